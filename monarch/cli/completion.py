@@ -1,0 +1,20 @@
+"""``monarch completion``: the script that teaches a shell our verbs and options."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    For bash, put this into ~/.bashrc: eval "$(monarch completion bash)"
+    """
+    script = get_completion_class(shell)
+    assert script is not None, f"click completes for {shell}"
+    root = context.find_root()
+    click.echo(script(root.command, {}, "monarch", "_MONARCH_COMPLETE").source())

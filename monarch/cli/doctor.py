@@ -1,0 +1,57 @@
+"""``monarch doctor``: is this machine as Monarch needs it, and what to do if not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from monarch.cli.output import emit_json, stdout
+from monarch.doctor import Check, Machine, examine
+from monarch.places import state_root
+from monarch.text import escape_text
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Examples: `monarch doctor`; `monarch doctor -c monarch.yaml`;"
+    " `srun -N 8 monarch doctor --json`.",
+)
+@click.option(
+    "-c",
+    "--config",
+    "configuration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Validate this configuration, too, and look at its tiers.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(configuration: Path | None, as_json: bool) -> int:
+    """Check whether this node can mount, and how well.
+
+    Nothing is changed. The exit code is 0 unless a check fails.
+    """
+    checks = []
+    for check in examine(Machine.here(), state_root(), configuration=configuration):
+        checks.append(check)
+        if not as_json:
+            # At once, because some take a moment.
+            stdout().print(_line(check), soft_wrap=True)
+    failed = sum(check.status == "fail" for check in checks)
+    if as_json:
+        emit_json({"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]})
+    return 1 if failed else 0
+
+
+def _line(check: Check) -> Text:
+    line = Text.assemble(
+        (f"{check.status:4}", _STYLES[check.status]),
+        f"  {escape_text(check.name)}: {escape_text(check.detail)}",
+    )
+    if check.advice:
+        line.append(f"\n      {escape_text(check.advice)}")
+    return line

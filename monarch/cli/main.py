@@ -1,0 +1,152 @@
+"""The command ``monarch``: finds the verb; what goes wrong becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+import click
+from click.shell_completion import CompletionItem
+
+from monarch import __version__
+from monarch.errors import ConfigError, MonarchError
+from monarch.text import escape_text
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    target: str
+    help: str
+
+
+# The help is here, too, so that `monarch --help` and completion load no verb and none of what it
+# needs: half a second on a node whose Python lives on the parallel file system.
+VERBS = {
+    "mount": Verb("monarch.cli.mount:mount", "Mount a directory through the tiers of this node."),
+    "umount": Verb("monarch.cli.umount:umount", "Unmount, and end the daemon behind it."),
+    "status": Verb("monarch.cli.status:status", "Show what mounts hold, serve and copy."),
+    "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
+    "evict": Verb("monarch.cli.evict:evict", "Drop copies from the tiers."),
+    "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
+    "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
+    "completion": Verb(
+        "monarch.cli.completion:completion", "Print the completion script of a shell."
+    ),
+}
+
+EXIT_CODES = {
+    0: "success",
+    1: "the answer is no (snapshot verify, diff), or a failure without a better code",
+    2: "mistake on the command line or in the configuration",
+    3: "the mount point cannot be used",
+    4: "the source failed, or is not what the snapshot says",
+    5: "the snapshot cannot be used",
+    6: "a tier or the state directory cannot be used",
+    7: "another daemon has the tier or the state",
+    8: "the kernel or fusermount3 would not mount; the daemon died",
+    9: "no Monarch daemon answers there",
+    10: "files are open; nothing was done",
+    130: "interrupted from the keyboard",
+}
+
+
+class _Verbs(click.Group):
+    """A group whose verbs are imported when called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        verb = VERBS.get(cmd_name)
+        if verb is None:
+            return None
+        module, _, name = verb.target.partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command), f"{verb.target} is a command"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in VERBS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, VERBS, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(VERBS)}"
+            raise click.UsageError(f"no such command {name!r}; {advice}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        verbs = [
+            CompletionItem(name, help=verb.help)
+            for name, verb in VERBS.items()
+            if name.startswith(incomplete)
+        ]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
+
+
+@click.group(
+    cls=_Verbs,
+    name="monarch",
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="monarch", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Serve training data of a parallel file system from the tiers of this node."""
+
+
+def main() -> int:
+    """Runs the command line of this process. Returns its exit code."""
+    code = _run()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has what it wanted. Python flushes once more at exit, into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if code == 0:
+            _tell(f"standard output: {error.strerror}")
+        return code or 1
+    return code
+
+
+def _run() -> int:
+    try:
+        result = cli.main(prog_name="monarch", standalone_mode=False)
+    except ConfigError as error:
+        _tell(*error.problems)
+        return error.exit_code
+    except MonarchError as error:
+        _tell(str(error))
+        return error.exit_code
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        command = context.command_path if context is not None else "monarch"
+        message = error.format_message().rstrip(".").replace("\n", " ")
+        _tell(f"{message[:1].lower()}{message[1:]} (see '{command} --help')")
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        _tell(f"{place}{error.strerror or error}")
+        return 1
+    # A verb answers by returning its exit code, or None; `ctx.exit` comes out here as well.
+    return result if isinstance(result, int) else 0
+
+
+def _tell(*lines: str) -> None:
+    for line in lines:
+        click.echo(f"monarch: {escape_text(line)}", err=True)

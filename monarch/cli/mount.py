@@ -1,0 +1,247 @@
+"""``monarch mount``: start a daemon and come back when its mount answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from monarch import config
+from monarch.cli.output import progress_bar, stderr
+from monarch.errors import (
+    BusyError,
+    ConfigError,
+    FuseError,
+    LockedError,
+    MonarchError,
+    MountPointError,
+    SnapshotError,
+    SourceError,
+    TierError,
+    UsageError,
+)
+from monarch.places import state_directory
+from monarch.settings import MountSettings
+from monarch.types import Progress
+
+_BY_EXIT_CODE = {
+    kind.exit_code: kind
+    for kind in (
+        MonarchError,
+        UsageError,
+        MountPointError,
+        SourceError,
+        SnapshotError,
+        TierError,
+        LockedError,
+        FuseError,
+        BusyError,
+    )
+}
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  monarch mount /pfs/imagenet /mnt/data
+  monarch mount /pfs/imagenet /mnt/data --tier /dev/shm/me:32GiB --tier /nvme/me:800GiB
+  monarch mount -c /etc/monarch/monarch.yaml imagenet
+  monarch mount /pfs/imagenet /mnt/data -o limits.copy_workers=8,allow_other
+"""
+)
+@click.argument("source_or_name", metavar="SOURCE|NAME")
+@click.argument("mountpoint", required=False)
+@click.option("-c", "--config", "file", metavar="FILE", help="Take mount NAME from this file.")
+@click.option(
+    "--tier",
+    "tiers",
+    metavar="PATH[:SIZE]",
+    multiple=True,
+    help="A tier; repeat it, fastest first. Without: the roomiest local scratch.",
+)
+@click.option("--snapshot", metavar="FILE", help="The snapshot of the names; built if missing.")
+@click.option("--state", metavar="DIR", help="Where the mount keeps what outlives it.")
+@click.option(
+    "-o",
+    "options",
+    metavar="KEY=VALUE,...",
+    multiple=True,
+    help="Any key of the configuration file, like limits.copy_workers=8.",
+)
+@click.option("--refresh", is_flag=True, help="Bring the snapshot up to date first.")
+@click.option("--foreground", is_flag=True, help="Stay here until the end; log to stderr, too.")
+def mount(
+    source_or_name: str,
+    mountpoint: str | None,
+    *,
+    file: str | None,
+    tiers: Sequence[str],
+    snapshot: str | None,
+    state: str | None,
+    options: Sequence[str],
+    refresh: bool,
+    foreground: bool,
+) -> None:
+    """Show SOURCE at MOUNTPOINT, served from the tiers of this node.
+
+    Comes back when the mount answers. The first mount of a source builds a snapshot of its names.
+    """
+    settings = _settings(source_or_name, mountpoint, file, tiers, snapshot, state, options)
+    # The daemon is imported here, so that a mistake above is told in no time.
+    from monarch import daemon
+
+    settings = daemon.prepare(settings)
+    if foreground:
+        with progress_bar() as progress:
+            daemon.run(
+                settings,
+                refreshed=refresh,
+                foreground=True,
+                progress=progress,
+                ready=lambda: stderr().print(f"monarch: {_told(settings)}", markup=False),
+            )
+        return
+    _start(
+        settings,
+        lambda *calls: daemon.run(
+            settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
+        ),
+    )
+    stderr().print(f"monarch: {_told(settings)}", markup=False)
+
+
+def _told(settings: MountSettings) -> str:
+    tiers = ", ".join(f"{tier.name} ({tier.path})" for tier in settings.tiers)
+    return f"{settings.source} is at {settings.mountpoint}, tiers: {tiers}"
+
+
+def _settings(
+    source_or_name: str,
+    mountpoint: str | None,
+    file: str | None,
+    tiers: Sequence[str],
+    snapshot: str | None,
+    state: str | None,
+    options: Sequence[str],
+) -> MountSettings:
+    if file is None:
+        if mountpoint is None:
+            raise UsageError(
+                "a mount point is missing",
+                hint="monarch mount SOURCE MOUNTPOINT, or monarch mount -c FILE NAME",
+            )
+        return config.from_options(
+            Path(source_or_name),
+            Path(mountpoint),
+            tiers=tiers,
+            snapshot=Path(snapshot) if snapshot is not None else None,
+            state=Path(state) if state is not None else None,
+            options=list(options),
+        )
+    if mountpoint is not None or tiers or snapshot is not None or state is not None:
+        raise UsageError(
+            "with -c, the mount point, tiers, snapshot and state come from the file",
+            hint="monarch mount -c FILE NAME [-o KEY=VALUE]",
+        )
+    mounts = config.load(Path(file)).mounts
+    if source_or_name not in mounts:
+        raise ConfigError(
+            [f"{file}:1: no mount {source_or_name!r}; there are {', '.join(sorted(mounts))}"]
+        )
+    return config.with_options(mounts[source_or_name], list(options))
+
+
+Serve = Callable[[Progress, Callable[[], None]], None]
+
+
+def _start(settings: MountSettings, serve: Serve) -> None:
+    """Run ``serve`` in a daemon; returns when it is ready, raises what it failed with."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _become_daemon(writing, serve)
+    os.close(writing)
+    try:
+        _wait_until_ready(reading, settings)
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        raise
+    finally:
+        os.close(reading)
+
+
+def _wait_until_ready(reading: int, settings: MountSettings) -> None:
+    """Show the daemon's progress. The pipe carries a JSON object a line."""
+    with progress_bar() as progress, open(reading, "rb", closefd=False) as lines:
+        for line in lines:
+            told = json.loads(line)
+            if "progress" in told:
+                progress(*told["progress"])
+            elif "error" in told:
+                kind = _BY_EXIT_CODE.get(told["exit_code"], MonarchError)
+                raise kind(told["error"], hint=told["hint"])
+            else:
+                return
+    where = settings.log.file or state_directory(settings) / "daemon.log"
+    raise FuseError("the daemon died before the mount answered", hint=f"see {where}")
+
+
+def _become_daemon(writing: int, serve: Serve) -> NoReturn:
+    """The child: a session of its own, nothing of the caller's held open, then ``serve``."""
+    code = 0
+    try:
+        os.setsid()
+        os.chdir("/")
+        os.umask(0o077)
+        # Whoever waits for the end of our output, a Slurm step say, must not wait for the daemon.
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        told = _Pipe(writing)
+        try:
+            serve(lambda *step: told.tell(progress=step), told.close_with_ready)
+        except MonarchError as error:
+            told.tell(error=error.args[0], hint=error.hint, exit_code=error.exit_code)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            code = 130
+        except BaseException as error:
+            import logging
+
+            logging.getLogger(__name__).exception("the daemon died")
+            told.tell(error=f"the daemon died: {error!r}", hint="see its log", exit_code=8)
+            code = 8
+    finally:
+        # Not the interpreter's way out: its handlers belong to the parent.
+        os._exit(code)
+
+
+class _Pipe:
+    """The daemon's line to the command that started it, until the mount is ready."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def tell(self, **what: Any) -> None:
+        if self._fd >= 0:
+            try:
+                os.write(self._fd, json.dumps(what).encode() + b"\n")
+            except BrokenPipeError:
+                # The command was killed; the mount may live.
+                self._fd = -1
+
+    def close_with_ready(self) -> None:
+        self.tell(ready=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

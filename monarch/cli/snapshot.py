@@ -1,0 +1,248 @@
+"""``monarch snapshot``: builds, shows, verifies, compares and refreshes snapshots."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import click
+
+from monarch.cli.output import emit_json, escape, progress_bar
+from monarch.namespace.build import build as build_snapshot
+from monarch.namespace.compare import Difference
+from monarch.namespace.compare import diff as diff_snapshots
+from monarch.namespace.compare import verify as verify_snapshot
+from monarch.namespace.refresh import refresh as refresh_snapshot
+from monarch.namespace.schema import SnapshotInfo
+from monarch.namespace.snapshot import Snapshot
+from monarch.text import escape_text
+from monarch.units import format_bytes
+
+_DIFFERENT = 1
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_SOURCE = click.Path(path_type=Path)
+_JOBS = click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(1, 1024),
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="Most calls that wait for the source at once.",
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
+_QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+
+
+@click.group()
+def snapshot() -> None:
+    """Build, show, verify or diff snapshots of the names and attributes of a source.
+
+    A mount builds its snapshot by itself. Build one by hand to share it between nodes, to take
+    the time when it suits, or to know what changed.
+    """
+
+
+@snapshot.command()
+@click.argument("source", type=_SOURCE)
+@click.option("-o", "--output", type=_FILE, required=True, metavar="FILE", help="What to write.")
+@click.option("--one-file-system", is_flag=True, help="Do not enter other file systems.")
+@_JOBS
+@_JSON
+@_QUIET
+def build(
+    source: Path, output: Path, one_file_system: bool, jobs: int, as_json: bool, quiet: bool
+) -> None:
+    """Scan SOURCE and write its snapshot.
+
+    No file is opened and no symbolic link followed. FILE appears, or is replaced, only when it is
+    complete.
+
+    \b
+    Examples:
+      monarch snapshot build /pfs/imagenet -o imagenet.snapshot
+      monarch snapshot build /pfs/imagenet -o imagenet.snapshot -j 128
+    """
+    with progress_bar(quiet=quiet) as progress:
+        told = build_snapshot(
+            source, output, jobs=jobs, one_file_system=one_file_system, progress=progress
+        )
+    if as_json:
+        emit_json(_info_as_json(output, told))
+    else:
+        speed = told.entries / max(told.scan_seconds, 1e-3)
+        click.echo(
+            f"{escape_text(str(output))}: {_counts(told)} in {told.scan_seconds:.1f} s"
+            f" ({speed:,.0f} entries/s)"
+        )
+        _warn_unreadable(told)
+
+
+@snapshot.command()
+@click.argument("file", type=_FILE)
+@_JSON
+def info(file: Path, as_json: bool) -> None:
+    """Show what the snapshot FILE holds.
+
+    \b
+    Example:
+      monarch snapshot info imagenet.snapshot --json | jq .files
+    """
+    with Snapshot.open(file) as opened:
+        told = opened.info()
+    if as_json:
+        emit_json(_info_as_json(file, told))
+        return
+    created = datetime.fromtimestamp(told.created_ns / 1e9, tz=timezone.utc).astimezone()
+    rows = [
+        ("source", escape(told.source)),
+        ("built", f"{created:%Y-%m-%d %H:%M:%S %z} in {told.scan_seconds:.1f} s"),
+        ("identity", told.id),
+        ("entries", f"{told.entries:,}"),
+        ("files", f"{told.files:,}"),
+        ("directories", f"{told.directories:,}"),
+        ("symbolic links", f"{told.symlinks:,}"),
+        ("hard links", f"{told.aliases:,} further names"),
+        ("others", f"{told.others:,}"),
+        ("unreadable", f"{told.unreadable:,}"),
+        ("bytes", f"{told.bytes_total:,} ({format_bytes(told.bytes_total)})"),
+        ("largest file", format_bytes(told.largest)),
+        ("median file", f"below {format_bytes(_median_bound(told))}"),
+        ("this file", format_bytes(file.stat().st_size)),
+    ]
+    for label, value in rows:
+        click.echo(f"{label:15} {value}")
+    _warn_unreadable(told)
+
+
+@snapshot.command()
+@click.argument("source", type=_SOURCE)
+@click.argument("file", type=_FILE)
+@click.option(
+    "--sample",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Look at N entries taken at random, and at the names in their directories.",
+)
+@_JOBS
+@_JSON
+@_QUIET
+def verify(
+    source: Path, file: Path, sample: int | None, jobs: int, as_json: bool, quiet: bool
+) -> int:
+    """Tell how SOURCE differs from the snapshot FILE. Exit code 1: it does.
+
+    \b
+    Examples:
+      monarch snapshot verify /pfs/imagenet imagenet.snapshot
+      monarch snapshot verify /pfs/imagenet imagenet.snapshot --sample 1000
+    """
+    with Snapshot.open(file) as opened, progress_bar(quiet=quiet) as progress:
+        found = verify_snapshot(source, opened, sample=sample, jobs=jobs, progress=progress)
+    return _tell_differences(found, as_json=as_json)
+
+
+@snapshot.command()
+@click.argument("before", metavar="A", type=_FILE)
+@click.argument("after", metavar="B", type=_FILE)
+@_JSON
+def diff(before: Path, after: Path, as_json: bool) -> int:
+    """Tell what changed from the snapshot A to the snapshot B. Exit code 1: something did.
+
+    \b
+    Example:
+      monarch snapshot diff monday.snapshot tuesday.snapshot
+    """
+    with Snapshot.open(before) as old, Snapshot.open(after) as new:
+        return _tell_differences(diff_snapshots(old, new), as_json=as_json)
+
+
+@snapshot.command()
+@click.argument("source", type=_SOURCE)
+@click.argument("file", type=_FILE)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Look only at directories: misses files that were written in place.",
+)
+@_JOBS
+@_JSON
+@_QUIET
+def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, quiet: bool) -> None:
+    """Bring the snapshot FILE up to date with SOURCE.
+
+    Directories whose times have not changed are not listed again; their entries are looked at.
+
+    \b
+    Examples:
+      monarch snapshot refresh /pfs/imagenet imagenet.snapshot
+      monarch snapshot refresh /pfs/imagenet imagenet.snapshot --quick
+    """
+    with progress_bar(quiet=quiet) as progress:
+        report = refresh_snapshot(source, file, jobs=jobs, quick=quick, progress=progress)
+    if as_json:
+        emit_json({**asdict(report), "info": _info_as_json(file, report.info)})
+        return
+    click.echo(
+        f"{escape_text(str(file))}: {_counts(report.info)}; {report.added:,} added,"
+        f" {report.removed:,} removed, {report.changed:,} changed"
+    )
+    click.echo(
+        f"{report.unlisted:,} directories not listed again,"
+        f" {report.reused:,} entries not looked at, {report.info.scan_seconds:.1f} s"
+    )
+    _warn_unreadable(report.info)
+
+
+def _tell_differences(found: Iterable[Difference], *, as_json: bool) -> int:
+    if as_json:
+        differences = [asdict(difference) for difference in found]
+        emit_json(differences)
+        return _DIFFERENT if differences else 0
+    counts: Counter[str] = Counter()
+    for difference in found:
+        counts[difference.kind] += 1
+        what = f"  ({difference.what})" if difference.what else ""
+        click.echo(f"{difference.kind:13} {escape(difference.path) or '.'}{what}")
+    if not counts:
+        click.echo("no difference")
+        return 0
+    summary = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+    noun = "difference" if counts.total() == 1 else "differences"
+    click.echo(f"{counts.total():,} {noun}: {summary}", err=True)
+    return _DIFFERENT
+
+
+def _info_as_json(file: Path, told: SnapshotInfo) -> dict[str, Any]:
+    return {"file": os.fsencode(file), **asdict(told), "snapshot_bytes": file.stat().st_size}
+
+
+def _counts(told: SnapshotInfo) -> str:
+    return (
+        f"{told.files:,} files, {told.directories:,} directories, {format_bytes(told.bytes_total)}"
+    )
+
+
+def _warn_unreadable(told: SnapshotInfo) -> None:
+    if not told.unreadable:
+        return
+    click.echo(f"{told.unreadable:,} entries could not be read; they are shown, empty:", err=True)
+    for path in told.unreadable_paths:
+        click.echo(f"  {path}", err=True)
+    if told.unreadable > len(told.unreadable_paths):
+        click.echo("  ...", err=True)
+
+
+def _median_bound(told: SnapshotInfo) -> int:
+    seen = 0
+    for bits, count in told.sizes:
+        seen += count
+        if seen * 2 >= told.files:
+            return 1 << bits
+    return 0

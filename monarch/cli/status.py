@@ -1,0 +1,310 @@
+"""``monarch status``: what the mounts of this node hold, serve and copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from monarch.cli.ask import ask
+from monarch.cli.output import emit_json, stdout
+from monarch.doctor import SeenMount, seen_mounts
+from monarch.errors import MonarchError, UsageError
+from monarch.places import state_root
+from monarch.registry import MountRecord, Registry
+from monarch.report import Quantiles, StatusReport
+from monarch.text import escape_text
+from monarch.units import format_bytes
+
+WATCH_SECONDS = 2.0
+# A daemon answers from memory; longer than this it is in trouble, and the other mounts wait.
+ANSWER_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A mount of the overview: its report, or what is wrong with it and what to do."""
+
+    seen: SeenMount
+    report: StatusReport | None
+    trouble: str
+
+    def to_dict(self) -> dict[str, Any]:
+        record = self.seen.record
+        return {
+            "mountpoint": self.seen.mountpoint,
+            "state": self.report.state if self.report else self.seen.state,
+            "source": record.source if record else None,
+            "pid": record.pid if record else None,
+            "log": record.log if record else None,
+            "trouble": self.trouble,
+            "report": self.report.to_dict() if self.report else None,
+        }
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Examples: `monarch status`; `monarch status /mnt/data --watch`;"
+    " `monarch status /mnt/data --json | jq .residency.fraction_files`.",
+)
+@click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
+def status(mountpoint: Path | None, as_json: bool, watch: bool) -> None:
+    """Show what mounts hold, serve and copy.
+
+    Without MOUNTPOINT one line for each mount of this user; with it, or with any path inside,
+    everything about that mount.
+    """
+    if watch and as_json:
+        raise UsageError(
+            "--watch and --json exclude each other", hint="call `monarch status --json` repeatedly"
+        )
+    records = Registry(state_root())
+    if as_json:
+        if mountpoint is None:
+            emit_json({"mounts": [line.to_dict() for line in overview(records)]})
+        else:
+            emit_json(report_of(records.find(mountpoint)).to_dict())
+        return
+
+    def shown() -> RenderableType:
+        if mountpoint is None:
+            return _table_of(overview(records))
+        record = records.find(mountpoint)
+        return _details(report_of(record), record)
+
+    if watch:
+        _watch(shown)
+    else:
+        stdout().print(shown())
+
+
+def report_of(record: MountRecord) -> StatusReport:
+    """Asks the daemon. NotMountedError if it is dead, MonarchError if it does not answer."""
+    return ask(record, "status", {}, answer=StatusReport, timeout=ANSWER_SECONDS)
+
+
+def overview(records: Registry) -> list[Line]:
+    lines = []
+    for seen in seen_mounts(records):
+        report, trouble = None, seen.advice
+        if seen.state == "served" and seen.record is not None:
+            try:
+                report = report_of(seen.record)
+            except MonarchError as error:
+                trouble = str(error)
+        lines.append(Line(seen, report, trouble))
+    return lines
+
+
+def _watch(shown: Callable[[], RenderableType]) -> None:
+    try:
+        with Live(shown(), console=stdout(), auto_refresh=False) as live:
+            while True:
+                time.sleep(WATCH_SECONDS)
+                live.update(shown(), refresh=True)
+    except KeyboardInterrupt:
+        # It is how one ends watching.
+        return
+
+
+_STATE_WORDS = {
+    "served": "[red]not answering[/]",
+    "stale": "[red]dead[/]",
+    "leftover": "[yellow]ended[/]",
+    "foreign": "another user's",
+}
+
+
+def _table_of(lines: list[Line]) -> RenderableType:
+    if not lines:
+        return Text("no Monarch mounts; `monarch mount SOURCE MOUNTPOINT` makes one")
+    table = _table(
+        "mount point", "source", "files", "resident", "hits", "epoch", "copies", "health"
+    )
+    remarks = []
+    for line in lines:
+        report, record = line.report, line.seen.record
+        name = Text(escape_text(line.seen.mountpoint))
+        if report is None:
+            source = escape_text(record.source) if record else ""
+            state = _STATE_WORDS[line.seen.state]
+            table.add_row(name, Text(source), *[""] * 5, state)
+            remarks.append(f"{escape_text(line.seen.mountpoint)}: {line.trouble}")
+            continue
+        table.add_row(
+            name,
+            Text(escape_text(report.source)),
+            f"{report.snapshot.files:,}",
+            _percent(report.residency.fraction_files),
+            _percent(report.hit_ratio),
+            str(report.epochs[-1].number) if report.epochs else "-",
+            _copies(report),
+            _health_word(report),
+        )
+        remarks += [f"{escape_text(line.seen.mountpoint)}: {p}" for p in report.health]
+    return Group(table, *(Text(escape_text(remark)) for remark in remarks))
+
+
+def _details(report: StatusReport, record: MountRecord) -> RenderableType:
+    up = _duration(max(time.time() - report.started_ns / 1e9, 0))
+    head = _table("", "", header=False)
+    for name, value in (
+        ("mount point", report.mountpoint),
+        ("source", report.source),
+        ("state", f"{report.state} for {up}, pid {report.pid}, version {report.version}"),
+        ("datapath", f"{report.mode.datapath} ({report.mode.why})"),
+        ("snapshot", _snapshot(report)),
+        ("resident", _resident(report)),
+        (
+            "copies",
+            _copies(report) + f"; {report.copies.done:,} done, {report.copies.failed:,} failed",
+        ),
+        ("readers", _readers(report)),
+        ("source traffic", _source(report)),
+        ("memory", format_bytes(report.memory.rss_bytes)),
+        ("log", record.log),
+    ):
+        head.add_row(name, Text(escape_text(value)))
+    tables = [head, _tiers(report), _latency(report)]
+    if report.epochs:
+        tables.append(_epochs(report))
+    if report.errors:
+        kinds = sorted(report.errors.items(), key=lambda item: -item[1])
+        tables.append(_counted("error", ((escape_text(kind), f"{n:,}") for kind, n in kinds)))
+    parts = [part for table in tables for part in (table, Text())]
+    parts += [Text(f"! {escape_text(problem)}", style="yellow") for problem in report.health]
+    if not report.health:
+        parts.append(Text("healthy", style="green"))
+    return Group(*parts)
+
+
+def _tiers(report: StatusReport) -> Table:
+    table = _table("tier", "path", "used", "capacity", "files", "opens", "reads", "served", "state")
+    for tier in report.tiers:
+        table.add_row(
+            tier.name,
+            Text(escape_text(tier.path)),
+            format_bytes(tier.used),
+            format_bytes(tier.capacity),
+            f"{tier.files:,}",
+            f"{tier.opens:,}",
+            f"{tier.reads:,}",
+            format_bytes(tier.bytes),
+            Text("in service" if tier.in_service else f"out: {escape_text(tier.out_why)}"),
+        )
+    return table
+
+
+def _latency(report: StatusReport) -> Table:
+    table = _table("latency", "open p50", "open p99", "read p50", "read p99")
+    for name in report.latency.open:
+        opened, read = report.latency.open[name], report.latency.read.get(name)
+        table.add_row(name, *_quantiles(opened), *_quantiles(read))
+    return table
+
+
+def _quantiles(quantiles: Quantiles | None) -> tuple[str, str]:
+    if quantiles is None or not quantiles.count:
+        return "-", "-"
+    return _latency_word(quantiles.p50_s), _latency_word(quantiles.p99_s)
+
+
+def _latency_word(seconds: float | None) -> str:
+    if seconds is None:
+        return "> 10 s"
+    if seconds < 0.001:
+        return f"≤ {seconds * 1e6:.0f} us"
+    return f"≤ {seconds * 1e3:.0f} ms" if seconds < 1 else f"≤ {seconds:.0f} s"
+
+
+def _epochs(report: StatusReport) -> Table:
+    table = _table("epoch", "opens", "hits", "hit ratio")
+    for epoch in report.epochs[-10:]:
+        opens, hits = f"{epoch.opens:,}", f"{epoch.hits:,}"
+        table.add_row(str(epoch.number), opens, hits, _percent(epoch.hit_ratio))
+    return table
+
+
+def _counted(name: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = _table(name, "count")
+    for kind, count in rows:
+        table.add_row(Text(kind), count)
+    return table
+
+
+def _snapshot(report: StatusReport) -> str:
+    snapshot = report.snapshot
+    stale = {True: "stale", False: "fresh", None: "not compared yet"}[snapshot.stale]
+    return (
+        f"{snapshot.files:,} files, {format_bytes(snapshot.bytes)}, {snapshot.entries:,} entries;"
+        f" {_duration(snapshot.age_s)} old, {stale} (freshness {snapshot.freshness},"
+        f" {snapshot.checks:,} checks); {snapshot.file}, {format_bytes(snapshot.size_bytes)}"
+    )
+
+
+def _resident(report: StatusReport) -> str:
+    residency = report.residency
+    return (
+        f"{residency.files:,} files ({_percent(residency.fraction_files)}),"
+        f" {format_bytes(residency.bytes)} ({_percent(residency.fraction_bytes)});"
+        f" {residency.wanted:,} wanted"
+    )
+
+
+def _readers(report: StatusReport) -> str:
+    return (
+        f"{report.opens:,} opens, {report.reads:,} reads, {format_bytes(report.bytes)};"
+        f" {_percent(report.hit_ratio)} hits; {report.handles.open_files:,} files open"
+    )
+
+
+def _source(report: StatusReport) -> str:
+    reader, copy = report.source_totals.reader, report.source_totals.copy
+    return (
+        f"{reader.opens:,} opens and {format_bytes(reader.bytes)} by readers,"
+        f" {copy.opens:,} opens and {format_bytes(copy.bytes)} by copies"
+    )
+
+
+def _copies(report: StatusReport) -> str:
+    copies = report.copies
+    if not copies.running and not copies.queued:
+        return "idle"
+    return f"{copies.running:,} running, {copies.queued:,} queued"
+
+
+def _health_word(report: StatusReport) -> str:
+    if report.state != "serving":
+        return report.state
+    if not report.health:
+        return "[green]healthy[/]"
+    return f"[yellow]{len(report.health)} problem{'s' * (len(report.health) > 1)}[/]"
+
+
+def _percent(ratio: float | None) -> str:
+    # 99.96 % must not read as complete.
+    return "-" if ratio is None else f"{int(ratio * 1000) / 10:g}%"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _table(*columns: str, header: bool = True) -> Table:
+    table = Table(box=None, show_header=header, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,143 @@
+"""Asking a daemon something from anywhere: synchronous, and with the standard library only.
+
+A trainer's process that imports this loads neither trio nor lmdb nor pyfuse3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from monarch import errors
+from monarch.control.messages import (
+    MAX_LINE_BYTES,
+    Failure,
+    MalformedError,
+    Progress,
+    Request,
+    Result,
+    parse_reply,
+)
+from monarch.errors import MonarchError, NotMountedError, UsageError
+
+_BY_EXIT_CODE: dict[int, type[MonarchError]] = {
+    kind.exit_code: kind
+    for kind in (
+        MonarchError,
+        UsageError,
+        errors.MountPointError,
+        errors.SourceError,
+        errors.SnapshotError,
+        errors.TierError,
+        errors.LockedError,
+        errors.FuseError,
+        NotMountedError,
+        errors.BusyError,
+    )
+}
+
+
+def call(
+    socket_path: Path,
+    verb: str,
+    params: dict[str, Any],
+    *,
+    timeout: float | None = 10.0,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Ask the daemon at ``socket_path`` and wait for its result.
+
+    ``timeout`` is the longest silence in seconds, None for no limit; progress breaks the silence.
+    Raises NotMountedError if nobody listens there, what the daemon raised (by its exit code), and
+    MonarchError if it does not answer or not in our language. Interrupting the call hangs up,
+    which ends the verb.
+    """
+    try:
+        line = Request(verb, params).encode()
+    except MalformedError as error:
+        raise UsageError(str(error), hint="name directories instead of their files") from error
+    with _connected(socket_path, timeout) as connection:
+        try:
+            for reply in _replies(connection, line, timeout):
+                match parse_reply(reply):
+                    case Progress(progress):
+                        if on_progress is not None:
+                            on_progress(progress)
+                    case Result(result):
+                        return result
+                    case Failure(error=message, hint=hint, exit_code=code):
+                        raise _BY_EXIT_CODE.get(code, MonarchError)(message, hint=hint)
+        except TimeoutError as error:
+            raise MonarchError(
+                f"the daemon at {socket_path} has not answered for {timeout:g} seconds",
+                hint="it may wait for a hung source; its log says more",
+            ) from error
+        except OSError as error:
+            raise _hung_up(socket_path) from error
+    raise _hung_up(socket_path)
+
+
+def _hung_up(socket_path: Path) -> NotMountedError:
+    return NotMountedError(
+        f"the daemon at {socket_path} ended before it answered", hint="its log says why"
+    )
+
+
+def _connected(path: Path, timeout: float | None) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # An address has room for 107 bytes only; a path may be longer.
+            address = f"/proc/self/fd/{directory}/{path.name}"
+            while True:
+                try:
+                    connection.connect(address)
+                    return connection
+                except BlockingIOError:
+                    # A full backlog answers so at once when a timeout is set.
+                    if deadline is None or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.02)
+        finally:
+            os.close(directory)
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
+        connection.close()
+        raise NotMountedError(
+            f"no daemon listens at {path}", hint="`monarch status` lists the mounts"
+        ) from error
+    except OSError as error:
+        connection.close()
+        raise MonarchError(
+            f"cannot reach the daemon at {path}: {error.strerror or error}",
+            hint="its user or root must ask",
+        ) from error
+
+
+def _replies(connection: socket.socket, request: bytes, timeout: float | None) -> Iterator[bytes]:
+    # Refused before it was read? Then the reply says why.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(request)
+    received = bytearray()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        if deadline is not None:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-6))
+        chunk = connection.recv(64 * 1024)
+        if not chunk:
+            return
+        received += chunk
+        *lines, rest = bytes(received).split(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            raise MalformedError("the answer is too long")
+        received = bytearray(rest)
+        yield from lines
+        if lines and timeout is not None:
+            deadline = time.monotonic() + timeout

@@ -1,0 +1,126 @@
+"""What goes over the control socket: one request and its replies, each a line of JSON.
+
+    client   {"verb": "warm", "params": {"paths": ["train"], "wait": true}}
+    daemon   {"progress": {"done": 10, "total": 200, "bytes_done": 4096, "bytes_total": 81920}}
+    daemon   {"ok": true, "result": {...}}
+       or    {"ok": false, "error": "what, where", "hint": "what to do", "exit_code": 5}
+
+One request a connection, any number of progress lines, one last line. Lines are ASCII; names that
+are not UTF-8 travel as surrogate escapes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from monarch.errors import MonarchError
+from monarch.report import StatusReport
+
+__all__ = [
+    "MAX_LINE_BYTES",
+    "Failure",
+    "MalformedError",
+    "Progress",
+    "Reply",
+    "Request",
+    "Result",
+    "StatusReport",
+    "parse_reply",
+    "parse_request",
+]
+
+# Room for some ten thousand paths; a peer cannot make us hold more.
+MAX_LINE_BYTES = 1 << 20
+
+
+class MalformedError(MonarchError):
+    """A line that is no message, or too long a one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    verb: str
+    params: dict[str, Any]
+
+    def encode(self) -> bytes:
+        """Raises MalformedError if it would be too long."""
+        return _line({"verb": self.verb, "params": self.params})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    progress: dict[str, Any]
+
+    def encode(self) -> bytes:
+        return _line({"progress": self.progress})
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    result: dict[str, Any]
+
+    def encode(self) -> bytes:
+        return _line({"ok": True, "result": self.result})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """``exit_code`` names the class in the tree of errors."""
+
+    error: str
+    hint: str
+    exit_code: int
+
+    def encode(self) -> bytes:
+        return _line(
+            {"ok": False, "error": self.error, "hint": self.hint, "exit_code": self.exit_code}
+        )
+
+
+Reply = Progress | Result | Failure
+
+
+def parse_request(line: bytes) -> Request:
+    """Raises MalformedError for everything that is not exactly a request."""
+    match _object(line):
+        case {"verb": str(verb), "params": dict(params), **rest} if not rest:
+            return Request(verb, params)
+    raise MalformedError('a request is {"verb": TEXT, "params": {...}}')
+
+
+def parse_reply(line: bytes) -> Reply:
+    """Raises MalformedError for everything that is not exactly a reply."""
+    match _object(line):
+        case {"progress": dict(progress), **rest} if not rest:
+            return Progress(progress)
+        case {"ok": True, "result": dict(result), **rest} if not rest:
+            return Result(result)
+        case {
+            "ok": False,
+            "error": str(error),
+            "hint": str(hint),
+            "exit_code": int(exit_code),
+            **rest,
+        } if not rest:
+            return Failure(error, hint, exit_code)
+    raise MalformedError("the answer is none that this version of monarch knows")
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    line = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        raise MalformedError(f"the message is longer than {MAX_LINE_BYTES} bytes")
+    return line
+
+
+def _object(line: bytes) -> Any:
+    try:
+        return json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("the line is not JSON") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

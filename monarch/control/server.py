@@ -1,0 +1,259 @@
+"""The daemon's end of the control socket: one request a connection, each in a task of its own.
+
+Nobody who connects can disturb the service: lines, connections and times are bounded, only the
+daemon's own user and root are heard, and what goes wrong in a verb is answered to its caller.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket as stdlib_socket
+import stat
+import struct
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from monarch.control.messages import (
+    MAX_LINE_BYTES,
+    Failure,
+    MalformedError,
+    Progress,
+    Reply,
+    Request,
+    Result,
+    parse_request,
+)
+from monarch.errors import BusyError, MonarchError, TierError, UsageError
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
+log = logging.getLogger(__name__)
+
+# Streams one progress message to the client; waits while the client does not read.
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Verb = Callable[[dict[str, Any], Send], Awaitable[dict[str, Any]]]
+
+# A person's terminals, a monitor and a job's ranks; each may hold a line of MAX_LINE_BYTES.
+MAX_CONNECTIONS = 64
+# Until the request's last byte, and for each reply to be taken off our hands.
+IDLE_SECONDS = 30.0
+# How long the end of the server waits for a client to take its reply.
+LAST_WORD_SECONDS = 1.0
+# Connections that the kernel holds for us while the loop is busy elsewhere.
+_BACKLOG = 128
+# Without a descriptor or memory for the next connection, trying at once fails at once.
+_ACCEPT_PAUSE_SECONDS = 0.1
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Server:
+    """Serves ``verbs`` at ``path``, whose directory must exist and be the daemon's own."""
+
+    def __init__(
+        self, path: Path, verbs: Mapping[str, Verb], *, idle_seconds: float = IDLE_SECONDS
+    ) -> None:
+        self._path = path
+        self._verbs = verbs
+        self._idle_seconds = idle_seconds
+        self._connections = 0
+        self._uids = frozenset({os.geteuid(), 0})
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; started once the socket listens. The file goes with the server.
+
+        A socket file that an earlier daemon left is replaced. Raises TierError when the socket
+        cannot be made.
+        """
+        with _listening(self._path) as listener:
+            async with trio.open_nursery() as nursery:
+                task_status.started()
+                while True:
+                    try:
+                        connection, _ = await listener.accept()
+                    except OSError as error:
+                        if error.errno in _OUT_OF_RESOURCES:
+                            log.warning("cannot take a control connection: %s", error.strerror)
+                            await trio.sleep(_ACCEPT_PAUSE_SECONDS)
+                        continue
+                    nursery.start_soon(self._connected, trio.SocketStream(connection))
+
+    async def _connected(self, stream: trio.SocketStream) -> None:
+        self._connections += 1
+        try:
+            async with stream:
+                await self._converse(stream)
+        except Exception as error:
+            if not _hung_up_only(error):
+                log.exception("a control connection failed")
+        finally:
+            self._connections -= 1
+
+    async def _converse(self, stream: trio.SocketStream) -> None:
+        uid = _peer_uid(stream.socket)
+        if uid not in self._uids:
+            log.warning("refused user %d at the control socket", uid)
+            await self._send(stream, _failure(MonarchError("only the mount's user may ask")))
+            return
+        if self._connections > MAX_CONNECTIONS:
+            busy = BusyError(
+                f"{MAX_CONNECTIONS} clients are connected already", hint="try again later"
+            )
+            await self._send(stream, _failure(busy))
+            return
+        with trio.move_on_after(self._idle_seconds) as patience:
+            try:
+                request = parse_request(await _request_line(stream))
+            except MalformedError as error:
+                await self._send(stream, _failure(error))
+                return
+        if patience.cancelled_caught:
+            slow = MonarchError(f"no request came within {self._idle_seconds:g} seconds")
+            await self._send(stream, _failure(slow))
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_watch_for_hang_up, stream, nursery.cancel_scope)
+            reply = await self._carry_out(request, stream)
+            if reply is not None:
+                # What a verb has done is told even if it was `stop`.
+                with (
+                    trio.CancelScope(deadline=trio.current_time() + LAST_WORD_SECONDS, shield=True),
+                    suppress(trio.BrokenResourceError),
+                ):
+                    await self._send(stream, reply)
+            nursery.cancel_scope.cancel()
+
+    async def _carry_out(self, request: Request, stream: trio.SocketStream) -> Reply | None:
+        """The last line for the client; None when the client is gone."""
+        verb = self._verbs.get(request.verb)
+        if verb is None:
+            known = ", ".join(sorted(self._verbs))
+            return _failure(UsageError(f"no verb {request.verb[:40]!r}", hint=f"known: {known}"))
+
+        one_at_a_time = trio.Lock()
+
+        async def send(progress: dict[str, Any]) -> None:
+            async with one_at_a_time:
+                await self._send(stream, Progress(progress))
+
+        try:
+            return Result(await verb(request.params, send))
+        except Exception as error:
+            if _hung_up_only(error):
+                return None
+            # A verb that raises in a nursery of its own raises a group of one.
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+                cause = cause.exceptions[0]
+            if isinstance(cause, MonarchError):
+                return _failure(cause)
+            log.exception("control verb %s failed", request.verb)
+            return Failure(f"{request.verb} failed: {cause!r:.500}", "the log says more", 1)
+
+    async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
+        """Raises BrokenResourceError when the client is gone or takes nothing for too long."""
+        try:
+            line = reply.encode()
+        except (MalformedError, TypeError, ValueError):
+            log.exception("a control reply cannot be sent")
+            line = Failure("the answer cannot be sent", "the log says more", 1).encode()
+        with trio.move_on_after(self._idle_seconds) as patience:
+            await stream.send_all(line)
+        if patience.cancelled_caught:
+            raise trio.BrokenResourceError("the client does not read")
+
+
+def _failure(error: MonarchError) -> Failure:
+    return Failure(str(error.args[0]), error.hint, error.exit_code)
+
+
+async def _request_line(stream: trio.SocketStream) -> bytes:
+    """The bytes before the first newline, which must be the last byte there is."""
+    received = bytearray()
+    while True:
+        chunk = await stream.receive_some(64 * 1024)
+        if not chunk:
+            raise MalformedError("the request ends before its newline")
+        received += chunk
+        end = chunk.find(b"\n")
+        if end == len(chunk) - 1:
+            return bytes(received[:-1])
+        if end >= 0:
+            raise MalformedError("one request a connection")
+        if len(received) >= MAX_LINE_BYTES:
+            raise MalformedError(f"a request is at most {MAX_LINE_BYTES} bytes")
+
+
+async def _watch_for_hang_up(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    """Cancel ``scope`` once the client closes its end, or sends what it was not asked for."""
+    with suppress(trio.BrokenResourceError):
+        await stream.receive_some(1)
+    scope.cancel()
+
+
+def _hung_up_only(error: BaseException) -> bool:
+    """Whether ``error`` says no more than that the client went away, which is its right."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(trio.BrokenResourceError)[1] is None
+    return isinstance(error, trio.BrokenResourceError)
+
+
+def _peer_uid(connection: trio.socket.SocketType) -> int:
+    raw = connection.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_PEERCRED, 12)
+    _, uid, _ = struct.unpack("iII", raw)
+    assert isinstance(uid, int)
+    return uid
+
+
+@contextmanager
+def _listening(path: Path) -> Iterator[trio.socket.SocketType]:
+    try:
+        directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _cannot_listen(path, error) from error
+    try:
+        with stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM) as made:
+            try:
+                _remove_stale(path.name, directory)
+                # Before bind, so that the file never exists with a wider mode.
+                os.fchmod(made.fileno(), 0o600)
+                # An address has room for 107 bytes only; a path may be longer.
+                made.bind(f"/proc/self/fd/{directory}/{path.name}")
+                made.listen(_BACKLOG)
+            except OSError as error:
+                raise _cannot_listen(path, error) from error
+            ours = os.stat(path.name, dir_fd=directory)
+            try:
+                with trio.socket.from_stdlib_socket(made) as listener:
+                    yield listener
+            finally:
+                with suppress(OSError):
+                    now = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
+                    # Not the one that a successor has made meanwhile.
+                    if (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino):
+                        os.unlink(path.name, dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def _remove_stale(name: str, directory: int) -> None:
+    try:
+        mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISSOCK(mode):
+        os.unlink(name, dir_fd=directory)
+
+
+def _cannot_listen(path: Path, error: OSError) -> TierError:
+    return TierError(
+        f"cannot make the control socket {path}: {error.strerror}",
+        hint="the state directory must be a writable local directory",
+    )

@@ -1,0 +1,444 @@
+"""The daemon: builds every object once, and owns the order in which they live and die.
+
+    lock the state -> open or build the snapshot -> open tiers, load residency
+        nursery "service": transfer engine, freshness watch, sweep, control socket, signals
+            FUSE session                  ends by unmount, signal or ``stop``
+        everything of the nursery ends; what was under way is given up and leaves nothing behind
+    sync the tiers -> mark the records clean -> let the locks go
+
+The process that calls ``run`` must have no threads and no event loop yet.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import trio
+
+from monarch import log as log_setup
+from monarch.control.server import Server
+from monarch.errors import MonarchError, SnapshotError, TierError
+from monarch.fuse import mountpoint as mountpoints
+from monarch.fuse.operations import Operations
+from monarch.fuse.session import Session, answers
+from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
+from monarch.namespace.build import build
+from monarch.namespace.refresh import refresh
+from monarch.namespace.overlay import Namespace
+from monarch.namespace.snapshot import Snapshot
+from monarch.placement.controller import Controller
+from monarch.placement.epochs import Epochs
+from monarch.placement.ledger import Ledger
+from monarch.placement.policies.first_come import FirstCome
+from monarch.placement.policies.lru import Lru
+from monarch.placement.policies.no_evict import NoEvict
+from monarch.placement.policy import Policy
+from monarch.placement.residency import Residency
+from monarch.places import default_tier, state_directory, state_root
+from monarch.registry import MountRecord, Registry, process_started
+from monarch.settings import MountSettings
+from monarch.status import Status
+from monarch.tiers.hierarchy import Hierarchy
+from monarch.tiers.lock import Lock
+from monarch.tiers.source import Source
+from monarch.transfer.engine import Engine
+from monarch.transfer.readers import Readers
+from monarch.types import Ino, Progress
+from monarch.verbs import Verbs
+from monarch.vfs.filesystem import FileSystem
+from monarch.watch import Watch
+
+log = logging.getLogger(__name__)
+
+# How long the end may wait for the tiers' disks. After that the copies are verified at the next
+# mount instead. Seconds.
+_SYNC_DEADLINE_S = 10.0
+
+
+def prepare(settings: MountSettings) -> MountSettings:
+    """Check what can be checked without side effects and fill in the default tier.
+
+    A mount that a dead daemon left behind is taken away. Raises MonarchError.
+    """
+    if not settings.tiers:
+        settings = settings.model_copy(update={"tiers": (default_tier(settings),)})
+    _clear_stale_mount(settings.mountpoint)
+    mountpoints.check(settings.mountpoint, settings.source)
+    for tier in settings.tiers:
+        mountpoints.check_tier(tier.path, settings.source, settings.mountpoint)
+    return settings
+
+
+def _clear_stale_mount(mountpoint: Path) -> None:
+    if mountpoints.mount_at(mountpoint) is None:
+        return
+    try:
+        os.stat(mountpoint)
+    except OSError:
+        # ENOTCONN: the daemon is dead. Whoever still has files open keeps his errors.
+        mountpoints.unmount(mountpoint, lazy=True)
+
+
+def run(
+    settings: MountSettings,
+    *,
+    refreshed: bool,
+    foreground: bool,
+    progress: Progress,
+    ready: Callable[[], None],
+) -> None:
+    """Serve one mount until its end. ``ready`` is called when it answers.
+
+    ``refreshed``: bring an existing snapshot up to date first. Raises MonarchError.
+    """
+    state = state_directory(settings)
+    with _state(settings, state), ExitStack() as cleanup:
+        log_setup.setup(
+            settings.log, path=settings.log.file or state / "daemon.log", foreground=foreground
+        )
+        log.info("mounting %s at %s", settings.source, settings.mountpoint)
+        try:
+            source = Source(os.fsencode(settings.source))
+            cleanup.callback(source.close)
+            snapshot, just_built = _snapshot(settings, state, source, refreshed, progress)
+            cleanup.callback(snapshot.close)
+            trio.run(_serve, settings, state, source, snapshot, just_built, ready)
+        except MonarchError as error:
+            log.error("%s", error)
+            raise
+        log.info("ended")
+
+
+@contextmanager
+def _state(settings: MountSettings, state: Path) -> Iterator[None]:
+    """The state directory, made, ours alone and locked."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = os.open(state, flags)
+    except OSError as error:
+        raise TierError(
+            f"state directory {os.fspath(state)!r}: {error.strerror}",
+            hint="name one that you may write with --state",
+        ) from error
+    try:
+        owner = os.fstat(directory).st_uid
+        if owner != os.geteuid():
+            raise TierError(
+                f"state directory {os.fspath(state)!r} belongs to uid {owner}",
+                hint="name another with --state",
+            )
+        os.fchmod(directory, 0o700)
+        lock = Lock(
+            directory, f"state directory {os.fspath(state)!r}", os.fspath(settings.mountpoint)
+        )
+        try:
+            yield
+        finally:
+            lock.release()
+    finally:
+        os.close(directory)
+
+
+def _snapshot(
+    settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
+) -> tuple[Snapshot, bool]:
+    """The snapshot to serve from, and whether it was made or brought up to date just now."""
+    given = settings.snapshot.file
+    path = given or state / "snapshot.lmdb"
+    if path.exists():
+        try:
+            if refreshed:
+                refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
+            snapshot = Snapshot.open(path)
+            reason = _other_source(snapshot, source)
+            if not reason:
+                return snapshot, refreshed
+            snapshot.close()
+            raise SnapshotError(
+                f"snapshot {os.fspath(path)!r} {reason}",
+                hint="name another with --snapshot, or build it with: monarch snapshot build",
+            )
+        except SnapshotError as error:
+            if given is not None:
+                raise
+            log.warning("building the snapshot anew: %s", error)
+    build(
+        settings.source,
+        path,
+        jobs=settings.snapshot.jobs,
+        one_file_system=settings.snapshot.one_file_system,
+        progress=progress,
+    )
+    return Snapshot.open(path), True
+
+
+def _other_source(snapshot: Snapshot, source: Source) -> str:
+    """Why this snapshot does not describe this source; empty if it does.
+
+    Nodes may have one source mounted under several paths, and one path may have got another tree:
+    the root directory's own number at the source tells.
+    """
+    root = source.status(b"")
+    if snapshot.attributes(Ino(1)).source_ino == root.st_ino:
+        return ""
+    if snapshot.source == os.path.realpath(source.path):
+        return "describes a directory that has been replaced since"
+    return f"describes another source, {os.fsdecode(snapshot.source)!r}"
+
+
+async def _serve(
+    settings: MountSettings,
+    state: Path,
+    source: Source,
+    snapshot: Snapshot,
+    just_built: bool,
+    ready: Callable[[], None],
+) -> None:
+    mount = _Mount(settings, state, source, snapshot, just_built)
+    clean = False
+    try:
+        await mount.serve(ready)
+        clean = True
+    finally:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _SYNC_DEADLINE_S):
+            await mount.close(clean=clean)
+
+
+class _Mount:
+    """All objects of one mount, wired."""
+
+    def __init__(
+        self,
+        settings: MountSettings,
+        state: Path,
+        source: Source,
+        snapshot: Snapshot,
+        just_built: bool,
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._started_ns = time.time_ns()
+        self._hierarchy = Hierarchy(
+            settings.tiers,
+            state,
+            generation=snapshot.id,
+            inodes=snapshot.records,
+            owner=os.fspath(settings.mountpoint),
+        )
+        tiers = self._hierarchy.tiers
+        held = [self._hierarchy.held(tier) for tier in tiers]
+        spaces = [tier.space() for tier in tiers]
+        capacities = [
+            tier.capacity_within(space.available, held=copies.bytes)
+            for tier, space, copies in zip(settings.tiers, spaces, held, strict=True)
+        ]
+        names = Namespace(snapshot)
+        self._residency = Residency(snapshot.entries)
+        ledger = Ledger(capacities)
+        self._controller = Controller(
+            self._residency, ledger, _policy(settings, snapshot, capacities)
+        )
+        for tier, copies, capacity in zip(tiers, held, capacities, strict=True):
+            # A tier that was made smaller keeps what still fits.
+            fits = np.cumsum(copies.sizes) <= capacity
+            for ino in copies.inos[~fits].tolist():
+                self._hierarchy.records.clear(Ino(ino))
+                tier.remove(Ino(ino))
+            self._controller.load(copies.inos[fits], copies.sizes[fits], tier=tier.number)
+        trusted = self._hierarchy.trusted and settings.verify != "open"
+        if not trusted and settings.verify != "never":
+            self._residency.mark_all_unverified()
+        metrics = Metrics([tier.name for tier in tiers])
+        epochs = Epochs(snapshot.entries)
+        readers = Readers()
+        source_threads = trio.CapacityLimiter(settings.limits.source_concurrency)
+        self._engine = Engine(
+            source=source,
+            tiers=tiers,
+            keep_free=[
+                tier.keep_free_within(space.total)
+                for tier, space in zip(settings.tiers, spaces, strict=True)
+            ],
+            records=self._hierarchy.records,
+            names=names,
+            controller=self._controller,
+            ledger=ledger,
+            metrics=metrics,
+            limits=settings.limits,
+            readers=readers,
+            source_threads=source_threads,
+            changed=self._changed,
+        )
+        self.filesystem = FileSystem(
+            names=names,
+            source=source,
+            tiers=tiers,
+            records=self._hierarchy.records,
+            residency=self._residency,
+            controller=self._controller,
+            epochs=epochs,
+            movement=self._engine,
+            metrics=metrics,
+            limits=settings.limits,
+            readers=readers,
+            source_threads=source_threads,
+            verify=settings.verify,
+            attributes_changed=self._attributes_changed,
+        )
+        self._watch = Watch(
+            names=names,
+            source=source,
+            residency=self._residency,
+            filesystem=self.filesystem,
+            source_threads=source_threads,
+            every_s=settings.snapshot.ttl_s,
+            just_built=just_built,
+        )
+        self._session = Session(
+            Operations(self.filesystem, metrics.error),
+            settings.mountpoint,
+            os.fsencode(settings.source),
+            allow_other=settings.allow_other,
+        )
+        self._status = Status(
+            settings=settings,
+            names=names,
+            tiers=tiers,
+            residency=self._residency,
+            ledger=ledger,
+            epochs=epochs,
+            engine=self._engine,
+            filesystem=self.filesystem,
+            metrics=metrics,
+            watch=self._watch,
+        )
+        self._metrics = metrics
+        self._changes, self._changed_inos = trio.open_memory_channel[Ino](1024)
+
+    def _changed(self, ino: Ino) -> None:
+        """A copy found the source changed; ``_look_again`` refreshes the entry."""
+        with suppress(trio.WouldBlock):
+            self._changes.send_nowait(ino)
+
+    def _attributes_changed(self, ino: Ino) -> None:
+        self._session.attributes_changed(ino)
+
+    async def serve(self, ready: Callable[[], None]) -> None:
+        registry = Registry(state_root())
+        mountpoint = os.fspath(self._settings.mountpoint)
+        socket = self._state / "control.sock"
+        async with trio.open_nursery() as service:
+            verbs = Verbs(
+                filesystem=self.filesystem,
+                residency=self._residency,
+                status=self._status,
+                background=service,
+                stop=self._session.stop,
+            )
+            await service.start(Server(socket, verbs.table()).serve)
+            self._session.mount()
+            try:
+                registry.add(self._record(socket))
+                try:
+                    service.start_soon(self._signals)
+                    service.start_soon(self._announce, ready)
+                    service.start_soon(self._engine.run)
+                    service.start_soon(self._look_again)
+                    service.start_soon(self._sweep)
+                    if self._settings.snapshot.freshness != "never":
+                        service.start_soon(self._watch.run)
+                    with self._metrics_page():
+                        # What the start has made stays: the collector need not look at it again.
+                        gc.collect()
+                        gc.freeze()
+                        await self._session.serve()
+                    log.info("the mount has ended")
+                finally:
+                    registry.remove(mountpoint)
+            finally:
+                self._status.state = "stopping"
+                self._session.close()
+                service.cancel_scope.cancel()
+
+    async def _announce(self, ready: Callable[[], None]) -> None:
+        await answers(self._settings.mountpoint)
+        self._status.state = "serving"
+        log.info("ready")
+        ready()
+        await trio.to_thread.run_sync(self._session.widen_readahead, abandon_on_cancel=True)
+
+    async def _signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            async for number in signals:
+                log.info("ending on %s", signal.Signals(number).name)
+                self._session.stop()
+
+    async def _look_again(self) -> None:
+        async for ino in self._changed_inos:
+            try:
+                await self.filesystem.look_again(ino)
+            except MonarchError as error:
+                log.info("%s", error)
+
+    async def _sweep(self) -> None:
+        for tier in self._hierarchy.tiers:
+            sweep = self._hierarchy.sweep
+            missing = await trio.to_thread.run_sync(
+                lambda: sweep(tier, before_ns=self._started_ns),  # noqa: B023 - awaited here
+                abandon_on_cancel=False,
+            )
+            for ino in missing:
+                if self._residency.tier_of(ino) == tier.number:
+                    self.filesystem.evict(ino)
+
+    @contextmanager
+    def _metrics_page(self) -> Iterator[None]:
+        settings = self._settings.metrics
+        if not settings.enabled:
+            yield
+            return
+        collector = PrometheusCollector(self._metrics, self._status.report)
+        page = serve_metrics(settings.address, collector)
+        log.info("metrics at http://%s/metrics", page.address)
+        try:
+            yield
+        finally:
+            page.close()
+
+    def _record(self, socket: Path) -> MountRecord:
+        pid = os.getpid()
+        return MountRecord(
+            mountpoint=os.fspath(self._settings.mountpoint),
+            source=os.fspath(self._settings.source),
+            pid=pid,
+            pid_started=process_started(pid) or 0,
+            socket=os.fspath(socket),
+            state=os.fspath(self._state),
+            log=os.fspath(self._settings.log.file or self._state / "daemon.log"),
+            started_ns=self._started_ns,
+        )
+
+    async def close(self, *, clean: bool) -> None:
+        self.filesystem.close()
+        await trio.to_thread.run_sync(
+            lambda: self._hierarchy.close(clean=clean), abandon_on_cancel=True
+        )
+
+
+def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) -> Policy:
+    match settings.placement.policy:
+        case "no_evict":
+            return NoEvict(snapshot.curve(), capacities)
+        case "first_come":
+            return FirstCome()
+        case "lru":
+            return Lru()

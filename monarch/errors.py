@@ -1,0 +1,99 @@
+"""The one tree of errors. Each class has an errno for a system call and an exit code for the shell.
+
+    MonarchError            1  EIO     anything that has no better name
+      UsageError            2  EINVAL  a command line that cannot be carried out
+        ConfigError         2  EINVAL  mistakes in a configuration file, all of them at once
+      MountPointError       3  EINVAL  the mount point cannot be used
+      SourceError           4  (own)   the source answered with an error
+        SourceChanged       4  ESTALE  the source is not what the snapshot says
+      SnapshotError         5  EIO     a snapshot that cannot be used
+      TierError             6  EIO     a tier or the state directory cannot be used
+      LockedError           7  EBUSY   another daemon has the tier or the state
+      FuseError             8  EIO     the kernel or fusermount3 would not mount; the daemon died
+      NotMountedError       9  ENOTCONN  no Monarch daemon answers there
+      BusyError            10  EBUSY   files are open; nothing was done
+
+Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``;
+130 is an interrupt from the keyboard.
+"""
+
+from __future__ import annotations
+
+import errno as errno_
+
+
+class MonarchError(Exception):
+    """A failure to be told in one line: what, where, and in ``hint`` what to do about it."""
+
+    exit_code = 1
+    errno = errno_.EIO
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message: str = self.args[0]
+        return f"{message}; {self.hint}" if self.hint else message
+
+
+class UsageError(MonarchError):
+    exit_code = 2
+    errno = errno_.EINVAL
+
+
+class ConfigError(UsageError):
+    """All mistakes of a configuration, one line each: ``file:line: what; what to do``."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class MountPointError(MonarchError):
+    exit_code = 3
+    errno = errno_.EINVAL
+
+
+class SourceError(MonarchError):
+    """The source failed; ``errno`` is its own, and the caller's system call gets it."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, errno: int = errno_.EIO, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.errno = errno
+
+
+class SourceChanged(SourceError):
+    """A source file is not the one that the snapshot describes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, errno=errno_.ESTALE)
+
+
+class SnapshotError(MonarchError):
+    exit_code = 5
+
+
+class TierError(MonarchError):
+    exit_code = 6
+
+
+class LockedError(MonarchError):
+    exit_code = 7
+    errno = errno_.EBUSY
+
+
+class FuseError(MonarchError):
+    exit_code = 8
+
+
+class NotMountedError(MonarchError):
+    exit_code = 9
+    errno = errno_.ENOTCONN
+
+
+class BusyError(MonarchError):
+    exit_code = 10
+    errno = errno_.EBUSY

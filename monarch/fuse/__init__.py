@@ -1,0 +1,1 @@
+"""The door to the kernel: the only package that knows pyfuse3."""

@@ -1,0 +1,176 @@
+"""The mount point: may we mount here, is a dead mount in the way, and how to take one away.
+
+The mount table is asked first and the directory itself last: touching a dead or hung mount may
+fail or hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.errors import BusyError, FuseError, MountPointError, SourceError
+
+FS_TYPE = "fuse.monarch"
+
+_MNT_DETACH = 2
+_UMOUNT_NOFOLLOW = 8
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    """A line of the mount table: where, of which type, and the device number of its files."""
+
+    mountpoint: bytes
+    type: str
+    source: bytes
+    device: str
+
+
+def mounts() -> list[Mounted]:
+    """What is mounted in this mount namespace, oldest first."""
+    found = []
+    with open("/proc/self/mountinfo", "rb") as table:
+        for line in table:
+            before, _, after = line.partition(b" - ")
+            fields = before.split()
+            kind, source = after.split()[:2]
+            found.append(
+                Mounted(_plain(fields[4]), kind.decode(), _plain(source), fields[2].decode())
+            )
+    return found
+
+
+def _plain(field: bytes) -> bytes:
+    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)
+
+
+def mount_at(mountpoint: Path) -> Mounted | None:
+    """The Monarch mount whose mount point this is, dead or alive."""
+    wanted = os.fsencode(os.path.abspath(mountpoint))
+    on_top = [mounted for mounted in mounts() if mounted.mountpoint == wanted]
+    return on_top[-1] if on_top and on_top[-1].type == FS_TYPE else None
+
+
+def check(mountpoint: Path, source: Path) -> None:
+    """Raises MountPointError or SourceError with what to do, unless we can mount here."""
+    told = os.fspath(mountpoint)
+    if mount_at(mountpoint) is not None:
+        raise MountPointError(
+            f"{told!r} is already a Monarch mount", hint=f"run: monarch umount {told}"
+        )
+    try:
+        if not stat.S_ISDIR(os.stat(source).st_mode):
+            raise SourceError(
+                f"source {os.fspath(source)!r} is not a directory", errno=errno.ENOTDIR
+            )
+        real_source = os.path.realpath(source)
+    except OSError as error:
+        raise SourceError(
+            f"source {os.fspath(source)!r}: {error.strerror}",
+            errno=error.errno or errno.EIO,
+            hint="check the path, and that its file system is mounted",
+        ) from error
+    try:
+        names = os.listdir(mountpoint)
+    except FileNotFoundError:
+        raise MountPointError(
+            f"mount point {told!r} does not exist", hint=f"run: mkdir -p {told}"
+        ) from None
+    except NotADirectoryError:
+        raise MountPointError(
+            f"mount point {told!r} is a file", hint="name an empty directory"
+        ) from None
+    except OSError as error:
+        raise MountPointError(f"mount point {told!r}: {error.strerror}") from error
+    real = os.path.realpath(mountpoint)
+    if real == real_source:
+        raise MountPointError(
+            f"mount point {told!r} is the source itself", hint="name another, empty directory"
+        )
+    if names:
+        raise MountPointError(
+            f"mount point {told!r} is not empty: it holds {len(names)} entries",
+            hint="name an empty directory",
+        )
+    if _inside(real, real_source):
+        raise MountPointError(
+            f"mount point {told!r} lies in the source {os.fspath(source)!r}",
+            hint="name a directory outside of it",
+        )
+    if _inside(real_source, real):
+        raise MountPointError(
+            f"the source {os.fspath(source)!r} lies below the mount point {told!r}",
+            hint="it would be hidden; name another directory",
+        )
+
+
+def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:
+    """Raises MountPointError if a tier and the source or the mount point lie in one another."""
+    real = os.path.realpath(tier)
+    for other, what in ((source, "source"), (mountpoint, "mount point")):
+        real_other = os.path.realpath(other)
+        if real == real_other or _inside(real, real_other) or _inside(real_other, real):
+            raise MountPointError(
+                f"tier {os.fspath(tier)!r} and the {what} {os.fspath(other)!r} lie in one another",
+                hint="name a directory outside of it",
+            )
+
+
+def _inside(path: str, directory: str) -> bool:
+    return path.startswith(directory.rstrip("/") + "/")
+
+
+def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
+    """Take the mount away. Raises BusyError if files are open, FuseError if it cannot be done."""
+    if os.geteuid() == 0:
+        flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
+        if _LIBC.umount2(os.fsencode(mountpoint), flags) == 0:
+            return
+        number = ctypes.get_errno()
+        if number == errno.EBUSY:
+            raise BusyError(f"{os.fspath(mountpoint)!r} is in use")
+        raise FuseError(f"cannot unmount {os.fspath(mountpoint)!r}: {os.strerror(number)}")
+    command = ["fusermount3", "-u", "-q", *(["-z"] if lazy else []), "--", os.fspath(mountpoint)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        raise FuseError("fusermount3 is missing", hint="install the package fuse3") from None
+    except subprocess.TimeoutExpired:
+        raise FuseError("fusermount3 does not come back") from None
+    if done.returncode != 0:
+        still = mount_at(mountpoint) is not None
+        if still and not lazy:
+            raise BusyError(f"{os.fspath(mountpoint)!r} is in use")
+        if still:
+            raise FuseError(f"cannot unmount {os.fspath(mountpoint)!r}: {done.stderr.strip()}")
+
+
+def users_of(mountpoint: Path) -> list[int]:
+    """The pids, as far as we may see them, that have a file or their directory in the mount."""
+    prefix = os.fsencode(os.path.abspath(mountpoint))
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        links = [f"/proc/{name}/cwd", f"/proc/{name}/root"]
+        try:
+            links += [f"/proc/{name}/fd/{fd}" for fd in os.listdir(f"/proc/{name}/fd")]
+        except OSError:
+            continue
+        for link in links:
+            try:
+                target = os.fsencode(os.readlink(link))
+            except OSError:
+                continue
+            if target == prefix or target.startswith(prefix + b"/"):
+                found.append(int(name))
+                break
+    return sorted(found)

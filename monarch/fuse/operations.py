@@ -1,0 +1,170 @@
+"""The door: turns FUSE requests into calls of the file system, and errors into numbers.
+
+It decides nothing. A handler that raises anything but FUSEError would end pyfuse3's loop and the
+mount with it, so ``_answered`` lets nothing else through: an error of ours or of a system call
+becomes its errno, an unforeseen exception EIO for that caller and one traceback in the log.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import pyfuse3
+from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
+
+from monarch.errors import MonarchError
+from monarch.types import Attributes, Ino
+from monarch.vfs.filesystem import FileSystem
+
+log = logging.getLogger(__name__)
+
+# Names and attributes do not change unless we tell the kernel so. Seconds; a day is long enough
+# never to be asked again within an epoch, and short enough to be a whole number of anything.
+_TIMEOUT_S = 86400
+
+_BLOCK = 4096
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _answered(
+    handler: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    @wraps(handler)
+    async def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await handler(*args, **kwargs)
+        except FUSEError:
+            raise
+        except MonarchError as error:
+            raise FUSEError(error.errno) from error
+        except OSError as error:
+            log.exception("%s failed", handler.__name__)
+            raise FUSEError(error.errno or errno.EIO) from error
+        except Exception as error:
+            operations = args[0]
+            assert isinstance(operations, Operations)
+            operations.unforeseen(handler.__name__)
+            raise FUSEError(errno.EIO) from error
+
+    return answer
+
+
+class Operations(pyfuse3.Operations):
+    """pyfuse3's handlers over ``filesystem``. File and directory handles are inode numbers.
+
+    ``count_error`` is told the kind of an exception that nobody foresaw.
+    """
+
+    supports_dot_lookup = True
+    enable_writeback_cache = False
+
+    def __init__(self, filesystem: FileSystem, count_error: Callable[[str], None]) -> None:
+        super().__init__()
+        self._filesystem = filesystem
+        self._names = filesystem.names
+        self._count_error = count_error
+
+    def unforeseen(self, handler: str) -> None:
+        self._count_error(f"handler-{handler}")
+        log.exception("an error that nobody foresaw in %s; please report it", handler)
+
+    # -- names ---------------------------------------------------------------------------------
+
+    @_answered
+    async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
+        if name == b".":
+            return _entry(self._names.attributes(Ino(parent_inode)))
+        if name == b"..":
+            parent = self._names.attributes(Ino(parent_inode)).parent
+            return _entry(self._names.attributes(parent))
+        ino = self._names.lookup(Ino(parent_inode), name)
+        if ino is None:
+            # An entry without an inode number: the kernel remembers that there is none.
+            missing = EntryAttributes()
+            missing.entry_timeout = _TIMEOUT_S
+            return missing
+        return _entry(self._names.attributes(ino))
+
+    @_answered
+    async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
+        return _entry(self._names.attributes(Ino(inode)))
+
+    @_answered
+    async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
+        return self._names.readlink(Ino(inode))
+
+    @_answered
+    async def opendir(self, inode: int, ctx: RequestContext) -> int:
+        return inode
+
+    @_answered
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        reply = pyfuse3.readdir_reply
+        for index, name, attributes in self._names.list_from(Ino(fh), start_id):
+            if not reply(token, name, _entry(attributes), index + 1):
+                return
+
+    async def releasedir(self, fh: int) -> None:
+        return
+
+    async def forget(self, inode_list: object) -> None:
+        """Nothing is kept per inode, so there is nothing to forget."""
+
+    # -- bytes -----------------------------------------------------------------------------------
+
+    @_answered
+    async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
+        keep_cache = await self._filesystem.open(Ino(inode))
+        return FileInfo(fh=inode, keep_cache=keep_cache)
+
+    @_answered
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        return await self._filesystem.read(Ino(fh), off, size)
+
+    @_answered
+    async def release(self, fh: int) -> None:
+        self._filesystem.release(Ino(fh))
+
+    # -- attributes of the mount and of files ------------------------------------------------------
+
+    @_answered
+    async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
+        told = pyfuse3.StatvfsData()
+        told.f_bsize = told.f_frsize = _BLOCK
+        told.f_blocks = -(-self._names.info().bytes_total // _BLOCK)
+        told.f_files = self._names.entries
+        told.f_namemax = 255
+        return told
+
+    @_answered
+    async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
+        value = self._filesystem.xattr(Ino(inode), name)
+        if value is None:
+            raise FUSEError(pyfuse3.ENOATTR)
+        return value
+
+    @_answered
+    async def listxattr(self, inode: int, ctx: RequestContext) -> list[bytes]:
+        return self._filesystem.xattr_names(Ino(inode))
+
+
+def _entry(attributes: Attributes) -> EntryAttributes:
+    entry = EntryAttributes()
+    entry.entry_timeout = entry.attr_timeout = _TIMEOUT_S
+    entry.st_ino = attributes.ino
+    entry.st_mode = attributes.mode
+    entry.st_nlink = attributes.nlink
+    entry.st_uid = attributes.uid
+    entry.st_gid = attributes.gid
+    entry.st_rdev = attributes.rdev
+    entry.st_size = attributes.size
+    entry.st_blocks = attributes.blocks
+    entry.st_mtime_ns = entry.st_atime_ns = attributes.mtime_ns
+    entry.st_ctime_ns = attributes.ctime_ns
+    return entry

@@ -1,0 +1,366 @@
+"""Building a snapshot: one pass over the source, written under another name and published whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from monarch.buckets import BUCKETS, buckets
+from monarch.errors import SnapshotError, SourceError
+from monarch.namespace.scan import Batch, Scan, printable
+from monarch.namespace.schema import (
+    ALIAS,
+    BLOCK,
+    CHILDREN,
+    CURVE,
+    FLAGS_OFFSET,
+    INODES,
+    LINKS,
+    MASK,
+    META,
+    NAMES,
+    RECORD,
+    RECORD_BYTES,
+    SHIFT,
+    U32,
+    UNREADABLE,
+    SnapshotInfo,
+    encode_meta,
+    key,
+    pack_firsts,
+    pack_strings,
+    seal,
+    unseal,
+)
+from monarch.namespace.snapshot import Snapshot
+from monarch.types import Ino, Progress
+from monarch.units import MiB
+
+# What a transaction holds in memory before it goes to the file.
+_TRANSACTION_BYTES = 32 * MiB
+_FIRST_MAP_BYTES = 1024 * MiB
+
+_UNREADABLE_PATHS_TOLD = 20
+_PROGRESS_SECONDS = 0.1
+
+# An inode number is 32 bits wide in the file.
+_MOST_ENTRIES = (1 << 32) - 2
+
+
+def build(
+    source: Path | bytes,
+    target: Path,
+    *,
+    jobs: int = 32,
+    one_file_system: bool = False,
+    progress: Progress | None = None,
+) -> SnapshotInfo:
+    """Scan the directory ``source`` and publish its snapshot as the file ``target``.
+
+    Up to ``jobs`` calls wait for the source at once. No file is opened, no symbolic link followed.
+    ``target`` appears, or is replaced, only when it is complete and on the disk; whatever happens
+    before, nothing is left of it. Raises SourceError and SnapshotError.
+    """
+    with open_source(source) as (root_fd, path):
+        with Scan(root_fd, jobs=jobs, one_file_system=one_file_system) as scan:
+            write(
+                scan,
+                target,
+                source=path,
+                one_file_system=one_file_system,
+                progress=progress,
+                expected=None,
+            )
+    with Snapshot.open(target) as snapshot:
+        return snapshot.info()
+
+
+@contextlib.contextmanager
+def open_source(source: Path | bytes) -> Iterator[tuple[int, bytes]]:
+    """A descriptor of the source directory, and its absolute path. Raises SourceError."""
+    path = os.path.abspath(os.fsencode(source))
+    try:
+        root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SourceError(
+            f"cannot open the source {printable(path)}: {error.strerror}",
+            errno=error.errno or 0,
+            hint="give a directory that exists and that you may read",
+        ) from error
+    try:
+        yield root_fd, path
+    finally:
+        os.close(root_fd)
+
+
+def write(
+    scan: Scan,
+    target: Path,
+    *,
+    source: bytes,
+    one_file_system: bool,
+    progress: Progress | None,
+    expected: int | None,
+) -> None:
+    """Write what ``scan`` finds and publish it as ``target``.
+
+    ``expected`` is how many entries there may be, for the progress.
+    """
+    started = time.monotonic()
+    created_ns = time.time_ns()
+    report = paced(progress)
+    # Unique, because another node may be building the same file on a shared file system.
+    part = target.with_name(f"{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+    try:
+        if not target.parent.is_dir():
+            raise _cannot_write(target, f"there is no directory {target.parent}")
+        writer = _Writer(part)
+        try:
+            for batch in scan.batches():
+                writer.add(batch)
+                report(writer.entries, expected, "entries")
+            writer.finish(
+                source=source,
+                created_ns=created_ns,
+                one_file_system=one_file_system,
+                scan_seconds=time.monotonic() - started,
+            )
+        finally:
+            writer.close()
+        _publish(part, target)
+    except lmdb.Error as error:
+        raise _cannot_write(target, str(error)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+    if progress is not None:
+        progress(writer.entries, writer.entries, "entries")
+
+
+def paced(progress: Progress | None) -> Progress:
+    """``progress``, or nothing, at most ten times a second however often it is called."""
+    reported = time.monotonic()
+
+    def report(done: int, total: int | None, words: str) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if progress is not None and now - reported > _PROGRESS_SECONDS:
+            reported = now
+            progress(done, total, words)
+
+    return report
+
+
+class _Writer:
+    """Turns batches into blocks, and blocks into a database that nobody else has open."""
+
+    def __init__(self, part: Path) -> None:
+        self._map_bytes = _FIRST_MAP_BYTES
+        self._environment = lmdb.open(
+            str(part),
+            subdir=False,
+            lock=False,
+            sync=False,
+            metasync=False,
+            readahead=False,
+            map_size=self._map_bytes,
+            mode=0o644,
+        )
+        self._part = part
+        self._transaction = self._environment.begin(write=True)
+        self._written_bytes = 0
+        self._pending_bytes = 0
+        self.entries = 0
+        self._records = bytearray()
+        self._names: list[bytes] = []
+        self._links: list[bytes] = []
+        self._firsts: list[int] = []
+        self._blocks = {INODES: 0, NAMES: 0, LINKS: 0, CHILDREN: 0}
+        self._last_rank = -1
+        self._closed: list[Ino] = []
+        self._unreadable = 0
+        self._unreadable_paths: list[str] = []
+        self._totals = _Totals()
+
+    def add(self, batch: Batch) -> None:
+        if batch.rank > self._last_rank:
+            self._last_rank = batch.rank
+            # One more than a block: its last number is the first of the next block.
+            if len(self._firsts) == BLOCK:
+                self._put_firsts(self.entries + 1)
+            self._firsts.append(self.entries + 1)
+            if batch.closed:
+                self._closed.append(batch.directory)
+                self._tell_unreadable(batch.path)
+        for path in batch.unreadable:
+            self._tell_unreadable(path)
+        self._records += batch.records
+        self._names += batch.names
+        self._links += batch.links
+        self.entries += len(batch.names)
+        if len(self._names) >= BLOCK:
+            if self.entries > _MOST_ENTRIES:
+                raise SnapshotError("the source has more entries than a snapshot can number")
+            self._put_inodes(BLOCK)
+        if len(self._links) >= BLOCK:
+            self._put_links(BLOCK)
+
+    def finish(
+        self, *, source: bytes, created_ns: int, one_file_system: bool, scan_seconds: float
+    ) -> None:
+        while self._names:
+            self._put_inodes(BLOCK)
+        while self._links:
+            self._put_links(BLOCK)
+        self._put_firsts(self.entries + 1)
+        self._flag_closed()
+        totals = self._totals
+        info = SnapshotInfo(
+            id=uuid.uuid4().hex,
+            source=source,
+            created_ns=created_ns,
+            entries=self.entries,
+            files=totals.files,
+            directories=totals.directories,
+            symlinks=totals.symlinks,
+            others=totals.others,
+            aliases=totals.aliases,
+            bytes_total=int(totals.curve.sum()),
+            largest=totals.largest,
+            sizes=tuple((bits, int(n)) for bits, n in enumerate(totals.sizes) if n),
+            unreadable=self._unreadable,
+            unreadable_paths=tuple(self._unreadable_paths),
+            one_file_system=one_file_system,
+            scan_seconds=round(scan_seconds, 3),
+        )
+        self._put(CURVE, totals.curve.astype("<u8").tobytes())
+        self._put(META, encode_meta(info))
+        self._transaction.commit()
+        pages = self._environment.info()["last_pgno"] + 1
+        size = pages * self._environment.stat()["psize"]
+        self._environment.close()
+        # LMDB counts pages that it allocated and gave back before they were ever written.
+        if self._part.stat().st_size < size:
+            os.truncate(self._part, size)
+
+    def close(self) -> None:
+        self._transaction.abort()
+        self._environment.close()
+
+    def _put_inodes(self, count: int) -> None:
+        block = bytes(self._records[: count * RECORD_BYTES])
+        del self._records[: count * RECORD_BYTES]
+        self._totals.add(np.frombuffer(block, dtype=RECORD))
+        self._append(INODES, block)
+        self._append(NAMES, pack_strings(self._names[:count]))
+        del self._names[:count]
+
+    def _put_links(self, count: int) -> None:
+        self._append(LINKS, pack_strings(self._links[:count]))
+        del self._links[:count]
+
+    def _put_firsts(self, following: int) -> None:
+        self._append(CHILDREN, pack_firsts(self._firsts, following))
+        self._firsts.clear()
+
+    def _append(self, table: bytes, content: bytes) -> None:
+        self._put(key(table, self._blocks[table]), content)
+        self._blocks[table] += 1
+
+    def _put(self, name: bytes, content: bytes) -> None:
+        self._transaction.put(name, seal(content))
+        self._pending_bytes += len(content)
+        if self._pending_bytes > _TRANSACTION_BYTES:
+            self._transaction.commit()
+            self._written_bytes += self._pending_bytes
+            self._pending_bytes = 0
+            # Enlarged long before it is full, because a put that finds it full spoils all the
+            # puts of its transaction.
+            if self._written_bytes * 2 > self._map_bytes:
+                self._map_bytes *= 4
+                self._environment.set_mapsize(self._map_bytes)
+            self._transaction = self._environment.begin(write=True)
+
+    def _tell_unreadable(self, path: bytes) -> None:
+        self._unreadable += 1
+        if len(self._unreadable_paths) < _UNREADABLE_PATHS_TOLD:
+            self._unreadable_paths.append(printable(path) or ".")
+
+    def _flag_closed(self) -> None:
+        """Flag the directories that could not be listed; their blocks were written before."""
+        by_block: dict[int, list[Ino]] = {}
+        for ino in self._closed:
+            by_block.setdefault((ino - 1) >> SHIFT, []).append(ino)
+        for number, inos in by_block.items():
+            value = self._transaction.get(key(INODES, number))
+            if value is None:
+                raise AssertionError("every inode has been written")
+            content = bytearray(unseal(value, where=str(self._part)))
+            for ino in inos:
+                at = ((ino - 1) & MASK) * RECORD_BYTES + FLAGS_OFFSET
+                U32.pack_into(content, at, U32.unpack_from(content, at)[0] | UNREADABLE)
+            self._put(key(INODES, number), bytes(content))
+
+
+class _Totals:
+    """Sums over the records of a snapshot."""
+
+    def __init__(self) -> None:
+        self.files = self.directories = self.symlinks = self.others = self.aliases = 0
+        self.largest = 0
+        self.sizes = np.zeros(65, dtype=np.int64)
+        self.curve = np.zeros(BUCKETS, dtype=np.uint64)
+
+    def add(self, records: npt.NDArray[np.void]) -> None:
+        alias = (records["flags"] & ALIAS) != 0
+        kinds = records["mode"] & 0o170000
+        file = (kinds == 0o100000) & ~alias
+        count = np.count_nonzero
+        directories = int(count(kinds == 0o040000))
+        symlinks = int(count((kinds == 0o120000) & ~alias))
+        aliases = int(count(alias))
+        files = int(count(file))
+        self.aliases += aliases
+        self.files += files
+        self.directories += directories
+        self.symlinks += symlinks
+        self.others += len(records) - aliases - files - directories - symlinks
+        sizes = records["size"][file].astype(np.uint64)
+        if len(sizes):
+            self.largest = max(self.largest, int(sizes.max()))
+        # frexp gives the bit length: exact up to 2**53, and beyond that a file is as good as
+        # in the next class.
+        self.sizes += np.bincount(np.frexp(sizes.astype(np.float64))[1], minlength=65)
+        np.add.at(self.curve, buckets(records["source_ino"][file]), sizes)
+
+
+def _publish(part: Path, target: Path) -> None:
+    try:
+        _sync(part, os.O_RDONLY)
+        part.replace(target)
+        _sync(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _cannot_write(target, error.strerror or str(error)) from error
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _cannot_write(target: Path, reason: str) -> SnapshotError:
+    return SnapshotError(
+        f"cannot write snapshot {target}: {reason}",
+        hint="see that its directory exists, may be written and has room",
+    )

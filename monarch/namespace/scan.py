@@ -1,0 +1,610 @@
+"""Reading a directory tree in the order of a snapshot's inode numbers, as fast as it answers.
+
+A local file system answers in a microsecond or two; there one thread does everything, because
+threads would only fight for the interpreter. A parallel file system takes a round trip for each
+call; there up to ``jobs`` threads wait for it at once. Which one it is gets measured: the calling
+thread works alone until calls turn out to wait, then hands the work to threads and only numbers
+what they bring. Wide directories are looked at in slices, by several threads.
+
+Work is handed out in the order in which it is needed and little of it in advance, so what is held
+in memory is the list of directories still to be read and a window of finished slices.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import resource
+import stat
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from monarch.beneath import open_beneath
+from monarch.errors import SourceError
+from monarch.namespace.schema import (
+    ALIAS,
+    EXTRA_OFFSET,
+    FLAGS_OFFSET,
+    RECORD_BYTES,
+    RECORD_STRUCT,
+    SOURCE_INO_OFFSET,
+    UNREADABLE,
+)
+from monarch.namespace.snapshot import Snapshot
+from monarch.text import escape_text
+from monarch.types import ROOT_INO, Ino
+
+# Names looked at as one piece of work. While nothing is known of the source, and while threads
+# share it, pieces are small: the first so that a slow source is noticed soon, the others so that
+# the last pieces of a directory end together.
+_SLICE_ALONE = 256
+_SLICE_FIRST = 32
+_SLICE_SHARED = 64
+_CALLS_UNTIL_KNOWN = 1024
+
+# A call that takes longer than this on the average is worth a thread ...
+_SLOW_SECONDS = 25e-6
+# ... and as many threads are used as can wait while the interpreter handles one entry (some 5 us;
+# twice that, since a thread's own wait for the interpreter is measured with its calls).
+_SECONDS_PER_THREAD = 10e-6
+
+# Bounds of what is read before its turn comes.
+_DIRECTORIES_AHEAD_PER_JOB = 4
+_NAMES_AHEAD = 250_000
+
+# A directory whose times are this close to the begin of the previous scan may have changed once
+# more within the same tick of the source's clock, after it was listed.
+_RACY_NS = 2_000_000_000
+
+_JOIN_SECONDS = 2.0
+
+_VANISHED = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
+_UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EIO})
+
+_ENCODING = sys.getfilesystemencoding()
+_ENCODING_ERRORS = sys.getfilesystemencodeerrors()
+
+
+@dataclass(slots=True)
+class Batch:
+    """Consecutive children of one directory, in the order of their names.
+
+    ``records`` are packed as RECORD_STRUCT and complete. ``directory`` is the inode number of the
+    directory and ``rank`` its rank; every directory has at least one batch, maybe an empty one.
+    ``links`` are the targets of the symbolic links among them. ``unreadable`` lists the paths of
+    entries flagged so; ``closed`` says that the directory itself could not be listed.
+    """
+
+    directory: Ino
+    rank: int
+    path: bytes
+    names: list[bytes]
+    records: bytearray
+    links: list[bytes] = field(default_factory=list)
+    unreadable: list[bytes] = field(default_factory=list)
+    closed: bool = False
+    reused: int = 0
+    # Positions that are completed when their turn comes: rank, target, device.
+    directory_devices: list[tuple[int, int]] = field(default_factory=list)
+    link_targets: list[tuple[int, bytes]] = field(default_factory=list)
+    shared_devices: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Directory:
+    """One directory between its discovery and its last batch."""
+
+    ino: Ino
+    rank: int
+    path: bytes
+    elsewhere: bool = False  # on another file system, and not to be entered
+    before: Ino | None = None  # its inode number in the previous snapshot
+    unchanged: bool = False  # the previous snapshot still has its names right
+    fd: int = -1
+    listed: bool = False
+    slices: list[list[bytes]] = field(default_factory=list)
+    batches: list[Batch | None] = field(default_factory=list)
+    taken: int = 0
+    unfinished: int = 0
+    kinds: dict[bytes, tuple[int, int]] | None = None
+
+
+@dataclass(slots=True)
+class _Done:
+    """One piece of work and how long its calls took: a listing, a slice, or both if it is alone."""
+
+    directory: _Directory
+    listing: bool
+    index: int
+    batch: Batch | None
+    calls: int
+    seconds: float
+    waits: int
+
+
+class Scan:
+    """One pass over the tree beneath ``root_fd``.
+
+    ``previous`` is an earlier snapshot of the same source: directories that have not changed since
+    are not listed again. With ``quick`` the entries of such a directory are taken from it as well,
+    except directories and hard links. Use as a context manager; the threads end with it.
+    """
+
+    def __init__(
+        self,
+        root_fd: int,
+        *,
+        jobs: int,
+        one_file_system: bool = False,
+        previous: Snapshot | None = None,
+        quick: bool = False,
+    ) -> None:
+        self._root_fd = root_fd
+        self._jobs = max(1, jobs)
+        self._one_file_system = one_file_system
+        self._previous = previous
+        self._quick = quick
+        self._root_device = 0
+        self._next_ino = 1
+        self._next_rank = 0
+        self._next_link = 0
+        self._primaries: dict[tuple[int, int], list[int]] = {}
+        self._frontier: deque[_Directory] = deque()
+        self._window: deque[_Directory] = deque()
+        self._held_names = 0
+        self._tasks: queue.SimpleQueue[tuple[_Directory, int | None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+        self._reused = 0
+        self._unlisted = 0
+        self._calls = 0
+        self._recent_calls = 0
+        self._recent_seconds = 0.0
+
+    def __enter__(self) -> Scan:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stopping = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        # A thread inside a call of a hung source cannot be ended. It is a daemon thread, so it
+        # does not hold up the end of the program either.
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for directory in self._window:
+                self._close(directory)
+
+    @property
+    def threads(self) -> int:
+        """How many threads are at work besides the calling one."""
+        return len(self._threads)
+
+    @property
+    def reused(self) -> int:
+        """How many entries were taken from the previous snapshot without a look."""
+        return self._reused
+
+    @property
+    def unlisted(self) -> int:
+        """How many directories were not listed, since they have not changed."""
+        return self._unlisted
+
+    def batches(self) -> Iterator[Batch]:
+        """Every entry, in the order of inode numbers, which are its place: the root is the first.
+
+        Raises SourceError if the source fails as a whole.
+        """
+        yield self._root()
+        while self._window or self._frontier:
+            self._admit()
+            head = self._window[0]
+            while not head.listed or head.taken < len(head.batches):
+                batch = head.batches[head.taken] if head.listed else None
+                if batch is None:
+                    self._advance()
+                    self._admit()
+                    continue
+                head.batches[head.taken] = None
+                head.taken += 1
+                self._held_names -= len(batch.names)
+                self._number(head, batch)
+                yield batch
+            self._close(head)
+            self._window.popleft()
+
+    def _root(self) -> Batch:
+        try:
+            status = os.fstat(self._root_fd)
+        except OSError as error:
+            raise _source_error(b".", error) from error
+        self._root_device = status.st_dev
+        batch = Batch(ROOT_INO, -1, b"", [b""], bytearray(pack_record(status, ROOT_INO, 0)))
+        batch.directory_devices.append((0, status.st_dev))
+        before = ROOT_INO if self._previous is not None else None
+        self._number(_Directory(ROOT_INO, -1, b"", before=before), batch)
+        return batch
+
+    def _admit(self) -> None:
+        """Give out the listing of directories whose turn comes soon."""
+        ahead = _DIRECTORIES_AHEAD_PER_JOB * self._jobs if self._threads else 1
+        while (
+            self._frontier
+            and len(self._window) < ahead
+            and (self._held_names < _NAMES_AHEAD or not self._window)
+        ):
+            directory = self._frontier.popleft()
+            self._window.append(directory)
+            self._tasks.put((directory, None))
+
+    def _advance(self) -> None:
+        """Do one piece of work, or wait for the threads to have done one."""
+        if self._threads:
+            done = self._done.get()
+            if isinstance(done, BaseException):
+                raise done
+        else:
+            task = self._tasks.get_nowait()
+            if task is None:
+                raise AssertionError("only threads are told to stop")
+            done = self._perform(*task)
+        directory = done.directory
+        if done.listing:
+            count = len(directory.slices)
+            self._held_names += sum(map(len, directory.slices))
+            directory.batches = [None] * count
+            directory.unfinished = count
+            if done.batch is None:
+                for index in range(count):
+                    self._tasks.put((directory, index))
+            directory.listed = True
+        if done.batch is not None:
+            index = done.index
+            # Names that vanished are not held any more.
+            self._held_names -= len(directory.slices[index]) - len(done.batch.names)
+            directory.slices[index] = []
+            directory.batches[index] = done.batch
+            self._reused += done.batch.reused
+            directory.unfinished -= 1
+            if directory.unfinished == 0:
+                self._close(directory)
+        self._measure(done)
+
+    def _measure(self, done: _Done) -> None:
+        self._calls += done.calls
+        self._recent_calls += done.calls
+        self._recent_seconds += done.seconds
+        if self._recent_calls < _SLICE_FIRST:
+            return
+        mean = self._recent_seconds / self._recent_calls
+        self._recent_calls //= 2
+        self._recent_seconds /= 2
+        if not self._threads and (
+            self._jobs == 1 or mean < _SLOW_SECONDS or done.waits * 32 < done.calls
+        ):
+            # Fast, or slow only because another process had the processor: calls that wait for
+            # a source give it up of their own accord.
+            return
+        wanted = min(self._jobs, max(2, int(mean / _SECONDS_PER_THREAD)))
+        while len(self._threads) < wanted:
+            thread = threading.Thread(target=self._work, name="monarch-scan", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while True:
+            task = self._tasks.get()
+            if task is None or self._stopping:
+                return
+            try:
+                self._done.put(self._perform(*task))
+            except BaseException as error:  # raised again by the thread that asked
+                self._done.put(error)
+                return
+
+    def _perform(self, directory: _Directory, index: int | None) -> _Done:
+        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        started = time.perf_counter()
+        listing = index is None
+        calls = 0
+        batch: Batch | None = None
+        if index is None:
+            calls += 2  # to open it and to list it, at least
+            batch = self._list(directory)
+            index = 0
+        if batch is None and (not listing or len(directory.slices) == 1):
+            calls += len(directory.slices[index])
+            batch = self._look(directory, directory.slices[index])
+        seconds = time.perf_counter() - started
+        waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waits
+        return _Done(directory, listing, index, batch, calls, seconds, waits)
+
+    def _list(self, directory: _Directory) -> Batch | None:
+        """Divide the names of a directory into slices; a batch if there are none to look at."""
+        nothing = Batch(directory.ino, directory.rank, directory.path, [], bytearray())
+        directory.slices = [[]]
+        if directory.elsewhere:
+            return nothing
+        try:
+            directory.fd = open_beneath(
+                self._root_fd, directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
+            )
+            if directory.unchanged and self._previous is not None and directory.before is not None:
+                names = self._previous.names(directory.before)
+            else:
+                # A source may answer with a name twice while the directory changes.
+                names = sorted(
+                    {name.encode(_ENCODING, _ENCODING_ERRORS) for name in os.listdir(directory.fd)}
+                )
+        except OSError as error:
+            if error.errno in _VANISHED:
+                return nothing
+            if error.errno in _UNREADABLE:
+                nothing.closed = True
+                return nothing
+            raise _source_error(directory.path, error) from error
+        if not names:
+            return nothing
+        if self._threads:
+            step = _SLICE_SHARED
+        else:
+            step = _SLICE_ALONE if self._calls > _CALLS_UNTIL_KNOWN else _SLICE_FIRST
+        directory.slices = [names[i : i + step] for i in range(0, len(names), step)]
+        return None
+
+    def _look(self, directory: _Directory, names: list[bytes]) -> Batch:
+        if self._quick and directory.unchanged and self._previous is not None:
+            return self._look_quickly(directory, names, self._previous)
+        fd, parent = directory.fd, directory.ino
+        lstat, pack = os.stat, RECORD_STRUCT.pack
+        regular, kinds = stat.S_IFREG, 0o170000
+        batch = Batch(parent, directory.rank, directory.path, [], bytearray())
+        seen, records = batch.names, batch.records
+        for name in names:
+            try:
+                s = lstat(name, dir_fd=fd, follow_symlinks=False)
+            except OSError as error:
+                self._look_failed(directory, batch, name, error)
+                continue
+            mode = s.st_mode
+            if mode & kinds == regular and s.st_nlink == 1:
+                seen.append(name)
+                records += pack(
+                    parent,
+                    mode,
+                    s.st_uid,
+                    s.st_gid,
+                    1,
+                    0,
+                    s.st_size,
+                    s.st_mtime_ns,
+                    s.st_ctime_ns,
+                    s.st_ino,
+                    s.st_blocks,
+                )
+            else:
+                self._append_special(directory, batch, name, s)
+        return batch
+
+    def _look_quickly(self, directory: _Directory, names: list[bytes], previous: Snapshot) -> Batch:
+        """Take files from the previous snapshot; look only at what its times do not vouch for."""
+        batch = Batch(directory.ino, directory.rank, directory.path, [], bytearray())
+        parent = directory.ino.to_bytes(4, "little")
+        before = directory.before
+        slot = None if before is None else previous.slot(before, names[0])
+        if slot is None:
+            raise AssertionError("an unchanged directory has its names from the snapshot")
+        for name in names:
+            record, target = previous.reusable(slot)
+            slot = Ino(slot + 1)
+            if record is not None:
+                if target is not None:
+                    batch.link_targets.append((len(batch.names), target))
+                batch.names.append(name)
+                batch.records += parent
+                batch.records += record[4:]
+                batch.reused += 1
+                continue
+            try:
+                status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+            except OSError as error:
+                self._look_failed(directory, batch, name, error)
+            else:
+                self._append_special(directory, batch, name, status)
+        return batch
+
+    def _append_special(
+        self, directory: _Directory, batch: Batch, name: bytes, status: os.stat_result
+    ) -> None:
+        position = len(batch.names)
+        mode = status.st_mode
+        extra = status.st_blocks if stat.S_ISREG(mode) else 0
+        if stat.S_ISDIR(mode):
+            batch.directory_devices.append((position, status.st_dev))
+        else:
+            if stat.S_ISLNK(mode):
+                try:
+                    target = os.readlink(name, dir_fd=directory.fd)
+                except OSError as error:
+                    if error.errno in _VANISHED or error.errno == errno.EINVAL:
+                        return
+                    if error.errno not in _UNREADABLE:
+                        raise _source_error(_join(directory.path, name), error) from error
+                    self._append_unreadable(directory, batch, name)
+                    return
+                batch.link_targets.append((position, target))
+            elif stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                extra = status.st_rdev
+            if status.st_nlink > 1:
+                batch.shared_devices.append((position, status.st_dev))
+        batch.names.append(name)
+        batch.records += pack_record(status, directory.ino, extra)
+
+    def _look_failed(
+        self, directory: _Directory, batch: Batch, name: bytes, error: OSError
+    ) -> None:
+        if error.errno in _VANISHED:
+            return
+        if error.errno not in _UNREADABLE:
+            raise _source_error(_join(directory.path, name), error) from error
+        self._append_unreadable(directory, batch, name)
+
+    def _append_unreadable(self, directory: _Directory, batch: Batch, name: bytes) -> None:
+        """Show an entry of which only the name is known, and maybe that it is a directory."""
+        if directory.kinds is None:
+            directory.kinds = self._kinds(directory)
+        kind, source_ino = directory.kinds.get(name, (stat.S_IFREG, 0))
+        if kind == stat.S_IFDIR:
+            batch.directory_devices.append((len(batch.names), self._root_device))
+        batch.unreadable.append(_join(directory.path, name))
+        batch.names.append(name)
+        batch.records += RECORD_STRUCT.pack(
+            directory.ino, kind, 0, 0, 1, UNREADABLE, 0, 0, 0, source_ino, 0
+        )
+
+    def _kinds(self, directory: _Directory) -> dict[bytes, tuple[int, int]]:
+        kinds: dict[bytes, tuple[int, int]] = {}
+        try:
+            # Its own descriptor: the position in directory.fd belongs to whoever listed it.
+            fd = open_beneath(self._root_fd, directory.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return kinds
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    try:
+                        is_directory = entry.is_dir(follow_symlinks=False)
+                    except OSError:
+                        is_directory = False
+                    kind = stat.S_IFDIR if is_directory else stat.S_IFREG
+                    kinds[os.fsencode(entry.name)] = (kind, entry.inode())
+        except OSError:
+            return kinds
+        finally:
+            os.close(fd)
+        return kinds
+
+    def _number(self, directory: _Directory, batch: Batch) -> None:
+        """Complete a batch whose turn has come: inode numbers, ranks, names of the same file."""
+        first = self._next_ino
+        self._next_ino += len(batch.names)
+        records = batch.records
+        aliases: set[int] = set()
+        for position, device in batch.shared_devices:
+            ino = int.from_bytes(_field(records, position, SOURCE_INO_OFFSET, 8), "little")
+            primary = self._primaries.get((device, ino))
+            if primary is None:
+                links = int.from_bytes(_field(records, position, 16, 4), "little")
+                self._primaries[device, ino] = [first + position, links - 1]
+                continue
+            aliases.add(position)
+            _set(records, position, FLAGS_OFFSET, ALIAS.to_bytes(4, "little"))
+            _set(records, position, EXTRA_OFFSET, primary[0].to_bytes(8, "little"))
+            primary[1] -= 1
+            if primary[1] == 0:
+                del self._primaries[device, ino]
+        for position, target in batch.link_targets:
+            if position not in aliases:
+                _set(records, position, EXTRA_OFFSET, self._next_link.to_bytes(8, "little"))
+                batch.links.append(target)
+                self._next_link += 1
+        for position, device in batch.directory_devices:
+            _set(records, position, EXTRA_OFFSET, self._next_rank.to_bytes(8, "little"))
+            name = batch.names[position]
+            found = _Directory(
+                Ino(first + position),
+                self._next_rank,
+                _join(directory.path, name),
+                elsewhere=self._one_file_system and device != self._root_device,
+            )
+            self._next_rank += 1
+            if self._previous is not None and directory.before is not None:
+                self._compare(found, self._previous, directory.before, name, batch, position)
+            self._frontier.append(found)
+
+    def _compare(
+        self,
+        found: _Directory,
+        previous: Snapshot,
+        before: Ino,
+        name: bytes,
+        batch: Batch,
+        position: int,
+    ) -> None:
+        """Find out what the previous snapshot knows of the directory ``found``."""
+        slot = ROOT_INO if not name else previous.slot(before, name)
+        if slot is None or not previous.is_listed_directory(slot):
+            return
+        found.before = slot
+        was = previous.attributes(slot)
+        now = RECORD_STRUCT.unpack_from(batch.records, position * RECORD_BYTES)
+        found.unchanged = (
+            not found.elsewhere
+            and (was.mtime_ns, was.ctime_ns, was.source_ino) == (now[7], now[8], now[9])
+            and max(was.mtime_ns, was.ctime_ns) < previous.created_ns - _RACY_NS
+        )
+        self._unlisted += found.unchanged
+
+    def _close(self, directory: _Directory) -> None:
+        if directory.fd >= 0:
+            os.close(directory.fd)
+            directory.fd = -1
+
+
+def pack_record(status: os.stat_result, parent: Ino, extra: int) -> bytes:
+    """A record of what ``lstat`` told."""
+    return RECORD_STRUCT.pack(
+        parent,
+        status.st_mode,
+        status.st_uid,
+        status.st_gid,
+        status.st_nlink,
+        0,
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_ino,
+        extra,
+    )
+
+
+def printable(path: bytes) -> str:
+    """A path of the source as a message may show it."""
+    return escape_text(os.fsdecode(path))
+
+
+def _field(records: bytearray, position: int, offset: int, size: int) -> bytearray:
+    at = position * RECORD_BYTES + offset
+    return records[at : at + size]
+
+
+def _set(records: bytearray, position: int, offset: int, value: bytes) -> None:
+    at = position * RECORD_BYTES + offset
+    records[at : at + len(value)] = value
+
+
+def _join(directory: bytes, name: bytes) -> bytes:
+    return directory + b"/" + name if directory else name
+
+
+def _source_error(path: bytes, error: OSError) -> SourceError:
+    number = error.errno or errno.EIO
+    return SourceError(
+        f"cannot read {printable(path)} in the source: {os.strerror(number)}",
+        errno=number,
+        hint="see that the source is mounted and answers",
+    )

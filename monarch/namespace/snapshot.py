@@ -1,0 +1,473 @@
+"""Asking a snapshot: names, attributes and targets of links, without a call to the source.
+
+No object is kept for a file. A table is a list of views of its blocks in the mapped file, filled
+at their first use, after the checksum was compared; so an answer is arithmetic and one unpacking.
+Nothing here waits for anything but a page of the local file. Threads may share a snapshot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from monarch.buckets import BUCKETS
+from monarch.errors import SnapshotError
+from monarch.namespace.schema import (
+    ALIAS,
+    BLOCK,
+    CHILDREN,
+    CURVE,
+    INODES,
+    LINKS,
+    MASK,
+    META,
+    NAMES,
+    RECORD,
+    RECORD_BYTES,
+    RECORD_STRUCT,
+    SHIFT,
+    U32_PAIR,
+    UNREADABLE,
+    SnapshotInfo,
+    damaged,
+    decode_meta,
+    key,
+    unpack_strings,
+    unseal,
+)
+from monarch.types import ROOT_INO, Attributes, Ino
+
+_KINDS = 0o170000
+
+# struct MDB_meta behind the 16-byte header of page 0; the same of page 1 one page further.
+_LMDB_MAGIC = 0xBEEFC0DE
+_LMDB_MAGIC_OFFSET = 16
+
+
+class _Table:
+    """The blocks of one table, each mapped and checked when first used."""
+
+    __slots__ = ("_lock", "_name", "_transaction", "_where", "views")
+
+    def __init__(
+        self,
+        transaction: lmdb.Transaction,
+        lock: threading.Lock,
+        *,
+        name: bytes,
+        count: int,
+        where: str,
+    ) -> None:
+        self._transaction = transaction
+        self._lock = lock
+        self._name = name
+        self._where = where
+        self.views: list[memoryview | None] = [None] * (-(-count // BLOCK))
+
+    def block(self, number: int) -> memoryview:
+        view = self.views[number]
+        return self._load(number) if view is None else view
+
+    def _load(self, number: int) -> memoryview:
+        with self._lock:
+            view = self.views[number]
+            if view is None:
+                value = self._transaction.get(key(self._name, number))
+                if value is None:
+                    raise damaged(self._where)
+                view = self.views[number] = unseal(value, where=self._where)
+            return view
+
+
+class Snapshot:
+    """An open snapshot. Made by ``open``; ``close`` invalidates every iterator it gave out.
+
+    Methods that take an inode number raise IndexError for one that the snapshot does not have.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        info: SnapshotInfo,
+        environment: lmdb.Environment,
+        transaction: lmdb.Transaction,
+    ) -> None:
+        self._path = path
+        self._info = info
+        self._environment = environment
+        self._transaction = transaction
+        lock = threading.Lock()
+        where = str(path)
+
+        def table(name: bytes, count: int) -> _Table:
+            return _Table(transaction, lock, name=name, count=count, where=where)
+
+        self._inodes = table(INODES, info.entries)
+        self._names = table(NAMES, info.entries)
+        self._links = table(LINKS, info.symlinks)
+        self._firsts = table(CHILDREN, info.directories)
+
+    @classmethod
+    def open(cls, path: Path) -> Snapshot:
+        """Map the snapshot ``path``. Raises SnapshotError if it cannot be used, with the reason."""
+        where = str(path)
+        _check_header(path)
+        try:
+            environment = lmdb.open(
+                where,
+                subdir=False,
+                readonly=True,
+                create=False,
+                lock=False,
+                readahead=False,
+                max_spare_txns=0,
+            )
+        except lmdb.Error as error:
+            raise _not_a_snapshot(path) from error
+        try:
+            # A page that the file does not reach would end the program with SIGBUS.
+            pages = environment.info()["last_pgno"] + 1
+            if path.stat().st_size < pages * environment.stat()["psize"]:
+                raise SnapshotError(
+                    f"snapshot {where} is cut short",
+                    hint="copy it again, or build it with `monarch snapshot build`",
+                )
+            transaction = environment.begin(buffers=True)
+            meta = transaction.get(META)
+            if meta is None:
+                raise _not_a_snapshot(path)
+            info = decode_meta(bytes(unseal(meta, where=where)), where=where)
+            return cls(path, info, environment, transaction)
+        except lmdb.Error as error:
+            environment.close()
+            raise _not_a_snapshot(path) from error
+        except BaseException:
+            environment.close()
+            raise
+
+    def close(self) -> None:
+        for table in (self._inodes, self._names, self._links, self._firsts):
+            table.views = []
+        self._transaction.abort()
+        self._environment.close()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def file(self) -> Path:
+        """Where the snapshot itself lies."""
+        return self._path
+
+    @property
+    def id(self) -> str:
+        return self._info.id
+
+    @property
+    def source(self) -> bytes:
+        return self._info.source
+
+    @property
+    def entries(self) -> int:
+        """How many names there are, which is the highest inode number."""
+        return self._info.entries
+
+    @property
+    def files(self) -> int:
+        return self._info.files
+
+    @property
+    def bytes_total(self) -> int:
+        return self._info.bytes_total
+
+    @property
+    def created_ns(self) -> int:
+        return self._info.created_ns
+
+    def info(self) -> SnapshotInfo:
+        return self._info
+
+    def curve(self) -> npt.NDArray[np.uint64]:
+        """Bytes of regular files in each of the BUCKETS buckets."""
+        value = self._transaction.get(CURVE)
+        if value is None:
+            raise damaged(str(self._path))
+        content = unseal(value, where=str(self._path))
+        if len(content) != BUCKETS * 8:
+            raise damaged(str(self._path))
+        return np.frombuffer(content, dtype="<u8").copy()
+
+    def attributes(self, ino: Ino) -> Attributes:
+        """What ``lstat`` told of an entry; of an alias, what it told of the file's first name."""
+        return self._attributes(ino, self._record(ino))
+
+    def lookup(self, parent: Ino, name: bytes) -> Ino | None:
+        """The inode number of a child; a hard link has that of the file's first name."""
+        slot = self.slot(parent, name)
+        if slot is None:
+            return None
+        record = self._record(slot)
+        return Ino(record[10]) if record[5] & ALIAS else slot
+
+    def slot(self, parent: Ino, name: bytes) -> Ino | None:
+        """The place of a child in the table, which is not its inode number if it is an alias."""
+        children = self.children(parent)
+        low, high = children.start, children.stop
+        block = self._names.block
+        unpack = U32_PAIR.unpack_from
+        while low < high:
+            middle = (low + high) // 2
+            view = block((middle - 1) >> SHIFT)
+            start, stop = unpack(view, ((middle - 1) & MASK) * 4)
+            found = bytes(view[start:stop])
+            if found < name:
+                low = middle + 1
+            elif found == name:
+                return Ino(middle)
+            else:
+                high = middle
+        return None
+
+    def children(self, ino: Ino) -> range:
+        """The places of a directory's entries, in the order of their names; empty for a file."""
+        record = self._record(ino)
+        if record[1] & _KINDS != stat.S_IFDIR:
+            return range(0)
+        rank = record[10]
+        return range(*U32_PAIR.unpack_from(self._firsts.block(rank >> SHIFT), (rank & MASK) * 4))
+
+    def names(self, ino: Ino) -> list[bytes]:
+        """The names in a directory, sorted."""
+        children = self.children(ino)
+        return list(
+            itertools.chain.from_iterable(
+                unpack_strings(self._names.block(number), start, stop)
+                for number, start, stop in _spans(children.start, children.stop)
+            )
+        )
+
+    def list_from(self, ino: Ino, start: int) -> Iterator[tuple[bytes, Attributes]]:
+        """The entries of a directory from the index ``start`` on, in the order of their names."""
+        children = self.children(ino)
+        for number, low, high in _spans(children.start + start, children.stop):
+            names = self._names.block(number)
+            inodes = self._inodes.block(number)
+            slot = (number << SHIFT) + 1
+            # In pieces, since a reader of a wide directory often wants no more than a page of it.
+            for begin in range(low, high, 128):
+                end = min(begin + 128, high)
+                records = RECORD_STRUCT.iter_unpack(
+                    inodes[begin * RECORD_BYTES : end * RECORD_BYTES]
+                )
+                for index, name, record in zip(
+                    range(begin, end), unpack_strings(names, begin, end), records, strict=True
+                ):
+                    if record[5] & ALIAS or record[1] & _KINDS != stat.S_IFREG:
+                        yield name, self._attributes(Ino(slot + index), record)
+                    else:
+                        yield (
+                            name,
+                            Attributes(
+                                Ino(slot + index),
+                                Ino(record[0]),
+                                record[1],
+                                record[4],
+                                record[2],
+                                record[3],
+                                record[6],
+                                record[7],
+                                record[8],
+                                record[9],
+                                record[10],
+                                0,
+                            ),
+                        )
+
+    def name(self, slot: int) -> bytes:
+        index = _index(slot)
+        view = self._names.block(index >> SHIFT)
+        start, stop = U32_PAIR.unpack_from(view, (index & MASK) * 4)
+        return bytes(view[start:stop])
+
+    def path(self, ino: Ino) -> bytes:
+        """Where the entry is in the source, relative to its root, which is ``b""``."""
+        parts = []
+        while ino != ROOT_INO:
+            parts.append(self.name(ino))
+            ino = Ino(self._record(ino)[0])
+        return b"/".join(reversed(parts))
+
+    def readlink(self, ino: Ino) -> bytes:
+        """The target of a symbolic link. Raises ValueError for anything else."""
+        record = self._record(ino)
+        if record[5] & ALIAS:
+            record = self._record(record[10])
+        if record[1] & _KINDS != stat.S_IFLNK:
+            raise ValueError(f"inode {ino} is not a symbolic link")
+        rank = record[10]
+        index = rank & MASK
+        return unpack_strings(self._links.block(rank >> SHIFT), index, index + 1)[0]
+
+    def resolve(self, path: bytes) -> Ino | None:
+        """The inode number of a path relative to the root. Symbolic links are not followed."""
+        ino = ROOT_INO
+        for part in path.split(b"/"):
+            if part not in (b"", b"."):
+                found = self.lookup(ino, part)
+                if found is None:
+                    return None
+                ino = found
+        return ino
+
+    def parent(self, slot: Ino) -> Ino:
+        """The directory that an entry is in; the root is in itself."""
+        return Ino(self._record(slot)[0])
+
+    def unreadable(self, slot: Ino) -> bool:
+        """Whether the entry could not be looked at, or listed, when the snapshot was built."""
+        return bool(self._record(slot)[5] & UNREADABLE)
+
+    def records(self) -> Iterator[tuple[Ino, npt.NDArray[np.void]]]:
+        """The whole table in pieces: the first inode number and an array of RECORD.
+
+        The arrays are views of the mapped file: take what you need before ``close``.
+        """
+        for number in range(len(self._inodes.views)):
+            yield (
+                Ino((number << SHIFT) + 1),
+                np.frombuffer(self._inodes.block(number), dtype=RECORD),
+            )
+
+    def columns(self, slots: range) -> npt.NDArray[np.void]:
+        """The records of consecutive places as one array of RECORD."""
+        pieces = [
+            self._inodes.block(number)[low * RECORD_BYTES : high * RECORD_BYTES]
+            for number, low, high in _spans(slots.start, slots.stop)
+        ]
+        return np.frombuffer(b"".join(pieces), dtype=RECORD)
+
+    def walk(self, ino: Ino = ROOT_INO) -> Iterator[tuple[Ino, Attributes]]:
+        """The regular files at and beneath ``ino``, depth first.
+
+        A hard link is given as the file's first name, so a file may come more than once.
+        """
+        attributes = self.attributes(ino)
+        if attributes.is_file:
+            yield attributes.ino, attributes
+        if not attributes.is_dir:
+            return
+        pending = [self.list_from(ino, 0)]
+        while pending:
+            for _, attributes in pending[-1]:
+                if attributes.is_file:
+                    yield attributes.ino, attributes
+                elif attributes.is_dir:
+                    pending.append(self.list_from(attributes.ino, 0))
+                    break
+            else:
+                pending.pop()
+
+    def reusable(self, slot: Ino) -> tuple[bytes | None, bytes | None]:
+        """The record of an entry and, for a symbolic link, its target, if an unchanged directory
+        vouches for them; (None, None) for what can change without it."""
+        record = self._record(slot)
+        if record[5] or record[4] > 1 or record[1] & _KINDS == stat.S_IFDIR:
+            return None, None
+        index = slot - 1
+        at = (index & MASK) * RECORD_BYTES
+        raw = bytes(self._inodes.block(index >> SHIFT)[at : at + RECORD_BYTES])
+        target = self.readlink(slot) if record[1] & _KINDS == stat.S_IFLNK else None
+        return raw, target
+
+    def is_listed_directory(self, slot: Ino) -> bool:
+        """Whether it is a directory and its names are known."""
+        record = self._record(slot)
+        return record[1] & _KINDS == stat.S_IFDIR and not record[5] & UNREADABLE
+
+    def _record(self, slot: int) -> tuple[int, ...]:
+        index = _index(slot)
+        return RECORD_STRUCT.unpack_from(
+            self._inodes.block(index >> SHIFT), (index & MASK) * RECORD_BYTES
+        )
+
+    def _attributes(self, slot: Ino, record: tuple[int, ...]) -> Attributes:
+        if record[5] & ALIAS:
+            slot = Ino(record[10])
+            record = self._record(slot)
+        parent, mode, uid, gid, nlink, _, size, mtime_ns, ctime_ns, source_ino, extra = record
+        kind = mode & _KINDS
+        blocks = rdev = 0
+        if kind == stat.S_IFREG:
+            blocks = extra
+        elif kind == stat.S_IFDIR:
+            blocks = (size + 511) // 512
+        elif kind in (stat.S_IFCHR, stat.S_IFBLK):
+            rdev = extra
+        return Attributes(
+            slot,
+            Ino(parent),
+            mode,
+            nlink,
+            uid,
+            gid,
+            size,
+            mtime_ns,
+            ctime_ns,
+            source_ino,
+            blocks,
+            rdev,
+        )
+
+
+def _index(slot: int) -> int:
+    if slot < 1:
+        raise IndexError(f"no inode {slot}")
+    return slot - 1
+
+
+def _spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks that hold the places from ``start`` to ``stop``: (number, from, to) in each."""
+    index, end = start - 1, stop - 1
+    while index < end:
+        number = index >> SHIFT
+        following = min(end, (number + 1) << SHIFT)
+        yield number, index & MASK, following - (number << SHIFT)
+        index = following
+
+
+def _check_header(path: Path) -> None:
+    """Refuse what LMDB would crash on or create anew."""
+    try:
+        with open(path, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise _not_a_snapshot(path)
+            head = file.read(_LMDB_MAGIC_OFFSET + 4)
+    except FileNotFoundError as error:
+        raise SnapshotError(
+            f"there is no snapshot {path}", hint="build it with `monarch snapshot build`"
+        ) from error
+    except OSError as error:
+        raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
+    if len(head) < _LMDB_MAGIC_OFFSET + 4:
+        raise _not_a_snapshot(path)
+    if struct.unpack_from("=I", head, _LMDB_MAGIC_OFFSET)[0] != _LMDB_MAGIC:
+        raise _not_a_snapshot(path)
+
+
+def _not_a_snapshot(path: Path) -> SnapshotError:
+    return SnapshotError(
+        f"{path} is not a snapshot of Monarch",
+        hint="give a file that `monarch snapshot build` wrote",
+    )

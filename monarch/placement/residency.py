@@ -1,0 +1,174 @@
+"""Where every inode's bytes are, and what is known of them: two bytes per inode, all O(1).
+
+The first byte is the tier (0 the source only, k tier k). It may live in memory that the caller
+gives, so that a data path outside the interpreter can read it. The second holds flags:
+
+    WANTED      admitted, not resident yet
+    FORCED      wanted because a person asked, so admission by the policy's own rule does not apply
+    COPYING     a flight is queued or running, and the ledger holds a reservation for it
+    UNVERIFIED  the copy must be verified before its first use
+    CHANGED     the kernel may hold pages of an older content: the next open must not keep them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from monarch.types import Ino
+
+SOURCE = 0
+MAX_TIER = 255
+
+_WANTED = 1
+_FORCED = 2
+_COPYING = 4
+_UNVERIFIED = 8
+_CHANGED = 16
+
+# Large enough to make numpy's cost per call vanish, small enough to find a near mark at once.
+_SCAN_INODES = 1 << 16
+
+
+class Residency:
+    """The table for the inodes 1 to ``entries``.
+
+    ``table`` is writable, of ``entries + 1`` bytes, indexed by inode number; what it holds already
+    is taken as it is. An inode number above ``entries`` raises IndexError.
+    """
+
+    def __init__(self, entries: int, table: bytearray | memoryview | None = None) -> None:
+        if table is not None and len(table) != entries + 1:
+            raise ValueError(f"a table of {len(table)} bytes for {entries} entries")
+        self._tiers = bytearray(entries + 1) if table is None else table
+        self._flags = bytearray(entries + 1)
+        self._tiers_array: npt.NDArray[np.uint8] = np.frombuffer(self._tiers, dtype=np.uint8)
+        self._flags_array: npt.NDArray[np.uint8] = np.frombuffer(self._flags, dtype=np.uint8)
+        self._files = [0] * (MAX_TIER + 1)
+        self._wanted = 0
+        if table is not None:
+            self._count_files()
+
+    def _count_files(self) -> None:
+        # In parts: numpy counts bytes by way of eight-byte integers.
+        for start in range(0, len(self._tiers), _SCAN_INODES):
+            part = np.bincount(self._tiers_array[start : start + _SCAN_INODES])
+            for tier in np.flatnonzero(part[1:]) + 1:
+                self._files[tier] += int(part[tier])
+
+    @property
+    def entries(self) -> int:
+        return len(self._flags) - 1
+
+    @property
+    def wanted(self) -> int:
+        """How many inodes are wanted, those being copied included."""
+        return self._wanted
+
+    def resident_files(self, tier: int) -> int:
+        return self._files[tier]
+
+    def tier_of(self, ino: Ino) -> int:
+        return self._tiers[ino]
+
+    def place(self, ino: Ino, tier: int) -> None:
+        """A verified copy is in ``tier`` from now on."""
+        if not 1 <= tier <= MAX_TIER:
+            raise ValueError(f"no tier {tier}")
+        before = self._tiers[ino]
+        if before != SOURCE:
+            self._files[before] -= 1
+        self._tiers[ino] = tier
+        self._files[tier] += 1
+        self._flags[ino] &= ~_UNVERIFIED
+
+    def clear(self, ino: Ino) -> int:
+        """Only the source has it from now on; returns the tier that it was in (0: none)."""
+        before = self._tiers[ino]
+        if before != SOURCE:
+            self._tiers[ino] = SOURCE
+            self._files[before] -= 1
+            self._flags[ino] &= ~_UNVERIFIED
+        return before
+
+    def load(self, inos: npt.NDArray[np.integer], tier: int) -> None:
+        """Record many copies at once (at start). None of them may be resident yet."""
+        if not 1 <= tier <= MAX_TIER:
+            raise ValueError(f"no tier {tier}")
+        if not inos.size:
+            return
+        if inos.min() < 1 or inos.max() > self.entries:
+            raise ValueError(f"an inode number outside 1..{self.entries}")
+        if self._tiers_array[inos].any():
+            raise ValueError("an inode is resident already")
+        self._tiers_array[inos] = tier
+        self._files[tier] = int(np.count_nonzero(self._tiers_array == tier))
+
+    def resident_in(self, tier: int) -> Iterator[Ino]:
+        """The inodes in ``tier``, ascending. The table may change meanwhile."""
+        for start in range(0, len(self._tiers), _SCAN_INODES):
+            part = self._tiers_array[start : start + _SCAN_INODES]
+            for offset in np.flatnonzero(part == tier).tolist():
+                if self._tiers[start + offset] == tier:
+                    yield Ino(start + offset)
+
+    def want(self, ino: Ino, *, forced: bool = False) -> None:
+        if not self._flags[ino] & _WANTED:
+            self._wanted += 1
+        self._flags[ino] |= _WANTED | _FORCED if forced else _WANTED
+
+    def unwant(self, ino: Ino) -> None:
+        if self._flags[ino] & _WANTED:
+            self._wanted -= 1
+            self._flags[ino] &= ~(_WANTED | _FORCED)
+
+    def is_wanted(self, ino: Ino) -> bool:
+        return bool(self._flags[ino] & _WANTED)
+
+    def is_forced(self, ino: Ino) -> bool:
+        return bool(self._flags[ino] & _FORCED)
+
+    def wanted_from(self, start: Ino) -> Iterator[Ino]:
+        """The wanted inodes from ``start`` on, ascending. The table may change meanwhile."""
+        first: int = start
+        while first < len(self._flags) and self._wanted:
+            part = self._flags_array[first : first + _SCAN_INODES]
+            for offset in np.flatnonzero(part & _WANTED).tolist():
+                if self._flags[first + offset] & _WANTED:
+                    yield Ino(first + offset)
+            first += _SCAN_INODES
+
+    def start_copy(self, ino: Ino) -> None:
+        self._flags[ino] |= _COPYING
+
+    def end_copy(self, ino: Ino) -> None:
+        self._flags[ino] &= ~_COPYING
+
+    def is_copying(self, ino: Ino) -> bool:
+        return bool(self._flags[ino] & _COPYING)
+
+    def mark_unverified(self, ino: Ino) -> None:
+        self._flags[ino] |= _UNVERIFIED
+
+    def mark_all_unverified(self) -> None:
+        """After an unclean end: every copy must be verified before its first use."""
+        for start in range(0, len(self._tiers), _SCAN_INODES):
+            part = slice(start, start + _SCAN_INODES)
+            self._flags_array[part][self._tiers_array[part] != SOURCE] |= _UNVERIFIED
+
+    def mark_verified(self, ino: Ino) -> None:
+        self._flags[ino] &= ~_UNVERIFIED
+
+    def is_unverified(self, ino: Ino) -> bool:
+        return bool(self._flags[ino] & _UNVERIFIED)
+
+    def mark_changed(self, ino: Ino) -> None:
+        self._flags[ino] |= _CHANGED
+
+    def unmark_changed(self, ino: Ino) -> None:
+        self._flags[ino] &= ~_CHANGED
+
+    def is_changed(self, ino: Ino) -> bool:
+        return bool(self._flags[ino] & _CHANGED)

@@ -1,0 +1,144 @@
+"""Which mounts this user's daemons serve on this node: one small file for each.
+
+A record says what was true when the daemon wrote it; a daemon that was killed leaves its record
+behind, and ``alive`` tells the two apart. Nothing here touches a mount: a dead one may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.errors import NotMountedError, TierError
+from monarch.text import escape_text
+
+log = logging.getLogger(__name__)
+
+# A record is a few paths; anything longer was not written by us.
+_MAX_RECORD_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MountRecord:
+    """One mount. Paths are absolute text in which undecodable bytes are surrogate escapes.
+
+    ``pid_started`` is ``process_started(pid)`` of the daemon, ``started_ns`` the time of the mount.
+    """
+
+    mountpoint: str
+    source: str
+    pid: int
+    pid_started: int
+    socket: str
+    state: str
+    log: str
+    started_ns: int
+
+
+class Registry:
+    """The records under ``<root>/mounts``; ``root`` is the user's state root.
+
+    Calls are short file operations and block. Writers of different mounts do not disturb each
+    other; of one mount there is one, the holder of its lock.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._directory = root / "mounts"
+
+    def add(self, record: MountRecord) -> None:
+        """Put ``record`` in the place of any earlier one of its mount point. TierError: cannot."""
+        target = self._file(record.mountpoint)
+        staged = target.with_name(f"{target.name}.{os.getpid()}.part")
+        # ASCII with escapes, so that a name that is not UTF-8 survives.
+        text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "w", encoding="ascii") as file:
+                file.write(text)
+            staged.rename(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                staged.unlink()
+            raise TierError(
+                f"cannot record the mount in {self._directory}: {error.strerror}",
+                hint="the state directory must be writable",
+            ) from error
+
+    def remove(self, mountpoint: str) -> None:
+        """Forget the mount; one that is not there is forgotten already."""
+        self._file(mountpoint).unlink(missing_ok=True)
+
+    def all(self) -> list[MountRecord]:
+        """Every record that can be read, in the order of mount points, dead ones too."""
+        records = [_load(path) for path in sorted(self._directory.glob("*.json"))]
+        return sorted((r for r in records if r is not None), key=lambda r: r.mountpoint)
+
+    def find(self, path: Path) -> MountRecord:
+        """The mount that ``path`` is, or lies in, going by names alone; the innermost if nested.
+
+        Raises NotMountedError if there is none.
+        """
+        wanted = os.path.abspath(path)
+        matching = [r for r in self.all() if _is_inside(wanted, r.mountpoint)]
+        if not matching:
+            raise NotMountedError(
+                f"{escape_text(str(path))} is not in a Monarch mount",
+                hint="`monarch status` lists the mounts",
+            )
+        return max(matching, key=lambda r: len(r.mountpoint))
+
+    def _file(self, mountpoint: str) -> Path:
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(mountpoint))).hexdigest()
+        return self._directory / f"{digest[:32]}.json"
+
+
+def alive(record: MountRecord) -> bool:
+    """Whether the daemon that wrote ``record`` is running; a reused pid does not count."""
+    return process_started(record.pid) == record.pid_started
+
+
+def process_started(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None if it does not run."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command's name is in parentheses and may hold some itself, and blanks.
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, started = fields[0], int(fields[19])
+    return None if state in (b"Z", b"X") else started
+
+
+def _is_inside(path: str, mountpoint: str) -> bool:
+    return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
+
+
+def _load(path: Path) -> MountRecord | None:
+    try:
+        with open(path, "rb") as file:
+            raw = json.loads(file.read(_MAX_RECORD_BYTES))
+        record = MountRecord(**raw)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        log.warning("passed over the mount record %s: %s; delete it if it stays", path, error)
+        return None
+    for field in dataclasses.fields(MountRecord):
+        value = getattr(record, field.name)
+        expected = int if field.name in ("pid", "pid_started", "started_ns") else str
+        if type(value) is not expected:
+            log.warning(
+                "passed over the mount record %s: %s is %r; delete it if it stays",
+                path,
+                field.name,
+                value,
+            )
+            return None
+    return record

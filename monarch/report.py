@@ -1,0 +1,266 @@
+"""What a daemon tells about itself: the report behind ``monarch status`` and the Prometheus page.
+
+Plain frozen values that become JSON and come back. Sizes are bytes, durations seconds unless the
+name says ``_ns``; times are nanoseconds since the epoch. Paths are text in which undecodable bytes
+are surrogate escapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+State = Literal["starting", "serving", "stopping"]
+
+T = TypeVar("T")
+
+
+class Report:
+    """A value that becomes JSON and comes back."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_dict(cls: type[T], raw: Mapping[str, Any]) -> T:
+        """Keys of a newer daemon are passed over.
+
+        Raises ValueError when a key is missing or of the wrong kind.
+        """
+        return _decode(cls, raw, "report")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Who moves the bytes of a read (``datapath``) and why not something faster."""
+
+    datapath: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """``size_bytes`` is the file on disk; ``bytes`` what the files described add up to.
+
+    ``stale``: a difference to the source was seen since it was made; None when nobody looked.
+    ``checks`` counts the times an entry was compared with the source.
+    """
+
+    file: str
+    id: str
+    entries: int
+    files: int
+    bytes: int
+    size_bytes: int
+    created_ns: int
+    age_s: float
+    stale: bool | None
+    freshness: str
+    checks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """``free`` is what the tier may still take; ``out_why`` is empty while it is in service."""
+
+    name: str
+    path: str
+    capacity: int
+    used: int
+    reserved: int
+    free: int
+    files: int
+    in_service: bool
+    opens: int
+    reads: int
+    bytes: int
+    out_why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Opens and read calls that reached the source, and the bytes they brought."""
+
+    opens: int
+    reads: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTotals:
+    """All traffic to the source, and the same split by who caused it."""
+
+    opens: int
+    reads: int
+    bytes: int
+    reader: Traffic
+    copy: Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """How much of the snapshot's regular files has a copy. Fractions are 0 to 1."""
+
+    files: int
+    bytes: int
+    wanted: int
+    fraction_files: float
+    fraction_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    queued: int
+    running: int
+    done: int
+    failed: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReport:
+    """``hit_ratio`` is None until something was opened."""
+
+    number: int
+    opens: int
+    hits: int
+    hit_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Seconds; each is the upper bound of the bucket it falls in, None beyond the last one."""
+
+    count: int
+    p50_s: float | None
+    p99_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """By tier name; "source" is the source."""
+
+    open: dict[str, Quantiles]
+    read: dict[str, Quantiles]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handles:
+    open_files: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport(Report):
+    """One daemon, now. ``health`` names its problems in words; empty is healthy.
+
+    ``opens``, ``reads`` and ``bytes`` are what readers asked of the mount, wherever it was served.
+    ``hit_ratio`` is the share of opens that a tier served, None before the first.
+    """
+
+    version: str
+    pid: int
+    mountpoint: str
+    source: str
+    state: State
+    started_ns: int
+    health: list[str]
+    mode: Mode
+    snapshot: SnapshotReport
+    tiers: list[TierReport]
+    source_totals: SourceTotals
+    residency: Residency
+    copies: Copies
+    epochs: list[EpochReport]
+    opens: int
+    reads: int
+    bytes: int
+    hit_ratio: float | None
+    latency: Latency
+    errors: dict[str, int]
+    memory: Memory
+    handles: Handles
+
+
+@dataclass(frozen=True, slots=True)
+class WarmProgress(Report):
+    """How far the files that were asked for are: ``done`` of ``total`` are resident."""
+
+    done: int
+    total: int
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmReport(Report):
+    """What became of the files asked for: each counts once below ``files``.
+
+    ``resident`` have a copy, ``wanted`` will get one, ``left_out`` did not fit, ``failed`` could
+    not be copied.
+    """
+
+    files: int
+    bytes: int
+    resident: int
+    wanted: int
+    left_out: int
+    left_out_bytes: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvictReport(Report):
+    """The copies that left the tiers."""
+
+    files: int
+    bytes: int
+
+
+def _decode(kind: type[T], raw: Any, where: str) -> T:
+    """``raw``, as JSON gives it, as a value of ``kind``."""
+    value: Any
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"{where} is not an object")
+        hints = typing.get_type_hints(kind)
+        given = {field.name for field in dataclasses.fields(kind)} & raw.keys()
+        try:
+            value = kind(**{name: _decode(hints[name], raw[name], name) for name in given})
+        except TypeError as error:
+            raise ValueError(f"{where} is incomplete: {error}") from error
+    elif origin is list:
+        (inner,) = typing.get_args(kind)
+        value = [_decode(inner, item, where) for item in _checked(raw, list, where)]
+    elif origin is dict:
+        inner = typing.get_args(kind)[1]
+        value = {key: _decode(inner, v, key) for key, v in _checked(raw, dict, where).items()}
+    elif origin is types.UnionType:
+        (inner,) = (arm for arm in typing.get_args(kind) if arm is not types.NoneType)
+        value = None if raw is None else _decode(inner, raw, where)
+    elif origin is Literal:
+        if raw not in typing.get_args(kind):
+            raise ValueError(f"{where} is {raw!r}")
+        value = raw
+    elif kind is float:
+        value = float(_checked(raw, (int, float), where))
+    else:
+        value = _checked(raw, kind, where)
+    return typing.cast(T, value)
+
+
+def _checked(raw: Any, kind: Any, where: str) -> Any:
+    if not isinstance(raw, kind) or (isinstance(raw, bool) and kind is not bool):
+        raise ValueError(f"{where} is {type(raw).__name__}")
+    return raw

@@ -1,0 +1,319 @@
+"""The settings of a mount as typed values: every key, its default and what it means.
+
+``conf/monarch.yaml`` lists the same keys; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from monarch.units import GiB, MiB, format_bytes, parse_bytes, parse_seconds
+
+# Of a tier's file system when no capacity is given. The other half is left to the job, which was
+# given the node's scratch for its own files and must never find it full because of us.
+FREE_SHARE = 0.5
+
+# On a file system so small that the default `keep_free` would take most of it, this share instead.
+SMALL_KEEP_SHARE = 0.05
+
+# Offsets and counters are signed 64-bit numbers everywhere below us.
+_LARGEST = 2**63 - 1
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError("is not a size; write it like 500MB, 800GiB or 2T")
+
+
+def _count(value: object) -> object:
+    # pydantic takes `yes` for 1, and YAML reads many a word as a truth value.
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number")
+    return value
+
+
+def expand(text: str) -> Path:
+    """A path as written in a file: ``~`` and ``$NAME`` expanded. ValueError for an unset name."""
+    expanded = os.path.expandvars(os.path.expanduser(text))
+    unset = re.search(r"\$(\w+|\{[^}]*\})", expanded)
+    if unset is not None and unset[0] in text:
+        raise ValueError(f"{unset[0]} is not set in the environment; set it or write the path out")
+    if text.startswith("~") and expanded.startswith("~"):
+        raise ValueError(f"{text.split('/', 1)[0]} has no home directory; write the path out")
+    return Path(expanded)
+
+
+def _path(value: object) -> Path:
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("is empty; give a path")
+        value = expand(value)
+    if not isinstance(value, Path):
+        raise ValueError("must be a path")
+    if "\0" in str(value):
+        raise ValueError("holds a NUL byte; no path can")
+    if not value.is_absolute():
+        raise ValueError(f"{str(value)!r} is relative; write the path from / on")
+    return value
+
+
+def _freshness(value: str) -> str:
+    if value in ("mount", "never"):
+        return value
+    kind, _, duration = value.partition(":")
+    if kind != "ttl":
+        raise ValueError(f"{value!r} is not known; use mount, never or ttl:DURATION like ttl:10m")
+    if parse_seconds(duration) <= 0:
+        raise ValueError("a ttl must be longer than 0; write it like ttl:10m")
+    return value
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT; write it like localhost:9464")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=_LARGEST)]
+PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
+# A thread each; beyond this it is a slip of the keyboard.
+Count = Annotated[int, BeforeValidator(_count), Field(ge=1, le=4096)]
+AbsolutePath = Annotated[Path, BeforeValidator(_path)]
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _tier_name(fields: dict[str, Any]) -> str:
+    path = fields.get("path")
+    return plain_name(path) if isinstance(path, Path) else "tier"
+
+
+class TierSettings(Section):
+    path: AbsolutePath = Field(
+        description="Directory of the tier, created if missing. Required. One daemon uses it."
+    )
+    name: str = Field(
+        default_factory=_tier_name,
+        pattern=_NAME,
+        description="Name in messages and metrics. Default: the last component of the path.",
+    )
+    capacity: PositiveSize | None = Field(
+        default=None,
+        description="Bytes that copies may take, like 800GiB. null: half of what is free there.",
+    )
+    keep_free: Size = Field(
+        default=GiB,
+        description="Bytes of the tier's file system which copies never use. If not set, at most"
+        " 5 % of that file system.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return parse_tier(value) if isinstance(value, str) else value
+
+    def capacity_within(self, free: int, *, held: int = 0) -> int:
+        """Bytes for copies: as set, else a share of ``free`` and of what the tier already holds."""
+        return int((free + held) * FREE_SHARE) if self.capacity is None else self.capacity
+
+    def keep_free_within(self, total: int) -> int:
+        """``keep_free`` on a file system of ``total`` bytes: a default never takes a small one."""
+        if "keep_free" in self.model_fields_set:
+            return self.keep_free
+        return min(self.keep_free, int(total * SMALL_KEEP_SHARE))
+
+
+class SnapshotSettings(Section):
+    file: AbsolutePath | None = Field(
+        default=None,
+        description="Snapshot of the names. null: in the state directory, built at first mount.",
+    )
+    jobs: Count = Field(
+        default=32, description="Directories scanned at the same time while building."
+    )
+    freshness: Annotated[str, AfterValidator(_freshness)] = Field(
+        default="mount",
+        description="When to look for changes at the source: mount (at each mount), never, or"
+        " ttl:DURATION like ttl:10m (at mount, and again whenever it is that old).",
+    )
+    one_file_system: bool = Field(
+        default=False,
+        description="Leave out directories that are other file systems at the source.",
+    )
+
+    @property
+    def ttl_s(self) -> float | None:
+        """Seconds of ``freshness: ttl:...``; None for ``mount`` and ``never``."""
+        kind, _, duration = self.freshness.partition(":")
+        return parse_seconds(duration) if kind == "ttl" else None
+
+
+class PlacementSettings(Section):
+    policy: Literal["no_evict", "first_come", "lru"] = Field(
+        default="no_evict",
+        description="Which files are kept when not all fit: no_evict (a fixed share, best for"
+        " shuffled epochs), first_come, or lru (least recently used leaves).",
+    )
+
+
+class LimitSettings(Section):
+    copy_workers: Count = Field(default=4, description="Files copied into tiers at the same time.")
+    source_concurrency: Count = Field(default=32, description="Calls to the source in flight.")
+    source_bandwidth: Size = Field(
+        default=0,
+        description="Bytes per second that copies read from the source; 0: no limit. Readers are"
+        " never held back.",
+    )
+    inline_max: Size = Field(
+        default=4 * MiB,
+        description="Files up to this size are fetched whole when first opened; larger ones are"
+        " copied behind the reader.",
+    )
+    buffer_max: PositiveSize = Field(
+        default=256 * MiB, description="Memory for files on their way from the source to a tier."
+    )
+
+    @model_validator(mode="after")
+    def _buffer_holds_an_inline_file(self) -> LimitSettings:
+        if self.buffer_max < self.inline_max:
+            raise ValueError(
+                f"buffer_max ({format_bytes(self.buffer_max)}) is less than inline_max"
+                f" ({format_bytes(self.inline_max)}); raise buffer_max or lower inline_max"
+            )
+        return self
+
+
+class MetricsSettings(Section):
+    enabled: bool = Field(default=False, description="Serve metrics for Prometheus over HTTP.")
+    address: Annotated[str, AfterValidator(_address)] = Field(
+        default="localhost:9464", description="HOST:PORT on which they are served."
+    )
+
+
+class LogSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least level that is logged: debug, info, warning or error."
+    )
+    file: AbsolutePath | None = Field(
+        default=None, description="Log file. null: daemon.log in the state directory."
+    )
+    format: Literal["text", "json"] = Field(
+        default="text", description="text, or json: one object a line."
+    )
+
+
+class MountSettings(Section):
+    name: str = Field(pattern=_NAME, description="Name of the mount: its key under `mounts`.")
+    source: AbsolutePath = Field(description="Directory to be mounted. Required.")
+    mountpoint: AbsolutePath = Field(description="Where it appears. Required.")
+    tiers: tuple[TierSettings, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Fastest first. Each is PATH, PATH:SIZE or a mapping as in the example below."
+        " Empty: one tier on the roomiest local scratch of the node.",
+    )
+    state: AbsolutePath | None = Field(
+        default=None,
+        description="Directory for what outlives a mount. null: one per source in"
+        " /var/lib/monarch (root) or ~/.local/state/monarch.",
+    )
+    snapshot: SnapshotSettings = Field(
+        default=SnapshotSettings(),
+        description="The names and attributes of the source, kept locally.",
+    )
+    placement: PlacementSettings = Field(
+        default=PlacementSettings(), description="The choice of the files that tiers hold."
+    )
+    limits: LimitSettings = Field(
+        default=LimitSettings(), description="How much of the node and of the source may be used."
+    )
+    verify: Literal["unclean", "open", "never"] = Field(
+        default="unclean",
+        description="When a copy is checked against its digest before use: unclean (once, after a"
+        " crash or power cut), open (at every first open), or never.",
+    )
+    allow_other: bool = Field(
+        default=False,
+        description="Let other users in, as the modes of the files allow. Unless root mounts,"
+        " /etc/fuse.conf must say user_allow_other.",
+    )
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="What can be measured.")
+    log: LogSettings = Field(default=LogSettings(), description="What the daemon writes down.")
+
+    @field_validator("snapshot", "placement", "limits", "metrics", "log", mode="before")
+    @classmethod
+    def _empty_section(cls, value: object) -> object:
+        # A section whose every line is commented out.
+        return {} if value is None else value
+
+    @field_validator("tiers", mode="before")
+    @classmethod
+    def _no_tiers(cls, value: object) -> object:
+        return () if value is None else value
+
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _unique_names(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+        given = [tier.name for tier in tiers if "name" in tier.model_fields_set]
+        for name in given:
+            if given.count(name) > 1:
+                raise ValueError(f"two tiers are named {name!r}; give each its own name")
+        # Readers of metrics and of status take "source" for the source.
+        taken = {*given, "source"}
+        named = []
+        for tier in tiers:
+            if "name" not in tier.model_fields_set:
+                name = next(n for n in _numbered(tier.name) if n not in taken)
+                taken.add(name)
+                tier = tier.model_copy(update={"name": name})
+            named.append(tier)
+        return tuple(named)
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    for number in range(2, 1000):
+        yield f"{name[:60]}-{number}"
+
+
+def plain_name(path: Path) -> str:
+    """The last component as a word without surprises for shells, labels and file names."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-._")[:40] or "root"
+
+
+def parse_tier(text: str) -> dict[str, Any]:
+    """``PATH[:SIZE]`` as the fields of a tier. A path may hold colons.
+
+    What follows the last colon is the size if it begins like a number; then it must be one, or
+    ``/local:10GBB`` would silently become a directory of that name.
+    """
+    path, colon, size = text.rpartition(":")
+    if not colon or not re.match(r"-?[0-9.][^/]*$|$", size):
+        return {"path": text}
+    if not path:
+        raise ValueError(f"{text!r} has no path; write it like /local/scratch:800GiB")
+    return {"path": path, "capacity": parse_bytes(size)}

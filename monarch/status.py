@@ -1,0 +1,187 @@
+"""Composes the report of one daemon from what its parts know."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from monarch import __version__
+from monarch.metrics import Metrics
+from monarch.namespace.overlay import Namespace
+from monarch.placement.epochs import Epochs
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.report import (
+    Copies,
+    EpochReport,
+    Handles,
+    Memory,
+    Mode,
+    SnapshotReport,
+    State,
+    StatusReport,
+    TierReport,
+)
+from monarch.report import Residency as ResidencyReport
+from monarch.settings import MountSettings
+from monarch.tiers.directory import Tier
+from monarch.transfer.engine import Engine
+from monarch.vfs.filesystem import FileSystem
+from monarch.watch import Watch
+
+
+class Status:
+    """Tells how the daemon is. ``state`` is set by the daemon as its life goes on."""
+
+    def __init__(
+        self,
+        *,
+        settings: MountSettings,
+        names: Namespace,
+        tiers: Sequence[Tier],
+        residency: Residency,
+        ledger: Ledger,
+        epochs: Epochs,
+        engine: Engine,
+        filesystem: FileSystem,
+        metrics: Metrics,
+        watch: Watch,
+    ) -> None:
+        self._settings = settings
+        self._names = names
+        self._tiers = tiers
+        self._residency = residency
+        self._ledger = ledger
+        self._epochs = epochs
+        self._engine = engine
+        self._filesystem = filesystem
+        self._metrics = metrics
+        self._watch = watch
+        self._started_ns = time.time_ns()
+        self.state: State = "starting"
+
+    def report(self) -> StatusReport:
+        metrics = self._metrics
+        tiers = self._tier_reports()
+        return StatusReport(
+            version=__version__,
+            pid=os.getpid(),
+            mountpoint=os.fspath(self._settings.mountpoint),
+            source=os.fspath(self._settings.source),
+            state=self.state,
+            started_ns=self._started_ns,
+            health=self._health(tiers),
+            mode=Mode("python", "this version has no native datapath"),
+            snapshot=self._snapshot_report(),
+            tiers=tiers,
+            source_totals=metrics.source_totals(),
+            residency=self._residency_report(tiers),
+            copies=Copies(
+                queued=self._engine.queued,
+                running=self._engine.running,
+                done=sum(metrics.promotions),
+                failed=sum(metrics.promotion_failures.values()),
+                bytes=sum(metrics.promoted_bytes),
+            ),
+            epochs=[
+                EpochReport(
+                    epoch.number,
+                    epoch.opens,
+                    epoch.hits,
+                    epoch.hits / epoch.opens if epoch.opens else None,
+                )
+                for epoch in self._epochs.epochs()
+            ],
+            opens=sum(metrics.opens),
+            reads=sum(metrics.reads),
+            bytes=sum(metrics.read_bytes),
+            hit_ratio=metrics.hit_ratio(),
+            latency=metrics.latency(),
+            errors=dict(metrics.errors),
+            memory=Memory(_resident_bytes()),
+            handles=Handles(self._filesystem.open_files),
+        )
+
+    def _tier_reports(self) -> list[TierReport]:
+        out = self._engine.out_of_service()
+        return [
+            TierReport(
+                name=tier.name,
+                path=os.fspath(tier.path),
+                capacity=self._ledger.capacity(tier.number),
+                used=self._ledger.used(tier.number),
+                reserved=self._ledger.reserved(tier.number),
+                free=self._ledger.free(tier.number),
+                files=self._residency.resident_files(tier.number),
+                in_service=tier.number not in out,
+                opens=self._metrics.opens[tier.number],
+                reads=self._metrics.reads[tier.number],
+                bytes=self._metrics.read_bytes[tier.number],
+                out_why=out.get(tier.number, ""),
+            )
+            for tier in self._tiers
+        ]
+
+    def _residency_report(self, tiers: Sequence[TierReport]) -> ResidencyReport:
+        files = sum(tier.files for tier in tiers)
+        size = sum(tier.used for tier in tiers)
+        info = self._names.info()
+        return ResidencyReport(
+            files=files,
+            bytes=size,
+            wanted=self._residency.wanted,
+            fraction_files=files / info.files if info.files else 1.0,
+            fraction_bytes=size / info.bytes_total if info.bytes_total else 1.0,
+        )
+
+    def _snapshot_report(self) -> SnapshotReport:
+        info = self._names.info()
+        path = self._names.snapshot.file
+        return SnapshotReport(
+            file=os.fspath(path),
+            id=info.id,
+            entries=info.entries,
+            files=info.files,
+            bytes=info.bytes_total,
+            size_bytes=_size_of(path),
+            created_ns=info.created_ns,
+            age_s=max(0.0, (time.time_ns() - info.created_ns) / 1e9),
+            stale=self._watch.stale,
+            freshness=self._settings.snapshot.freshness,
+            checks=self._watch.checks,
+        )
+
+    def _health(self, tiers: Sequence[TierReport]) -> list[str]:
+        problems = [
+            f"tier {tier.name} takes no copies: {tier.out_why}"
+            for tier in tiers
+            if not tier.in_service
+        ]
+        if self._metrics.changes:
+            problems.append(
+                f"{self._metrics.changes} files changed at the source since the snapshot;"
+                " mount again with --refresh"
+            )
+        if self._watch.changed_directories:
+            problems.append(
+                f"{self._watch.changed_directories} directories changed at the source since the"
+                " snapshot; mount again with --refresh to see what is new"
+            )
+        source_errors = [k for k in self._metrics.errors if k.startswith("source-")]
+        if source_errors:
+            problems.append(f"the source answers with errors: {', '.join(sorted(source_errors))}")
+        return problems
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,23 @@
+"""Names and messages as one line of text, whatever is in them."""
+
+from __future__ import annotations
+
+
+def escape_text(text: str) -> str:
+    """``text`` on one line that a terminal shows as it is.
+
+    Control and other unprintable characters become ``\\n``, ``\\xNN`` or ``\\uNNNN``; a byte that
+    is not UTF-8 (from ``os.fsdecode``) becomes ``\\xNN``.
+    """
+    return text if text.isprintable() else "".join(map(_escape_character, text))
+
+
+def _escape_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"
+    if code < 0x80:
+        return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character, f"\\x{code:02x}")
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

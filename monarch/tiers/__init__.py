@@ -1,0 +1,1 @@
+"""Bytes: the source, the node-local tiers above it, and the record of what they hold."""

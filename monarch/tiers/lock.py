@@ -1,0 +1,44 @@
+"""The lock that keeps a second daemon out of a tier or a state directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+
+from monarch.errors import LockedError
+
+
+class Lock:
+    """An flock on ``lock`` in a directory, with who holds it written inside.
+
+    The kernel drops it when the holder dies, so a dead daemon's lock is taken over by the next.
+    Raises LockedError naming the holder's pid and mount point.
+    """
+
+    def __init__(self, directory_fd: int, what: str, owner: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            told = os.pread(self._fd, 8192, 0)
+            os.close(self._fd)
+            raise LockedError(
+                f"{what} is in use by {_holder(told)}",
+                hint="unmount that one first, or give this mount a directory of its own",
+            ) from None
+        note = json.dumps({"pid": os.getpid(), "mountpoint": owner}).encode()
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, note, 0)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def _holder(note: bytes) -> str:
+    try:
+        told = json.loads(note)
+        return f"pid {told['pid']} ({told['mountpoint']})"
+    except (ValueError, KeyError, TypeError):
+        return "another daemon"

@@ -1,0 +1,119 @@
+"""The source: opens and reads its files. Every call may wait as long as the source likes.
+
+Call nothing here on the event loop. A file is opened beneath the root's descriptor, never
+through a symbolic link, and only regular files are opened: a fifo that took a file's place
+must not hang a reader.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+
+from monarch.beneath import lstat_beneath, open_beneath
+from monarch.errors import SourceChanged, SourceError
+from monarch.types import Identity
+
+# O_NONBLOCK so that opening a fifo returns at once; regular files do not know it.
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A whole small file. ``reads`` is how many read calls the source has seen for it."""
+
+    data: bytes
+    status: os.stat_result
+    reads: int
+
+
+class SourceFile:
+    """An open source file, shared by a reader's binding and the copy that follows it.
+
+    The descriptor is closed with the last ``release``; ``read_up_to`` is where a reader that goes
+    through the file from its start has got to, in bytes. It belongs to the event loop, only reads
+    of ``fd`` may run in any thread.
+    """
+
+    __slots__ = ("_users", "fd", "read_up_to", "status")
+
+    def __init__(self, fd: int, status: os.stat_result) -> None:
+        self.fd = fd
+        self.status = status
+        self.read_up_to = 0
+        self._users = 1
+
+    def retain(self) -> SourceFile:
+        self._users += 1
+        return self
+
+    def release(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    return Identity(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+class Source:
+    """The directory being mounted. Raises SourceError if it is missing or no directory."""
+
+    def __init__(self, path: bytes) -> None:
+        self.path = path
+        try:
+            self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceError(
+                f"source {os.fsdecode(path)!r}: {error.strerror}",
+                errno=error.errno or errno.EIO,
+                hint="check that the directory exists and that its file system is mounted",
+            ) from error
+
+    def close(self) -> None:
+        os.close(self._root)
+
+    def status(self, path: bytes) -> os.stat_result:
+        return lstat_beneath(self._root, path)
+
+    def open(self, path: bytes) -> SourceFile:
+        """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
+        try:
+            fd = open_beneath(self._root, path, _FLAGS)
+        except OSError as error:
+            # A link in the place of a file or of one of its directories is another thing.
+            if error.errno in (errno.ELOOP, errno.EXDEV, errno.ENXIO):
+                raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
+            raise
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file")
+        except BaseException:
+            os.close(fd)
+            raise
+        return SourceFile(fd, status)
+
+    def fetch(self, file: SourceFile) -> Fetched:
+        """The whole file in as few reads as the source allows, one where it returns all.
+
+        Raises SourceChanged if the file changed while it was read.
+        """
+        size = file.status.st_size
+        parts: list[bytes] = []
+        offset = reads = 0
+        while offset < size:
+            part = os.pread(file.fd, size - offset, offset)
+            reads += 1
+            if not part:
+                break
+            parts.append(part)
+            offset += len(part)
+        after = os.fstat(file.fd)
+        if offset != size or identity_of(after) != identity_of(file.status):
+            raise SourceChanged("the file changed while it was read")
+        return Fetched(parts[0] if len(parts) == 1 else b"".join(parts), after, reads)

@@ -1,0 +1,1 @@
+"""Movement: what placement has decided is copied, verified and committed here."""

@@ -1,0 +1,92 @@
+"""One copy: reserve was done by placement; here bytes are staged, verified, committed, recorded.
+
+These functions wait for disks and for the source: they run in worker threads. Their order is the
+one that a crash at any point survives: stage under a temporary name, compare with the source's
+attributes before and after, rename, then write the record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monarch.errors import SourceChanged
+from monarch.tiers.directory import Staged, Tier
+from monarch.tiers.records import Record, Records
+from monarch.tiers.source import Source, SourceFile, identity_of
+from monarch.types import Identity, Ino
+from monarch.units import MiB
+
+# What one turn in a worker thread moves: long enough to make the hop cheap, short enough that a
+# copy stands aside for a reader within a few milliseconds.
+TURN_BYTES = 4 * MiB
+_PIECE_BYTES = 1 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The bytes of a small file, as they were read from the source."""
+
+    ino: Ino
+    identity: Identity
+    data: bytes
+
+
+def commit_contents(
+    tier: Tier, records: Records, contents: Sequence[Content]
+) -> list[OSError | None]:
+    """Commit each; None where it went well, else the tier's error."""
+    results: list[OSError | None] = []
+    for content in contents:
+        try:
+            with tier.stage(content.ino) as staged:
+                staged.append(content.data)
+                commit(tier, records, staged, content.ino, content.identity)
+        except OSError as error:
+            results.append(error)
+        else:
+            results.append(None)
+    return results
+
+
+def commit(tier: Tier, records: Records, staged: Staged, ino: Ino, identity: Identity) -> None:
+    """Rename, then record. Raises OSError, also if the staged bytes are too few."""
+    if staged.size != identity.size:
+        raise SourceChanged(f"read {staged.size} bytes of {identity.size}")
+    digest = staged.commit()
+    try:
+        records.put(ino, Record(tier.number, identity, digest))
+    except OSError:
+        tier.remove(ino)
+        raise
+
+
+def open_version(source: Source, path: bytes, identity: Identity) -> SourceFile:
+    """Open a file that must be the version given. Raises SourceChanged, OSError."""
+    file = source.open(path)
+    if identity_of(file.status) != identity:
+        file.release()
+        raise SourceChanged(f"{os.fsdecode(path)!r} is not what the snapshot says")
+    return file
+
+
+def read_turn(file: SourceFile, offset: int, count: int) -> list[bytes]:
+    """Up to ``count`` bytes from ``offset`` on, one element for each read call that gave some."""
+    pieces: list[bytes] = []
+    end = offset + count
+    while offset < end and (piece := os.pread(file.fd, min(_PIECE_BYTES, end - offset), offset)):
+        pieces.append(piece)
+        offset += len(piece)
+    return pieces
+
+
+def append_all(staged: Staged, pieces: Sequence[bytes]) -> None:
+    for piece in pieces:
+        staged.append(piece)
+
+
+def check_unchanged(file: SourceFile, identity: Identity) -> None:
+    """Raises SourceChanged if the file was touched since it was opened."""
+    if identity_of(os.fstat(file.fd)) != identity:
+        raise SourceChanged("the file changed while it was copied")

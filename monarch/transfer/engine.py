@@ -1,0 +1,438 @@
+"""The transfer engine: takes promotions from placement and carries them out, never in the way.
+
+``submit`` never waits: what finds no place in the queue is put back as *wanted* and comes up again
+when the queue has run dry. At most one flight per item. A copy follows a reader that is reading
+the same file (its bytes are then in the page cache of the source's client) and stands aside while
+other readers wait for the source.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import trio
+from typing_extensions import TypeVarTuple, Unpack
+
+from monarch.errors import MonarchError, SourceChanged, TierError
+from monarch.log import Limiter
+from monarch.metrics import Metrics
+from monarch.placement.controller import Controller, Promote
+from monarch.placement.ledger import Ledger
+from monarch.placement.policy import Item
+from monarch.settings import LimitSettings
+from monarch.tiers.directory import Tier
+from monarch.tiers.records import Records
+from monarch.tiers.source import Source, SourceFile
+from monarch.transfer.copy import (
+    TURN_BYTES,
+    Content,
+    append_all,
+    check_unchanged,
+    commit,
+    commit_contents,
+    open_version,
+    read_turn,
+)
+from monarch.transfer.readers import Readers
+from monarch.transfer.throttle import TokenBucket
+from monarch.types import Attributes, Identity, Ino
+
+log = logging.getLogger(__name__)
+
+# Promotions waiting for a worker. More would only be a longer list of what is wanted anyway.
+_QUEUE_LIMIT = 4096
+# Small files committed in one turn of a worker thread: the hop costs as much as a commit.
+_BATCH = 32
+# How long one turn of a copy waits for readers to pause before it takes its share. Seconds.
+_COURTESY_S = 0.25
+_STEP_S = 0.005
+# How often the queue is looked after when nothing happens. Seconds.
+_IDLE_S = 0.1
+# After a failed copy the wanted items rest: doubling from the first to the second. Seconds.
+_BACKOFF_S = (1.0, 60.0)
+# How often a tier's free space is asked for, and an unusable tier is tried again. Seconds.
+_SPACE_AGE_S = 1.0
+_PROBE_S = 10.0
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+class Names(Protocol):
+    """What the engine asks of the namespace."""
+
+    def path(self, ino: Ino) -> bytes: ...
+    def attributes(self, ino: Ino) -> Attributes: ...
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One copy under way. ``content`` is what a reader fetched, ``file`` what a reader has open."""
+
+    promote: Promote
+    identity: Identity
+    content: bytes | None = None
+    file: SourceFile | None = None
+
+
+class _Health:
+    """Whether a tier takes copies: why not, and the free space that was last seen."""
+
+    __slots__ = ("available", "looked_s", "why")
+
+    def __init__(self) -> None:
+        self.why = ""
+        self.available = 0
+        self.looked_s = -math.inf
+
+
+class Engine:
+    """Carries out promotions with ``limits.copy_workers`` workers. ``run`` is its life.
+
+    ``keep_free`` gives, per tier, the bytes of its file system that copies never use.
+    ``changed`` is told when the source turns out not to be what the snapshot says.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        tiers: Sequence[Tier],
+        keep_free: Sequence[int],
+        records: Records,
+        names: Names,
+        controller: Controller,
+        ledger: Ledger,
+        metrics: Metrics,
+        limits: LimitSettings,
+        readers: Readers,
+        source_threads: trio.CapacityLimiter,
+        changed: Callable[[Ino], None],
+    ) -> None:
+        self._source = source
+        self._tiers = {tier.number: tier for tier in tiers}
+        self._keep_free = dict(zip(self._tiers, keep_free, strict=True))
+        self._health = {number: _Health() for number in self._tiers}
+        self._records = records
+        self._names = names
+        self._controller = controller
+        self._ledger = ledger
+        self._metrics = metrics
+        self._limits = limits
+        self._readers = readers
+        self._source_threads = source_threads
+        self._tier_threads = trio.CapacityLimiter(max(2, limits.copy_workers))
+        self._changed = changed
+        self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
+        self._queue: deque[Flight] = deque()
+        self._flights: dict[Ino, Flight] = {}
+        self._held_bytes = 0
+        self._awake = trio.Event()
+        self._rest_until = -math.inf
+        self._rest_s = _BACKOFF_S[0]
+        self._limiter = Limiter(60.0)
+        self.running = 0
+
+    # -- what others see ---------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def idle(self) -> bool:
+        return not self._flights
+
+    def has_place(self) -> bool:
+        """Whether the queue is short; somebody with a long list waits until it is."""
+        return len(self._queue) < 4 * self._limits.copy_workers
+
+    def flight(self, ino: Ino) -> Flight | None:
+        return self._flights.get(ino)
+
+    def out_of_service(self) -> Mapping[int, str]:
+        """The tiers that take no copies now, with the reason."""
+        return {number: health.why for number, health in self._health.items() if health.why}
+
+    def submit(
+        self,
+        promote: Promote,
+        identity: Identity,
+        *,
+        content: bytes | None = None,
+        file: SourceFile | None = None,
+    ) -> bool:
+        """Take a promotion, or put it back as wanted; never waits. ``file`` is retained."""
+        for victim in promote.evict:
+            # At once, so that the room is free on the disk before anybody writes into it.
+            self.remove_copy(victim, promote.tier)
+        size = len(content) if content is not None else 0
+        if len(self._queue) >= _QUEUE_LIMIT or self._held_bytes + size > self._limits.buffer_max:
+            self._controller.deferred(promote)
+            return False
+        flight = Flight(promote, identity, content, file.retain() if file else None)
+        self._held_bytes += size
+        self._flights[promote.ino] = flight
+        self._queue.append(flight)
+        self._awake.set()
+        return True
+
+    def remove_copy(self, ino: Ino, tier: int) -> None:
+        """Remove a copy that placement has let go. Readers that have it open go on."""
+        try:
+            self._records.clear(ino)
+            self._tiers[tier].remove(ino)
+        except OSError as error:
+            self._tier_failed(self._tiers[tier], str(error))
+
+    # -- the workers ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until cancelled. Copies that are cancelled leave nothing behind."""
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(self._limits.copy_workers):
+                    nursery.start_soon(self._worker)
+                nursery.start_soon(self._keep_wanted_going)
+                nursery.start_soon(self._probe_tiers)
+        finally:
+            for flight in list(self._flights.values()):
+                self._give_up(flight, retry=True)
+            self._queue.clear()
+
+    async def _keep_wanted_going(self) -> None:
+        """When the queue has run dry, go on with what was wanted and found no place in it."""
+        while True:
+            await trio.sleep(_IDLE_S)
+            while (
+                len(self._queue) < self._limits.copy_workers
+                and trio.current_time() >= self._rest_until
+            ):
+                promote = self._controller.next_wanted(self._item)
+                if promote is None:
+                    break
+                self.submit(promote, self._names.attributes(promote.ino).identity)
+
+    def _item(self, ino: Ino) -> Item | None:
+        try:
+            attributes = self._names.attributes(ino)
+        except MonarchError:
+            return None
+        return Item(ino, attributes.size, attributes.source_ino) if attributes.is_file else None
+
+    async def _worker(self) -> None:
+        while True:
+            while not self._queue:
+                self._awake = trio.Event()
+                await self._awake.wait()
+            batch = self._take()
+            self.running += len(batch)
+            try:
+                await self._carry(batch)
+            except Exception as error:
+                # A flight must not stay in the table: its file could never be copied again.
+                log.exception("a copy failed in a way that nobody foresaw")
+                for flight in batch:
+                    self._failed(flight, error)
+            finally:
+                self.running -= len(batch)
+
+    def _take(self) -> list[Flight]:
+        """The next flight, with those behind it that can be committed in the same turn."""
+        batch = [self._queue.popleft()]
+        if batch[0].content is None:
+            return batch
+        # The other workers get their share.
+        most = min(_BATCH, 1 + len(self._queue) // self._limits.copy_workers)
+        while len(batch) < most and self._queue:
+            following = self._queue[0]
+            if following.content is None or following.promote.tier != batch[0].promote.tier:
+                break
+            batch.append(self._queue.popleft())
+        return batch
+
+    async def _carry(self, batch: list[Flight]) -> None:
+        tier = self._tiers[batch[0].promote.tier]
+        if not await self._has_room(tier, sum(flight.promote.size for flight in batch)):
+            for flight in batch:
+                self._failed(flight, _tier_error(errno.ENOSPC, "no room beyond what is kept free"))
+            return
+        contents = [
+            Content(flight.promote.ino, flight.identity, flight.content)
+            for flight in batch
+            if flight.content is not None
+        ]
+        if contents:
+            results = await trio.to_thread.run_sync(
+                commit_contents, tier, self._records, contents, limiter=self._tier_threads
+            )
+            for flight, error in zip(batch, results, strict=True):
+                if error is None:
+                    self._arrived(flight)
+                else:
+                    self._failed(flight, _tier_error(error.errno, error.strerror))
+            return
+        (flight,) = batch
+        try:
+            await self._copy(flight, tier)
+        except (OSError, MonarchError) as error:
+            self._failed(flight, error)
+        else:
+            self._arrived(flight)
+
+    async def _copy(self, flight: Flight, tier: Tier) -> None:
+        ino, size = flight.promote.ino, flight.promote.size
+        if flight.file is None:
+            flight.file = await trio.to_thread.run_sync(
+                open_version,
+                self._source,
+                self._names.path(ino),
+                flight.identity,
+                limiter=self._source_threads,
+                abandon_on_cancel=True,
+            )
+            self._metrics.source_opened(copy=True)
+        file = flight.file
+        with await self._in_tier(tier.stage, ino) as staged:
+            offset = 0
+            while offset < size:
+                count = min(TURN_BYTES, size - offset)
+                await self._courtesy(file, offset + count)
+                await trio.sleep(self._bucket.take(count, trio.current_time()))
+                # A source that hangs must not hold up the end of the daemon: the thread is left
+                # behind, and since it only reads, it can do no harm.
+                pieces = await trio.to_thread.run_sync(
+                    read_turn,
+                    file,
+                    offset,
+                    count,
+                    limiter=self._source_threads,
+                    abandon_on_cancel=True,
+                )
+                for piece in pieces:
+                    self._metrics.source_read(len(piece), copy=True)
+                    offset += len(piece)
+                if not pieces:
+                    break
+                await self._in_tier(append_all, staged, pieces)
+            await trio.to_thread.run_sync(
+                check_unchanged,
+                file,
+                flight.identity,
+                limiter=self._source_threads,
+                abandon_on_cancel=True,
+            )
+            await self._in_tier(commit, tier, self._records, staged, ino, flight.identity)
+
+    async def _in_tier(self, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        try:
+            return await trio.to_thread.run_sync(call, *args, limiter=self._tier_threads)
+        except OSError as error:
+            raise _tier_error(error.errno, error.strerror) from error
+
+    async def _courtesy(self, file: SourceFile, end: int) -> None:
+        """Let readers of the source go first, unless one has just read the bytes up to ``end``."""
+        patience = trio.current_time() + _COURTESY_S
+        while (
+            file.read_up_to < end
+            and self._readers.busy(trio.current_time())
+            and trio.current_time() < patience
+        ):
+            await trio.sleep(_STEP_S)
+
+    # -- how a flight ends ---------------------------------------------------------------------
+
+    def _arrived(self, flight: Flight) -> None:
+        self._forget(flight)
+        promote = flight.promote
+        self._controller.committed(promote.item, promote.tier)
+        self._metrics.promoted(promote.tier, promote.size)
+        self._rest_s = _BACKOFF_S[0]
+        if self._names.attributes(promote.ino).identity != flight.identity:
+            # The file changed after its bytes were read, and a reader has noticed meanwhile.
+            self._controller.dropped(promote.ino, promote.size)
+            self.remove_copy(promote.ino, promote.tier)
+
+    def _failed(self, flight: Flight, error: Exception) -> None:
+        if self._flights.get(flight.promote.ino) is not flight:
+            return
+        tier = self._tiers[flight.promote.tier]
+        if isinstance(error, SourceChanged):
+            self._metrics.promotion_failed("source-changed")
+            self._give_up(flight, retry=False)
+            self._changed(flight.promote.ino)
+            return
+        kind = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+        self._metrics.promotion_failed(kind)
+        if isinstance(error, TierError):
+            self._tier_failed(tier, str(error))
+        self._limiter.warning(
+            log,
+            f"copy {kind}",
+            "copy to tier %s given up, will be tried again: %s",
+            tier.name,
+            error,
+        )
+        self._rest_until = trio.current_time() + self._rest_s
+        self._rest_s = min(2 * self._rest_s, _BACKOFF_S[1])
+        self._give_up(flight, retry=True)
+
+    def _give_up(self, flight: Flight, *, retry: bool) -> None:
+        self._forget(flight)
+        self._controller.abandoned(flight.promote.item, flight.promote.tier, retry=retry)
+
+    def _forget(self, flight: Flight) -> None:
+        del self._flights[flight.promote.ino]
+        if flight.content is not None:
+            self._held_bytes -= len(flight.content)
+        if flight.file is not None:
+            flight.file.release()
+
+    # -- tiers that cannot take copies -----------------------------------------------------------
+
+    async def _has_room(self, tier: Tier, size: int) -> bool:
+        """Whether the tier's disk keeps its free share after ``size`` more bytes."""
+        health = self._health[tier.number]
+        now = trio.current_time()
+        if now - health.looked_s > _SPACE_AGE_S:
+            health.available = (await self._in_tier(tier.space)).available
+            health.looked_s = now
+        if health.available - size < self._keep_free[tier.number]:
+            return False
+        health.available -= size
+        return True
+
+    def _tier_failed(self, tier: Tier, why: str) -> None:
+        """Take the tier out of service for new copies; ``_probe_tiers`` brings it back."""
+        self._ledger.close(tier.number)
+        self._health[tier.number].why = why
+        self._metrics.error(f"tier-{tier.name}")
+
+    async def _probe_tiers(self) -> None:
+        while True:
+            await trio.sleep(_PROBE_S)
+            for tier in self._tiers.values():
+                health = self._health[tier.number]
+                if not health.why:
+                    continue
+                try:
+                    await self._in_tier(tier.probe)
+                    roomy = await self._has_room(tier, 0)
+                except TierError as error:
+                    health.why = str(error)
+                    continue
+                if roomy:
+                    log.info("tier %s takes copies again", tier.name)
+                    health.why = ""
+                    self._ledger.open(tier.number)
+
+
+def _tier_error(number: int | None, words: str | None) -> TierError:
+    error = TierError(words or "the tier failed")
+    error.errno = number or errno.EIO
+    return error

@@ -1,0 +1,62 @@
+"""The vocabulary that every layer shares: inode numbers, attributes and the identity of a file.
+
+Inode numbers are dense and come from the snapshot: 1 is the root, n the last entry. What crosses
+a module border is one of these frozen values, never a tuple of five or a dict.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NewType
+
+Ino = NewType("Ino", int)
+
+ROOT_INO = Ino(1)
+
+# How long work reports that it is going on: (done, total or None while unknown, words).
+Progress = Callable[[int, int | None, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What makes a source file the same file with the same bytes (faults S4).
+
+    ``size`` in bytes, times in ns since the epoch, ``source_ino`` as the source numbers it.
+    """
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    source_ino: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What ``stat`` tells of one entry. ``blocks`` are 512-byte units, as in ``st_blocks``."""
+
+    ino: Ino
+    parent: Ino
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    source_ino: int
+    blocks: int
+    rdev: int
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.size, self.mtime_ns, self.ctime_ns, self.source_ino)

@@ -1,0 +1,61 @@
+"""Sizes and durations as people write them: ``800GiB``, ``1.5 TB``, ``250ms``, ``7d``."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+KiB = 1 << 10
+MiB = 1 << 20
+GiB = 1 << 30
+TiB = 1 << 40
+
+_BYTES = {
+    "": 1,
+    "B": 1,
+    "K": KiB,
+    "M": MiB,
+    "G": GiB,
+    "T": TiB,
+    "P": 1 << 50,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "PB": 10**15,
+    "KIB": KiB,
+    "MIB": MiB,
+    "GIB": GiB,
+    "TIB": TiB,
+    "PIB": 1 << 50,
+}
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """``"800GiB"`` as bytes. A bare K, M, G or T is binary, as for ``dd`` and ``lvcreate``.
+
+    Raises ValueError with the units that are known.
+    """
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None or match[2].upper() not in _BYTES:
+        raise ValueError(f"{text!r} is not a size; write it like 500MB, 800GiB or 2T")
+    return int(Decimal(match[1]) * _BYTES[match[2].upper()])
+
+
+def parse_seconds(text: str) -> float:
+    """``"250ms"``, ``"10m"`` or ``"7d"`` as seconds. Raises ValueError with the units known."""
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None or match[2].lower() not in _SECONDS:
+        raise ValueError(f"{text!r} is not a duration; write it like 250ms, 30s, 10m or 7d")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with three significant digits and a binary unit: ``1.46 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1000 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,161 @@
+"""What the control socket can be asked: ``status``, ``warm``, ``evict``, ``stop`` and ``ping``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import trio
+
+from monarch.control.server import Send, Verb
+from monarch.errors import UsageError
+from monarch.placement.residency import SOURCE, Residency
+from monarch.status import Status
+from monarch.types import ROOT_INO, Ino
+from monarch.vfs.filesystem import FileSystem
+
+# Files handled between two looks of the event loop at its other work.
+_STRIDE = 64
+_LOOK_S = 0.1
+
+
+class Verbs:
+    """``background`` is where work goes on when its client has hung up; ``stop`` ends the mount."""
+
+    def __init__(
+        self,
+        *,
+        filesystem: FileSystem,
+        residency: Residency,
+        status: Status,
+        background: trio.Nursery,
+        stop: Callable[[], None],
+    ) -> None:
+        self._filesystem = filesystem
+        self._names = filesystem.names
+        self._residency = residency
+        self._status = status
+        self._background = background
+        self._stop = stop
+
+    def table(self) -> Mapping[str, Verb]:
+        return {
+            "ping": self._ping,
+            "status": self._report,
+            "warm": self._warm,
+            "evict": self._evict,
+            "stop": self._end,
+        }
+
+    async def _ping(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    async def _report(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        return self._status.report().to_dict()
+
+    async def _end(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        self._stop()
+        return {}
+
+    async def _warm(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Bring files in; with ``wait`` the answer comes when they are resident.
+
+        Answers ``files`` and ``bytes`` asked for, ``refused`` for want of room.
+        """
+        roots = self._roots(params)
+        total = bytes_total = 0
+        for _ino, size in self._files(roots):
+            total, bytes_total = total + 1, bytes_total + size
+            if total % _STRIDE == 0:
+                await trio.sleep(0)
+        work = _Warming(total, bytes_total)
+        self._background.start_soon(self._bring_in, roots, work)
+        if params.get("wait") is True:
+            while not work.done:
+                await send(work.progress())
+                await trio.sleep(_LOOK_S)
+            await send(work.progress())
+        return {"files": total, "bytes": bytes_total, "refused": work.refused}
+
+    async def _bring_in(self, roots: list[Ino], work: _Warming) -> None:
+        """Ask for each file as soon as the engine has a place for it, and see them arrive."""
+        arriving: list[tuple[Ino, int]] = []
+        for ino, size in self._files(roots):
+            while not self._filesystem.has_place_to_warm():
+                arriving = self._arrived(arriving, work)
+                await trio.sleep(_LOOK_S / 10)
+            if self._filesystem.warm(ino):
+                arriving.append((ino, size))
+            else:
+                work.refused += 1
+            if len(arriving) % _STRIDE == 0:
+                arriving = self._arrived(arriving, work)
+                await trio.sleep(0)
+        while arriving:
+            await trio.sleep(_LOOK_S / 2)
+            arriving = self._arrived(arriving, work)
+        work.done = True
+
+    def _arrived(self, arriving: list[tuple[Ino, int]], work: _Warming) -> list[tuple[Ino, int]]:
+        """Those that are still on their way; the others are counted as resident or refused."""
+        waiting = []
+        for ino, size in arriving:
+            if self._residency.tier_of(ino) != SOURCE:
+                work.files_done += 1
+                work.bytes_done += size
+            elif self._residency.is_wanted(ino):
+                waiting.append((ino, size))
+            else:
+                work.refused += 1
+        return waiting
+
+    async def _evict(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        files = size = 0
+        for seen, (ino, _size) in enumerate(self._files(self._roots(params))):
+            freed = self._residency.tier_of(ino) != SOURCE
+            size += self._filesystem.evict(ino)
+            files += freed
+            if seen % _STRIDE == 0:
+                await trio.sleep(0)
+        return {"files": files, "bytes": size}
+
+    def _roots(self, params: dict[str, Any]) -> list[Ino]:
+        """The inodes of ``paths``, relative to the mount point; the root if there are none."""
+        paths = params.get("paths") or [""]
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise UsageError("paths must be a list of texts")
+        found = []
+        for path in paths:
+            ino = self._names.resolve(os.fsencode(path))
+            if ino is None:
+                raise UsageError(f"no such file in the mount: {path!r}")
+            found.append(ino)
+        # The whole mount makes all else superfluous; a path named twice counts once.
+        return [ROOT_INO] if ROOT_INO in found else sorted(set(found))
+
+    def _files(self, roots: list[Ino]) -> Iterator[tuple[Ino, int]]:
+        for root in roots:
+            for ino, attributes in self._names.walk(root):
+                yield ino, attributes.size
+
+
+class _Warming:
+    """How far a ``warm`` has got."""
+
+    def __init__(self, files: int, size: int) -> None:
+        self.files = files
+        self.bytes = size
+        self.files_done = 0
+        self.bytes_done = 0
+        self.refused = 0
+        self.done = False
+
+    def progress(self) -> dict[str, Any]:
+        return {
+            "done": self.files_done,
+            "total": self.files,
+            "bytes_done": self.bytes_done,
+            "bytes_total": self.bytes,
+            "refused": self.refused,
+        }

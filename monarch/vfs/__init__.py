@@ -1,0 +1,1 @@
+"""What the mount means, free of FUSE types."""

@@ -1,0 +1,532 @@
+"""What the mount means, free of FUSE types: opening, reading, and what a file tells of itself.
+
+An open asks for the best place that holds the file and binds the inode to it (``handles``). A
+small file that is only at the source is fetched once, whole, by whoever comes first; the others
+wait for the same flight. Names and attributes never ask the source.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
+
+import trio
+from typing_extensions import TypeVarTuple, Unpack
+
+from monarch.errors import MonarchError, SourceChanged, SourceError
+from monarch.log import Limiter
+from monarch.metrics import Metrics
+from monarch.namespace.overlay import Namespace
+from monarch.placement.controller import Controller, Promote
+from monarch.placement.epochs import Epochs
+from monarch.placement.policy import Item
+from monarch.placement.residency import SOURCE, Residency
+from monarch.settings import LimitSettings
+from monarch.tiers.directory import Tier
+from monarch.tiers.records import Records
+from monarch.tiers.source import Fetched, Source, SourceFile, identity_of
+from monarch.transfer.readers import Readers
+from monarch.types import Attributes, Identity, Ino
+from monarch.vfs.handles import Binding
+
+log = logging.getLogger(__name__)
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+XATTR_TIER = b"user.monarch.tier"
+XATTR_STATE = b"user.monarch.state"
+XATTR_DIGEST = b"user.monarch.digest"
+
+# How often an open looks again when the source changes under it. A file that changes faster than
+# it can be read is being written: its reader gets ESTALE.
+_ATTEMPTS = 3
+
+
+class Flight(Protocol):
+    """A copy under way, as far as a reader cares: bytes or an open file it may share."""
+
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def content(self) -> bytes | None: ...
+    @property
+    def file(self) -> SourceFile | None: ...
+
+
+class Movement(Protocol):
+    """What the file system asks of the transfer engine. Nothing here waits."""
+
+    def submit(
+        self,
+        promote: Promote,
+        identity: Identity,
+        *,
+        content: bytes | None = None,
+        file: SourceFile | None = None,
+    ) -> bool: ...
+    def flight(self, ino: Ino) -> Flight | None: ...
+    def remove_copy(self, ino: Ino, tier: int) -> None: ...
+    def has_place(self) -> bool: ...
+
+
+class _Opening:
+    """The first open of an inode that is under way; whoever comes meanwhile waits for it."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+
+
+class FileSystem:
+    """One mount. Everything here runs on the event loop; what may wait goes to a thread.
+
+    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date.
+    ``verify`` says when a copy is checked before use (``config.MountSettings.verify``).
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Namespace,
+        source: Source,
+        tiers: Sequence[Tier],
+        records: Records,
+        residency: Residency,
+        controller: Controller,
+        epochs: Epochs,
+        movement: Movement,
+        metrics: Metrics,
+        limits: LimitSettings,
+        readers: Readers,
+        source_threads: trio.CapacityLimiter,
+        verify: Literal["unclean", "open", "never"],
+        attributes_changed: Callable[[Ino], None],
+    ) -> None:
+        self.names = names
+        self._source = source
+        self._tiers: Mapping[int, Tier] = {tier.number: tier for tier in tiers}
+        self._records = records
+        self._residency = residency
+        self._controller = controller
+        self._epochs = epochs
+        self._movement = movement
+        self._metrics = metrics
+        self._limits = limits
+        self._readers = readers
+        self._source_threads = source_threads
+        self._verify = verify
+        self._attributes_changed = attributes_changed
+        self._bindings: dict[Ino, Binding] = {}
+        self._openings: dict[Ino, _Opening] = {}
+        self._held_bytes = 0
+        self._limiter = Limiter(60.0)
+
+    @property
+    def open_files(self) -> int:
+        """Opens that were not released yet."""
+        return sum(binding.users for binding in self._bindings.values())
+
+    @property
+    def tier_numbers(self) -> Sequence[int]:
+        return tuple(self._tiers)
+
+    # -- open, read, release -----------------------------------------------------------------
+
+    async def open(self, ino: Ino) -> bool:
+        """Bind ``ino`` for one more reader; whether the kernel may keep its cached pages.
+
+        Raises SourceError with the source's errno if the file has to come from there and does
+        not, ESTALE if it changes all the time.
+        """
+        started = time.perf_counter()
+        while (binding := self._bindings.get(ino)) is None:
+            opening = self._openings.get(ino)
+            if opening is not None:
+                await opening.done.wait()
+                continue
+            opening = self._openings[ino] = _Opening()
+            try:
+                binding = await self._bind(ino)
+                self._bindings[ino] = binding
+            finally:
+                del self._openings[ino]
+                opening.done.set()
+            break
+        binding.users += 1
+        keep_pages = not self._residency.is_changed(ino)
+        self._residency.unmark_changed(ino)
+        self._metrics.opened(binding.tier, time.perf_counter() - started)
+        self._epochs.opened(ino, binding.tier != SOURCE)
+        return keep_pages
+
+    async def read(self, ino: Ino, offset: int, size: int) -> bytes:
+        """Up to ``size`` bytes from ``offset`` on of an inode that is open; short only at its end.
+
+        Raises SourceError.
+        """
+        started = time.perf_counter()
+        binding = self._bindings[ino]
+        if binding.content is not None:
+            data = binding.content[offset : offset + size]
+        elif binding.fd >= 0:
+            data = await self._read_tier(binding, offset, size)
+        else:
+            data = await self._read_source(binding, offset, size)
+        self._metrics.read(binding.tier, len(data), time.perf_counter() - started)
+        return data
+
+    def release(self, ino: Ino) -> None:
+        binding = self._bindings[ino]
+        binding.users -= 1
+        if binding.users == 0:
+            del self._bindings[ino]
+            if binding.content is not None:
+                self._held_bytes -= len(binding.content)
+            binding.close()
+
+    def close(self) -> None:
+        """Let go of everything that readers had open when the mount went away."""
+        for binding in self._bindings.values():
+            binding.close()
+        self._bindings.clear()
+
+    # -- binding -------------------------------------------------------------------------------
+
+    async def _bind(self, ino: Ino) -> Binding:
+        for _ in range(_ATTEMPTS):
+            attributes = self.names.attributes(ino)
+            binding = await self._bind_tier(attributes) or self._bind_flight(attributes)
+            if binding is not None:
+                return binding
+            try:
+                return await self._bind_source(attributes)
+            except SourceChanged:
+                await self.look_again(ino)
+        raise SourceError(
+            f"{self._told(ino)}: changes faster than it can be read", errno=errno.ESTALE
+        )
+
+    async def _bind_tier(self, attributes: Attributes) -> Binding | None:
+        """From the copy, if there is one and it is believed; else it is dropped, and None."""
+        ino = attributes.ino
+        number = self._residency.tier_of(ino)
+        if number == SOURCE:
+            return None
+        tier = self._tiers[number]
+        try:
+            if self._residency.is_unverified(ino):
+                await self._verify_copy(tier, attributes)
+            fd = tier.open(ino, attributes.size)
+        except OSError as error:
+            self._copy_failed(attributes, number, error)
+            return None
+        if self._residency.tier_of(ino) != number:
+            # Evicted while it was verified.
+            os.close(fd)
+            return None
+        self._controller.opened(self._item(attributes))
+        return Binding(ino, attributes.size, tier=number, fd=fd)
+
+    async def _verify_copy(self, tier: Tier, attributes: Attributes) -> None:
+        """Compare the copy with its record. Raises OSError, ESTALE if it is another."""
+        ino = attributes.ino
+        record = self._records.get(ino)
+        if record is None or record.identity != attributes.identity:
+            raise OSError(errno.ESTALE, "no record of this version")
+        digest = await trio.to_thread.run_sync(tier.digest, ino, attributes.size)
+        if digest != record.digest:
+            raise OSError(errno.ESTALE, "the copy's digest is not the recorded one")
+        if self._verify != "open":
+            self._residency.mark_verified(ino)
+
+    def _bind_flight(self, attributes: Attributes) -> Binding | None:
+        """Share the bytes or the descriptor of a copy under way: the source is not asked twice."""
+        flight = self._movement.flight(attributes.ino)
+        if flight is None or flight.identity != attributes.identity:
+            return None
+        if flight.content is not None:
+            self._held_bytes += len(flight.content)
+            return Binding(attributes.ino, attributes.size, content=flight.content)
+        if flight.file is not None:
+            return Binding(attributes.ino, attributes.size, file=flight.file.retain())
+        return None
+
+    async def _bind_source(self, attributes: Attributes) -> Binding:
+        """Open at the source; take a small file whole. Raises SourceChanged, SourceError."""
+        ino, size = attributes.ino, attributes.size
+        path = self.names.path(ino)
+        promote = self._controller.opened(self._item(attributes))
+        try:
+            small = size <= self._limits.inline_max
+            if small and self._held_bytes + size <= self._limits.buffer_max:
+                file, fetched = await self._in_source(
+                    ino, self._open_and_fetch, path, attributes.identity
+                )
+            else:
+                file, fetched = await self._in_source(ino, self._open, path, attributes.identity)
+        except BaseException as error:
+            if isinstance(error, SourceChanged) and error.__cause__ is None:
+                self._metrics.source_opened()
+            if promote is not None:
+                self._controller.abandoned(promote.item, promote.tier, retry=False)
+            raise
+        self._metrics.source_opened()
+        if fetched is None:
+            if promote is not None:
+                self._movement.submit(promote, attributes.identity, file=file)
+            return Binding(ino, size, file=file)
+        file.release()
+        for _ in range(fetched.reads - 1):
+            self._metrics.source_read(0)
+        self._metrics.source_read(len(fetched.data))
+        if promote is not None:
+            self._movement.submit(promote, attributes.identity, content=fetched.data)
+        self._held_bytes += len(fetched.data)
+        return Binding(ino, size, content=fetched.data)
+
+    def _open(self, path: bytes, identity: Identity) -> tuple[SourceFile, Fetched | None]:
+        file = self._source.open(path)
+        if identity_of(file.status) != identity:
+            file.release()
+            raise SourceChanged("not the version that the snapshot tells of")
+        return file, None
+
+    def _open_and_fetch(self, path: bytes, identity: Identity) -> tuple[SourceFile, Fetched | None]:
+        file, _ = self._open(path, identity)
+        try:
+            return file, self._source.fetch(file)
+        except BaseException:
+            file.release()
+            raise
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def _read_tier(self, binding: Binding, offset: int, size: int) -> bytes:
+        size = min(size, max(0, binding.size - offset))
+        try:
+            data = _read_if_in_memory(binding.fd, offset, size)
+            if len(data) < size:
+                data = await trio.to_thread.run_sync(_read_all, binding.fd, offset, size)
+            if len(data) == size:
+                return data
+            failure = OSError(errno.ESTALE, "the copy is shorter than its record says")
+        except OSError as error:
+            failure = error
+        # The copy is lost, the reader is not: the rest of this file comes from the source.
+        self._copy_failed(self.names.attributes(binding.ino), binding.tier, failure)
+        if binding.fd >= 0:
+            path = self.names.path(binding.ino)
+            identity = self.names.attributes(binding.ino).identity
+            file, _ = await self._in_source(binding.ino, self._open, path, identity)
+            self._metrics.source_opened()
+            if binding.fd < 0:
+                file.release()
+            else:
+                binding.fall_back(file)
+        return await self._read_source(binding, offset, size)
+
+    async def _read_source(self, binding: Binding, offset: int, size: int) -> bytes:
+        file = binding.file
+        if file is None:
+            raise SourceError(f"{self._told(binding.ino)}: not open")
+        file.retain()
+        self._readers.begin()
+        try:
+            data = await self._in_source(binding.ino, _read_all, file.fd, offset, size)
+        finally:
+            self._readers.end(trio.current_time())
+            file.release()
+        self._metrics.source_read(len(data))
+        if offset <= file.read_up_to:
+            file.read_up_to = max(file.read_up_to, offset + len(data))
+        return data
+
+    async def _in_source(
+        self, ino: Ino, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        """Run a call that asks the source in a thread. Raises SourceChanged, SourceError."""
+        try:
+            # A source that hangs must not hold up the end of the daemon: the thread stays behind.
+            return await trio.to_thread.run_sync(
+                call, *args, limiter=self._source_threads, abandon_on_cancel=True
+            )
+        except OSError as error:
+            number = error.errno or errno.EIO
+            if number in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                raise SourceChanged(f"{self._told(ino)}: {error.strerror}") from error
+            self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
+            self._limiter.warning(
+                log, f"source {number}", "source: %s: %s", self._told(ino), error.strerror
+            )
+            raise SourceError(f"{self._told(ino)}: {error.strerror}", errno=number) from error
+
+    # -- change --------------------------------------------------------------------------------
+
+    async def look_again(self, ino: Ino) -> None:
+        """Ask the source what a file is now; if it changed, refresh the entry and drop copies.
+
+        Raises SourceError, ENOENT if the file is gone.
+        """
+        path = self.names.path(ino)
+        try:
+            status = await self._in_source(ino, self._source.status, path)
+        except SourceChanged as error:
+            self._forget_copy(ino)
+            self.names.forget(ino)
+            self._noticed(ino, "is gone from the source")
+            raise SourceError(f"{self._told(ino)}: gone", errno=errno.ENOENT) from error
+        known = self.names.attributes(ino)
+        if identity_of(status) == known.identity and status.st_mode == known.mode:
+            return
+        self._forget_copy(ino)
+        self.names.refresh(ino, _refreshed(known, status))
+        self._noticed(ino, "changed at the source")
+        if not self.names.attributes(ino).is_file:
+            raise SourceError(f"{self._told(ino)}: no longer a file", errno=errno.ESTALE)
+
+    def _noticed(self, ino: Ino, what: str) -> None:
+        self._metrics.changed()
+        self._residency.mark_changed(ino)
+        self._attributes_changed(ino)
+        self._limiter.warning(
+            log,
+            what,
+            "%s %s since the snapshot; run: monarch snapshot refresh",
+            self._told(ino),
+            what,
+        )
+
+    def _copy_failed(self, attributes: Attributes, tier: int, error: OSError) -> None:
+        """A copy that cannot be read is a miss, not an error."""
+        self._metrics.error(f"copy-{errno.errorcode.get(error.errno or 0, 'error')}")
+        self._limiter.warning(
+            log,
+            f"copy {tier}",
+            "tier %s: copy of %s dropped: %s",
+            self._tiers[tier].name,
+            self._told(attributes.ino),
+            error.strerror,
+        )
+        self._forget_copy(attributes.ino)
+
+    def _forget_copy(self, ino: Ino) -> int:
+        """Drop the copy of ``ino`` if there is one; its size in bytes."""
+        size = self.names.attributes(ino).size
+        tier = self._controller.dropped(ino, size)
+        if tier == SOURCE:
+            return 0
+        self._movement.remove_copy(ino, tier)
+        return size
+
+    # -- what people ask for -------------------------------------------------------------------
+
+    def evict(self, ino: Ino) -> int:
+        """Give the space of a copy back; its bytes, 0 if there was none. Readers go on."""
+        tier = self._residency.tier_of(ino)
+        size = self._forget_copy(ino)
+        if tier != SOURCE:
+            self._metrics.evicted(tier, size)
+        return size
+
+    def has_place_to_warm(self) -> bool:
+        """Whether ``warm`` would start a copy soon instead of only noting the wish."""
+        return self._movement.has_place()
+
+    def warm(self, ino: Ino) -> bool:
+        """Bring a file in; False if no tier has room for it."""
+        attributes = self.names.attributes(ino)
+        if self._residency.tier_of(ino) != SOURCE or self._residency.is_copying(ino):
+            return True
+        promote = self._controller.warm(self._item(attributes))
+        if promote is None:
+            return False
+        self._movement.submit(promote, attributes.identity)
+        return True
+
+    # -- what a file tells of itself -------------------------------------------------------------
+
+    def xattr(self, ino: Ino, name: bytes) -> bytes | None:
+        """The value of ``user.monarch.*`` of a regular file, None where there is none."""
+        if not self.names.attributes(ino).is_file:
+            return None
+        tier = self._residency.tier_of(ino)
+        if name == XATTR_TIER:
+            return self._metrics.names[tier].encode()
+        if name == XATTR_STATE:
+            if tier != SOURCE:
+                return b"resident"
+            return b"wanted" if self._residency.is_wanted(ino) else b"source"
+        if name == XATTR_DIGEST and tier != SOURCE:
+            record = self._records.get(ino)
+            return record.digest.hex().encode() if record is not None else None
+        return None
+
+    def xattr_names(self, ino: Ino) -> list[bytes]:
+        return [
+            name
+            for name in (XATTR_TIER, XATTR_STATE, XATTR_DIGEST)
+            if self.xattr(ino, name) is not None
+        ]
+
+    def _item(self, attributes: Attributes) -> Item:
+        return Item(attributes.ino, attributes.size, attributes.source_ino)
+
+    def _told(self, ino: Ino) -> str:
+        """The path of ``ino`` for a message; a name may hold any byte."""
+        try:
+            return repr(os.fsdecode(self.names.path(ino)))
+        except MonarchError:
+            return f"inode {ino}"
+
+
+def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes:
+    """What the page cache gives without waiting for a disk; may be short or empty."""
+    buffer = bytearray(size)
+    try:
+        count = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        # tmpfs and other memory file systems know no RWF_NOWAIT; they do not wait either way, and
+        # a thread costs little where this is a disk after all.
+        return b""
+    del buffer[count:]
+    return bytes(buffer)
+
+
+def _read_all(fd: int, offset: int, size: int) -> bytes:
+    """``size`` bytes, fewer only at the end of the file."""
+    data = os.pread(fd, size, offset)
+    if len(data) == size or not data:
+        return data
+    parts = [data]
+    got = len(data)
+    while got < size and (data := os.pread(fd, size - got, offset + got)):
+        parts.append(data)
+        got += len(data)
+    return b"".join(parts)
+
+
+def _refreshed(known: Attributes, status: os.stat_result) -> Attributes:
+    return Attributes(
+        ino=known.ino,
+        parent=known.parent,
+        mode=status.st_mode,
+        nlink=status.st_nlink,
+        uid=status.st_uid,
+        gid=status.st_gid,
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+        source_ino=status.st_ino,
+        blocks=status.st_blocks,
+        rdev=status.st_rdev,
+    )

@@ -1,0 +1,132 @@
+"""Looks at the source now and then: is what the tiers hold, and the snapshot, still true?
+
+With ``freshness: mount`` once, in the background, after the mount: every resident file is compared
+with the source, and every directory, so that a stale snapshot is known to the operator. With
+``ttl`` again and again. It never holds anybody up and asks the source one small batch at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import trio
+
+from monarch.errors import MonarchError
+from monarch.namespace.overlay import Namespace
+from monarch.placement.residency import Residency
+from monarch.tiers.source import Source, identity_of
+from monarch.types import Identity, Ino
+from monarch.vfs.filesystem import FileSystem
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# One hop to a thread pays for this many questions.
+_BATCH = 64
+# A source that fails is asked again after this time. Seconds.
+_PATIENCE_S = 30.0
+
+
+class Watch:
+    """``every_s`` is the pause between looks, None for one look only.
+
+    ``just_built``: the snapshot was made for this very mount, its directories need no look.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Namespace,
+        source: Source,
+        residency: Residency,
+        filesystem: FileSystem,
+        source_threads: trio.CapacityLimiter,
+        every_s: float | None,
+        just_built: bool,
+    ) -> None:
+        self._names = names
+        self._source = source
+        self._residency = residency
+        self._filesystem = filesystem
+        self._source_threads = source_threads
+        self._every_s = every_s
+        self._just_built = just_built
+        self.checks = 0
+        self.changed_directories = 0
+        self.stale: bool | None = False if just_built else None
+
+    async def run(self) -> None:
+        """Look, and look again if told to."""
+        while True:
+            try:
+                await self._look()
+            except MonarchError as error:
+                log.warning("could not compare with the source, will try again: %s", error)
+                await trio.sleep(_PATIENCE_S)
+                continue
+            if self._every_s is None:
+                return
+            self._just_built = False
+            await trio.sleep(self._every_s)
+
+    async def _look(self) -> None:
+        changed = 0
+        if not self._just_built:
+            for batch in _batches(self._directories()):
+                changed += len(await self._differing(batch))
+            if changed and changed != self.changed_directories:
+                log.warning("%d directories changed at the source since the snapshot", changed)
+            self.changed_directories = changed
+        for tier in self._filesystem.tier_numbers:
+            for batch in _batches(self._residency.resident_in(tier)):
+                for ino in await self._differing(batch):
+                    changed += 1
+                    await self._look_again(ino)
+        self.stale = changed > 0
+
+    async def _look_again(self, ino: Ino) -> None:
+        try:
+            await self._filesystem.look_again(ino)
+        except MonarchError as error:
+            log.info("%s", error)
+
+    def _directories(self) -> Iterator[Ino]:
+        for first, rows in self._names.snapshot.records():
+            kinds = rows["mode"] & 0o170000
+            for row in (kinds == 0o040000).nonzero()[0].tolist():
+                yield Ino(first + row)
+
+    async def _differing(self, batch: Sequence[Ino]) -> list[Ino]:
+        questions = [
+            (ino, self._names.path(ino), self._names.attributes(ino).identity) for ino in batch
+        ]
+        self.checks += len(questions)
+        return await trio.to_thread.run_sync(
+            _differing,
+            self._source,
+            questions,
+            limiter=self._source_threads,
+            abandon_on_cancel=True,
+        )
+
+
+def _differing(source: Source, questions: Sequence[tuple[Ino, bytes, Identity]]) -> list[Ino]:
+    found = []
+    for ino, path, identity in questions:
+        try:
+            same = identity_of(source.status(path)) == identity
+        except OSError:
+            # Gone, or the source fails: whoever looks again finds out which.
+            same = False
+        if not same:
+            found.append(ino)
+    return found
+
+
+def _batches(items: Iterator[T]) -> Iterator[list[T]]:
+    while batch := list(islice(items, _BATCH)):
+        yield batch

@@ -1,0 +1,204 @@
+"""Epochs: a real PyTorch DataLoader over a slow source, over Monarch, and over the tier itself.
+
+Each round begins with an empty tier. Epoch 1 is compared with the same readers on the source, the
+later epochs with the same readers on a plain copy that lies on the tier's file system. Monarch is
+mounted anew before each later epoch, so that no byte comes from the page cache of the mount: every
+one crosses the daemon, while the tier's and the copy's own pages are in memory. Nothing waits for
+a disk, which is when what Monarch adds weighs most. Workers live through all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sized
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _bench import BenchError, Result, Row, make, measure, slow_source_unavailable
+from _mounts import Mount
+
+WORKERS = 4
+BATCH = 32
+
+
+class Images:
+    """A map-style data set whose index is the path: one set of workers reads every tree."""
+
+    def __init__(self, *, decode: bool) -> None:
+        self._decode = decode
+
+    def __getitem__(self, path: str) -> Any:
+        import numpy as np
+        import torch
+
+        with open(path, "rb") as file:
+            content = file.read()
+        if not self._decode:
+            return len(content)
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(content)).convert("RGB")
+        image = image.resize((224, 224), Image.Resampling.BILINEAR)
+        return torch.from_numpy(np.array(image))
+
+
+class Paths(Sized):
+    """A sampler that gives the paths it was told last."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+class Readers:
+    """Four worker processes of a DataLoader that stay, and a new order for each epoch."""
+
+    def __init__(self, *, decode: bool, seed: int = 1) -> None:
+        from torch.utils.data import DataLoader
+
+        self._sampler = Paths()
+        self._chance = random.Random(seed)
+        images: Any = Images(decode=decode)
+        self._loader: Any = DataLoader(
+            images,
+            sampler=self._sampler,
+            batch_size=BATCH,
+            num_workers=WORKERS,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+        )
+
+    def epoch(self, root: Path, names: list[str]) -> float:
+        """Seconds until the last batch of all files, in an order that was never used before."""
+        self._sampler.paths = [os.path.join(root, name) for name in names]
+        self._chance.shuffle(self._sampler.paths)
+        begin = time.perf_counter()
+        count = sum(len(batch) for batch in self._loader)
+        seconds = time.perf_counter() - begin
+        if count != len(names):
+            raise BenchError(f"{count} of {len(names)} files came out of {root}")
+        return seconds
+
+
+class Lab:
+    """One round of one kind of reader: a fresh tier, and the trees to read."""
+
+    def __init__(self, bench: Bench, readers: Readers) -> None:
+        self._bench, self._readers = bench, readers
+        bench.reset()
+
+    def source(self) -> float:
+        return self._readers.epoch(self._bench.slow, self._bench.names)
+
+    def plain(self) -> float:
+        return self._readers.epoch(self._bench.plain, self._bench.names)
+
+    def first(self) -> float:
+        """Epoch 1: mounting is not in it, and the copies it leaves are waited for after it."""
+        with self._bench.mount() as mounted:
+            seconds = self._readers.epoch(mounted.path, self._bench.names)
+            mounted.settle(len(self._bench.names))
+        return seconds
+
+    def later(self) -> float:
+        """Epoch 2 or any later one. Proves that the source is not asked for a file."""
+        with self._bench.mount() as mounted:
+            before = self._bench.opens()
+            seconds = self._readers.epoch(mounted.path, self._bench.names)
+            opened = self._bench.opens() - before
+        if opened:
+            raise BenchError(f"a later epoch opened {opened} files of the source; it must be none")
+        return seconds
+
+
+class Bench:
+    """The data, the slow source over it, a plain copy, and where Monarch mounts."""
+
+    def __init__(self, work: Path, files: int, rules: tuple[str, ...], stack: ExitStack) -> None:
+        from tests.equipment.slowfs import SlowSource
+
+        self._work = work
+        data = work / "data"
+        make("imagefolder", data, "--files", files, "--classes", 10)
+        self.names = sorted(str(path.relative_to(data)) for path in data.glob("*/*"))
+        self.plain = work / "plain"
+        shutil.copytree(data, self.plain)
+        self._source = stack.enter_context(SlowSource(data, work / "slow"))
+        self._source.rules(*rules)
+        self.slow = self._source.path
+
+    def reset(self) -> None:
+        for name in ("tier", "state"):
+            shutil.rmtree(self._work / name, ignore_errors=True)
+
+    def mount(self) -> Mount:
+        return Mount(
+            self.slow,
+            self._work / "mnt",
+            tier=self._work / "tier",
+            capacity="10GiB",
+            state=self._work / "state",
+        )
+
+    def opens(self) -> int:
+        return self._source.counters()["open"]
+
+
+ROWS: tuple[Row[Lab], ...] = (
+    Row("epoch 1", Lab.first, against=Lab.source, against_name="source", bar=1.10),
+    Row("epoch 2", Lab.later, against=Lab.plain, against_name="tier", bar=1.30),
+    Row("epoch 3", Lab.later, against=Lab.plain, against_name="tier", bar=1.30),
+)
+
+
+def run(
+    options: argparse.Namespace, work: Path
+) -> tuple[str, dict[str, object], list[Result[Lab]]]:
+    if reason := slow_source_unavailable():
+        raise BenchError(f"a slow source cannot be had: {reason}")
+    rules = (f"lat * {options.latency}", f"read_MBps {options.bandwidth}")
+    results: list[Result[Lab]] = []
+    with ExitStack() as stack:
+        bench = Bench(work, options.files, rules, stack)
+        for words, decode in (("decode", True), ("read only", False)):
+            readers = Readers(decode=decode)
+            readers.epoch(bench.plain, bench.names)  # starts the workers
+            rows = [
+                Row(
+                    f"{row.name}, {words}",
+                    row.function,
+                    row.unit,
+                    row.against,
+                    row.against_name,
+                    # What the interpreter costs each file is told honestly and has no bar:
+                    # nobody trains on files that are not decoded.
+                    row.bar if decode or row.function is Lab.first else None,
+                )
+                for row in ROWS
+            ]
+            results += measure(rows, partial(Lab, bench, readers), options.rounds)
+            del readers
+    conditions = {
+        "files": options.files,
+        "rounds": options.rounds,
+        "workers": WORKERS,
+        "latency_ms": options.latency,
+        "bandwidth_MBps": options.bandwidth,
+    }
+    title = (
+        f"{options.files} JPEGs of 110 KB, DataLoader with {WORKERS} workers, "
+        f"source of {options.latency:g} ms a call and {options.bandwidth:g} MB/s"
+    )
+    return title, conditions, results

@@ -1,0 +1,280 @@
+"""Two epochs of training over a mount, told step by step: what came from where, and how fast."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sized
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import _dataset  # noqa: E402
+from _mounts import MonarchFailed, Mount, monarch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from tests.equipment import slowfs  # noqa: E402
+
+CLASSES = 10
+WORKERS = 4
+SIDE = 96
+# What one job gets of a parallel file system on a busy day.
+LATENCY_MS = 1
+BANDWIDTH_MBPS = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What an epoch gave besides its time: empty where nothing was trained."""
+
+    loss: float | None = None
+    accuracy: float | None = None
+
+
+Epoch = Callable[[list[str]], Learned]
+
+
+def decoded(path: str) -> Any:
+    from PIL import Image
+
+    with open(path, "rb") as file:
+        return Image.open(file).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+
+
+def label_of(path: str) -> int:
+    return int(os.path.basename(os.path.dirname(path))[1:]) - 1
+
+
+class Images:
+    """A data set whose index is the path, so that the same workers read every tree."""
+
+    def __getitem__(self, path: str) -> tuple[Any, int]:
+        import numpy as np
+        import torch
+
+        pixels = torch.from_numpy(np.array(decoded(path)))
+        return pixels.permute(2, 0, 1).float() / 255, label_of(path)
+
+
+class Paths(Sized):
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def trainer() -> Epoch:
+    """A small network that learns the classes, fed by a DataLoader with four workers."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    sampler = Paths()
+    images: Any = Images()
+    loader: Any = DataLoader(
+        images,
+        sampler=sampler,
+        batch_size=16,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    network = nn.Sequential(
+        nn.Conv2d(3, 16, 5, stride=4),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, CLASSES),
+    )
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
+
+    def epoch(paths: list[str]) -> Learned:
+        sampler.paths = paths
+        total, right = 0.0, 0
+        for pixels, labels in loader:
+            answers = network(pixels)
+            loss: Any = nn.functional.cross_entropy(answers, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(labels)
+            right += int((answers.argmax(1) == labels).sum())
+        return Learned(total / len(paths), right / len(paths))
+
+    return epoch
+
+
+def reader() -> Epoch:
+    """Where there is no PyTorch: the same files, read and decoded by as many processes."""
+    from concurrent.futures import ProcessPoolExecutor
+
+    pool = ProcessPoolExecutor(WORKERS)
+
+    def epoch(paths: list[str]) -> Learned:
+        assert all(side == SIDE for side in pool.map(_width, paths, chunksize=4))
+        return Learned()
+
+    return epoch
+
+
+def _width(path: str) -> int:
+    width: int = decoded(path).width
+    return width
+
+
+class Demo:
+    """The steps, in their order. Whatever happens, the stack takes everything down again."""
+
+    def __init__(self, files: int, console: Console, stack: ExitStack) -> None:
+        self._files, self._console, self._stack = files, console, stack
+        self._work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monarch-demo-")))
+
+    def run(self) -> None:
+        data = self._make_data()
+        source = self._slow_down(data)
+        names = sorted(str(path.relative_to(data)) for path in data.glob("*/*"))
+        training = importlib.util.find_spec("torch") is not None
+        epoch = trainer() if training else reader()
+        epoch([str(data / name) for name in names[:64]])  # starts the workers
+
+        target = self._work / "mnt"
+        mount = Mount(
+            source,
+            target,
+            tier=self._work / "tier",
+            capacity="2GiB",
+            state=self._work / "state",
+        )
+        self._command("monarch", "mount", source, target, "--tier", f"{mount.tier}:2GiB")
+        self._stack.enter_context(mount)
+        self._say(f"ready after {mount.seconds:.1f} s")
+        self._say_where(target / names[0])
+
+        self._step(f"{'Train' if training else 'Read and decode'}, {WORKERS} workers")
+        table = self._table(training)
+        table.add_row("the source alone", *self._epoch(epoch, source, names, None))
+        table.add_row("Monarch, epoch 1", *self._epoch(epoch, target, names, mount))
+        mount.settle(len(names))
+        table.add_row("Monarch, epoch 2", *self._epoch(epoch, target, names, mount))
+        self._console.print(table)
+        self._say_where(target / names[0])
+
+        self._step("What the daemon says")
+        self._command("monarch", "status", target)
+        self._console.print(monarch("status", target).rstrip(), highlight=False, markup=False)
+        self._command("monarch", "umount", target)
+
+    def _make_data(self) -> Path:
+        self._step(f"Make {self._files} JPEGs of 110 KB in {CLASSES} classes")
+        data = self._work / "imagenet"
+        options = ["--files", str(self._files), "--classes", str(CLASSES)]
+        if _dataset.main(["imagefolder", str(data), *options]) != 0:
+            raise MonarchFailed("the data set could not be made")
+        return data
+
+    def _slow_down(self, data: Path) -> Path:
+        if reason := slowfs.unavailable():
+            self._step(f"No slow source ({reason}): the effect will be small")
+            return data
+        self._step(
+            f"Put them behind a slow source: {LATENCY_MS} ms a call, {BANDWIDTH_MBPS} MB/s in all"
+        )
+        slow = self._stack.enter_context(slowfs.SlowSource(data, self._work / "pfs"))
+        slow.rules(f"lat * {LATENCY_MS}", f"read_MBps {BANDWIDTH_MBPS}")
+        return slow.path
+
+    def _epoch(self, epoch: Epoch, root: Path, names: list[str], mount: Mount | None) -> list[str]:
+        """The cells of the table's row for one epoch, in an order of its own."""
+        paths = [str(root / name) for name in names]
+        random.Random(time.time_ns()).shuffle(paths)
+        before = _served(mount)
+        begin = time.perf_counter()
+        learned = epoch(paths)
+        seconds = time.perf_counter() - begin
+        source, tier = (
+            after - earlier for after, earlier in zip(_served(mount), before, strict=True)
+        )
+        cells = [f"{seconds:.2f} s", f"{len(paths) / seconds:,.0f}"]
+        cells += [f"{len(paths)}", ""] if mount is None else [f"{source}", f"{tier}"]
+        if learned.loss is not None and learned.accuracy is not None:
+            cells += [f"{learned.loss:.2f}", f"{learned.accuracy:.0%}"]
+        return cells
+
+    def _table(self, training: bool) -> Table:
+        table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+        table.add_column("")
+        columns = ["time", "images/s", "opened at the source", "opened in the tier"]
+        for name in [*columns, "loss", "accuracy"] if training else columns:
+            table.add_column(name, justify="right")
+        return table
+
+    def _step(self, text: str) -> None:
+        self._console.print(f"\n[bold]{text}[/bold]")
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"  {text}", highlight=False)
+
+    def _say_where(self, path: Path) -> None:
+        for name in sorted(os.listxattr(path)):
+            if name.startswith("user.monarch."):
+                value = os.getxattr(path, name).decode(errors="replace")
+                self._say(f"[dim]{path.name}: {name} = [/dim]{value}")
+
+    def _command(self, *words: object) -> None:
+        line = shlex.join(map(str, words)).replace(str(self._work), "...")
+        self._console.print(f"\n[green]$[/green] {line}", highlight=False, markup=True)
+
+
+def _served(mount: Mount | None) -> tuple[int, int]:
+    """Files opened at the source and in the tier since the mount was made."""
+    if mount is None:
+        return 0, 0
+    status = mount.status()
+    return status["source_totals"]["opens"], sum(tier["opens"] for tier in status["tiers"])
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument("--files", type=int, default=300, help="how many images (300)")
+    options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    try:
+        with ExitStack() as stack:
+            Demo(options.files, console, stack).run()
+    except MonarchFailed as error:
+        console.print(f"[red]demo:[/red] {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    console.print("\nUnmounted; nothing is left behind.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,382 @@
+"""What every test may ask for: a source tree, the command line, a mount that is cleaned up.
+
+A mount is made by the real ``monarch`` in a process of its own, with state, home and run-time
+directories of its own. After each test nothing may be left: no mount, no process, no ``.part``
+file, no warning in a daemon's log that the test did not announce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Each process that a test run starts inherits these, so it can be found however it daemonised.
+_SESSION_VARIABLE = "MONARCH_TEST_SESSION"
+_TEST_VARIABLE = "MONARCH_TEST_CASE"
+
+_CLI_TIMEOUT_S = 60.0
+# A line of the log in either format, or of what was written past the log.
+_TROUBLE = re.compile(
+    r"^\S+Z (warning|error|critical) "
+    r'|"level": ?"(warning|error|critical)"'
+    r"|^\s*Traceback \(most recent call last\)"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--soak", action="store_true", help="run the tests marked slow or soak too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(_SESSION_VARIABLE, uuid.uuid4().hex)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soak = config.getoption("--soak")
+    slow = soak or config.getoption("--slow")
+    for item in items:
+        if "soak" in item.keywords and not soak:
+            item.add_marker(pytest.mark.skip(reason="a soak test; run with --soak"))
+        elif "slow" in item.keywords and not slow:
+            item.add_marker(pytest.mark.skip(reason="a slow test; run with --slow"))
+
+
+def require_fuse() -> None:
+    """Skip the test, with the reason, where the machine cannot mount."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse cannot be opened")
+
+
+def mounts() -> set[str]:
+    """The mount points that this process sees, as paths."""
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as table:
+        return {_unescaped(line.split(" ")[1]) for line in table}
+
+
+def processes(variable: str, value: str) -> dict[int, str]:
+    """The running processes whose environment holds ``variable=value``: pid to command line."""
+    wanted = f"{variable}={value}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(entry.name)] = command.decode(errors="replace").strip()
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The whole run leaves no mount in its directories and no process that it started."""
+    yield
+    ours = str(tmp_path_factory.getbasetemp().resolve())
+    assert {path for path in mounts() if path.startswith(ours)} == set()
+    # A pool of workers that ends with its parent may need a moment.
+    _wait_until(lambda: not _strays(), 5)
+    assert _strays() == {}
+
+
+def _strays() -> dict[int, str]:
+    ours = {os.getpid(), os.getppid()}
+    everyone = processes(_SESSION_VARIABLE, os.environ[_SESSION_VARIABLE])
+    # The script that started the run exported the variable, and is no leftover of it.
+    return {
+        pid: command
+        for pid, command in everyone.items()
+        if pid not in ours and not _is_ancestor(pid)
+    }
+
+
+def _is_ancestor(pid: int) -> bool:
+    current = os.getpid()
+    while current > 1:
+        if current == pid:
+            return True
+        stat = Path(f"/proc/{current}/stat").read_text(errors="replace")
+        current = int(stat.rpartition(")")[2].split()[1])
+    return False
+
+
+def trouble(line: str) -> bool:
+    """Whether a line of a daemon's log tells of something that went wrong."""
+    return _TROUBLE.search(line) is not None
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """An empty directory to be mounted."""
+    path = tmp_path / "source"
+    path.mkdir()
+    return path
+
+
+Tree = Callable[[Mapping[str, "bytes | int | None"]], Path]
+
+
+@pytest.fixture
+def tree(source: Path) -> Tree:
+    """Fills ``source``: a path to its bytes, to a size (reproducible bytes), or None: a directory.
+
+    Returns the source.
+    """
+
+    def fill(entries: Mapping[str, bytes | int | None]) -> Path:
+        for name, content in entries.items():
+            path = source / name
+            if content is None:
+                path.mkdir(parents=True, exist_ok=True)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else contents(name, content))
+        return source
+
+    return fill
+
+
+def contents(name: str, size: int) -> bytes:
+    """``size`` bytes that are the same for the same name, and differ between names."""
+    seed = (name + "\n").encode()
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+@dataclass
+class Mounted:
+    """A live mount that a test made. ``path`` is the mount point."""
+
+    cli: MonarchCommand
+    path: Path
+    source: Path
+    state: Path
+    tiers: dict[str, Path]
+    pid: int = 0
+    # After a SIGKILL a stage may be left in a tier until the next mount sweeps it.
+    killed: bool = False
+
+    def status(self) -> dict[str, Any]:
+        """What ``monarch status --json`` says of this mount."""
+        answer: Any = json.loads(self.cli("status", str(self.path), "--json").stdout)
+        if isinstance(answer, list):
+            assert len(answer) == 1
+            answer = answer[0]
+        assert isinstance(answer, dict)
+        return answer
+
+    def xattr(self, name: str, attribute: str = "user.monarch.tier") -> str:
+        """An extended attribute of the entry ``name`` below the mount point."""
+        return os.getxattr(self.path / name, attribute, follow_symlinks=False).decode()
+
+    def umount(self, *options: str) -> None:
+        """A clean end: returns when the mount and its daemon are gone."""
+        self.cli("umount", str(self.path), *options)
+        assert _wait_until(lambda: str(self.path) not in mounts(), 10), f"{self.path} is mounted"
+        assert _wait_until(lambda: not _runs(self.pid), 10), f"daemon {self.pid} still runs"
+
+    def kill(self) -> None:
+        """SIGKILL, as when the machine runs out of memory; the dead mount stays."""
+        self.killed = True
+        os.kill(self.pid, signal.SIGKILL)
+        assert _wait_until(lambda: not _runs(self.pid), 10), f"daemon {self.pid} still runs"
+
+    @property
+    def log_text(self) -> str:
+        path = self.state / "daemon.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def stages(self) -> list[Path]:
+        """The ``.part`` files in its tiers."""
+        return [path for tier in self.tiers.values() for path in tier.rglob("*.part")]
+
+
+@dataclass
+class MonarchCommand:
+    """The real command line in a process of its own; what it mounts is unmounted after the test."""
+
+    directory: Path
+    case: str
+    mounted: list[Mounted] = field(default_factory=list)
+    _expected: list[str] = field(default_factory=list)
+
+    def __call__(
+        self, *arguments: str, check: bool = True, timeout_s: float = _CLI_TIMEOUT_S
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``monarch ARGUMENTS``; with ``check`` an exit code other than 0 fails the test."""
+        done = subprocess.run(
+            [sys.executable, "-m", "monarch", *arguments],
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=timeout_s,
+        )
+        if check and done.returncode != 0:
+            pytest.fail(
+                f"monarch {' '.join(arguments)} exited with {done.returncode}:\n"
+                f"{done.stdout}{done.stderr}"
+            )
+        return done
+
+    def environment(self) -> dict[str, str]:
+        """An environment in which Monarch sees no state but this test's."""
+        own = self.directory / "home"
+        own.mkdir(exist_ok=True)
+        return {
+            **os.environ,
+            "HOME": str(own),
+            "XDG_STATE_HOME": str(own / "state"),
+            "XDG_CONFIG_HOME": str(own / "config"),
+            "MONARCH_STATE_ROOT": str(own / "state" / "monarch"),
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "NO_COLOR": "1",
+            "COLUMNS": "200",
+            _TEST_VARIABLE: self.case,
+        }
+
+    def mount(
+        self,
+        source: Path,
+        mountpoint: Path | None = None,
+        *,
+        tiers: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        snapshot: Path | None = None,
+        state: Path | None = None,
+        arguments: Sequence[str] = (),
+    ) -> Mounted:
+        """Mount ``source``; tiers are directories of the test, by name, with their sizes.
+
+        ``options`` are ``key=value`` for ``-o``. A second mount with the same arguments finds
+        the tiers and the state of the first.
+        """
+        require_fuse()
+        mountpoint = mountpoint or self.directory / "mnt"
+        mountpoint.mkdir(exist_ok=True)
+        state = state or self.directory / "state"
+        sizes = {"fast": "10MiB"} if tiers is None else tiers
+        directories = {name: self.directory / "tiers" / name for name in sizes}
+        command = ["mount", str(source), str(mountpoint), "--state", str(state)]
+        for name, size in sizes.items():
+            directories[name].mkdir(parents=True, exist_ok=True)
+            command += ["--tier", f"{directories[name]}:{size}"]
+        if options:
+            command += ["-o", ",".join(options)]
+        if snapshot is not None:
+            command += ["--snapshot", str(snapshot)]
+        before = set(processes(_TEST_VARIABLE, self.case))
+        made = Mounted(self, mountpoint, source, state, directories)
+        # Registered first: a mount that fails half-way is cleaned up as well.
+        self.mounted.append(made)
+        self(*command, *arguments)
+        assert str(mountpoint) in mounts(), f"monarch mount returned, but not {mountpoint}"
+        new = set(processes(_TEST_VARIABLE, self.case)) - before
+        assert len(new) == 1, f"one daemon was expected to serve {mountpoint}, not {new}"
+        made.pid = new.pop()
+        return made
+
+    def expects_log(self, pattern: str) -> None:
+        """Allow, and demand, trouble in a daemon's log that matches the regular expression."""
+        self._expected.append(pattern)
+
+    def close(self) -> None:
+        """End everything, then say what should not have been there."""
+        problems = [*self._end_mounts(), *self._end_processes()]
+        for made in self.mounted:
+            later = any(
+                other.tiers == made.tiers and self.mounted.index(other) > self.mounted.index(made)
+                for other in self.mounted
+            )
+            if not made.killed and not later:
+                problems += [f"a stage was left: {path}" for path in made.stages()]
+        problems += self._trouble_in_logs()
+        if problems:
+            pytest.fail("\n".join(problems), pytrace=False)
+
+    def _end_mounts(self) -> list[str]:
+        problems = []
+        for path in {made.path for made in self.mounted}:
+            serving = [made for made in self.mounted if made.path == path and _runs(made.pid)]
+            if serving and not self._umount(path):
+                problems.append(f"monarch umount {path} did not unmount it")
+            while str(path) in mounts():
+                for made in serving:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(made.pid, signal.SIGKILL)
+                subprocess.run(["umount", "-l", str(path)], check=True)
+        return problems
+
+    def _umount(self, path: Path) -> bool:
+        try:
+            ended = self("umount", str(path), check=False).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+        return ended and _wait_until(lambda: str(path) not in mounts(), 10)
+
+    def _end_processes(self) -> list[str]:
+        _wait_until(lambda: not processes(_TEST_VARIABLE, self.case), 10)
+        left = processes(_TEST_VARIABLE, self.case)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return [f"process {pid} was left: {command}" for pid, command in left.items()]
+
+    def _trouble_in_logs(self) -> list[str]:
+        problems = []
+        missing = list(self._expected)
+        for path in sorted({made.state / "daemon.log" for made in self.mounted}):
+            if not path.exists():
+                continue
+            for line in path.read_text(errors="replace").splitlines():
+                matching = [pattern for pattern in self._expected if re.search(pattern, line)]
+                missing = [pattern for pattern in missing if pattern not in matching]
+                if not matching and trouble(line):
+                    problems.append(f"{path.name}: {line}")
+        problems += [f"nothing in the daemon's log matches {pattern!r}" for pattern in missing]
+        return problems
+
+
+@pytest.fixture
+def monarch(tmp_path: Path) -> Iterator[MonarchCommand]:
+    """The command line, isolated from every other test and from the machine's own mounts."""
+    command = MonarchCommand(tmp_path, uuid.uuid4().hex)
+    yield command
+    command.close()
+
+
+def _runs(pid: int) -> bool:
+    if pid <= 0:
+        return False
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _unescaped(text: str) -> str:
+    """A path of the mount table: blanks and backslashes are written in octal there."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,289 @@
+"""`monarch status`, `warm` and `evict` against a real socket, and against daemons that are gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import trio
+
+from monarch.cli import evict, status, warm
+from monarch.control.server import Send, Server, Verb
+from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
+from monarch.registry import MountRecord, Registry, process_started
+from monarch.report import EvictReport, WarmProgress, WarmReport
+from tests.reports import a_report
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for module in (status, warm, evict):
+        monkeypatch.setattr(module, "state_root", lambda: tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def a_record(state: Path, mountpoint: str = "/mnt/data", *, pid: int | None = None) -> MountRecord:
+    daemon = os.getpid() if pid is None else pid
+    return MountRecord(
+        mountpoint=mountpoint,
+        source="/pfs/imagenet",
+        pid=daemon,
+        pid_started=process_started(daemon) or 0,
+        socket=str(state / "control.sock"),
+        state=str(state),
+        log=str(state / "daemon.log"),
+        started_ns=time.time_ns(),
+    )
+
+
+class Daemon:
+    """The verbs of a daemon with a fixed answer; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.report = a_report(started_ns=time.time_ns())
+        self.warmed = WarmReport(100, 1 << 20, 90, 0, 9, 1 << 10, 1)
+
+    async def status(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        return self.report.to_dict()
+
+    async def warm(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        self.asked.append(params)
+        if params["wait"]:
+            for done in (0, 50, 90):
+                await send(WarmProgress(done, 100, done * 1000, 100_000).to_dict())
+        return self.warmed.to_dict()
+
+    async def evict(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        self.asked.append(params)
+        return EvictReport(3, 3 << 20).to_dict()
+
+    def verbs(self) -> dict[str, Verb]:
+        return {"status": self.status, "warm": self.warm, "evict": self.evict}
+
+
+@asynccontextmanager
+async def serving(state: Path, verbs: dict[str, Verb]) -> AsyncIterator[None]:
+    Registry(state).add(a_record(state))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(Server(state / "control.sock", verbs).serve)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def run(command: click.Command, *args: str) -> int:
+    def invoke() -> int:
+        result = command.main(list(args), prog_name=command.name, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+
+    return await trio.to_thread.run_sync(invoke)
+
+
+async def test_the_overview_shows_what_a_mount_holds(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(state, Daemon().verbs()):
+        assert await run(status.status) == 0
+    shown = capsys.readouterr().out
+    for words in ("/mnt/data", "/pfs/imagenet", "1,000", "40%", "21.4%", "4 running, 40 queued"):
+        assert words in shown
+    assert "/mnt/data: tier nvme is out of service: Input/output error" in shown
+
+
+async def test_the_details_show_tiers_epochs_errors_and_the_log(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(state, Daemon().verbs()):
+        assert await run(status.status, "/mnt/data/train") == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "out: Input/output error",
+        "75%",
+        "tier:nvme:EIO",
+        str(state / "daemon.log"),
+        "python (the datapath is not built)",
+        "≤ 50 us",
+        "> 10 s",
+        "100 opens and 9 MiB by copies",
+    ):
+        assert words in shown
+
+
+async def test_json_is_the_report_itself(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = Daemon()
+    async with serving(state, daemon.verbs()):
+        await run(status.status, "/mnt/data", "--json")
+        assert json.loads(capsys.readouterr().out) == daemon.report.to_dict()
+        await run(status.status, "--json")
+        (mount,) = json.loads(capsys.readouterr().out)["mounts"]
+    assert (mount["state"], mount["report"]) == ("serving", daemon.report.to_dict())
+
+
+async def test_a_hostile_name_cannot_speak_to_the_terminal(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = Daemon()
+    name = os.fsdecode(b"/pfs/\x1b[31m[bold]\xff\n")
+    daemon.report = dataclasses.replace(daemon.report, source=name, health=[name])
+    async with serving(state, daemon.verbs()):
+        await run(status.status)
+        await run(status.status, "/mnt/data")
+    assert capsys.readouterr().out.count("/pfs/\\x1b[31m[bold]\\xff\\n") == 4
+
+
+async def test_dead_daemons_are_shown_with_what_to_do(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    Registry(state).add(a_record(state, pid=child.pid))
+    assert await run(status.status) == 0
+    assert "`monarch umount /mnt/data` to forget it" in capsys.readouterr().out
+    with pytest.raises(NotMountedError, match="is dead"):
+        await run(status.status, "/mnt/data")
+    with pytest.raises(NotMountedError, match="is dead"):
+        await run(warm.warm, "/mnt/data")
+
+
+async def test_a_daemon_that_does_not_listen_is_shown_as_such(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Registry(state).add(a_record(state))
+    assert await run(status.status) == 0
+    shown = capsys.readouterr().out
+    assert "not answering" in shown
+    assert "no daemon listens at" in shown
+
+
+async def test_a_daemon_of_another_version_is_told_apart(state: Path) -> None:
+    async def other(params: dict[str, Any], send: Send) -> dict[str, Any]:
+        return {"version": "9"}
+
+    async with serving(state, {"status": other, "evict": other}):
+        with pytest.raises(MonarchError, match="of another version"):
+            await run(status.status, "/mnt/data")
+        with pytest.raises(MonarchError, match="of another version"):
+            await run(evict.evict, "/mnt/data", "--all")
+
+
+@pytest.mark.parametrize("command", [status.status, warm.warm])
+async def test_what_is_no_mount_is_exit_code_9(state: Path, command: click.Command) -> None:
+    with pytest.raises(NotMountedError, match="is not in a Monarch mount") as caught:
+        await run(command, "/somewhere")
+    assert caught.value.exit_code == 9
+
+
+async def test_without_mounts_status_says_how_to_make_one(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run(status.status)
+    assert "no Monarch mounts" in capsys.readouterr().out
+
+
+async def test_watch_and_json_exclude_each_other(state: Path) -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        await run(status.status, "--watch", "--json")
+
+
+async def test_warm_names_paths_from_the_mounts_root(state: Path) -> None:
+    daemon = Daemon()
+    paths = ["train", "/mnt/data/val/../val/x", "/mnt/data", os.fsdecode(b"caf\xe9")]
+    async with serving(state, daemon.verbs()):
+        assert await run(warm.warm, "/mnt/data", *paths) == 0
+        assert await run(warm.warm, "/mnt/data") == 0
+    assert daemon.asked == [
+        {"paths": ["train", "val/x", "", "caf\udce9"], "wait": False},
+        {"paths": [""], "wait": False},
+    ]
+
+
+@pytest.mark.parametrize("path", ["..", "../other", "/mnt/data2/x", "/etc", "train/../../x"])
+async def test_paths_outside_the_mount_are_refused(state: Path, path: str) -> None:
+    daemon = Daemon()
+    async with serving(state, daemon.verbs()):
+        for command in (warm.warm, evict.evict):
+            with pytest.raises(UsageError, match="outside the mount /mnt/data"):
+                await run(command, "/mnt/data", "train", path)
+    assert daemon.asked == []
+
+
+async def test_warm_waits_and_says_what_did_not_fit(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(state, Daemon().verbs()):
+        assert await run(warm.warm, "/mnt/data", "--wait") == 1
+    told = capsys.readouterr()
+    assert "90 resident; 9 (1 KiB) do not fit; 1 could not be copied" in told.out
+    assert "87.9 KiB of 97.7 KiB; files: 90 of 100" in told.err
+
+
+async def test_warm_speaks_json(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = Daemon()
+    async with serving(state, daemon.verbs()):
+        assert await run(warm.warm, "/mnt/data", "--json") == 0
+    assert WarmReport.from_dict(json.loads(capsys.readouterr().out)) == daemon.warmed
+
+
+async def test_an_error_of_the_daemon_is_the_verbs_own(state: Path) -> None:
+    async def refuse(params: dict[str, Any], send: Send) -> dict[str, Any]:
+        raise SnapshotError("no such entry", hint="look with ls")
+
+    async with serving(state, {"warm": refuse}):
+        with pytest.raises(SnapshotError, match="no such entry; look with ls"):
+            await run(warm.warm, "/mnt/data", "--wait")
+
+
+async def test_ctrl_c_ends_the_waiting_and_hangs_up(state: Path) -> None:
+    waiting, hung_up = trio.Event(), trio.Event()
+
+    async def forever(params: dict[str, Any], send: Send) -> dict[str, Any]:
+        waiting.set()
+        try:
+            await trio.sleep_forever()
+        finally:
+            hung_up.set()
+
+    code = (
+        "import pathlib, sys\n"
+        "from monarch.cli import warm\n"
+        "warm.state_root = lambda: pathlib.Path(sys.argv[1])\n"
+        "sys.exit(warm.warm.main(['/mnt/data', '--wait'], standalone_mode=False))"
+    )
+    async with serving(state, {"warm": forever}):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(state)], stderr=subprocess.PIPE, text=True
+        )
+        with trio.fail_after(10):
+            await waiting.wait()
+            child.send_signal(signal.SIGINT)
+            await hung_up.wait()
+            _, told = await trio.to_thread.run_sync(child.communicate)
+    assert child.returncode == 130
+    assert "the copies go on" in told
+
+
+async def test_evict_says_what_it_dropped_and_wants_a_target(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = Daemon()
+    async with serving(state, daemon.verbs()):
+        assert await run(evict.evict, "/mnt/data", "train") == 0
+        assert "3 copies dropped, 3 MiB freed" in capsys.readouterr().out
+        assert await run(evict.evict, "/mnt/data", "--all", "--json") == 0
+        assert json.loads(capsys.readouterr().out) == {"files": 3, "bytes": 3 << 20}
+    for args in (["/mnt/data"], ["/mnt/data", "--all", "train"]):
+        with pytest.raises(UsageError, match="give PATHs or --all"):
+            await run(evict.evict, *args)
+    assert daemon.asked == [{"paths": ["train"]}, {"paths": [""]}]

@@ -1,0 +1,110 @@
+"""Epochs are found from the opens alone."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+
+import pytest
+
+from monarch.placement.epochs import EpochCount, Epochs
+from monarch.types import Ino
+
+
+def opened(epochs: Epochs, inos: Iterable[int], *, hit: bool = False) -> None:
+    for ino in inos:
+        epochs.opened(Ino(ino), hit)
+
+
+def counts(epochs: Epochs) -> list[int]:
+    return [epoch.opens for epoch in epochs.epochs()]
+
+
+@pytest.mark.parametrize("files", [2, 3, 4, 5, 10, 63, 64, 65, 127, 128, 129, 1000])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_pass_is_an_epoch_of_exactly_its_opens_and_hits(files: int, shuffle: bool) -> None:
+    epochs = Epochs(files)
+    order = list(range(1, files + 1))
+    rng = random.Random(files)
+    for number in range(1, 6):
+        if shuffle:
+            rng.shuffle(order)
+        for ino in order:
+            epochs.opened(Ino(ino), hit=number > 1 and ino % 2 == 0)
+    hits = files // 2
+    assert epochs.epochs() == [
+        EpochCount(number, files, hits if number > 1 else 0) for number in range(1, 6)
+    ]
+    assert epochs.current == 5
+
+
+def test_a_file_opened_a_hundred_times_ends_no_epoch() -> None:
+    epochs = Epochs(1000)
+    opened(epochs, [1] * 100)
+    opened(epochs, range(2, 501))
+    opened(epochs, [500] * 100)
+    opened(epochs, range(501, 1001))
+    assert counts(epochs) == [1199]
+    opened(epochs, range(1, 1001))
+    assert counts(epochs) == [1199, 1000]
+
+
+def test_sporadic_opens_of_the_same_files_stay_in_their_epoch() -> None:
+    epochs = Epochs(1000)
+    rng = random.Random(3)
+    expected = []
+    for _ in range(3):
+        opens = 0
+        for ino in range(1, 1001):
+            again = rng.sample(range(1, ino), 3) if 200 < ino < 1000 and ino % 5 == 0 else []
+            opened(epochs, [ino, *again])
+            opens += 1 + len(again)
+        expected.append(opens)
+    assert counts(epochs) == expected
+
+
+def test_a_job_over_other_files_starts_within_the_epoch_and_its_second_pass_ends_it() -> None:
+    epochs = Epochs(1000)
+    opened(epochs, range(1, 501))
+    opened(epochs, range(501, 1001))
+    opened(epochs, range(501, 1001))
+    assert counts(epochs) == [1000, 500]
+
+
+def test_one_file_alone_has_no_epochs() -> None:
+    epochs = Epochs(10)
+    opened(epochs, [7] * 5, hit=True)
+    assert epochs.epochs() == [EpochCount(1, 5, 5)]
+
+
+def test_nothing_opened_is_an_empty_first_epoch() -> None:
+    assert Epochs(10).epochs() == [EpochCount(1, 0, 0)]
+
+
+def test_the_last_hundred_epochs_are_kept_and_the_marks_may_come_round() -> None:
+    epochs = Epochs(5)
+    for _ in range(600):
+        opened(epochs, [1, 2, 3, 4])
+    assert epochs.current == 600
+    assert [epoch.number for epoch in epochs.epochs()] == list(range(501, 601))
+    assert set(counts(epochs)) == {4}
+
+
+def test_an_inode_not_seen_for_many_epochs_is_new_again() -> None:
+    epochs = Epochs(100)
+    opened(epochs, [100])
+    for _ in range(256):
+        opened(epochs, [1, 2, 3, 4])
+    before = epochs.current
+    opened(epochs, [100])
+    opened(epochs, [1])
+    assert epochs.current == before
+    assert counts(epochs)[-1] == 6
+
+
+def test_one_byte_for_each_inode_and_no_more() -> None:
+    epochs = Epochs(1_000_000)
+    opened(epochs, range(1, 100_001))
+    opened(epochs, range(1, 64))
+    assert sys.getsizeof(epochs._seen_in) + sys.getsizeof(epochs._run) < 1_010_000

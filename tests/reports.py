@@ -1,0 +1,72 @@
+"""A status report as a daemon with two tiers gives it in its third epoch, one tier out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from monarch.report import (
+    Copies,
+    EpochReport,
+    Handles,
+    Latency,
+    Memory,
+    Mode,
+    Quantiles,
+    Residency,
+    SnapshotReport,
+    SourceTotals,
+    StatusReport,
+    TierReport,
+    Traffic,
+)
+from monarch.units import GiB, MiB
+
+
+def a_report(**changes: Any) -> StatusReport:
+    report = StatusReport(
+        version="1.0",
+        pid=os.getpid(),
+        mountpoint="/mnt/data",
+        source="/pfs/imagenet",
+        state="serving",
+        started_ns=1_700_000_000_000_000_000,
+        health=["tier nvme is out of service: Input/output error"],
+        mode=Mode("python", "the datapath is not built"),
+        snapshot=SnapshotReport(
+            file="/state/snapshot.lmdb",
+            id="5f0c",
+            entries=1111,
+            files=1000,
+            bytes=150 * MiB,
+            size_bytes=1 * MiB,
+            created_ns=1_699_999_000_000_000_000,
+            age_s=1000.0,
+            stale=None,
+            freshness="mount",
+            checks=10,
+        ),
+        tiers=[
+            TierReport("ram", "/dev/shm/m", GiB, 60 * MiB, MiB, GiB // 2, 400, True, 9, 9, 9000),
+            TierReport("nvme", "/local/m", GiB, 0, 0, 0, 0, False, 0, 0, 0, "Input/output error"),
+        ],
+        source_totals=SourceTotals(
+            700, 800, 99 * MiB, Traffic(600, 650, 90 * MiB), Traffic(100, 150, 9 * MiB)
+        ),
+        residency=Residency(400, 60 * MiB, 50, 0.4, 0.4),
+        copies=Copies(queued=40, running=4, done=400, failed=3, bytes=60 * MiB),
+        epochs=[EpochReport(1, 1000, 0, 0.0), EpochReport(2, 400, 300, 0.75)],
+        opens=1400,
+        reads=1500,
+        bytes=200 * MiB,
+        hit_ratio=300 / 1400,
+        latency=Latency(
+            open={"source": Quantiles(1100, 0.002, None), "ram": Quantiles(300, 1e-5, 5e-5)},
+            read={"source": Quantiles(0, None, None), "ram": Quantiles(300, 1e-5, 2e-5)},
+        ),
+        errors={"tier:nvme:EIO": 10},
+        memory=Memory(64 * MiB),
+        handles=Handles(3),
+    )
+    return dataclasses.replace(report, **changes)

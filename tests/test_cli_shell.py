@@ -1,0 +1,270 @@
+"""The shell around the verbs: help, mistakes, exit codes, completion, and what verbs print with."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch import errors
+from monarch.cli import main, output
+
+HEAVY = {"pyfuse3", "lmdb", "trio", "pydantic", "yaml", "rich", "numpy", "prometheus_client"}
+
+
+def monarch(*arguments: str | bytes, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "monarch", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, **environ},
+    )
+
+
+def loaded_by(*arguments: str, **environ: str) -> set[str]:
+    """The modules that a command line imports."""
+    code = f"""
+import atexit, sys
+atexit.register(lambda: sys.stderr.write("\\n".join(sys.modules)))
+sys.argv = ["monarch", *{arguments!r}]
+from monarch.cli.main import main
+sys.exit(main())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, **environ},
+    )
+    assert "monarch.cli.main" in run.stderr
+    return set(run.stderr.splitlines())
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_tells_every_verb_and_exit_code(option: str) -> None:
+    run = monarch(option)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("Usage: monarch ")
+    for verb in main.VERBS:
+        assert f"\n  {verb} " in run.stdout
+    for code in main.EXIT_CODES:
+        assert f"\n  {code} " in run.stdout
+
+
+def test_help_and_completion_load_nothing_heavy() -> None:
+    assert not HEAVY & loaded_by("--help")
+    assert not HEAVY & loaded_by("--version")
+    assert not HEAVY & loaded_by("no-such-verb")
+    words = {"_MONARCH_COMPLETE": "bash_complete", "COMP_WORDS": "monarch ", "COMP_CWORD": "1"}
+    assert not HEAVY & loaded_by(**words)
+
+
+def test_help_is_fast() -> None:
+    # Time of the processor, which other work on the machine does not stretch.
+    before = os.times().children_user
+    assert monarch("--help").returncode == 0
+    assert os.times().children_user - before < 1.0
+
+
+def test_every_verb_of_the_table_can_be_loaded_and_tells_its_help() -> None:
+    for verb, entry in main.VERBS.items():
+        run = monarch(verb, "--help")
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.startswith(f"Usage: monarch {verb} ")
+        assert entry.help.endswith(".")
+
+
+def test_every_error_has_its_exit_code_in_the_table() -> None:
+    classes = [errors.MonarchError]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    assert {cls.exit_code for cls in classes} | {0, 130} == set(main.EXIT_CODES)
+
+
+def test_version() -> None:
+    run = monarch("--version")
+    assert run.returncode == 0
+    assert run.stdout.startswith("monarch ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "missing command (see 'monarch --help')"),
+        (["mout"], "no such command 'mout'; did you mean 'mount'? (see 'monarch --help')"),
+        (["umuont", "/x"], "did you mean 'umount'?"),
+        (["xyzzy"], "no such command 'xyzzy'; there are mount, umount"),
+        ([""], "no such command ''"),
+        (["a\nb\x1b[2J"], "no such command 'a\\nb\\x1b[2J'"),
+        ([b"caf\xe9"], "no such command 'caf\\udce9'"),
+        (["--verison"], "(see 'monarch --help')"),
+        (["completion"], "(see 'monarch completion --help')"),
+        (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+        (["completion", "bash", "more"], "unexpected extra argument"),
+        (["completion", "--loud", "bash"], "no such option"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(arguments: list[str | bytes], told: str) -> None:
+    run = monarch(*arguments)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("monarch: ")
+    assert run.stderr.count("\n") == 1
+    assert "--help')" in run.stderr
+    assert told in run.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_names_our_variable(shell: str) -> None:
+    run = monarch("completion", shell)
+    assert run.returncode == 0
+    assert f"_MONARCH_COMPLETE={shell}_complete" in run.stdout
+
+
+def test_completion_offers_the_verbs_that_begin_so() -> None:
+    words = {"_MONARCH_COMPLETE": "bash_complete", "COMP_WORDS": "monarch s", "COMP_CWORD": "1"}
+    assert monarch(**words).stdout.split() == ["plain,status", "plain,snapshot"]
+
+
+def test_a_reader_that_leaves_early_hears_no_complaint() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as pipe:
+        run = subprocess.run(
+            [sys.executable, "-m", "monarch", "--help"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert run.stderr == b""
+
+
+def test_a_full_disk_under_the_answer_is_told() -> None:
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "monarch", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert run.returncode == 1
+    assert run.stderr.startswith(b"monarch: ")
+    assert run.stderr.endswith(b"No space left on device\n")
+    assert run.stderr.count(b"\n") == 1
+
+
+RAISED = {
+    "MonarchError('a failed', hint='do b')": (1, "monarch: a failed; do b\n"),
+    "ConfigError(['f:1: x', 'f:2: y'])": (2, "monarch: f:1: x\nmonarch: f:2: y\n"),
+    "MountPointError('m')": (3, "monarch: m\n"),
+    "BusyError('two files\\nare open')": (10, "monarch: two files\\nare open\n"),
+    "KeyboardInterrupt()": (130, "\n"),
+    "PermissionError(13, 'Permission denied', '/x')": (1, "monarch: /x: Permission denied\n"),
+}
+
+
+@pytest.mark.parametrize(("raised", "answer"), RAISED.items(), ids=RAISED.keys())
+def test_what_a_verb_raises_becomes_lines_and_an_exit_code(
+    raised: str, answer: tuple[int, str], tmp_path: Path
+) -> None:
+    assert run_verb(f"raise {raised}", tmp_path) == answer
+
+
+def test_a_verb_answers_with_its_exit_code(tmp_path: Path) -> None:
+    assert run_verb("return 1", tmp_path) == (1, "")
+    assert run_verb("return None", tmp_path) == (0, "")
+    assert run_verb("click.get_current_context().exit(7)", tmp_path) == (7, "")
+
+
+def run_verb(body: str, tmp_path: Path) -> tuple[int, str]:
+    """Runs a verb of our own through the entry point: its exit code and what it told."""
+    (tmp_path / "ours.py").write_text(
+        f"import click\nfrom monarch.errors import *\n@click.command()\ndef verb():\n    {body}\n"
+    )
+    code = """
+import sys
+from monarch.cli import main
+main.VERBS["ours"] = main.Verb("ours:verb", "Ours.")
+sys.argv = ["monarch", "ours"]
+sys.exit(main.main())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    return run.returncode, run.stderr
+
+
+# --- What verbs print with ------------------------------------------------------------------------
+
+
+def test_json_is_ascii_whatever_the_names(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit_json({"name": b"a\n\xff", "path": Path("/x"), "text": "grün", "n": [1, None]})
+    printed = capsys.readouterr().out
+    assert printed.isascii()
+    assert json.loads(printed) == {
+        "name": "a\\n\\xff",
+        "path": "/x",
+        "text": "grün",
+        "n": [1, None],
+    }
+
+
+def test_json_of_what_has_no_form_is_a_mistake_of_ours() -> None:
+    with pytest.raises(TypeError, match="set has no form in JSON"):
+        output.emit_json({1, 2})
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then_and_the_last() -> None:
+    now = 0.0
+    stream = io.StringIO()
+    lines = output.ProgressLines(stream, clock=lambda: now)
+    for second in range(12):
+        now = float(second)
+        lines(second, 100 if second > 6 else None, "scanning\n")
+    lines.finish()
+    lines.finish()
+    assert stream.getvalue().splitlines() == [
+        "scanning\\n: 5",
+        "scanning\\n: 10 of 100",
+        "scanning\\n: 11 of 100",
+    ]
+
+
+def test_progress_tells_its_end_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with output.progress_bar() as progress:
+        progress(1, 2, "copying")
+        progress(2, 2, "copying")
+    assert capsys.readouterr().err == "copying: 2 of 2\n"
+
+
+def test_quiet_progress_tells_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.progress_bar(quiet=True) as progress:
+        progress(1, 2, "copying")
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_on_a_terminal_is_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with output.progress_bar() as progress:
+        progress(0, None, "scanning")
+        progress(2, 2, "copying [red]\x1b[2J")
+    assert "copying [red]\\x1b[2J" in capsys.readouterr().err

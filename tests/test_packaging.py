@@ -1,0 +1,228 @@
+"""What is shipped: wheel, sdist, container, systemd unit and Slurm scripts."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import monarch as package
+from tests.conftest import MonarchCommand, Tree, mounts, require_fuse
+
+ROOT = Path(__file__).parents[1]
+SLURM = ROOT / "conf" / "slurm"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel and the sdist, built from a copy of what is shipped."""
+    directory = tmp_path_factory.mktemp("build")
+    checkout = directory / "checkout"
+    checkout.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    shutil.copytree(
+        ROOT / "monarch", checkout / "monarch", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
+    # Without isolation: pip would fetch setuptools from the network, and it is here.
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), "."],
+        cwd=checkout,
+        check=True,
+        capture_output=True,
+    )
+    return directory
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name.startswith(f"monarch_fs-{package.__version__}-")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "monarch").rglob("*.py")} | {
+        "monarch/py.typed"
+    }
+    assert modules <= names
+    assert {name.split("/")[0] for name in names - modules} == {
+        f"monarch_fs-{package.__version__}.dist-info"
+    }
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "monarch/__init__.py"} <= names
+
+
+def test_the_installed_wheel_runs(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    # Where packages go is asked of the new environment; the dependencies are found in this one.
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run(
+        [str(python), "-c", ask], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install"]
+        + ["-q", "--no-deps", "--no-index", str(wheel)],
+        check=True,
+        capture_output=True,
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(tmp_path / "venv" / "bin" / "monarch"), "--version"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert package.__version__ in done.stdout
+    located = subprocess.run(
+        [str(python), "-c", "import monarch; print(monarch.__file__)"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert located.stdout.startswith(packages)
+
+
+def test_each_dependency_says_what_it_is_for() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    requirements = [line for line in lines if re.match(r' {4}"[A-Za-z0-9-]+([>=;]|",)', line)]
+    assert len(requirements) >= 20
+    assert [line for line in requirements if " # " not in line] == []
+
+
+def test_each_package_that_is_imported_is_a_dependency() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = re.search(r"^dependencies = \[$(.*?)^\]$", text, re.MULTILINE | re.DOTALL)
+    assert declared is not None
+    names = {name.replace("-", "_") for name in re.findall(r'"([a-z0-9-]+)>=', declared[1])}
+    # What their distributions call them, and what comes with one of the same version.
+    known = names | {"yaml", "pydantic_core", "monarch"} | sys.stdlib_module_names
+    imported = set()
+    for path in (ROOT / "monarch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(str(node.module).partition(".")[0])
+    assert imported - known == set()
+    assert names - imported - {"pyyaml"} == set()
+
+
+def test_the_container_says_how_it_is_run() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    for flag in (
+        "--device /dev/fuse",
+        "--cap-add SYS_ADMIN",
+        "--security-opt apparmor=unconfined",
+        ":rshared",
+    ):
+        assert flag in comment
+    instructions = re.sub(r"\\\n", " ", text).splitlines()
+    known = re.findall("[A-Z]+", "FROM RUN WORKDIR COPY STOPSIGNAL HEALTHCHECK ENTRYPOINT CMD")
+    for line in instructions:
+        assert not line.strip() or line.startswith("#") or line.split()[0] in known, line
+    copied = [line.split()[1:-1] for line in instructions if line.startswith("COPY")]
+    assert all((ROOT / name).exists() for names in copied for name in names)
+    (health,) = (line for line in instructions if line.startswith("HEALTHCHECK"))
+    assert "monarch status --json" in health
+
+
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+def test_systemd_accepts_the_unit() -> None:
+    unit = ROOT / "conf" / "monarch@.service"
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Node:
+    """A Slurm node as its prolog and epilog see it, with the settings file of this test."""
+
+    def __init__(self, monarch: MonarchCommand, directory: Path, settings: str) -> None:
+        self._monarch = monarch
+        self._settings = directory / "slurm.conf"
+        bin_dir = directory / "bin"
+        bin_dir.mkdir()
+        command = bin_dir / "monarch"
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m monarch "$@"\n')
+        command.chmod(0o755)
+        self.log = directory / "slurm.log"
+        self._settings.write_text(
+            f"MONARCH_PATH={bin_dir}\nMONARCH_RUN={directory / 'run'}\nMONARCH_LOG={self.log}\n"
+            f"MONARCH_CONFIG={directory / 'monarch.yaml'}\n{settings}\n"
+        )
+
+    def run(self, script: str, job: int) -> int:
+        # Its output is a pipe: run() would wait for a daemon that kept it open.
+        return subprocess.run(
+            [str(SLURM / script)],
+            env={
+                **self._monarch.environment(),
+                "MONARCH_SLURM_CONF": str(self._settings),
+                "SLURM_JOB_ID": str(job),
+                "SLURM_NODELIST": "n[1-2]",
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+        ).returncode
+
+
+def test_jobs_that_share_a_node_share_its_mount_until_the_last_one_ends(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    require_fuse()
+    source = tree({"a": 1000})
+    mountpoint = tmp_path / "mnt"
+    mountpoint.mkdir()
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "monarch.yaml").write_text(
+        f"mounts:\n  train:\n    source: {source}\n    mountpoint: {mountpoint}\n"
+        f"    tiers: [{{name: fast, path: {tmp_path / 'tier'}, capacity: 1MiB, keep_free: 0}}]\n"
+        f"    state: {tmp_path / 'state'}\n"
+    )
+    node = Node(monarch, tmp_path, f'MONARCH_MOUNTS="train:{mountpoint}"')
+    try:
+        assert node.run("prolog.sh", 1) == 0
+        assert (mountpoint / "a").read_bytes() == (source / "a").read_bytes()
+        assert node.run("prolog.sh", 2) == 0
+        assert node.run("epilog.sh", 1) == 0
+        assert str(mountpoint) in mounts(), "job 2 still reads it"
+        assert node.run("epilog.sh", 2) == 0
+        assert str(mountpoint) not in mounts(), node.log.read_text()
+        assert node.run("epilog.sh", 2) == 0
+    finally:
+        if str(mountpoint) in mounts():
+            monarch("umount", str(mountpoint), "--lazy", check=False)
+
+
+@pytest.mark.parametrize(("strict", "status"), [("no", 0), ("yes", 1)])
+def test_a_failed_mount_drains_the_node_only_if_asked(
+    monarch: MonarchCommand, tmp_path: Path, strict: str, status: int
+) -> None:
+    (tmp_path / "monarch.yaml").write_text("mounts: {}\n")
+    settings = f'MONARCH_MOUNTS="train:{tmp_path / "mnt"}"\nMONARCH_STRICT={strict}'
+    node = Node(monarch, tmp_path, settings)
+    assert node.run("prolog.sh", 1) == status
+    assert "monarch mount train failed" in node.log.read_text()
