@@ -31,8 +31,8 @@ from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
 from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
 from monarch.namespace.build import build
-from monarch.namespace.refresh import refresh
 from monarch.namespace.overlay import Namespace
+from monarch.namespace.refresh import refresh
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
@@ -78,12 +78,8 @@ def prepare(settings: MountSettings) -> MountSettings:
 
 
 def _clear_stale_mount(mountpoint: Path) -> None:
-    if mountpoints.mount_at(mountpoint) is None:
-        return
-    try:
-        os.stat(mountpoint)
-    except OSError:
-        # ENOTCONN: the daemon is dead. Whoever still has files open keeps his errors.
+    if mountpoints.mount_at(mountpoint) is not None and mountpoints.is_dead(mountpoint):
+        # Whoever still has files open there keeps the errors that he has.
         mountpoints.unmount(mountpoint, lazy=True)
 
 

@@ -194,29 +194,22 @@ class StatusReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class WarmProgress(Report):
-    """How far the files that were asked for are: ``done`` of ``total`` are resident."""
+    """``done`` of the ``total`` files asked for are resident; ``refused`` will not be."""
 
     done: int
     total: int
     bytes_done: int
     bytes_total: int
+    refused: int
 
 
 @dataclass(frozen=True, slots=True)
 class WarmReport(Report):
-    """What became of the files asked for: each counts once below ``files``.
-
-    ``resident`` have a copy, ``wanted`` will get one, ``left_out`` did not fit, ``failed`` could
-    not be copied.
-    """
+    """The files asked for; ``refused`` of them did not fit or could not be copied, so far."""
 
     files: int
     bytes: int
-    resident: int
-    wanted: int
-    left_out: int
-    left_out_bytes: int
-    failed: int
+    refused: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack
 from functools import partial
@@ -26,6 +27,7 @@ from _mounts import Mount
 
 WORKERS = 4
 BATCH = 32
+SIDE = 224
 
 
 class Images:
@@ -44,8 +46,7 @@ class Images:
             return len(content)
         from PIL import Image
 
-        image = Image.open(io.BytesIO(content)).convert("RGB")
-        image = image.resize((224, 224), Image.Resampling.BILINEAR)
+        image = Image.open(io.BytesIO(content)).convert("RGB").crop((0, 0, SIDE, SIDE))
         return torch.from_numpy(np.array(image))
 
 
@@ -68,6 +69,8 @@ class Readers:
     def __init__(self, *, decode: bool, seed: int = 1) -> None:
         from torch.utils.data import DataLoader
 
+        # It says that two cores are few for four workers, which is so wherever this runs.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         self._sampler = Paths()
         self._chance = random.Random(seed)
         images: Any = Images(decode=decode)

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def trainer() -> Epoch:
     from torch import nn
     from torch.utils.data import DataLoader
 
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     torch.manual_seed(1)
     torch.set_num_threads(1)
     sampler = Paths()

@@ -17,9 +17,12 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples: `monarch doctor`; `monarch doctor -c monarch.yaml`;"
-    " `srun -N 8 monarch doctor --json`.",
+    epilog="""\b
+Examples:
+  monarch doctor
+  monarch doctor -c monarch.yaml
+  srun -N 8 monarch doctor --json
+"""
 )
 @click.option(
     "-c",

@@ -16,8 +16,11 @@ from monarch.units import format_bytes
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples: `monarch evict /mnt/data train`; `monarch evict /mnt/data --all`.",
+    epilog="""\b
+Examples:
+  monarch evict /mnt/data train
+  monarch evict /mnt/data --all
+"""
 )
 @click.argument("mountpoint", type=click.Path(path_type=Path))
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")

@@ -51,9 +51,12 @@ class Line:
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples: `monarch status`; `monarch status /mnt/data --watch`;"
-    " `monarch status /mnt/data --json | jq .residency.fraction_files`.",
+    epilog="""\b
+Examples:
+  monarch status
+  monarch status /mnt/data --watch
+  monarch status /mnt/data --json | jq .residency.fraction_files
+"""
 )
 @click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -18,8 +18,11 @@ INTERRUPTED = 130
 
 
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples: `monarch warm /mnt/data --wait`; `monarch warm /mnt/data train val/index`.",
+    epilog="""\b
+Examples:
+  monarch warm /mnt/data --wait
+  monarch warm /mnt/data train val/index
+"""
 )
 @click.argument("mountpoint", type=click.Path(path_type=Path))
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
@@ -30,7 +33,7 @@ def warm(mountpoint: Path, paths: tuple[str, ...], wait: bool, as_json: bool) ->
 
     PATHs are files and directories inside the mount, or relative to it; without any, everything.
     The copies are made in the background, no more than fit. Ctrl-C ends the waiting, not the
-    copies. The exit code is 1 if something waited for could not be copied or did not fit.
+    copies. The exit code is 1 if something waited for did not fit or could not be copied.
     """
     record = Registry(state_root()).find(mountpoint)
     params = {"paths": inside(record, paths), "wait": wait}
@@ -57,17 +60,15 @@ def warm(mountpoint: Path, paths: tuple[str, ...], wait: bool, as_json: bool) ->
     if as_json:
         emit_json(report.to_dict())
     else:
-        stdout().print(_told(report), markup=False, soft_wrap=True)
-    return 1 if wait and (report.left_out or report.failed) else 0
+        stdout().print(_told(report, wait=wait), markup=False, soft_wrap=True)
+    return 1 if wait and report.refused else 0
 
 
-def _told(report: WarmReport) -> str:
-    parts = [
-        f"{report.files:,} files, {format_bytes(report.bytes)}: {report.resident:,} resident",
-        f"{report.wanted:,} to be copied" if report.wanted else "",
-        f"{report.left_out:,} ({format_bytes(report.left_out_bytes)}) do not fit"
-        if report.left_out
-        else "",
-        f"{report.failed:,} could not be copied, the log says why" if report.failed else "",
-    ]
-    return "; ".join(part for part in parts if part)
+def _told(report: WarmReport, *, wait: bool) -> str:
+    asked = f"{report.files:,} files, {format_bytes(report.bytes)}"
+    if not wait:
+        return f"{asked}: copying in the background; `monarch status MOUNTPOINT` shows how far"
+    resident = f"{asked}: {report.files - report.refused:,} resident"
+    if not report.refused:
+        return resident
+    return f"{resident}; {report.refused:,} are not: the tiers are full, or the log says why"

@@ -12,12 +12,16 @@ import os
 import re
 import stat
 import subprocess
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.errors import BusyError, FuseError, MountPointError, SourceError
 
 FS_TYPE = "fuse.monarch"
+
+# How long a mount may take to answer before it counts as hung. Seconds.
+_ANSWER_S = 5.0
 
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
@@ -57,6 +61,23 @@ def mount_at(mountpoint: Path) -> Mounted | None:
     wanted = os.fsencode(os.path.abspath(mountpoint))
     on_top = [mounted for mounted in mounts() if mounted.mountpoint == wanted]
     return on_top[-1] if on_top and on_top[-1].type == FS_TYPE else None
+
+
+def is_dead(mountpoint: Path) -> bool:
+    """Whether the mount's daemon is gone. A daemon that only does not answer is not."""
+    failure: list[int | None] = []
+
+    def ask() -> None:
+        try:
+            # Not stat, which the kernel answers from what it remembers.
+            os.statvfs(mountpoint)
+        except OSError as error:
+            failure.append(error.errno)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_ANSWER_S)
+    return failure == [errno.ENOTCONN]
 
 
 def check(mountpoint: Path, source: Path) -> None:

@@ -54,7 +54,7 @@ class Daemon:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.report = a_report(started_ns=time.time_ns())
-        self.warmed = WarmReport(100, 1 << 20, 90, 0, 9, 1 << 10, 1)
+        self.warmed = WarmReport(files=100, bytes=1 << 20, refused=10)
 
     async def status(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         return self.report.to_dict()
@@ -63,7 +63,7 @@ class Daemon:
         self.asked.append(params)
         if params["wait"]:
             for done in (0, 50, 90):
-                await send(WarmProgress(done, 100, done * 1000, 100_000).to_dict())
+                await send(WarmProgress(done, 100, done * 1000, 100_000, 0).to_dict())
         return self.warmed.to_dict()
 
     async def evict(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
@@ -225,7 +225,7 @@ async def test_warm_waits_and_says_what_did_not_fit(
     async with serving(state, Daemon().verbs()):
         assert await run(warm.warm, "/mnt/data", "--wait") == 1
     told = capsys.readouterr()
-    assert "90 resident; 9 (1 KiB) do not fit; 1 could not be copied" in told.out
+    assert "100 files, 1 MiB: 90 resident; 10 are not: the tiers are full" in told.out
     assert "87.9 KiB of 97.7 KiB; files: 90 of 100" in told.err
 
 
