@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -44,8 +45,10 @@ from monarch.placement.policy import Policy
 from monarch.placement.residency import Residency
 from monarch.places import default_tier, state_directory, state_root
 from monarch.registry import MountRecord, Registry, process_started
+from monarch.report import StatusReport
 from monarch.settings import MountSettings
 from monarch.status import Status
+from monarch.threads import Threads
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.lock import Lock
 from monarch.tiers.source import Source
@@ -56,11 +59,16 @@ from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
 from monarch.watch import Watch
 
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
 log = logging.getLogger(__name__)
 
 # How long the end may wait for the tiers' disks. After that the copies are verified at the next
 # mount instead. Seconds.
 _SYNC_DEADLINE_S = 10.0
+# How long the end may wait for copies whose bytes are already here. Seconds.
+_LAST_COPIES_S = 10.0
 
 
 def prepare(settings: MountSettings) -> MountSettings:
@@ -106,11 +114,29 @@ def run(
             cleanup.callback(source.close)
             snapshot, just_built = _snapshot(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
-            trio.run(_serve, settings, state, source, snapshot, just_built, ready)
+            _run_loop(settings, state, source, snapshot, just_built, ready)
         except MonarchError as error:
             log.error("%s", error)
             raise
         log.info("ended")
+
+
+def _run_loop(
+    settings: MountSettings,
+    state: Path,
+    source: Source,
+    snapshot: Snapshot,
+    just_built: bool,
+    ready: Callable[[], None],
+) -> None:
+    """``trio.run``, but what ended the mount comes out alone, not as a nursery's group of one."""
+    try:
+        trio.run(_serve, settings, state, source, snapshot, just_built, ready)
+    except BaseExceptionGroup as group:
+        cause: BaseException = group
+        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+            cause = cause.exceptions[0]
+        raise cause from None
 
 
 @contextmanager
@@ -256,7 +282,8 @@ class _Mount:
         metrics = Metrics([tier.name for tier in tiers])
         epochs = Epochs(snapshot.entries)
         readers = Readers()
-        source_threads = trio.CapacityLimiter(settings.limits.source_concurrency)
+        source_threads = Threads(settings.limits.source_concurrency, "source", abandon=True)
+        tier_threads = Threads(max(2, settings.limits.copy_workers), "tier", abandon=False)
         self._engine = Engine(
             source=source,
             tiers=tiers,
@@ -272,6 +299,7 @@ class _Mount:
             limits=settings.limits,
             readers=readers,
             source_threads=source_threads,
+            tier_threads=tier_threads,
             changed=self._changed,
         )
         self.filesystem = FileSystem(
@@ -287,6 +315,7 @@ class _Mount:
             limits=settings.limits,
             readers=readers,
             source_threads=source_threads,
+            tier_threads=tier_threads,
             verify=settings.verify,
             attributes_changed=self._attributes_changed,
         )
@@ -363,6 +392,8 @@ class _Mount:
             finally:
                 self._status.state = "stopping"
                 self._session.close()
+                with trio.move_on_after(_LAST_COPIES_S, shield=True):
+                    await self._engine.finish()
                 service.cancel_scope.cancel()
 
     async def _announce(self, ready: Callable[[], None]) -> None:
@@ -402,7 +433,13 @@ class _Mount:
         if not settings.enabled:
             yield
             return
-        collector = PrometheusCollector(self._metrics, self._status.report)
+        loop = trio.lowlevel.current_trio_token()
+
+        # The page has a thread of its own, and the report is made of what the loop's tasks change.
+        def report() -> StatusReport:
+            return trio.from_thread.run_sync(self._status.report, trio_token=loop)
+
+        collector = PrometheusCollector(self._metrics, report)
         page = serve_metrics(settings.address, collector)
         log.info("metrics at http://%s/metrics", page.address)
         try:

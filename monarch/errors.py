@@ -97,3 +97,24 @@ class NotMountedError(MonarchError):
 class BusyError(MonarchError):
     exit_code = 10
     errno = errno_.EBUSY
+
+
+_BY_EXIT_CODE: dict[int, type[MonarchError]] = {
+    kind.exit_code: kind
+    for kind in (
+        UsageError,
+        MountPointError,
+        SourceError,
+        SnapshotError,
+        TierError,
+        LockedError,
+        FuseError,
+        NotMountedError,
+        BusyError,
+    )
+}
+
+
+def error_of(exit_code: int, message: str, *, hint: str = "") -> MonarchError:
+    """The error that another process of Monarch ended with, by its exit code."""
+    return _BY_EXIT_CODE.get(exit_code, MonarchError)(message, hint=hint)

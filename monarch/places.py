@@ -18,8 +18,14 @@ from monarch.units import MiB
 
 
 def state_root(*, uid: int | None = None, environ: Mapping[str, str] | None = None) -> Path:
-    """Where the state directories are: /var/lib/monarch for root, else below the user's own."""
+    """Where the state directories are: /var/lib/monarch for root, else below the user's own.
+
+    MONARCH_STATE_ROOT comes before both: a container's volume, or a node without a disk.
+    """
     environ = os.environ if environ is None else environ
+    chosen = Path(environ.get("MONARCH_STATE_ROOT", ""))
+    if chosen.is_absolute():
+        return chosen
     if (os.getuid() if uid is None else uid) == 0:
         return Path("/var/lib/monarch")
     # The specification of these variables has a relative value ignored.

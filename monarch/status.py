@@ -169,9 +169,8 @@ class Status:
                 f"{self._watch.changed_directories} directories changed at the source since the"
                 " snapshot; mount again with --refresh to see what is new"
             )
-        source_errors = [k for k in self._metrics.errors if k.startswith("source-")]
-        if source_errors:
-            problems.append(f"the source answers with errors: {', '.join(sorted(source_errors))}")
+        if trouble := self._filesystem.source_trouble:
+            problems.append(f"the source answers with errors: {trouble}")
         return problems
 
 

@@ -17,6 +17,7 @@ import trio
 from monarch.errors import MonarchError
 from monarch.namespace.overlay import Namespace
 from monarch.placement.residency import Residency
+from monarch.threads import Threads
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.vfs.filesystem import FileSystem
@@ -44,7 +45,7 @@ class Watch:
         source: Source,
         residency: Residency,
         filesystem: FileSystem,
-        source_threads: trio.CapacityLimiter,
+        source_threads: Threads,
         every_s: float | None,
         just_built: bool,
     ) -> None:
@@ -105,13 +106,7 @@ class Watch:
             (ino, self._names.path(ino), self._names.attributes(ino).identity) for ino in batch
         ]
         self.checks += len(questions)
-        return await trio.to_thread.run_sync(
-            _differing,
-            self._source,
-            questions,
-            limiter=self._source_threads,
-            abandon_on_cancel=True,
-        )
+        return await self._source_threads.run(_differing, self._source, questions)
 
 
 def _differing(source: Source, questions: Sequence[tuple[Ino, bytes, Identity]]) -> list[Ino]:

@@ -237,10 +237,9 @@ class Demo:
         self._console.print(f"  {text}", highlight=False)
 
     def _say_where(self, path: Path) -> None:
-        for name in sorted(os.listxattr(path)):
-            if name.startswith("user.monarch."):
-                value = os.getxattr(path, name).decode(errors="replace")
-                self._say(f"[dim]{path.name}: {name} = [/dim]{value}")
+        tier = os.getxattr(path, "user.monarch.tier").decode()
+        self._command("getfattr", "-n", "user.monarch.tier", path)
+        self._say(f'user.monarch.tier="{tier}"')
 
     def _command(self, *words: object) -> None:
         line = shlex.join(map(str, words)).replace(str(self._work), "...")

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "vocabulary",
         (
             *("types", "errors", "units", "order", "text"),
-            *("beneath", "buckets", "registry", "report"),
+            *("beneath", "buckets", "registry", "report", "threads"),
         ),
     ),
     ("settings", ("settings", "places", "config", "metrics", "log")),

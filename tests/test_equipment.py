@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from monarch.log import JsonFormatter, TextFormatter
-from tests.conftest import MonarchCommand, Tree, contents, processes, trouble
+from tests.conftest import MonarchCommand, Tree, contents, mounts, processes, trouble
 from tests.equipment import slowfs, throttled
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
@@ -215,3 +215,41 @@ def test_a_tree_is_the_same_each_time_and_each_file_another(tree: Tree) -> None:
     assert (root / "d" / "empty").stat().st_size == 0
     assert (root / "e").is_dir()
     assert (root / "f").read_bytes() == b"own"
+
+
+def test_a_killed_daemon_leaves_nothing_after_its_test(tmp_path: Path, tree: Tree) -> None:
+    monarch = MonarchCommand(tmp_path, "killed")
+    mounted = monarch.mount(tree({"a": 100}))
+    mounted.kill()
+    assert str(mounted.path) in mounts()
+    with pytest.raises(OSError) as failed:
+        (mounted.path / "a").read_bytes()
+    assert failed.value.errno == errno.ENOTCONN
+    monarch.close()
+    assert str(mounted.path) not in mounts()
+
+
+def test_a_warning_in_a_daemons_log_fails_its_test_unless_announced(
+    tmp_path: Path, tree: Tree
+) -> None:
+    monarch = MonarchCommand(tmp_path, "warned")
+    mounted = monarch.mount(tree({"a": 100}))
+    mounted.umount()
+    with (mounted.state / "daemon.log").open("a") as log:
+        log.write("2026-01-31T12:00:00.000Z warning monarch.x: it is late\n")
+    with pytest.raises(pytest.fail.Exception, match="it is late"):
+        monarch.close()
+    monarch.expects_log("it is (late|early)")
+    monarch.close()
+    monarch.expects_log("it is noon")
+    with pytest.raises(pytest.fail.Exception, match="nothing in the daemon's log matches"):
+        monarch.close()
+
+
+def test_a_stage_left_in_a_tier_fails_its_test(tmp_path: Path, tree: Tree) -> None:
+    monarch = MonarchCommand(tmp_path, "staged")
+    mounted = monarch.mount(tree({"a": 100}))
+    mounted.umount()
+    (mounted.tiers["fast"] / "7.part").touch()
+    with pytest.raises(pytest.fail.Exception, match="a stage was left"):
+        monarch.close()

@@ -202,7 +202,7 @@ def test_jobs_that_share_a_node_share_its_mount_until_the_last_one_ends(
         f"    tiers: [{{name: fast, path: {tmp_path / 'tier'}, capacity: 1MiB, keep_free: 0}}]\n"
         f"    state: {tmp_path / 'state'}\n"
     )
-    node = Node(monarch, tmp_path, f'MONARCH_MOUNTS="train:{mountpoint}"')
+    node = Node(monarch, tmp_path, f'MONARCH_MOUNTS="train:{mountpoint}"\nMONARCH_EVICT=yes')
     try:
         assert node.run("prolog.sh", 1) == 0
         assert (mountpoint / "a").read_bytes() == (source / "a").read_bytes()
@@ -212,6 +212,10 @@ def test_jobs_that_share_a_node_share_its_mount_until_the_last_one_ends(
         assert node.run("epilog.sh", 2) == 0
         assert str(mountpoint) not in mounts(), node.log.read_text()
         assert node.run("epilog.sh", 2) == 0
+        assert "failed" not in node.log.read_text()
+        assert [
+            path.name for path in (tmp_path / "tier").rglob("*") if path.stat().st_size == 1000
+        ] == []
     finally:
         if str(mountpoint) in mounts():
             monarch("umount", str(mountpoint), "--lazy", check=False)

@@ -25,7 +25,7 @@ for entry in $MONARCH_MOUNTS; do
     # rmdir fails while another job's mark is there.
     rmdir "$MONARCH_RUN/$name" 2>/dev/null || continue
     if [ "$MONARCH_EVICT" = yes ]; then
-        monarch evict "$mountpoint" --all 9>&- || log "monarch evict $mountpoint failed with $?"
+        monarch evict "$mountpoint" 9>&- || log "monarch evict $mountpoint failed with $?"
     fi
     # A process that outlives its job may have files open: --lazy takes the mount away all the same.
     if ! monarch umount "$mountpoint" 9>&- && ! monarch umount "$mountpoint" --lazy 9>&-; then

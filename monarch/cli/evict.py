@@ -8,7 +8,6 @@ import click
 
 from monarch.cli.ask import ask, inside
 from monarch.cli.output import emit_json, stdout
-from monarch.errors import UsageError
 from monarch.places import state_root
 from monarch.registry import Registry
 from monarch.report import EvictReport
@@ -18,26 +17,25 @@ from monarch.units import format_bytes
 @click.command(
     epilog="""\b
 Examples:
+  monarch evict /mnt/data
   monarch evict /mnt/data train
-  monarch evict /mnt/data --all
 """
 )
 @click.argument("mountpoint", type=click.Path(path_type=Path))
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@click.option("--all", "everything", is_flag=True, help="Drop every copy of the mount.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def evict(mountpoint: Path, paths: tuple[str, ...], everything: bool, as_json: bool) -> None:
+def evict(mountpoint: Path, paths: tuple[str, ...], as_json: bool) -> None:
     """Drop copies from the tiers.
 
-    PATHs are files and directories inside the mount, or relative to it. The files stay readable,
-    from the source; those open now are read from their copy until they are closed.
+    PATHs are files and directories inside the mount, or relative to it; without any, everything.
+    The files stay readable, from the source; those open now are read from their copy until they
+    are closed.
     """
-    if everything == bool(paths):
-        raise UsageError("give PATHs or --all", hint="`monarch evict --help` has examples")
     record = Registry(state_root()).find(mountpoint)
     params = {"paths": inside(record, paths)}
     report = ask(record, "evict", params, answer=EvictReport, timeout=None)
     if as_json:
         emit_json(report.to_dict())
     else:
-        stdout().print(f"{report.files:,} copies dropped, {format_bytes(report.bytes)} freed")
+        copies = "copy" if report.files == 1 else "copies"
+        stdout().print(f"{report.files:,} {copies} dropped, {format_bytes(report.bytes)} freed")

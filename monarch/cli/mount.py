@@ -14,36 +14,10 @@ import click
 
 from monarch import config
 from monarch.cli.output import progress_bar, stderr
-from monarch.errors import (
-    BusyError,
-    ConfigError,
-    FuseError,
-    LockedError,
-    MonarchError,
-    MountPointError,
-    SnapshotError,
-    SourceError,
-    TierError,
-    UsageError,
-)
+from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.places import state_directory
 from monarch.settings import MountSettings
 from monarch.types import Progress
-
-_BY_EXIT_CODE = {
-    kind.exit_code: kind
-    for kind in (
-        MonarchError,
-        UsageError,
-        MountPointError,
-        SourceError,
-        SnapshotError,
-        TierError,
-        LockedError,
-        FuseError,
-        BusyError,
-    )
-}
 
 
 @click.command(
@@ -104,7 +78,7 @@ def mount(
                 refreshed=refresh,
                 foreground=True,
                 progress=progress,
-                ready=lambda: stderr().print(f"monarch: {_told(settings)}", markup=False),
+                ready=lambda: stderr().print(f"monarch: {_told(settings)}", markup=False, soft_wrap=True),
             )
         return
     _start(
@@ -113,7 +87,7 @@ def mount(
             settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
         ),
     )
-    stderr().print(f"monarch: {_told(settings)}", markup=False)
+    stderr().print(f"monarch: {_told(settings)}", markup=False, soft_wrap=True)
 
 
 def _told(settings: MountSettings) -> str:
@@ -188,8 +162,7 @@ def _wait_until_ready(reading: int, settings: MountSettings) -> None:
             if "progress" in told:
                 progress(*told["progress"])
             elif "error" in told:
-                kind = _BY_EXIT_CODE.get(told["exit_code"], MonarchError)
-                raise kind(told["error"], hint=told["hint"])
+                raise error_of(told["exit_code"], told["error"], hint=told["hint"])
             else:
                 return
     where = settings.log.file or state_directory(settings) / "daemon.log"

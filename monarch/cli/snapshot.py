@@ -18,7 +18,7 @@ from monarch.namespace.compare import Difference
 from monarch.namespace.compare import diff as diff_snapshots
 from monarch.namespace.compare import verify as verify_snapshot
 from monarch.namespace.refresh import refresh as refresh_snapshot
-from monarch.namespace.schema import SnapshotInfo
+from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.text import escape_text
 from monarch.units import format_bytes
@@ -219,17 +219,17 @@ def _tell_differences(found: Iterable[Difference], *, as_json: bool) -> int:
     return _DIFFERENT
 
 
-def _info_as_json(file: Path, told: SnapshotInfo) -> dict[str, Any]:
+def _info_as_json(file: Path, told: SnapshotSummary) -> dict[str, Any]:
     return {"file": os.fsencode(file), **asdict(told), "snapshot_bytes": file.stat().st_size}
 
 
-def _counts(told: SnapshotInfo) -> str:
+def _counts(told: SnapshotSummary) -> str:
     return (
         f"{told.files:,} files, {told.directories:,} directories, {format_bytes(told.bytes_total)}"
     )
 
 
-def _warn_unreadable(told: SnapshotInfo) -> None:
+def _warn_unreadable(told: SnapshotSummary) -> None:
     if not told.unreadable:
         return
     click.echo(f"{told.unreadable:,} entries could not be read; they are shown, empty:", err=True)
@@ -239,7 +239,7 @@ def _warn_unreadable(told: SnapshotInfo) -> None:
         click.echo("  ...", err=True)
 
 
-def _median_bound(told: SnapshotInfo) -> int:
+def _median_bound(told: SnapshotSummary) -> int:
     seen = 0
     for bits, count in told.sizes:
         seen += count

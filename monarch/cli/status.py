@@ -27,6 +27,7 @@ from monarch.units import format_bytes
 WATCH_SECONDS = 2.0
 # A daemon answers from memory; longer than this it is in trouble, and the other mounts wait.
 ANSWER_SECONDS = 5.0
+LOG_COLUMNS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,11 @@ def status(mountpoint: Path | None, as_json: bool, watch: bool) -> None:
     if watch:
         _watch(shown)
     else:
-        stdout().print(shown())
+        console = stdout()
+        if not console.is_terminal:
+            # For `grep` and `awk` a mount stays on its line.
+            console.width = max(console.width, LOG_COLUMNS)
+        console.print(shown())
 
 
 def report_of(record: MountRecord) -> StatusReport:

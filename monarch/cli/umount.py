@@ -52,7 +52,7 @@ def umount(mountpoint: str, *, lazy: bool, as_json: bool) -> None:
     if as_json:
         emit_json({"mountpoint": os.fspath(path), "unmounted": True})
     else:
-        stderr().print(f"monarch: {path} is unmounted", markup=False)
+        stderr().print(f"monarch: {path} is unmounted", markup=False, soft_wrap=True)
 
 
 def _record(registry: Registry, path: Path) -> MountRecord | None:

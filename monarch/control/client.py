@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from monarch import errors
 from monarch.control.messages import (
     MAX_LINE_BYTES,
     Failure,
@@ -23,23 +22,7 @@ from monarch.control.messages import (
     Result,
     parse_reply,
 )
-from monarch.errors import MonarchError, NotMountedError, UsageError
-
-_BY_EXIT_CODE: dict[int, type[MonarchError]] = {
-    kind.exit_code: kind
-    for kind in (
-        MonarchError,
-        UsageError,
-        errors.MountPointError,
-        errors.SourceError,
-        errors.SnapshotError,
-        errors.TierError,
-        errors.LockedError,
-        errors.FuseError,
-        NotMountedError,
-        errors.BusyError,
-    )
-}
+from monarch.errors import MonarchError, NotMountedError, UsageError, error_of
 
 
 def call(
@@ -71,7 +54,7 @@ def call(
                     case Result(result):
                         return result
                     case Failure(error=message, hint=hint, exit_code=code):
-                        raise _BY_EXIT_CODE.get(code, MonarchError)(message, hint=hint)
+                        raise error_of(code, message, hint=hint)
         except TimeoutError as error:
             raise MonarchError(
                 f"the daemon at {socket_path} has not answered for {timeout:g} seconds",

@@ -32,7 +32,7 @@ from monarch.namespace.schema import (
     SHIFT,
     U32,
     UNREADABLE,
-    SnapshotInfo,
+    SnapshotSummary,
     encode_meta,
     key,
     pack_firsts,
@@ -41,6 +41,7 @@ from monarch.namespace.schema import (
     unseal,
 )
 from monarch.namespace.snapshot import Snapshot
+from monarch.namespace.trailer import append_trailer
 from monarch.types import Ino, Progress
 from monarch.units import MiB
 
@@ -62,7 +63,7 @@ def build(
     jobs: int = 32,
     one_file_system: bool = False,
     progress: Progress | None = None,
-) -> SnapshotInfo:
+) -> SnapshotSummary:
     """Scan the directory ``source`` and publish its snapshot as the file ``target``.
 
     Up to ``jobs`` calls wait for the source at once. No file is opened, no symbolic link followed.
@@ -135,7 +136,7 @@ def write(
             )
         finally:
             writer.close()
-        _publish(part, target)
+        _publish(part, target, page_bytes=writer.page_bytes)
     except lmdb.Error as error:
         raise _cannot_write(target, str(error)) from error
     finally:
@@ -178,6 +179,7 @@ class _Writer:
         self._transaction = self._environment.begin(write=True)
         self._written_bytes = 0
         self._pending_bytes = 0
+        self.page_bytes = 0
         self.entries = 0
         self._records = bytearray()
         self._names: list[bytes] = []
@@ -223,7 +225,7 @@ class _Writer:
         self._put_firsts(self.entries + 1)
         self._flag_closed()
         totals = self._totals
-        info = SnapshotInfo(
+        info = SnapshotSummary(
             id=uuid.uuid4().hex,
             source=source,
             created_ns=created_ns,
@@ -244,12 +246,8 @@ class _Writer:
         self._put(CURVE, totals.curve.astype("<u8").tobytes())
         self._put(META, encode_meta(info))
         self._transaction.commit()
-        pages = self._environment.info()["last_pgno"] + 1
-        size = pages * self._environment.stat()["psize"]
+        self.page_bytes = self._environment.stat()["psize"]
         self._environment.close()
-        # LMDB counts pages that it allocated and gave back before they were ever written.
-        if self._part.stat().st_size < size:
-            os.truncate(self._part, size)
 
     def close(self) -> None:
         self._transaction.abort()
@@ -276,7 +274,7 @@ class _Writer:
         self._blocks[table] += 1
 
     def _put(self, name: bytes, content: bytes) -> None:
-        self._transaction.put(name, seal(content))
+        self._transaction.put(name, seal(name, content))
         self._pending_bytes += len(content)
         if self._pending_bytes > _TRANSACTION_BYTES:
             self._transaction.commit()
@@ -300,14 +298,15 @@ class _Writer:
         for ino in self._closed:
             by_block.setdefault((ino - 1) >> SHIFT, []).append(ino)
         for number, inos in by_block.items():
-            value = self._transaction.get(key(INODES, number))
+            name = key(INODES, number)
+            value = self._transaction.get(name)
             if value is None:
                 raise AssertionError("every inode has been written")
-            content = bytearray(unseal(value, where=str(self._part)))
+            content = bytearray(unseal(name, value, where=str(self._part)))
             for ino in inos:
                 at = ((ino - 1) & MASK) * RECORD_BYTES + FLAGS_OFFSET
                 U32.pack_into(content, at, U32.unpack_from(content, at)[0] | UNREADABLE)
-            self._put(key(INODES, number), bytes(content))
+            self._put(name, bytes(content))
 
 
 class _Totals:
@@ -342,8 +341,9 @@ class _Totals:
         np.add.at(self.curve, buckets(records["source_ino"][file]), sizes)
 
 
-def _publish(part: Path, target: Path) -> None:
+def _publish(part: Path, target: Path, *, page_bytes: int) -> None:
     try:
+        append_trailer(part, page_bytes=page_bytes)
         _sync(part, os.O_RDONLY)
         part.replace(target)
         _sync(target.parent, os.O_RDONLY | os.O_DIRECTORY)

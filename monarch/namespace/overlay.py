@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from monarch.namespace.schema import SnapshotInfo
+from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import ROOT_INO, Attributes, Ino
 
@@ -49,7 +49,7 @@ class Namespace:
         """How many entries were found missing."""
         return len(self._gone)
 
-    def info(self) -> SnapshotInfo:
+    def info(self) -> SnapshotSummary:
         return self._snapshot.info()
 
     def refresh(self, ino: Ino, attributes: Attributes) -> None:

@@ -10,7 +10,7 @@ from monarch.errors import SnapshotError
 from monarch.namespace.build import open_source, write
 from monarch.namespace.compare import diff
 from monarch.namespace.scan import Scan, printable
-from monarch.namespace.schema import SnapshotInfo
+from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import Progress
 
@@ -25,7 +25,7 @@ class RefreshReport:
     changed: int
     reused: int
     unlisted: int
-    info: SnapshotInfo
+    info: SnapshotSummary
 
 
 def refresh(

@@ -285,19 +285,16 @@ class Scan:
         self._measure(done)
 
     def _measure(self, done: _Done) -> None:
+        """Start threads if the source makes callers wait."""
         self._calls += done.calls
         self._recent_calls += done.calls
         self._recent_seconds += done.seconds
-        if self._recent_calls < _SLICE_FIRST:
+        if self._recent_calls < _SLICE_FIRST or self._jobs == 1:
             return
         mean = self._recent_seconds / self._recent_calls
         self._recent_calls //= 2
         self._recent_seconds /= 2
-        if not self._threads and (
-            self._jobs == 1 or mean < _SLOW_SECONDS or done.waits * 32 < done.calls
-        ):
-            # Fast, or slow only because another process had the processor: calls that wait for
-            # a source give it up of their own accord.
+        if not self._threads and not _is_waiting(mean, done):
             return
         wanted = min(self._jobs, max(2, int(mean / _SECONDS_PER_THREAD)))
         while len(self._threads) < wanted:
@@ -585,6 +582,15 @@ def pack_record(status: os.stat_result, parent: Ino, extra: int) -> bytes:
 def printable(path: bytes) -> str:
     """A path of the source as a message may show it."""
     return escape_text(os.fsdecode(path))
+
+
+def _is_waiting(mean_seconds: float, done: _Done) -> bool:
+    """Whether calls wait for the source, and are not slow because others have the processor.
+
+    A call that waits gives the processor up of its own accord; on a cold disk one read of a block
+    serves many calls.
+    """
+    return mean_seconds > _SLOW_SECONDS and done.waits * 32 >= done.calls
 
 
 def _field(records: bytearray, position: int, offset: int, size: int) -> bytearray:

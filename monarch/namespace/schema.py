@@ -9,7 +9,8 @@
     "c" + block      first children: u32 each, by the rank of the directory
 
 A block's number is a big-endian u32. Each value begins with the xxh3 of what follows, so a flipped
-bit is found at the first use of a block. All numbers inside are little-endian.
+bit is found at the first use of a block. All numbers inside are little-endian. Behind the database
+stands a checksum of its tree (trailer.py).
 
 Inode numbers are dense: 1 is the root, then every directory's children in the order of their
 bytes, directories in the order of their own numbers (breadth first). The children of one
@@ -85,7 +86,7 @@ U32_PAIR: Final = struct.Struct("<II")
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotInfo:
+class SnapshotSummary:
     """What a snapshot tells of itself. Sizes in bytes, times in nanoseconds since the epoch.
 
     ``entries`` counts names, so it is also the highest inode number; ``files`` are regular files,
@@ -117,11 +118,11 @@ class SnapshotInfo:
         return fields
 
 
-def encode_meta(info: SnapshotInfo) -> bytes:
+def encode_meta(info: SnapshotSummary) -> bytes:
     return json.dumps({"version": VERSION, **info.as_json()}).encode()
 
 
-def decode_meta(content: bytes, *, where: str) -> SnapshotInfo:
+def decode_meta(content: bytes, *, where: str) -> SnapshotSummary:
     """Raises SnapshotError for a version that this program cannot read."""
     try:
         fields = json.loads(content)
@@ -134,7 +135,7 @@ def decode_meta(content: bytes, *, where: str) -> SnapshotInfo:
         fields["source"] = urllib.parse.unquote_to_bytes(fields["source"])
         fields["sizes"] = tuple((bits, count) for bits, count in fields["sizes"])
         fields["unreadable_paths"] = tuple(fields["unreadable_paths"])
-        return SnapshotInfo(**fields)
+        return SnapshotSummary(**fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(where) from error
 
@@ -143,19 +144,24 @@ def key(table: bytes, block: int) -> bytes:
     return table + block.to_bytes(4, "big")
 
 
-def seal(content: bytes | bytearray | memoryview) -> bytes:
-    """A value: ``content`` behind its checksum."""
-    return _HEADER.pack(xxhash.xxh3_64_intdigest(content)) + content
+def seal(name: bytes, content: bytes) -> bytes:
+    """The value of the key ``name``: ``content`` behind its checksum."""
+    return _HEADER.pack(_checksum(name, content)) + content
 
 
-def unseal(value: bytes | memoryview, *, where: str) -> memoryview:
-    """The content of a value. Raises SnapshotError, naming ``where``, if a bit has flipped."""
+def unseal(name: bytes, value: bytes | memoryview, *, where: str) -> memoryview:
+    """The content of the value of ``name``. Raises SnapshotError if it is another's, or damaged."""
     if len(value) < HEADER_BYTES:
         raise damaged(where)
     content = memoryview(value)[HEADER_BYTES:]
-    if _HEADER.unpack_from(value)[0] != xxhash.xxh3_64_intdigest(content):
+    if _HEADER.unpack_from(value)[0] != _checksum(name, content):
         raise damaged(where)
     return content
+
+
+def _checksum(name: bytes, content: bytes | memoryview) -> int:
+    # Seeded by the key, so that a block in another's place is not taken for it.
+    return xxhash.xxh3_64_intdigest(content, seed=int.from_bytes(name[:8], "little"))
 
 
 def damaged(where: str) -> SnapshotError:

@@ -8,9 +8,7 @@ Nothing here waits for anything but a page of the local file. Threads may share 
 from __future__ import annotations
 
 import itertools
-import os
 import stat
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from monarch.buckets import BUCKETS
-from monarch.errors import SnapshotError
 from monarch.namespace.schema import (
     ALIAS,
     BLOCK,
@@ -37,20 +34,17 @@ from monarch.namespace.schema import (
     SHIFT,
     U32_PAIR,
     UNREADABLE,
-    SnapshotInfo,
+    SnapshotSummary,
     damaged,
     decode_meta,
     key,
     unpack_strings,
     unseal,
 )
+from monarch.namespace.trailer import check_trailer, not_a_snapshot
 from monarch.types import ROOT_INO, Attributes, Ino
 
 _KINDS = 0o170000
-
-# struct MDB_meta behind the 16-byte header of page 0; the same of page 1 one page further.
-_LMDB_MAGIC = 0xBEEFC0DE
-_LMDB_MAGIC_OFFSET = 16
 
 
 class _Table:
@@ -81,10 +75,8 @@ class _Table:
         with self._lock:
             view = self.views[number]
             if view is None:
-                value = self._transaction.get(key(self._name, number))
-                if value is None:
-                    raise damaged(self._where)
-                view = self.views[number] = unseal(value, where=self._where)
+                view = _value(self._transaction, key(self._name, number), where=self._where)
+                self.views[number] = view
             return view
 
 
@@ -97,7 +89,7 @@ class Snapshot:
     def __init__(
         self,
         path: Path,
-        info: SnapshotInfo,
+        info: SnapshotSummary,
         environment: lmdb.Environment,
         transaction: lmdb.Transaction,
     ) -> None:
@@ -120,7 +112,7 @@ class Snapshot:
     def open(cls, path: Path) -> Snapshot:
         """Map the snapshot ``path``. Raises SnapshotError if it cannot be used, with the reason."""
         where = str(path)
-        _check_header(path)
+        check_trailer(path)
         try:
             environment = lmdb.open(
                 where,
@@ -132,24 +124,14 @@ class Snapshot:
                 max_spare_txns=0,
             )
         except lmdb.Error as error:
-            raise _not_a_snapshot(path) from error
+            raise not_a_snapshot(path) from error
         try:
-            # A page that the file does not reach would end the program with SIGBUS.
-            pages = environment.info()["last_pgno"] + 1
-            if path.stat().st_size < pages * environment.stat()["psize"]:
-                raise SnapshotError(
-                    f"snapshot {where} is cut short",
-                    hint="copy it again, or build it with `monarch snapshot build`",
-                )
             transaction = environment.begin(buffers=True)
-            meta = transaction.get(META)
-            if meta is None:
-                raise _not_a_snapshot(path)
-            info = decode_meta(bytes(unseal(meta, where=where)), where=where)
+            info = decode_meta(bytes(_value(transaction, META, where=where)), where=where)
             return cls(path, info, environment, transaction)
         except lmdb.Error as error:
             environment.close()
-            raise _not_a_snapshot(path) from error
+            raise not_a_snapshot(path) from error
         except BaseException:
             environment.close()
             raise
@@ -196,15 +178,12 @@ class Snapshot:
     def created_ns(self) -> int:
         return self._info.created_ns
 
-    def info(self) -> SnapshotInfo:
+    def info(self) -> SnapshotSummary:
         return self._info
 
     def curve(self) -> npt.NDArray[np.uint64]:
         """Bytes of regular files in each of the BUCKETS buckets."""
-        value = self._transaction.get(CURVE)
-        if value is None:
-            raise damaged(str(self._path))
-        content = unseal(value, where=str(self._path))
+        content = _value(self._transaction, CURVE, where=str(self._path))
         if len(content) != BUCKETS * 8:
             raise damaged(str(self._path))
         return np.frombuffer(content, dtype="<u8").copy()
@@ -431,6 +410,17 @@ class Snapshot:
         )
 
 
+def _value(transaction: lmdb.Transaction, name: bytes, *, where: str) -> memoryview:
+    """The content of a value, checked. Raises SnapshotError."""
+    try:
+        value = transaction.get(name)
+    except lmdb.Error as error:
+        raise damaged(where) from error
+    if value is None:
+        raise damaged(where)
+    return unseal(name, value, where=where)
+
+
 def _index(slot: int) -> int:
     if slot < 1:
         raise IndexError(f"no inode {slot}")
@@ -445,29 +435,3 @@ def _spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         following = min(end, (number + 1) << SHIFT)
         yield number, index & MASK, following - (number << SHIFT)
         index = following
-
-
-def _check_header(path: Path) -> None:
-    """Refuse what LMDB would crash on or create anew."""
-    try:
-        with open(path, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _not_a_snapshot(path)
-            head = file.read(_LMDB_MAGIC_OFFSET + 4)
-    except FileNotFoundError as error:
-        raise SnapshotError(
-            f"there is no snapshot {path}", hint="build it with `monarch snapshot build`"
-        ) from error
-    except OSError as error:
-        raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
-    if len(head) < _LMDB_MAGIC_OFFSET + 4:
-        raise _not_a_snapshot(path)
-    if struct.unpack_from("=I", head, _LMDB_MAGIC_OFFSET)[0] != _LMDB_MAGIC:
-        raise _not_a_snapshot(path)
-
-
-def _not_a_snapshot(path: Path) -> SnapshotError:
-    return SnapshotError(
-        f"{path} is not a snapshot of Monarch",
-        hint="give a file that `monarch snapshot build` wrote",
-    )

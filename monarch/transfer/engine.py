@@ -26,6 +26,7 @@ from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
 from monarch.placement.policy import Item
 from monarch.settings import LimitSettings
+from monarch.threads import Threads
 from monarch.tiers.directory import Tier
 from monarch.tiers.records import Records
 from monarch.tiers.source import Source, SourceFile
@@ -111,7 +112,8 @@ class Engine:
         metrics: Metrics,
         limits: LimitSettings,
         readers: Readers,
-        source_threads: trio.CapacityLimiter,
+        source_threads: Threads,
+        tier_threads: Threads,
         changed: Callable[[Ino], None],
     ) -> None:
         self._source = source
@@ -126,7 +128,7 @@ class Engine:
         self._limits = limits
         self._readers = readers
         self._source_threads = source_threads
-        self._tier_threads = trio.CapacityLimiter(max(2, limits.copy_workers))
+        self._tier_threads = tier_threads
         self._changed = changed
         self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
         self._queue: deque[Flight] = deque()
@@ -189,6 +191,15 @@ class Engine:
             self._tiers[tier].remove(ino)
         except OSError as error:
             self._tier_failed(self._tiers[tier], str(error))
+
+    async def finish(self) -> None:
+        """Commit what readers have fetched already and give up the rest: nobody reads any more."""
+        for flight in [flight for flight in self._queue if flight.content is None]:
+            self._queue.remove(flight)
+            self._give_up(flight, retry=True)
+        self._rest_until = math.inf
+        while any(flight.content is not None for flight in self._flights.values()):
+            await trio.sleep(_STEP_S)
 
     # -- the workers ---------------------------------------------------------------------------
 
@@ -268,9 +279,7 @@ class Engine:
             if flight.content is not None
         ]
         if contents:
-            results = await trio.to_thread.run_sync(
-                commit_contents, tier, self._records, contents, limiter=self._tier_threads
-            )
+            results = await self._tier_threads.run(commit_contents, tier, self._records, contents)
             for flight, error in zip(batch, results, strict=True):
                 if error is None:
                     self._arrived(flight)
@@ -288,13 +297,8 @@ class Engine:
     async def _copy(self, flight: Flight, tier: Tier) -> None:
         ino, size = flight.promote.ino, flight.promote.size
         if flight.file is None:
-            flight.file = await trio.to_thread.run_sync(
-                open_version,
-                self._source,
-                self._names.path(ino),
-                flight.identity,
-                limiter=self._source_threads,
-                abandon_on_cancel=True,
+            flight.file = await self._source_threads.run(
+                open_version, self._source, self._names.path(ino), flight.identity
             )
             self._metrics.source_opened(copy=True)
         file = flight.file
@@ -304,34 +308,19 @@ class Engine:
                 count = min(TURN_BYTES, size - offset)
                 await self._courtesy(file, offset + count)
                 await trio.sleep(self._bucket.take(count, trio.current_time()))
-                # A source that hangs must not hold up the end of the daemon: the thread is left
-                # behind, and since it only reads, it can do no harm.
-                pieces = await trio.to_thread.run_sync(
-                    read_turn,
-                    file,
-                    offset,
-                    count,
-                    limiter=self._source_threads,
-                    abandon_on_cancel=True,
-                )
+                pieces = await self._source_threads.run(read_turn, file, offset, count)
                 for piece in pieces:
                     self._metrics.source_read(len(piece), copy=True)
                     offset += len(piece)
                 if not pieces:
                     break
                 await self._in_tier(append_all, staged, pieces)
-            await trio.to_thread.run_sync(
-                check_unchanged,
-                file,
-                flight.identity,
-                limiter=self._source_threads,
-                abandon_on_cancel=True,
-            )
+            await self._source_threads.run(check_unchanged, file, flight.identity)
             await self._in_tier(commit, tier, self._records, staged, ino, flight.identity)
 
     async def _in_tier(self, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:
-            return await trio.to_thread.run_sync(call, *args, limiter=self._tier_threads)
+            return await self._tier_threads.run(call, *args)
         except OSError as error:
             raise _tier_error(error.errno, error.strerror) from error
 

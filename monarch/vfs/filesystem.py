@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from monarch.placement.epochs import Epochs
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
 from monarch.settings import LimitSettings
+from monarch.threads import Threads
 from monarch.tiers.directory import Tier
 from monarch.tiers.records import Records
 from monarch.tiers.source import Fetched, Source, SourceFile, identity_of
@@ -45,6 +47,8 @@ XATTR_DIGEST = b"user.monarch.digest"
 # How often an open looks again when the source changes under it. A file that changes faster than
 # it can be read is being written: its reader gets ESTALE.
 _ATTEMPTS = 3
+# How long an error of the source counts as trouble that goes on. Seconds.
+_TROUBLE_S = 120.0
 
 
 class Flight(Protocol):
@@ -104,7 +108,8 @@ class FileSystem:
         metrics: Metrics,
         limits: LimitSettings,
         readers: Readers,
-        source_threads: trio.CapacityLimiter,
+        source_threads: Threads,
+        tier_threads: Threads,
         verify: Literal["unclean", "open", "never"],
         attributes_changed: Callable[[Ino], None],
     ) -> None:
@@ -120,12 +125,20 @@ class FileSystem:
         self._limits = limits
         self._readers = readers
         self._source_threads = source_threads
+        self._tier_threads = tier_threads
         self._verify = verify
         self._attributes_changed = attributes_changed
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0
         self._limiter = Limiter(60.0)
+        self._trouble = (-math.inf, "")
+
+    @property
+    def source_trouble(self) -> str:
+        """What the source answered if it failed in the last minutes, else empty."""
+        when, what = self._trouble
+        return what if trio.current_time() - when < _TROUBLE_S else ""
 
     @property
     def open_files(self) -> int:
@@ -239,7 +252,7 @@ class FileSystem:
         record = self._records.get(ino)
         if record is None or record.identity != attributes.identity:
             raise OSError(errno.ESTALE, "no record of this version")
-        digest = await trio.to_thread.run_sync(tier.digest, ino, attributes.size)
+        digest = await self._tier_threads.run(tier.digest, ino, attributes.size)
         if digest != record.digest:
             raise OSError(errno.ESTALE, "the copy's digest is not the recorded one")
         if self._verify != "open":
@@ -282,9 +295,8 @@ class FileSystem:
                 self._movement.submit(promote, attributes.identity, file=file)
             return Binding(ino, size, file=file)
         file.release()
-        for _ in range(fetched.reads - 1):
-            self._metrics.source_read(0)
-        self._metrics.source_read(len(fetched.data))
+        self._metrics.source_reads[0] += fetched.reads
+        self._metrics.source_bytes[0] += len(fetched.data)
         if promote is not None:
             self._movement.submit(promote, attributes.identity, content=fetched.data)
         self._held_bytes += len(fetched.data)
@@ -312,7 +324,7 @@ class FileSystem:
         try:
             data = _read_if_in_memory(binding.fd, offset, size)
             if len(data) < size:
-                data = await trio.to_thread.run_sync(_read_all, binding.fd, offset, size)
+                data = await self._tier_threads.run(_read_all, binding.fd, offset, size)
             if len(data) == size:
                 return data
             failure = OSError(errno.ESTALE, "the copy is shorter than its record says")
@@ -352,15 +364,13 @@ class FileSystem:
     ) -> T:
         """Run a call that asks the source in a thread. Raises SourceChanged, SourceError."""
         try:
-            # A source that hangs must not hold up the end of the daemon: the thread stays behind.
-            return await trio.to_thread.run_sync(
-                call, *args, limiter=self._source_threads, abandon_on_cancel=True
-            )
+            return await self._source_threads.run(call, *args)
         except OSError as error:
             number = error.errno or errno.EIO
             if number in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 raise SourceChanged(f"{self._told(ino)}: {error.strerror}") from error
             self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
+            self._trouble = (trio.current_time(), os.strerror(number))
             self._limiter.warning(
                 log, f"source {number}", "source: %s: %s", self._told(ino), error.strerror
             )
@@ -466,13 +476,6 @@ class FileSystem:
             record = self._records.get(ino)
             return record.digest.hex().encode() if record is not None else None
         return None
-
-    def xattr_names(self, ino: Ino) -> list[bytes]:
-        return [
-            name
-            for name in (XATTR_TIER, XATTR_STATE, XATTR_DIGEST)
-            if self.xattr(ino, name) is not None
-        ]
 
     def _item(self, attributes: Attributes) -> Item:
         return Item(attributes.ino, attributes.size, attributes.source_ino)

@@ -69,14 +69,21 @@ class Client:
 
     def epoch(self, root: Path, number: int = 0) -> dict[str, str]:
         """Reads every sample below ``root``: its name to the digest of its bytes."""
+        self.begin(root, number)
+        return self.finish()
+
+    def begin(self, root: Path, number: int) -> None:
+        """Tells the program to read; ``finish`` waits for what it read."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         order = {"root": str(root), "epoch": number}
         try:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pytest.fail(self._trouble("ended"))
+
+    def finish(self) -> dict[str, str]:
+        assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
             pytest.fail(self._trouble(f"did not answer in {ANSWER_S:.0f} s"))
         line = self._process.stdout.readline()

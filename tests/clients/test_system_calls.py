@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import mmap
-import multiprocessing
 import os
 import random
 import socket
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import settle, three_epochs
+from tests.clients.conftest import Client, settle, three_epochs
 from tests.conftest import MonarchCommand, contents
 from tests.equipment import slowfs
 from tests.equipment.inotify import OpenCounter
@@ -316,39 +315,21 @@ def test_a_descriptor_opened_cold_reads_on_after_its_file_was_promoted(
         assert file.read() == contents("large", size)[-1000:]
 
 
-def _read_all(root: Path, names: list[str], seed: int, barrier: object, answers: object) -> None:
-    random.Random(seed).shuffle(names)
-    barrier.wait()  # type: ignore[attr-defined]
-    found = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names}
-    answers.put(found)  # type: ignore[attr-defined]
-
-
 def test_eight_processes_that_start_at_once_cost_the_source_one_open_per_file(
-    monarch: MonarchCommand, source: Path, tmp_path: Path
+    monarch: MonarchCommand, source: Path, tmp_path: Path, client: Callable[..., Client]
 ) -> None:
     if reason := slowfs.unavailable():
         pytest.skip(reason)
     expected = fill(source, [1000 * number + 1 for number in range(60)])
-    context = multiprocessing.get_context("spawn")
     with slowfs.SlowSource(source, tmp_path / "slow") as slow:
         slow.rules("lat open 5", "lat read 5")
         mounted = monarch.mount(slow.path, tiers={"fast": "100MiB"})
         before = slow.counters()["open"]
-        barrier, answers = context.Barrier(8), context.Queue()
-        processes = [
+        clients = [client("all_files") for _ in range(8)]
+        for number, one in enumerate(clients):
             # Half of them in the same order, so that they meet at the same files.
-            context.Process(
-                target=_read_all,
-                args=(mounted.path, list(expected), number // 2 % 2, barrier, answers),
-            )
-            for number in range(8)
-        ]
-        for process in processes:
-            process.start()
-        found = [answers.get(timeout=60) for _ in processes]
-        for process in processes:
-            process.join()
-        assert found == [expected] * 8
+            one.begin(mounted.path, number // 2 % 2)
+        assert [one.finish() for one in clients] == [expected] * 8
         settle(mounted, len(expected))
         assert slow.counters()["open"] - before == len(expected)
         mounted.umount()

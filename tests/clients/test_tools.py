@@ -80,6 +80,17 @@ def test_a_copy_of_the_mount_is_a_copy_of_the_source(
     three_epochs(monarch, images, copy, expected=digests(images))
 
 
+def test_what_monarch_knows_of_a_file_is_not_copied_with_it(
+    monarch: MonarchCommand, images: Path, tmp_path: Path
+) -> None:
+    mounted = monarch.mount(images, tiers={"fast": "100MiB"})
+    run("cp", "-a", f"{mounted.path}/", tmp_path / "copy")
+    name = next(iter(digests(images)))
+    assert mounted.xattr(name) == "fast"
+    assert os.listxattr(mounted.path / name) == []
+    assert os.listxattr(tmp_path / "copy" / name) == []
+
+
 def test_rsync_finds_no_difference_between_mount_and_source(
     monarch: MonarchCommand, images: Path
 ) -> None:

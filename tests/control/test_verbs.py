@@ -30,7 +30,6 @@ from tests.reports import a_report
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (status, warm, evict):
         monkeypatch.setattr(module, "state_root", lambda: tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
     return tmp_path
 
 
@@ -175,7 +174,7 @@ async def test_a_daemon_of_another_version_is_told_apart(state: Path) -> None:
         with pytest.raises(MonarchError, match="of another version"):
             await run(status.status, "/mnt/data")
         with pytest.raises(MonarchError, match="of another version"):
-            await run(evict.evict, "/mnt/data", "--all")
+            await run(evict.evict, "/mnt/data")
 
 
 @pytest.mark.parametrize("command", [status.status, warm.warm])
@@ -274,16 +273,13 @@ async def test_ctrl_c_ends_the_waiting_and_hangs_up(state: Path) -> None:
     assert "the copies go on" in told
 
 
-async def test_evict_says_what_it_dropped_and_wants_a_target(
+async def test_evict_says_what_it_dropped_and_without_paths_means_everything(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = Daemon()
     async with serving(state, daemon.verbs()):
         assert await run(evict.evict, "/mnt/data", "train") == 0
         assert "3 copies dropped, 3 MiB freed" in capsys.readouterr().out
-        assert await run(evict.evict, "/mnt/data", "--all", "--json") == 0
+        assert await run(evict.evict, "/mnt/data", "--json") == 0
         assert json.loads(capsys.readouterr().out) == {"files": 3, "bytes": 3 << 20}
-    for args in (["/mnt/data"], ["/mnt/data", "--all", "train"]):
-        with pytest.raises(UsageError, match="give PATHs or --all"):
-            await run(evict.evict, *args)
     assert daemon.asked == [{"paths": ["train"]}, {"paths": [""]}]

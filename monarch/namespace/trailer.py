@@ -1,0 +1,142 @@
+"""The end of a snapshot file: a checksum of the pages by which LMDB finds the blocks.
+
+The blocks carry checksums of their own, but LMDB follows the page numbers in its tree without a
+doubt: one flipped bit there ends the program with SIGBUS. The tree is small, some thirty bytes a
+block, so it is checked as a whole when a snapshot is opened, before LMDB sees it. The same
+comparison finds a file that was cut short.
+
+The trailer follows the last page of LMDB, which does not look beyond it: the numbers of the tree's
+pages (u32 each), then the footer: page size u32, pages in the file u32, pages in the tree u32,
+zero u32, xxh3 of all that and of those pages u64, magic. The layout of the pages is that of
+``mdb.c`` of LMDB 0.9, data version 1.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import xxhash
+
+from monarch.errors import SnapshotError
+from monarch.namespace.schema import damaged
+
+_MAGIC = b"MONARCHs"
+_FOOTER = struct.Struct("<4IQ8s")
+
+_LMDB_MAGIC = 0xBEEFC0DE
+_LMDB_VERSION = 1
+# Of a meta page: magic, version; the root of the main tree; the last page; the transaction.
+_META = struct.Struct("<16xII 104x QQQ")
+_NO_PAGE = (1 << 64) - 1
+# Of any page: its number, flags, and where its free space begins.
+_PAGE = struct.Struct("<QHHH")
+_PAGE_HEADER_BYTES = 16
+_BRANCH = 0x01
+_LEAF = 0x02
+# Of an entry of a branch page: the number of a page below, in three parts.
+_NODE = struct.Struct("<HHH")
+
+_MOST_TREE_PAGES = 1 << 20
+
+
+def append_trailer(path: Path, *, page_bytes: int) -> None:
+    """Complete a database that LMDB has closed. The caller syncs the file."""
+    with open(path, "r+b") as file:
+        metas = [_META.unpack(file.read(page_bytes)[: _META.size]) for _ in range(2)]
+        # The two are written in turn; the newer one counts.
+        magic, version, root, last_page, _ = max(metas, key=lambda meta: meta[4])
+        if (magic, version) != (_LMDB_MAGIC, _LMDB_VERSION):
+            raise SnapshotError(f"this version of LMDB writes format {version}, not 1")
+        pages = last_page + 1
+        numbers = [0, 1]
+        pending = [] if root == _NO_PAGE else [root]
+        while pending:
+            number = pending.pop()
+            numbers.append(number)
+            pending += _pages_below(_read_page(file.fileno(), number, page_bytes))
+        numbers.sort()
+        content = struct.pack(f"<{len(numbers)}I", *numbers)
+        head = (page_bytes, pages, len(numbers), 0)
+        digest = _digest(file.fileno(), numbers, page_bytes, content, head)
+        # LMDB counts pages that it allocated and gave back before they were ever written.
+        file.truncate(pages * page_bytes)
+        file.seek(pages * page_bytes)
+        file.write(content + _FOOTER.pack(*head, digest, _MAGIC))
+
+
+def check_trailer(path: Path) -> None:
+    """Raises SnapshotError if ``path`` is not a snapshot, is cut short, or its tree is damaged."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise SnapshotError(
+            f"there is no snapshot {path}", hint="build it with `monarch snapshot build`"
+        ) from error
+    except OSError as error:
+        raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
+    try:
+        _check(fd, path)
+    except OSError as error:
+        raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def not_a_snapshot(path: Path) -> SnapshotError:
+    return SnapshotError(
+        f"{path} is not a snapshot of Monarch",
+        hint="give a file that `monarch snapshot build` wrote",
+    )
+
+
+def _check(fd: int, path: Path) -> None:
+    head = os.pread(fd, _META.size, 0)
+    if len(head) < _META.size or _META.unpack(head)[0] != _LMDB_MAGIC:
+        raise not_a_snapshot(path)
+    size = os.fstat(fd).st_size
+    footer = os.pread(fd, _FOOTER.size, max(0, size - _FOOTER.size))
+    page_bytes, pages, count, zero, digest, magic = _FOOTER.unpack(footer)
+    if (
+        magic != _MAGIC
+        or count > _MOST_TREE_PAGES
+        or size != pages * page_bytes + count * 4 + _FOOTER.size
+    ):
+        raise SnapshotError(
+            f"snapshot {path} is cut short, or its end is damaged",
+            hint="copy it again, or build it again with `monarch snapshot build`",
+        )
+    content = os.pread(fd, count * 4, pages * page_bytes)
+    numbers = struct.unpack(f"<{count}I", content)
+    if digest != _digest(fd, numbers, page_bytes, content, (page_bytes, pages, count, zero)):
+        raise damaged(str(path))
+
+
+def _digest(
+    fd: int,
+    numbers: list[int] | tuple[int, ...],
+    page_bytes: int,
+    content: bytes,
+    head: tuple[int, int, int, int],
+) -> int:
+    state = xxhash.xxh3_64(struct.pack("<4I", *head) + content)
+    for number in numbers:
+        state.update(_read_page(fd, number, page_bytes))
+    return state.intdigest()
+
+
+def _read_page(fd: int, number: int, page_bytes: int) -> bytes:
+    return os.pread(fd, page_bytes, number * page_bytes)
+
+
+def _pages_below(page: bytes) -> list[int]:
+    _, _, flags, lower = _PAGE.unpack_from(page)
+    if flags & _LEAF:
+        return []
+    if not flags & _BRANCH:
+        raise SnapshotError("LMDB wrote a tree with a page that is neither branch nor leaf")
+    count = (lower - _PAGE_HEADER_BYTES) // 2
+    offsets = struct.unpack_from(f"<{count}H", page, _PAGE_HEADER_BYTES)
+    nodes = (_NODE.unpack_from(page, offset) for offset in offsets)
+    return [low | middle << 16 | high << 32 for low, middle, high in nodes]

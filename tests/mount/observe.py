@@ -1,0 +1,106 @@
+"""What a test does with a mount and sees of it: epochs, copies, the daemon's own account."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from monarch.control.client import call
+from tests.conftest import Mounted
+
+PATIENCE_S = 20.0
+
+
+def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.01)
+
+
+def account(mounted: Mounted) -> dict[str, Any]:
+    """What the daemon says of itself, as ``monarch status --json`` shows it."""
+    return call(mounted.state / "control.sock", "status", {})
+
+
+def settled(mounted: Mounted, *, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+    """Wait until nothing is on its way to a tier; the account then."""
+    told: dict[str, Any] = {}
+
+    def quiet() -> bool:
+        told.update(account(mounted))
+        copies = told["copies"]
+        return not (copies["queued"] or copies["running"] or told["residency"]["wanted"])
+
+    wait_until(quiet, "no copy is under way", timeout_s=timeout_s)
+    return told
+
+
+def forget_pages(fd: int) -> None:
+    """The next read is asked of the file system again, not answered from memory."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_through(path: Path) -> bytes:
+    """One open, and every byte asked of the file system."""
+    with path.open("rb", buffering=0) as file:
+        forget_pages(file.fileno())
+        return file.readall()
+
+
+def epoch(mounted: Mounted, content: Mapping[str, bytes], order: Iterable[str] = ()) -> None:
+    """Read each file once and compare it with what it must hold."""
+    for name in order or content:
+        assert read_through(mounted.path / name) == content[name], f"wrong bytes in {name}"
+
+
+def copies(mounted: Mounted) -> dict[str, dict[int, Path]]:
+    """The committed copies by tier and by inode number, as they lie on the disk."""
+    return {
+        name: {
+            int(path.name): path
+            for path in tier.glob("monarch/copies-*/*/*")
+            if path.name.isdecimal()
+        }
+        for name, tier in mounted.tiers.items()
+    }
+
+
+def copy_of(mounted: Mounted, name: str) -> Path:
+    """Where the only copy of a file lies."""
+    ino = (mounted.path / name).stat().st_ino
+    found = [tier[ino] for tier in copies(mounted).values() if ino in tier]
+    assert len(found) == 1, f"{name} has {len(found)} copies"
+    return found[0]
+
+
+def resident(mounted: Mounted, names: Iterable[str]) -> dict[str, str]:
+    """The tier of each file that has a copy there."""
+    tiers = {name: mounted.xattr(name) for name in names}
+    return {name: tier for name, tier in tiers.items() if tier != "source"}
+
+
+def flip_bit(path: Path, offset: int = 0) -> None:
+    """Damage one byte in place; the size and the name stay."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def accounts_agree(mounted: Mounted) -> None:
+    """What the daemon counts as used and resident is what lies in its tiers, to the byte."""
+    told = settled(mounted)
+    on_disk = copies(mounted)
+    for tier in told["tiers"]:
+        files = on_disk[tier["name"]]
+        assert tier["files"] == len(files), tier["name"]
+        assert tier["used"] == sum(path.stat().st_size for path in files.values()), tier["name"]
+        assert tier["reserved"] == 0, tier["name"]
+        assert tier["free"] == tier["capacity"] - tier["used"], tier["name"]
+    assert told["residency"]["files"] == sum(len(files) for files in on_disk.values())
+    assert mounted.stages() == []

@@ -1,0 +1,315 @@
+"""What cannot be mounted: one clear line, the documented exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Tree
+from tests.mount.command import (
+    assert_nothing_is_left,
+    needs_fuse,
+    needs_root,
+    nobody,
+    one_line,
+    registered,
+)
+
+pytestmark = needs_fuse
+
+
+@pytest.fixture
+def mnt(tmp_path: Path) -> Path:
+    path = tmp_path / "mnt"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+def refused(
+    monarch: MonarchCommand,
+    source: Path,
+    mountpoint: Path,
+    *arguments: str,
+    code: int,
+    words: str,
+) -> str:
+    """Try to mount; the line that says why not. Nothing is left and the mount point is as it was."""
+    tier = ("--tier", f"{monarch.directory}/tier:1MiB") if "--tier" not in arguments else ()
+    state = ("--state", f"{monarch.directory}/state") if "--state" not in arguments else ()
+    before = _looks(mountpoint)
+    done = monarch("mount", str(source), str(mountpoint), *tier, *state, *arguments, check=False)
+    told = one_line(done)
+    assert (done.returncode, words in told) == (code, True), told
+    assert _looks(mountpoint) == before
+    assert_nothing_is_left(monarch)
+    return told
+
+
+def _looks(path: Path) -> object:
+    if not os.path.lexists(path):
+        return None
+    status = path.lstat()
+    content = sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
+    return status.st_ino, status.st_mode, status.st_mtime_ns, content
+
+
+# -- the mount point ---------------------------------------------------------------------------
+
+
+def test_a_missing_mount_point_is_told_with_how_to_make_it(
+    monarch: MonarchCommand, source: Path, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing"
+    told = refused(monarch, source, missing, code=3, words="does not exist")
+    assert f"run: mkdir -p {missing}" in told
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_file_is_no_mount_point(monarch: MonarchCommand, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    refused(monarch, source, tmp_path / "file", code=3, words="is a file")
+
+
+def test_a_directory_with_entries_is_not_hidden(
+    monarch: MonarchCommand, source: Path, mnt: Path
+) -> None:
+    (mnt / "kept").touch()
+    refused(monarch, source, mnt, code=3, words="is not empty: it holds 1 entr")
+
+
+def test_a_second_mount_at_the_same_place_is_refused_and_the_first_lives(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    made = monarch.mount(tree({"a": b"content"}))
+    again = ["mount", str(made.source), str(made.path), "--state", str(tmp_path / "other")]
+    done = monarch(*again, "--tier", f"{tmp_path}/other-tier:1MiB", check=False)
+    assert (done.returncode, "is already a Monarch mount" in one_line(done)) == (3, True)
+    assert f"monarch umount {made.path}" in done.stderr
+    assert_nothing_is_left(monarch, made)
+    assert (made.path / "a").read_bytes() == b"content"
+
+
+def test_a_mount_point_inside_the_source_is_refused(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"a": 3, "inner": None})
+    refused(monarch, source, source / "inner", code=2, words="is inside the source")
+
+
+def test_the_source_is_not_mounted_over_itself(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"a": 3})
+    refused(monarch, source, source, code=2, words="is the source as well")
+
+
+def test_a_mount_point_that_would_hide_the_source_is_refused(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    below = tmp_path / "outer/source"
+    below.mkdir(parents=True)
+    refused(monarch, below, tmp_path / "outer", code=2, words="has the source")
+
+
+def test_a_link_into_the_source_is_a_mount_point_inside_the_source(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source = tree({"inner": None})
+    (tmp_path / "link").symlink_to(source / "inner")
+    refused(monarch, source, tmp_path / "link", code=3, words="lies in the source")
+
+
+# -- the source --------------------------------------------------------------------------------
+
+
+def test_a_missing_source_is_told(monarch: MonarchCommand, tmp_path: Path, mnt: Path) -> None:
+    told = refused(monarch, tmp_path / "no", mnt, code=4, words="No such file or directory")
+    assert "check the path" in told
+
+
+def test_a_file_is_no_source(monarch: MonarchCommand, tmp_path: Path, mnt: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    refused(monarch, tmp_path / "file", mnt, code=4, words="is not a directory")
+
+
+def test_a_source_that_the_user_may_not_read_is_told(monarch: MonarchCommand) -> None:
+    with nobody(monarch.case) as user:
+        source, mnt = user.mkdir("source"), user.mkdir("mnt")
+        os.chown(source, 0, 0)
+        done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")
+        assert (done.returncode, "Permission denied" in one_line(done)) == (4, True)
+        assert str(mnt) not in user.mounts()
+
+
+# -- tiers and state ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tier", "words"),
+    [
+        ("source/tier", "is inside the source"),
+        ("outer", "has the source"),
+        ("mnt", "is the mount point as well"),
+        ("mnt/tier", "is inside the mount point"),
+        ("source", "is the source as well"),
+    ],
+)
+def test_a_tier_apart_from_source_and_mount_point_is_demanded(
+    monarch: MonarchCommand, tmp_path: Path, mnt: Path, tier: str, words: str
+) -> None:
+    source = tmp_path / ("outer/source" if tier == "outer" else "source")
+    source.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    refused(monarch, source, mnt, "--tier", f"{tmp_path / tier}:1MiB", code=2, words=words)
+    assert [path for path in sorted(tmp_path.rglob("*")) if "home" not in str(path)] == before
+
+
+def test_a_file_is_no_tier(
+    monarch: MonarchCommand, source: Path, mnt: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    refused(monarch, source, mnt, "--tier", f"{tmp_path}/file:1MiB", code=6, words="tier")
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_a_tier_that_the_user_may_not_write_is_told(monarch: MonarchCommand) -> None:
+    with nobody(monarch.case) as user:
+        source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("tier")
+        tier.chmod(0o555)
+        done = user("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB")
+        assert (done.returncode, str(tier) in one_line(done)) == (6, True)
+        assert "Permission denied" in done.stderr
+        assert str(mnt) not in user.mounts()
+        assert list(tier.iterdir()) == []
+
+
+def test_a_state_directory_that_the_user_may_not_write_is_told(monarch: MonarchCommand) -> None:
+    with nobody(monarch.case) as user:
+        source, mnt, state = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("state")
+        state.chmod(0o555)
+        mount = ["mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB"]
+        done = user(*mount, "--state", f"{state}/below")
+        assert (done.returncode, "state directory" in one_line(done)) == (6, True)
+        assert "--state" in done.stderr
+        os.chown(state, 0, 0)
+        done = user(*mount, "--state", str(state))
+        assert (done.returncode, "belongs to uid 0" in one_line(done)) == (6, True)
+        assert str(mnt) not in user.mounts()
+
+
+def test_a_state_directory_in_use_names_who_uses_it(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    made = monarch.mount(tree({"a": 3}))
+    (tmp_path / "second").mkdir()
+    second = ["mount", str(made.source), str(tmp_path / "second")]
+    done = monarch(
+        *second, "--state", str(made.state), "--tier", f"{tmp_path}/t:1MiB", check=False
+    )
+    told = one_line(done)
+    assert (done.returncode, f"in use by pid {made.pid} ({made.path})" in told) == (7, True), told
+    tier = f"{made.tiers['fast']}:1MiB"
+    done = monarch(*second, "--state", str(tmp_path / "s"), "--tier", tier, check=False)
+    told = one_line(done)
+    assert (done.returncode, f"in use by pid {made.pid} ({made.path})" in told) == (7, True), told
+    assert_nothing_is_left(monarch, made)
+
+
+def test_every_mistake_of_the_command_line_is_told_at_once(
+    monarch: MonarchCommand, source: Path, mnt: Path
+) -> None:
+    wrong = ["--tier", "/tmp/t:10GBB", "-o", "limits.copy_wrokers=8,snapshot.freshness=daily"]
+    done = monarch("mount", str(source), str(mnt), *wrong, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 3, done.stderr
+    assert all(line.startswith("monarch: ") for line in lines)
+    assert "did you mean 'limits.copy_workers'" in done.stderr
+    assert_nothing_is_left(monarch)
+
+
+# -- the kernel --------------------------------------------------------------------------------
+
+
+def test_a_user_without_access_to_dev_fuse_is_told_whom_to_ask(monarch: MonarchCommand) -> None:
+    with nobody(monarch.case, device_mode=0o600) as user:
+        source, mnt = user.mkdir("source"), user.mkdir("mnt")
+        done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")
+        assert (done.returncode, "/dev/fuse: Permission denied" in one_line(done)) == (8, True)
+        assert "ask the administrator" in done.stderr
+        assert str(mnt) not in user.mounts()
+        assert not list(user.directory.rglob("*.part"))
+
+
+def test_allow_other_needs_the_administrator_s_word_in_fuse_conf(monarch: MonarchCommand) -> None:
+    with nobody(monarch.case) as user:
+        source, mnt = user.mkdir("source"), user.mkdir("mnt")
+        mount = ["mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB"]
+        done = user(*mount, "-o", "allow_other")
+        assert (done.returncode, "user_allow_other" in one_line(done)) == (8, True)
+        assert str(mnt) not in user.mounts()
+
+
+# -- a daemon that dies while it starts ----------------------------------------------------------
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A file system without room."""
+    path = tmp_path / "full"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@needs_root
+def test_a_state_directory_without_room_is_the_error_of_the_mount(
+    monarch: MonarchCommand, tree: Tree, mnt: Path, full: Path
+) -> None:
+    source = tree({f"d/{number}": 1 for number in range(500)})
+    told = refused(monarch, source, mnt, "--state", str(full / "s"), code=5, words="snapshot")
+    assert "No space left" in told or "room" in told
+
+
+@needs_root
+def test_a_state_directory_too_full_for_a_log_is_an_error_of_the_state(
+    monarch: MonarchCommand, tree: Tree, mnt: Path, full: Path
+) -> None:
+    with pytest.raises(OSError), (full / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    refused(monarch, tree({"a": 1}), mnt, "--state", str(full / "s"), code=6, words="No space left")
+
+
+def test_a_metrics_port_in_use_is_the_error_of_the_mount(
+    monarch: MonarchCommand, tree: Tree, mnt: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        registered(monarch, mnt, tree({"a": 1}), monarch.directory / "state")
+        monarch.expects_log(r"cannot show metrics at")
+        told = refused(
+            monarch,
+            monarch.directory / "source",
+            mnt,
+            *("-o", f"metrics.enabled,metrics.address=127.0.0.1:{port}"),
+            code=1,
+            words=f"cannot show metrics at 127.0.0.1:{port}: Address already in use",
+        )
+    assert "choose another metrics.address" in told
+
+
+def test_a_log_file_that_cannot_be_written_is_the_error_of_the_mount(
+    monarch: MonarchCommand, source: Path, mnt: Path
+) -> None:
+    refused(monarch, source, mnt, "-o", "log.file=/nonexistent/log", code=6, words="log")

@@ -1,0 +1,149 @@
+"""Another user sees through the mount what the source's modes let him see, and nothing beside it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Tree
+from tests.mount.compare import wait_for_copies
+
+NOBODY = 65534
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+
+Attempts = Mapping[str, Callable[[], object]]
+
+
+def as_another_user(directory: Path, attempts: Attempts, *, uid: int = NOBODY) -> dict[str, str]:
+    """What comes of each attempt, made by ``uid`` in ``directory``: "done" or the error's name."""
+    directory.chmod(0o711)
+    here = os.open(directory, os.O_PATH)
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            os.fchdir(here)  # the directories above are closed to him
+            os.write(into, json.dumps(_outcomes(attempts)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(into)
+    os.close(here)
+    with open(out, "rb") as answers:
+        told = answers.read()
+    assert os.waitpid(child, 0)[1] == 0
+    outcomes: dict[str, str] = json.loads(told)
+    return outcomes
+
+
+def _outcomes(attempts: Attempts) -> dict[str, str]:
+    outcomes = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except OSError as error:
+            outcomes[name] = errno.errorcode[error.errno or 0]
+        else:
+            outcomes[name] = "done"
+    return outcomes
+
+
+def reading(path: str) -> Callable[[], object]:
+    return lambda: Path(path).read_bytes()
+
+
+def guarded(tree: Tree) -> Path:
+    source = tree({"mine": b"secret", "open": b"for all", "his": b"x", "closed/file": b"x"})
+    for name, mode in (("mine", 0o600), ("open", 0o644), ("closed", 0o700), ("his", 0o400)):
+        (source / name).chmod(mode)
+    os.chown(source / "his", NOBODY, NOBODY)
+    (source / "closed/file").chmod(0o644)
+    (source / "entered").mkdir(0o711)
+    (source / "entered/file").write_bytes(b"known by name")
+    return source
+
+
+def test_with_allow_other_the_modes_of_the_source_decide(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    mounted = monarch.mount(guarded(tree), options=["allow_other"])
+    attempts = {
+        "mine": reading("mnt/mine"),
+        "open": reading("mnt/open"),
+        "his": reading("mnt/his"),
+        "list closed": lambda: os.listdir("mnt/closed"),
+        "stat in closed": lambda: os.stat("mnt/closed/file"),
+        "read in closed": reading("mnt/closed/file"),
+        "list entered": lambda: os.listdir("mnt/entered"),
+        "read in entered": reading("mnt/entered/file"),
+        "list": lambda: os.listdir("mnt"),
+        "stat mine": lambda: os.stat("mnt/mine"),
+        "write open": lambda: os.open("mnt/open", os.O_WRONLY),
+    }
+    expected = {
+        "mine": "EACCES",
+        "open": "done",
+        "his": "done",
+        "list closed": "EACCES",
+        "stat in closed": "EACCES",
+        "read in closed": "EACCES",
+        "list entered": "EACCES",
+        "read in entered": "done",
+        "list": "done",
+        "stat mine": "done",
+        "write open": "EROFS",
+    }
+    assert as_another_user(tmp_path, attempts) == expected
+    for name in ("mine", "open", "his", "closed/file", "entered/file"):
+        (mounted.path / name).read_bytes()  # by root: now there are copies and cached pages
+    wait_for_copies(mounted, 5)
+    assert as_another_user(tmp_path, attempts) == expected
+
+
+def test_without_allow_other_another_user_does_not_get_in(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    monarch.mount(guarded(tree))
+    attempts = {
+        "list": lambda: os.listdir("mnt"),
+        "read": reading("mnt/open"),
+        "stat": lambda: os.stat("mnt/open"),
+        "statvfs": lambda: os.statvfs("mnt"),
+    }
+    outcomes = as_another_user(tmp_path, attempts)
+    assert {outcomes[name] for name in ("list", "read", "stat")} == {"EACCES"}
+
+
+def test_copies_state_log_and_socket_are_closed_to_others(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    mounted = monarch.mount(guarded(tree), options=["allow_other"])
+    for name in ("mine", "open"):
+        (mounted.path / name).read_bytes()
+    wait_for_copies(mounted, 2)
+    mounted.tiers["fast"].chmod(0o755)  # as a scratch directory that everybody uses
+    tiers = mounted.tiers["fast"]
+    copies = [path for path in tiers.glob("monarch/copies-*/*/*") if path.is_file()]
+    assert len(copies) == 2
+    private = [tiers / "monarch", *copies, *mounted.state.iterdir()]
+    for path in private:
+        assert stat.S_IMODE(path.parent.stat().st_mode) & 0o077 == 0 or path.parent == tiers
+    for name in ("control.sock", "daemon.log", "snapshot.lmdb"):
+        assert stat.S_IMODE((mounted.state / name).stat().st_mode) == 0o600, name
+    assert stat.S_IMODE(mounted.state.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(copy.stat().st_mode) for copy in copies} == {0o600}
+    attempts = {
+        str(path): reading(os.path.relpath(path, tmp_path)) for path in [*copies, *private]
+    }
+    assert set(as_another_user(tmp_path, attempts).values()) == {"EACCES"}

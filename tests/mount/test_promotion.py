@@ -1,0 +1,388 @@
+"""From the source to a tier: what is read, how often, and what readers see meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.inotify import OpenCounter
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import (
+    account,
+    accounts_agree,
+    copies,
+    copy_of,
+    epoch,
+    forget_pages,
+    read_through,
+    resident,
+    settled,
+    wait_until,
+)
+
+KIB = 1024
+# So that a few MiB are a large file.
+SMALL_INLINE = "limits.inline_max=64KiB"
+
+
+def files(count: int, size: int = 20_000) -> dict[str, bytes]:
+    names = [f"class{number % 5}/{number:03d}.jpg" for number in range(count)]
+    return {name: contents(name, size + 7 * number) for number, name in enumerate(names)}
+
+
+def digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+Calls = Callable[[], Counter[str]]
+
+
+@pytest.fixture
+def calls(slow: SlowSource) -> Calls:
+    """The calls that the source got since the last time it was asked."""
+    last = Counter(slow.counters())
+
+    def since() -> Counter[str]:
+        now = Counter(slow.counters())
+        new = now - last
+        last.clear()
+        last.update(now)
+        return new
+
+    return since
+
+
+# -- small files: fetched whole by the open ----------------------------------------------------
+
+
+def test_the_first_epoch_reads_every_file_once_and_later_ones_nothing(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    content = files(40)
+    tree(content)
+    total = sum(map(len, content.values()))
+    mounted = monarch.mount(slow.path)
+    calls()
+    epoch(mounted, content)
+    first = calls()
+    assert first["open"] == 40
+    assert first["read"] == 40
+    assert first["read_bytes"] == total
+    told = settled(mounted)
+    assert told["source_totals"]["opens"] == 40
+    assert told["source_totals"]["bytes"] == total
+    assert told["source_totals"]["copy"] == {"opens": 0, "reads": 0, "bytes": 0}
+    calls()
+    for _ in range(2):
+        epoch(mounted, content, sorted(content, reverse=True))
+    later = calls()
+    assert not later["open"] and not later["read"] and not later["read_bytes"]
+    assert settled(mounted)["source_totals"] == told["source_totals"]
+
+
+def test_a_copy_has_the_bytes_of_its_file(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(10) | {"empty": b"", "zeros": bytes(3 << 20), "one": b"1"}
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    for name, expected in content.items():
+        assert copy_of(mounted, name).read_bytes() == expected
+    accounts_agree(mounted)
+
+
+def test_a_small_file_read_in_parts_costs_the_source_its_bytes_once(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    size = 100_000
+    tree({"parts": size})
+    mounted = monarch.mount(slow.path)
+    calls()
+    with (mounted.path / "parts").open("rb", buffering=0) as file:
+        for offset in range(0, size, 9_999):
+            forget_pages(file.fileno())
+            part = os.pread(file.fileno(), 9_999, offset)
+            assert part == contents("parts", size)[offset : offset + 9_999]
+    settled(mounted)
+    seen = calls()
+    assert seen["open"] == 1
+    assert seen["read_bytes"] == size
+
+
+def test_eight_processes_that_open_a_cold_file_at_once_cost_one_open_and_one_read(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    tree({"shared": 50_000})
+    mounted = monarch.mount(slow.path)
+    slow.rules("lat open 400", "lat read 200")
+    program = "import sys; sys.stdin.read(1); print(open(sys.argv[1], 'rb').read().hex())"
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(mounted.path / "shared")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(8)
+    ]
+    calls()
+    for reader in readers:
+        assert reader.stdin is not None
+        reader.stdin.write(b"x")
+        reader.stdin.flush()
+    expected = contents("shared", 50_000).hex().encode() + b"\n"
+    assert [reader.communicate()[0] for reader in readers] == [expected] * 8
+    seen = calls()
+    assert (seen["open"], seen["read"], seen["read_bytes"]) == (1, 1, 50_000)
+    assert settled(mounted)["source_totals"]["opens"] == 1
+
+
+def test_opening_again_while_the_commit_is_under_way_does_not_ask_the_source_again(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(30)
+    tree(content)
+    mounted = monarch.mount(source)
+    with OpenCounter(source) as counter:
+        for name in content:
+            for _ in range(5):
+                assert read_through(mounted.path / name) == content[name]
+        assert counter.count() == 30
+    assert settled(mounted)["source_totals"]["opens"] == 30
+
+
+# -- large files: copied behind the reader ------------------------------------------------------
+
+
+def test_a_large_file_is_read_from_the_source_while_its_copy_follows(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    size = 3_000_000
+    tree({"large": size})
+    mounted = monarch.mount(slow.path, options=[SMALL_INLINE])
+    slow.rules("lat read 10")
+    calls()
+    assert read_through(mounted.path / "large") == contents("large", size)
+    told = settled(mounted)
+    # The copy shares the reader's descriptor.
+    assert calls()["open"] == 1
+    totals = told["source_totals"]
+    assert totals["opens"] == totals["reader"]["opens"] == 1
+    assert totals["reader"]["bytes"] == size
+    assert totals["copy"]["bytes"] == size
+    assert totals["bytes"] == 2 * size
+    assert told["copies"]["bytes"] == size
+    assert mounted.xattr("large") == "fast"
+    calls()
+    assert read_through(mounted.path / "large") == contents("large", size)
+    assert not calls()["open"]
+    assert settled(mounted)["tiers"][0]["bytes"] == size
+
+
+def test_a_copy_goes_on_when_its_reader_closes_early(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    size = 2_000_000
+    tree({"large": size})
+    mounted = monarch.mount(slow.path, options=[SMALL_INLINE])
+    slow.rules("lat read 20")
+    calls()
+    with (mounted.path / "large").open("rb", buffering=0) as file:
+        assert file.read(10) == contents("large", size)[:10]
+    told = account(mounted)
+    assert told["handles"]["open_files"] == 0 or told["residency"]["wanted"] == 1
+    settled(mounted)
+    assert calls()["open"] == 1
+    assert copy_of(mounted, "large").read_bytes() == contents("large", size)
+
+
+def test_a_large_file_opened_again_during_its_copy_shares_the_open_file(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    size = 2_000_000
+    tree({"large": size})
+    mounted = monarch.mount(slow.path, options=[SMALL_INLINE])
+    slow.rules("lat read 30")
+    calls()
+    for _ in range(5):
+        with (mounted.path / "large").open("rb", buffering=0) as file:
+            assert file.read(10) == contents("large", size)[:10]
+    assert mounted.xattr("large", "user.monarch.state") == "wanted"
+    settled(mounted)
+    assert calls()["open"] == 1
+
+
+def test_a_reader_that_holds_a_file_open_across_its_promotion_reads_right_bytes(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    size = 1_000_000
+    tree({"large": size})
+    expected = contents("large", size)
+    mounted = monarch.mount(slow.path, options=[SMALL_INLINE])
+    with (mounted.path / "large").open("rb", buffering=0) as file:
+        assert os.pread(file.fileno(), 1000, 0) == expected[:1000]
+        settled(mounted)
+        assert mounted.xattr("large") == "fast"
+        for offset in range(0, size, 100_000):
+            forget_pages(file.fileno())
+            assert os.pread(file.fileno(), 1000, offset) == expected[offset : offset + 1000]
+        # Readers of one file see one version: while it is open it stays where it was opened.
+        assert read_through(mounted.path / "large") == expected
+        assert account(mounted)["tiers"][0]["opens"] == 0
+    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the release arrived")
+    assert read_through(mounted.path / "large") == expected
+    assert account(mounted)["tiers"][0]["opens"] == 1
+
+
+# -- what a file tells of itself ----------------------------------------------------------------
+
+
+def test_the_attributes_of_a_file_tell_where_it_is_at_each_stage(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    size = 500_000
+    tree({"large": size})
+    path = monarch.mount(slow.path, options=[SMALL_INLINE]).path / "large"
+    (mounted,) = monarch.mounted
+
+    def told() -> dict[str, str]:
+        return {
+            name.removeprefix("user.monarch."): os.getxattr(path, name).decode()
+            for name in os.listxattr(path)
+        }
+
+    assert told() == {"tier": "source", "state": "source"}
+    with pytest.raises(OSError) as missing:
+        os.getxattr(path, "user.monarch.digest")
+    assert missing.value.errno == errno.ENODATA
+    slow.rules("hang read large")
+    with path.open("rb", buffering=0):
+        assert told() == {"tier": "source", "state": "wanted"}
+        slow.rules()
+        settled(mounted)
+    here = {"tier": "fast", "state": "resident", "digest": digest(contents("large", size))}
+    assert told() == here
+    monarch("evict", str(mounted.path), "large")
+    assert told() == {"tier": "source", "state": "source"}
+
+
+# -- warm and evict -----------------------------------------------------------------------------
+
+
+def test_warm_with_wait_returns_when_everything_is_resident(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(25) | {"large": contents("large", 900_000)}
+    tree(content)
+    mounted = monarch.mount(source, options=[SMALL_INLINE])
+    answer = json.loads(monarch("warm", str(mounted.path), "--wait", "--json").stdout)
+    assert answer == {"files": 26, "bytes": sum(map(len, content.values())), "refused": 0}
+    assert resident(mounted, content) == dict.fromkeys(content, "fast")
+    accounts_agree(mounted)
+    totals = account(mounted)["source_totals"]
+    assert totals["copy"] == {
+        "opens": 26,
+        "reads": totals["copy"]["reads"],
+        "bytes": sum(map(len, content.values())),
+    }
+    with OpenCounter(source) as counter:
+        epoch(mounted, content)
+        assert counter.count() == 0
+
+
+def test_warming_what_is_resident_copies_nothing(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(10)
+    tree(content)
+    mounted = monarch.mount(source)
+    for _ in range(2):
+        monarch("warm", str(mounted.path), "--wait")
+        assert account(mounted)["copies"]["done"] == 10
+
+
+def test_warm_of_a_path_leaves_the_rest_at_the_source(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(20)
+    tree(content)
+    mounted = monarch.mount(source)
+    asked = {name for name in content if name.startswith("class1/")} | {"class2/002.jpg"}
+    monarch("warm", str(mounted.path), "class1", str(mounted.path / "class2/002.jpg"))
+    settled(mounted)
+    assert set(resident(mounted, content)) == asked
+
+
+def test_warming_more_than_fits_says_so_and_fills_the_tier(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = {f"{number:02d}": contents(str(number), 10_000) for number in range(20)}
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "125000"})
+    done = monarch("warm", str(mounted.path), "--wait", "--json", check=False)
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == {"files": 20, "bytes": 200_000, "refused": 8}
+    assert len(resident(mounted, content)) == 12
+    accounts_agree(mounted)
+
+
+def test_an_evicted_file_gives_its_space_back_and_is_read_from_the_source(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(10)
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    gone = {name for name in content if name.startswith("class3/")}
+    answer = json.loads(monarch("evict", str(mounted.path), "class3", "--json").stdout)
+    assert answer == {"files": 2, "bytes": sum(len(content[name]) for name in gone)}
+    assert set(resident(mounted, content)) == set(content) - gone
+    accounts_agree(mounted)
+    with OpenCounter(source) as counter:
+        epoch(mounted, content)
+        assert counter.paths() == dict.fromkeys(gone, 1)
+    monarch("evict", str(mounted.path), "--all")
+    assert copies(mounted) == {"fast": {}}
+    accounts_agree(mounted)
+
+
+def test_a_file_evicted_while_it_is_open_and_mapped_is_read_to_its_end(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    expected = contents("mapped", 1_000_000)
+    tree({"mapped": expected})
+    mounted = monarch.mount(source)
+    epoch(mounted, {"mapped": expected})
+    settled(mounted)
+    with OpenCounter(source) as counter, (mounted.path / "mapped").open("rb") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert mapped[:1000] == expected[:1000]
+            monarch("evict", str(mounted.path), "mapped")
+            assert copies(mounted) == {"fast": {}}
+            mapped.madvise(mmap.MADV_DONTNEED)
+            forget_pages(file.fileno())
+            assert mapped[:] == expected
+        forget_pages(file.fileno())
+        assert file.read() == expected
+        assert counter.count() == 0
+    _read_again(mounted, expected)
+
+
+def _read_again(mounted: Mounted, expected: bytes) -> None:
+    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the release arrived")
+    assert read_through(mounted.path / "mapped") == expected
+    settled(mounted)
+    assert mounted.xattr("mapped") == "fast"

@@ -1,0 +1,88 @@
+"""``monarch snapshot`` as a person and a script use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MONARCH = [sys.executable, "-m", "monarch", "snapshot"]
+
+
+def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*MONARCH, *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def built(source: Path, file: Path) -> Path:
+    (source / "line\nbreak \x1b[31m").write_bytes(b"12345")
+    (source / "directory").mkdir()
+    run("build", source, "-o", file)
+    return file
+
+
+def test_build_and_info(source: Path, built: Path) -> None:
+    told = json.loads(run("info", built, "--json").stdout)
+    assert (told["files"], told["directories"], told["bytes_total"]) == (1, 2, 5)
+    assert told["source"] == str(source)
+    assert told["snapshot_bytes"] == built.stat().st_size
+    shown = run("info", built).stdout
+    assert f"source          {source}" in shown
+    assert run("build", source, "-o", built).stdout.startswith(f"{built}: 1 files, 2 directories")
+    assert json.loads(run("build", source, "-o", built, "--json").stdout)["entries"] == 3
+
+
+def test_verify_and_diff_answer_with_their_exit_code(
+    source: Path, built: Path, tmp_path: Path
+) -> None:
+    assert run("verify", source, built).stdout == "no difference\n"
+    assert json.loads(run("verify", source, built, "--json").stdout) == []
+    (source / "line\nbreak \x1b[31m").write_bytes(b"123456")
+    (source / "directory" / "\udcff").touch()
+    done = run("verify", source, built, code=1)
+    assert done.stdout.splitlines() == [
+        r"new           directory/\xff",
+        r"changed-size  line\nbreak \x1b[31m  (size, mtime, ctime: 5 -> 6 bytes)",
+    ]
+    assert "2 differences: 1 changed-size, 1 new" in done.stderr
+    assert len(json.loads(run("verify", source, built, "--json", code=1).stdout)) == 2
+    assert run("verify", source, built, "--sample", 3, code=1).stdout == done.stdout
+    later = tmp_path / "later"
+    run("build", source, "-o", later)
+    assert run("diff", built, later, code=1).stdout.count("\n") == 2
+    assert run("diff", later, later).stdout == "no difference\n"
+
+
+def test_refresh(source: Path, built: Path) -> None:
+    (source / "new").touch()
+    told = json.loads(run("refresh", source, built, "--quick", "--json").stdout)
+    assert (told["added"], told["removed"], told["changed"]) == (1, 0, 0)
+    assert told["info"]["files"] == 2
+    assert "0 added, 0 removed, 0 changed" in run("refresh", source, built).stdout
+    run("verify", source, built)
+
+
+def test_failures_are_one_line_and_a_code(source: Path, file: Path) -> None:
+    for arguments, code in (
+        (("build", source / "nothing", "-o", file), 4),
+        (("build", source, "-o", file / "no" / "directory"), 5),
+        (("info", file), 5),
+        (("verify", source, file), 5),
+        (("build", source), 2),
+    ):
+        done = run(*arguments, code=code)
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("monarch: ")
+
+
+@pytest.mark.parametrize("verb", ["build", "info", "verify", "diff", "refresh"])
+def test_help_has_an_example(verb: str) -> None:
+    assert f"monarch snapshot {verb} " in run(verb, "--help").stdout.split("Example")[1]

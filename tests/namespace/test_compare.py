@@ -1,0 +1,142 @@
+"""``verify`` and ``diff`` find each change, and nothing where nothing changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import SourceError
+from monarch.namespace.compare import Difference, diff, verify
+from tests.equipment import slowfs
+from tests.namespace.conftest import Taken
+
+
+@pytest.fixture
+def filled(source: Path) -> Path:
+    for top in ("a", "b", "c"):
+        (source / top / "below").mkdir(parents=True)
+        for number in range(10):
+            (source / top / f"file {number}").write_bytes(b"content")
+            (source / top / "below" / f"{number}").write_bytes(b"content")
+    (source / "link").symlink_to("a")
+    os.link(source / "a" / "file 0", source / "hard")
+    return source
+
+
+def mutate(source: Path) -> dict[bytes, str]:
+    """One change of each kind, and what is to be told of it."""
+    status = (source / "a" / "file 1").stat()
+    (source / "a" / "file 1").write_bytes(b"longer content")
+    os.utime(source / "a" / "file 1", ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.utime(source / "a" / "file 2", ns=(1, 1))
+    (source / "a" / "file 3").chmod(0o600)
+    (source / "b" / "file 4").unlink()
+    shutil.rmtree(source / "b" / "below")
+    (source / "c" / "below" / "added\n").touch()
+    (source / "tree" / "of").mkdir(parents=True)
+    (source / "tree" / "of" / "files").touch()
+    (source / "link").unlink()
+    (source / "link").symlink_to("b")
+    (source / "c" / "file 5").unlink()
+    (source / "c" / "file 5").mkdir()
+    (source / "c" / "file 5" / "file").touch()
+    (source / "c").chmod(0o700)
+    return {
+        b"a/file 1": "changed-size",
+        b"a/file 2": "changed-mtime",
+        b"a/file 3": "changed",
+        b"b/file 4": "missing",
+        b"b/below": "missing",
+        **{b"b/below/%d" % number: "missing" for number in range(10)},
+        b"c/below/added\n": "new",
+        b"tree": "new",
+        b"tree/of": "new",
+        b"tree/of/files": "new",
+        b"link": "changed-mtime",
+        b"c/file 5": "changed-size",
+        b"c/file 5/file": "new",
+        b"c": "changed",
+    }
+
+
+def told(differences: list[Difference]) -> dict[bytes, str]:
+    found: dict[bytes, str] = {difference.path: difference.kind for difference in differences}
+    assert len(found) == len(differences)
+    return found
+
+
+def test_no_difference(filled: Path, taken: Taken, workers: str) -> None:
+    snapshot = taken(filled)
+    assert verify(filled, snapshot) == []
+    assert verify(filled, snapshot, sample=1000) == []
+    assert list(diff(snapshot, taken(filled))) == []
+
+
+def test_each_change_is_found(filled: Path, taken: Taken, workers: str) -> None:
+    before = taken(filled)
+    expected = mutate(filled)
+    found = verify(filled, before)
+    assert told(found) == expected
+    assert [difference.path for difference in found] == sorted(expected)
+    after = taken(filled)
+    assert told(list(diff(before, after))) == expected
+    opposite = {"missing": "new", "new": "missing"}
+    assert told(list(diff(after, before))) == {
+        path: opposite.get(kind, kind) if path != b"c/file 5" else kind
+        for path, kind in expected.items()
+    }
+    assert verify(filled, after) == []
+
+
+def test_what_changed_is_said(filled: Path, taken: Taken) -> None:
+    before = taken(filled)
+    mutate(filled)
+    what = {difference.path: difference.what for difference in verify(filled, before)}
+    assert what[b"a/file 1"] == "size, ctime: 7 -> 14 bytes"
+    assert what[b"a/file 2"] == "mtime, ctime"
+    assert what[b"a/file 3"] == "mode, ctime"
+
+
+def test_a_sample_of_everything_finds_all_but_what_is_beneath_the_new(
+    filled: Path, taken: Taken
+) -> None:
+    snapshot = taken(filled)
+    expected = mutate(filled)
+    del expected[b"tree/of"], expected[b"tree/of/files"], expected[b"c/file 5/file"]
+    assert told(verify(filled, snapshot, sample=snapshot.entries)) == expected
+
+
+def test_a_sample_looks_no_more_often_than_asked(
+    filled: Path, taken: Taken, tmp_path: Path
+) -> None:
+    reason = slowfs.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    with slowfs.SlowSource(filled, tmp_path / "slow", attribute_s=60) as slow:
+        snapshot = taken(slow.path)
+        before = slow.counters()
+        verify(slow.path, snapshot, sample=3)
+        counted = slow.counters()
+        assert counted["readdir"] - before["readdir"] <= 2 * 3
+        assert counted["open"] == before["open"]
+
+
+def test_a_source_that_is_missing(filled: Path, taken: Taken) -> None:
+    snapshot = taken(filled)
+    with pytest.raises(SourceError, match="cannot open the source"):
+        verify(filled / "nothing", snapshot)
+
+
+def test_an_empty_source_misses_everything(filled: Path, taken: Taken) -> None:
+    snapshot = taken(filled)
+    for path in filled.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    found = verify(filled, snapshot)
+    assert {difference.kind for difference in found} == {"missing"}
+    assert len(found) == snapshot.entries - 1

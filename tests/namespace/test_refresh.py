@@ -1,0 +1,134 @@
+"""A refreshed snapshot is what a new one would be; ``quick`` misses only what it says it does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import SnapshotError, SourceError
+from monarch.namespace import scan
+from monarch.namespace.build import build
+from monarch.namespace.compare import verify
+from monarch.namespace.refresh import refresh
+from monarch.namespace.snapshot import Snapshot
+from monarch.types import Ino
+
+
+@pytest.fixture
+def settled(source: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source whose snapshot was built some time after its last change."""
+    for top in ("a", "b", "c"):
+        (source / top / "below").mkdir(parents=True)
+        for number in range(50):
+            (source / top / f"{number:02}").write_bytes(b"content")
+        (source / top / "link").symlink_to("00")
+    os.link(source / "a" / "00", source / "b" / "hard")
+    monkeypatch.setattr(scan, "_RACY_NS", 20_000_000)
+    time.sleep(0.05)
+    build(source, file)
+    time.sleep(0.05)
+    return source
+
+
+def table(file: Path) -> list[tuple[bytes, object]]:
+    with Snapshot.open(file) as snapshot:
+        inos = [Ino(slot) for slot in range(1, snapshot.entries + 1)]
+        return [
+            *((snapshot.path(ino), snapshot.attributes(ino)) for ino in inos),
+            *(
+                (snapshot.path(ino), snapshot.readlink(ino))
+                for ino in inos
+                if snapshot.path(ino).endswith(b"link")
+            ),
+        ]
+
+
+def assert_as_built(source: Path, file: Path) -> None:
+    fresh = file.with_name("fresh")
+    build(source, fresh)
+    assert table(file) == table(fresh)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_nothing_changed(settled: Path, file: Path, workers: str, quick: bool) -> None:
+    report = refresh(settled, file, quick=quick)
+    assert (report.added, report.removed, report.changed) == (0, 0, 0)
+    assert report.unlisted == 7
+    # All but the root, six directories and the two names of one file.
+    assert report.reused == (152 - 1 if quick else 0)
+    assert_as_built(settled, file)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_came_and_went_is_found(settled: Path, file: Path, workers: str, quick: bool) -> None:
+    (settled / "a" / "00 new").touch()
+    (settled / "b" / "below" / "tree").mkdir()
+    (settled / "b" / "below" / "tree" / "file").touch()
+    (settled / "c" / "00").unlink()
+    (settled / "c" / "below").rmdir()
+    (settled / "b" / "hard").unlink()
+    report = refresh(settled, file, quick=quick)
+    assert (report.added, report.removed) == (3, 3)
+    assert report.unlisted == 2  # the root and a/below
+    assert_as_built(settled, file)
+
+
+def test_a_file_written_in_place(settled: Path, file: Path) -> None:
+    (settled / "a" / "07").write_bytes(b"other content")
+    missed = refresh(settled, file, quick=True)
+    assert missed.changed == 0
+    with Snapshot.open(file) as snapshot:
+        found = verify(settled, snapshot)
+        assert [(difference.path, difference.kind) for difference in found] == [
+            (b"a/07", "changed-size")
+        ]
+    report = refresh(settled, file)
+    assert (report.added, report.removed, report.changed) == (0, 0, 1)
+    assert_as_built(settled, file)
+
+
+def test_a_directory_that_took_the_place_of_another(settled: Path, file: Path) -> None:
+    (settled / "a").rename(settled / "d")
+    (settled / "b").rename(settled / "a")
+    refresh(settled, file, quick=True)
+    assert_as_built(settled, file)
+
+
+def test_a_directory_that_became_a_file(settled: Path, file: Path) -> None:
+    (settled / "a" / "below").rmdir()
+    (settled / "a" / "below").touch()
+    (settled / "a" / "01").unlink()
+    (settled / "a" / "01").mkdir()
+    refresh(settled, file, quick=True)
+    assert_as_built(settled, file)
+
+
+def test_a_directory_changed_while_the_last_scan_ran_is_listed_again(
+    settled: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within one tick of the source's clock a change leaves no trace in a directory's times."""
+    monkeypatch.setattr(scan, "_RACY_NS", 3600 * 10**9)
+    assert refresh(settled, file).unlisted == 0
+
+
+def test_the_snapshot_of_another_source_is_refused(settled: Path, file: Path) -> None:
+    before = file.read_bytes()
+    with pytest.raises(SnapshotError, match=r"is of .*source, not of .*source/a"):
+        refresh(settled / "a", file)
+    with pytest.raises(SourceError):
+        refresh(settled / "nothing", file)
+    assert file.read_bytes() == before
+
+
+def test_an_open_snapshot_goes_on_answering(settled: Path, file: Path) -> None:
+    with Snapshot.open(file) as snapshot:
+        (settled / "a" / "new").touch()
+        report = refresh(settled, file)
+        assert snapshot.resolve(b"a/new") is None
+        assert snapshot.resolve(b"a/49") is not None
+        assert report.info.id != snapshot.id
+    with Snapshot.open(file) as snapshot:
+        assert snapshot.resolve(b"a/new") is not None
