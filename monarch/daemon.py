@@ -105,9 +105,14 @@ def run(
     """
     state = state_directory(settings)
     with _state(settings, state), ExitStack() as cleanup:
-        log_setup.setup(
-            settings.log, path=settings.log.file or state / "daemon.log", foreground=foreground
-        )
+        path = settings.log.file or state / "daemon.log"
+        try:
+            log_setup.setup(settings.log, path=path, foreground=foreground)
+        except OSError as error:
+            raise TierError(
+                f"log file {os.fspath(path)!r}: {error.strerror}",
+                hint="name one that you may write with -o log.file=FILE",
+            ) from error
         log.info("mounting %s at %s", settings.source, settings.mountpoint)
         try:
             source = Source(os.fsencode(settings.source))
@@ -158,10 +163,14 @@ def _state(settings: MountSettings, state: Path) -> Iterator[None]:
                 f"state directory {os.fspath(state)!r} belongs to uid {owner}",
                 hint="name another with --state",
             )
-        os.fchmod(directory, 0o700)
-        lock = Lock(
-            directory, f"state directory {os.fspath(state)!r}", os.fspath(settings.mountpoint)
-        )
+        what = f"state directory {os.fspath(state)!r}"
+        try:
+            os.fchmod(directory, 0o700)
+            lock = Lock(directory, what, os.fspath(settings.mountpoint))
+        except OSError as error:
+            raise TierError(
+                f"{what}: {error.strerror}", hint="make room, or name another with --state"
+            ) from error
         try:
             yield
         finally:
@@ -254,6 +263,7 @@ class _Mount:
             state,
             generation=snapshot.id,
             inodes=snapshot.records,
+            columns=snapshot.columns,
             owner=os.fspath(settings.mountpoint),
         )
         tiers = self._hierarchy.tiers
@@ -276,8 +286,7 @@ class _Mount:
                 self._hierarchy.records.clear(Ino(ino))
                 tier.remove(Ino(ino))
             self._controller.load(copies.inos[fits], copies.sizes[fits], tier=tier.number)
-        trusted = self._hierarchy.trusted and settings.verify != "open"
-        if not trusted and settings.verify != "never":
+        if not self._hierarchy.trusted and settings.verify != "never":
             self._residency.mark_all_unverified()
         metrics = Metrics([tier.name for tier in tiers])
         epochs = Epochs(snapshot.entries)

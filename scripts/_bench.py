@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from _mounts import ROOT, MonarchFailed, monarch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -85,41 +86,49 @@ class Result(Generic[Lab]):
 def variation(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
-    return statistics.stdev(values) / statistics.mean(values)
+    return statistics.stdev(values) / abs(statistics.mean(values))
 
 
 def measure(rows: Sequence[Row[Lab]], lab: Callable[[], Lab], rounds: int) -> list[Result[Lab]]:
     """Every row once in each round. ``lab`` prepares a round and is closed by the caller."""
     results = [Result(row) for row in rows]
-    for number in range(rounds):
+    for turn in range(rounds):
         here = lab()
         for result in results:
             row = result.row
             steps = [(row.function, result.values)]
             if row.against is not None:
                 # In turns: who comes first finds another machine than who comes second.
-                steps.insert(number % 2, (row.against, result.against))
+                steps.insert(turn % 2, (row.against, result.against))
             for function, values in steps:
                 values.append(function(here))
             latest = f"{row.name}: {show(result.values[-1], row.unit)}"
-            sys.stderr.write(f"round {number + 1} of {rounds}, {latest}\n")
+            sys.stderr.write(f"round {turn + 1} of {rounds}, {latest}\n")
     return results
 
 
 # -- what comes out --------------------------------------------------------------------------------
 
 
+def number(value: float) -> str:
+    """Three digits, as people say them: 0.0123, 1.23, 45.6, 140k."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.0f}k"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def show(value: float, unit: str) -> str:
-    digits = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{digits} {unit}"
+    return f"{number(value)} {unit}"
 
 
 def spread(values: Sequence[float]) -> str:
-    return f"{min(values):.3g} - {max(values):.3g}, {variation(values):.0%}" if values else ""
+    if not values:
+        return ""
+    return f"{number(min(values))} - {number(max(values))}, {variation(values):.0%}"
 
 
 def table(title: str, results: Sequence[Result[Lab]]) -> Table:
-    made = Table(title=title, title_justify="left", caption_justify="left")
+    made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("what")
     for name in ("median", "min - max, CV", "against", "median", "min - max, CV"):
         made.add_column(name, justify="left" if name == "against" else "right")

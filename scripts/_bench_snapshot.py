@@ -18,8 +18,10 @@ from _bench import BenchError, Result, Row, make, measure, slow_source_unavailab
 from _mounts import Mount, monarch
 
 PER_DIRECTORY = 1000
-# A source of 1 ms a call is walked in seconds, not in minutes.
-SLOW_FILES = 20_000
+# A tenth of the files behind a source of 1 ms a call is walked in seconds, not in minutes, and
+# with fewer than this the start of the interpreter would be measured.
+SLOW_SHARE = 10
+SLOW_FILES_LEAST = 20_000
 SLOW_PER_DIRECTORY = 200
 # The kernel keeps the slow source's attributes for a second; nobody may find those of another.
 ATTRIBUTES_EXPIRE_S = 1.1
@@ -28,8 +30,9 @@ ATTRIBUTES_EXPIRE_S = 1.1
 class Lab:
     """The trees, and the snapshot of the large one."""
 
-    def __init__(self, work: Path, files: int, jobs: int, slow: Path) -> None:
-        self._work, self._files, self._jobs, self._slow = work, files, jobs, slow
+    def __init__(self, work: Path, files: int, jobs: int, *, slow: Path, slow_files: int) -> None:
+        self._work, self._files, self._jobs = work, files, jobs
+        self._slow, self._slow_files = slow, slow_files
         self._tree = work / "tree"
         self._snapshot = work / "tree.snapshot"
         self._mounts = 0
@@ -40,16 +43,16 @@ class Lab:
 
     def build_slow(self) -> float:
         time.sleep(ATTRIBUTES_EXPIRE_S)
-        return self._built(self._slow, self._work / "slow.snapshot", SLOW_FILES)
+        return self._built(self._slow, self._work / "slow.snapshot", self._slow_files)
 
     def walk_slow(self) -> float:
         """The same tree by as many threads that do no more than scandir and lstat."""
         time.sleep(ATTRIBUTES_EXPIRE_S)
         begin = time.perf_counter()
         found = plain_walk(str(self._slow), self._jobs)
-        if found < SLOW_FILES:
-            raise BenchError(f"the plain walk found {found} of {SLOW_FILES} files")
-        return SLOW_FILES / (time.perf_counter() - begin)
+        if found != self._slow_files:
+            raise BenchError(f"the plain walk found {found} of {self._slow_files} files")
+        return found / (time.perf_counter() - begin)
 
     def size(self) -> float:
         return used_bytes(self._snapshot) / self._files
@@ -76,10 +79,11 @@ class Lab:
 
     def memory(self) -> float:
         """Bytes of the daemon's own memory for each file, after all of them were listed."""
-        empty = self._work / "nothing"
+        empty, of_empty = self._work / "nothing", self._work / "nothing.snapshot"
         empty.mkdir(exist_ok=True)
+        self._built(empty, of_empty, 0)
         sizes = []
-        for tree, snapshot in ((empty, None), (self._tree, self._snapshot)):
+        for tree, snapshot in ((empty, of_empty), (self._tree, self._snapshot)):
             with self._mount(tree, snapshot) as mounted:
                 listing(mounted.path)
                 sizes.append(anonymous_bytes(mounted.status()["pid"]))
@@ -92,7 +96,7 @@ class Lab:
         return files / (time.perf_counter() - begin)
 
     @contextmanager
-    def _mount(self, tree: Path, snapshot: Path | None) -> Iterator[Mount]:
+    def _mount(self, tree: Path, snapshot: Path) -> Iterator[Mount]:
         self._mounts += 1
         state = self._work / f"state{self._mounts}"
         tier = self._work / f"tier{self._mounts}"
@@ -192,22 +196,23 @@ def run(
 
     directories = max(1, options.files // PER_DIRECTORY)
     make("empty", work / "tree", "--files", options.files, "--directories", directories)
-    slow_directories = SLOW_FILES // SLOW_PER_DIRECTORY
-    make("empty", work / "few", "--files", SLOW_FILES, "--directories", slow_directories)
+    slow_files = max(SLOW_FILES_LEAST, options.files // SLOW_SHARE)
+    slow_directories = slow_files // SLOW_PER_DIRECTORY
+    make("empty", work / "few", "--files", slow_files, "--directories", slow_directories)
     with ExitStack() as stack:
         slow = stack.enter_context(SlowSource(work / "few", work / "slow"))
         slow.rules(f"lat * {options.latency}")
-        lab = Lab(work, options.files, options.jobs, slow.path)
+        lab = Lab(work, options.files, options.jobs, slow=slow.path, slow_files=slow_files)
         results = measure(ROWS, lambda: lab, options.rounds)
     conditions = {
         "files": options.files,
         "rounds": options.rounds,
         "jobs": options.jobs,
         "latency_ms": options.latency,
-        "slow_files": SLOW_FILES,
+        "slow_files": slow_files,
     }
     title = (
-        f"{options.files:,} files in {directories:,} directories; slow source: {SLOW_FILES:,} "
+        f"{options.files:,} files in {directories:,} directories; slow source: {slow_files:,} "
         f"files, {options.latency:g} ms a call, {options.jobs} calls at once"
     )
     return title, conditions, results

@@ -1,4 +1,4 @@
-"""Two epochs of training over a mount, told step by step: what came from where, and how fast."""
+"""Three epochs of training over a mount, told step by step: what came from where, and how fast."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.equipment import slowfs  # noqa: E402
 
 CLASSES = 10
 WORKERS = 4
-SIDE = 96
+SIDE = 64
 # What one job gets of a parallel file system on a busy day.
 LATENCY_MS = 1
-BANDWIDTH_MBPS = 25
+BANDWIDTH_MBPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,10 @@ def decoded(path: str) -> Any:
     from PIL import Image
 
     with open(path, "rb") as file:
-        return Image.open(file).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+        image = Image.open(file)
+        # libjpeg then decodes at about the size that is wanted, which saves most of the time.
+        image.draft("RGB", (SIDE, SIDE))
+        return image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST)
 
 
 def label_of(path: str) -> int:
@@ -66,7 +69,7 @@ class Images:
         import torch
 
         pixels = torch.from_numpy(np.array(decoded(path)))
-        return pixels.permute(2, 0, 1).float() / 255, label_of(path)
+        return pixels.permute(2, 0, 1).float() / 25 - 5, label_of(path)
 
 
 class Paths(Sized):
@@ -94,7 +97,7 @@ def trainer() -> Epoch:
     loader: Any = DataLoader(
         images,
         sampler=sampler,
-        batch_size=16,
+        batch_size=8,
         num_workers=WORKERS,
         persistent_workers=True,
         multiprocessing_context="fork",
@@ -108,7 +111,7 @@ def trainer() -> Epoch:
         nn.Flatten(),
         nn.Linear(32, CLASSES),
     )
-    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
 
     def epoch(paths: list[str]) -> Learned:
         sampler.paths = paths
@@ -163,7 +166,7 @@ class Demo:
         mount = Mount(
             source,
             target,
-            tier=self._work / "tier",
+            tier=self._work / "fast",
             capacity="2GiB",
             state=self._work / "state",
         )
@@ -177,7 +180,9 @@ class Demo:
         table.add_row("the source alone", *self._epoch(epoch, source, names, None))
         table.add_row("Monarch, epoch 1", *self._epoch(epoch, target, names, mount))
         mount.settle(len(names))
-        table.add_row("Monarch, epoch 2", *self._epoch(epoch, target, names, mount))
+        for number in (2, 3):
+            row = self._epoch(epoch, target, names, mount)
+            table.add_row(f"Monarch, epoch {number}", *row)
         self._console.print(table)
         self._say_where(target / names[0])
 

@@ -65,6 +65,6 @@ ensure_torch() {
     "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' && return 0
     say "installing PyTorch without CUDA (200 MB)"
     # 2.13.0+cpu sorts above PyPI's 2.13.0, so the index without CUDA wins where it can be reached.
-    "$PYTHON" -m pip install -q --retries 1 torch==2.13.0 \
+    "$PYTHON" -m pip install -qq --retries 1 torch==2.13.0 \
         --extra-index-url https://download.pytorch.org/whl/cpu >&2
 }

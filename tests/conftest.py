@@ -120,13 +120,15 @@ def trouble(line: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_tree_too_deep_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Removes directories nested so deep that pytest's own clean-up, some runs later, would fail."""
-    yield
+    """Removes a test's directory if pytest's own clean-up, some runs later, could not."""
     if "tmp_path" not in request.fixturenames:
+        yield
         return
     directory = str(request.getfixturevalue("tmp_path"))
+    yield
     deep = ["find", directory, "-xdev", "-mindepth", "200", "-maxdepth", "200", "-print", "-quit"]
     if subprocess.run(deep, capture_output=True).stdout:
+        # rm goes down by descriptors; shutil.rmtree calls itself for each level.
         subprocess.run(["rm", "-rf", "--one-file-system", directory], check=True)
 
 

@@ -78,7 +78,9 @@ def mount(
                 refreshed=refresh,
                 foreground=True,
                 progress=progress,
-                ready=lambda: stderr().print(f"monarch: {_told(settings)}", markup=False, soft_wrap=True),
+                ready=lambda: stderr().print(
+                    f"monarch: {_told(settings)}", markup=False, soft_wrap=True
+                ),
             )
         return
     _start(

@@ -128,7 +128,7 @@ def info(file: Path, as_json: bool) -> None:
     "--sample",
     type=click.IntRange(1),
     metavar="N",
-    help="Look at N entries taken at random, and at the names in their directories.",
+    help="Look at N entries taken at random, and at the names beside and in them.",
 )
 @_JOBS
 @_JSON

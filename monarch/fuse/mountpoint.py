@@ -116,11 +116,6 @@ def check(mountpoint: Path, source: Path) -> None:
         raise MountPointError(
             f"mount point {told!r} is the source itself", hint="name another, empty directory"
         )
-    if names:
-        raise MountPointError(
-            f"mount point {told!r} is not empty: it holds {len(names)} entries",
-            hint="name an empty directory",
-        )
     if _inside(real, real_source):
         raise MountPointError(
             f"mount point {told!r} lies in the source {os.fspath(source)!r}",
@@ -130,6 +125,13 @@ def check(mountpoint: Path, source: Path) -> None:
         raise MountPointError(
             f"the source {os.fspath(source)!r} lies below the mount point {told!r}",
             hint="it would be hidden; name another directory",
+        )
+    if names:
+        raise MountPointError(
+            f"mount point {told!r} is not empty: {names[0]!r} and {len(names) - 1} more"
+            if len(names) > 1
+            else f"mount point {told!r} is not empty: {names[0]!r}",
+            hint="name an empty directory",
         )
 
 

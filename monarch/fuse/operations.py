@@ -89,6 +89,9 @@ class Operations(pyfuse3.Operations):
         if len(name) > _NAME_MAX:
             raise FUSEError(errno.ENAMETOOLONG)
         ino = self._names.lookup(Ino(parent_inode), name)
+        if ino is None and (lost := self._names.lost(Ino(parent_inode), name)) is not None:
+            await self._filesystem.find_again(lost)
+            ino = lost
         if ino is None:
             # An entry without an inode number: the kernel remembers that there is none.
             missing = EntryAttributes()
@@ -98,7 +101,7 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
-        return _entry(self._names.attributes(Ino(inode)))
+        return _entry(await self._filesystem.attributes(Ino(inode)))
 
     @_answered
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:

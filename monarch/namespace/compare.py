@@ -58,8 +58,8 @@ def verify(
 ) -> list[Difference]:
     """How ``source`` differs from ``snapshot``, sorted by path.
 
-    Looks at everything, or at ``sample`` entries taken at random and at the names in their
-    directories. Raises SourceError if the source fails as a whole.
+    Looks at everything, or at ``sample`` entries taken at random and at the names beside and in
+    them. Raises SourceError if the source fails as a whole.
     """
     with open_source(source) as (root_fd, _):
         found: Iterable[Difference]
@@ -133,10 +133,11 @@ def _verify_sample(
     root_fd: int, snapshot: Snapshot, *, sample: int, jobs: int, progress: Progress | None
 ) -> list[Difference]:
     chosen = sorted(random.sample(range(1, snapshot.entries + 1), min(sample, snapshot.entries)))
-    parents = sorted({snapshot.parent(Ino(slot)) for slot in chosen})
+    listed = {snapshot.parent(Ino(slot)) for slot in chosen}
+    listed.update(Ino(slot) for slot in chosen if snapshot.attributes(Ino(slot)).is_dir)
     work: list[Callable[[], list[Difference]]] = [
         *(lambda slot=slot: _verify_entry(root_fd, snapshot, Ino(slot)) for slot in chosen),
-        *(lambda ino=ino: _verify_names(root_fd, snapshot, ino) for ino in parents),
+        *(lambda ino=ino: _verify_names(root_fd, snapshot, ino) for ino in sorted(listed)),
     ]
     report = paced(progress)
     found: dict[bytes, Difference] = {}

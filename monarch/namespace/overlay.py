@@ -22,6 +22,7 @@ class Namespace:
         self._snapshot = snapshot
         self._refreshed: dict[Ino, Attributes] = {}
         self._gone: set[Ino] = set()
+        self._moved: dict[Ino, bytes] = {}
 
     @property
     def snapshot(self) -> Snapshot:
@@ -69,6 +70,15 @@ class Namespace:
     def is_gone(self, ino: Ino) -> bool:
         return ino in self._gone
 
+    def move(self, ino: Ino, path: bytes) -> None:
+        """The source has a file no more under its first name, but still under ``path``."""
+        self._moved[ino] = path
+
+    def lost(self, parent: Ino, name: bytes) -> Ino | None:
+        """The number of an entry that the snapshot has and the source was found not to have."""
+        ino = self._snapshot.lookup(parent, name) if self._gone else None
+        return ino if ino in self._gone else None
+
     def attributes(self, ino: Ino) -> Attributes:
         """The newest that is known; of an entry that is gone, what it was."""
         return self._refreshed.get(ino) or self._snapshot.attributes(ino)
@@ -109,7 +119,12 @@ class Namespace:
                 yield found, self._refreshed.get(found, attributes)
 
     def path(self, ino: Ino) -> bytes:
-        return self._snapshot.path(ino)
+        """Where the source has the entry, relative to its root."""
+        return self._moved.get(ino) or self._snapshot.path(ino)
+
+    def other_paths(self, ino: Ino) -> Iterator[bytes]:
+        """The paths of a file but its first: its hard links. Takes a pass over the snapshot."""
+        return map(self._snapshot.path, self._snapshot.aliases(ino))
 
     def readlink(self, ino: Ino) -> bytes:
         return self._snapshot.readlink(ino)

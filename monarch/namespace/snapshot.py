@@ -12,12 +12,14 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
 from monarch.buckets import BUCKETS
+from monarch.errors import SnapshotError
 from monarch.namespace.schema import (
     ALIAS,
     BLOCK,
@@ -41,10 +43,49 @@ from monarch.namespace.schema import (
     unpack_strings,
     unseal,
 )
-from monarch.namespace.trailer import check_trailer, not_a_snapshot
+from monarch.namespace.trailer import check_trailer
 from monarch.types import ROOT_INO, Attributes, Ino
 
 _KINDS = 0o170000
+
+
+class _Mapping:
+    """A snapshot file mapped by LMDB, which refuses to map one twice in a process.
+
+    A daemon may refresh the snapshot that it serves, so those who open a file share its mapping.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _open: ClassVar[dict[tuple[int, int], _Mapping]] = {}
+
+    def __init__(self, identity: tuple[int, int], environment: lmdb.Environment) -> None:
+        self._identity = identity
+        self.environment = environment
+        self._users = 0
+
+    @classmethod
+    def acquire(cls, path: Path) -> _Mapping:
+        with cls._lock:
+            while True:
+                identity = check_trailer(path)
+                mapping = cls._open.get(identity)
+                if mapping is None:
+                    environment = _map(path)
+                    status = path.stat()
+                    if (status.st_dev, status.st_ino) != identity:
+                        # Replaced by a newer one between the check and the mapping.
+                        environment.close()
+                        continue
+                    mapping = cls._open[identity] = cls(identity, environment)
+                mapping._users += 1
+                return mapping
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                del self._open[self._identity]
+                self.environment.close()
 
 
 class _Table:
@@ -90,12 +131,12 @@ class Snapshot:
         self,
         path: Path,
         info: SnapshotSummary,
-        environment: lmdb.Environment,
+        mapping: _Mapping,
         transaction: lmdb.Transaction,
     ) -> None:
         self._path = path
         self._info = info
-        self._environment = environment
+        self._mapping = mapping
         self._transaction = transaction
         lock = threading.Lock()
         where = str(path)
@@ -111,36 +152,20 @@ class Snapshot:
     @classmethod
     def open(cls, path: Path) -> Snapshot:
         """Map the snapshot ``path``. Raises SnapshotError if it cannot be used, with the reason."""
-        where = str(path)
-        check_trailer(path)
+        mapping = _Mapping.acquire(path)
         try:
-            environment = lmdb.open(
-                where,
-                subdir=False,
-                readonly=True,
-                create=False,
-                lock=False,
-                readahead=False,
-                max_spare_txns=0,
-            )
-        except lmdb.Error as error:
-            raise not_a_snapshot(path) from error
-        try:
-            transaction = environment.begin(buffers=True)
-            info = decode_meta(bytes(_value(transaction, META, where=where)), where=where)
-            return cls(path, info, environment, transaction)
-        except lmdb.Error as error:
-            environment.close()
-            raise not_a_snapshot(path) from error
+            transaction = mapping.environment.begin(buffers=True)
+            meta = _value(transaction, META, where=str(path))
+            return cls(path, decode_meta(bytes(meta), where=str(path)), mapping, transaction)
         except BaseException:
-            environment.close()
+            mapping.release()
             raise
 
     def close(self) -> None:
         for table in (self._inodes, self._names, self._links, self._firsts):
             table.views = []
         self._transaction.abort()
-        self._environment.close()
+        self._mapping.release()
 
     def __enter__(self) -> Snapshot:
         return self
@@ -329,6 +354,13 @@ class Snapshot:
                 np.frombuffer(self._inodes.block(number), dtype=RECORD),
             )
 
+    def aliases(self, ino: Ino) -> Iterator[Ino]:
+        """The places of a file's names but the first, by a pass over the whole table."""
+        for first, rows in self.records():
+            same = (rows["flags"] & ALIAS != 0) & (rows["extra"] == ino)
+            for row in same.nonzero()[0].tolist():
+                yield Ino(first + row)
+
     def columns(self, slots: range) -> npt.NDArray[np.void]:
         """The records of consecutive places as one array of RECORD."""
         pieces = [
@@ -408,6 +440,21 @@ class Snapshot:
             blocks,
             rdev,
         )
+
+
+def _map(path: Path) -> lmdb.Environment:
+    try:
+        return lmdb.open(
+            str(path),
+            subdir=False,
+            readonly=True,
+            create=False,
+            lock=False,
+            readahead=False,
+            max_spare_txns=0,
+        )
+    except lmdb.Error as error:
+        raise SnapshotError(f"cannot map snapshot {path}: {error}") from error
 
 
 def _value(transaction: lmdb.Transaction, name: bytes, *, where: str) -> memoryview:

@@ -66,8 +66,11 @@ def append_trailer(path: Path, *, page_bytes: int) -> None:
         file.write(content + _FOOTER.pack(*head, digest, _MAGIC))
 
 
-def check_trailer(path: Path) -> None:
-    """Raises SnapshotError if ``path`` is not a snapshot, is cut short, or its tree is damaged."""
+def check_trailer(path: Path) -> tuple[int, int]:
+    """The device and inode number of the snapshot ``path``, whose tree is whole.
+
+    Raises SnapshotError if it is not a snapshot, is cut short, or its tree is damaged.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
@@ -78,13 +81,15 @@ def check_trailer(path: Path) -> None:
         raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
     try:
         _check(fd, path)
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
     except OSError as error:
         raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
     finally:
         os.close(fd)
 
 
-def not_a_snapshot(path: Path) -> SnapshotError:
+def _not_a_snapshot(path: Path) -> SnapshotError:
     return SnapshotError(
         f"{path} is not a snapshot of Monarch",
         hint="give a file that `monarch snapshot build` wrote",
@@ -94,7 +99,7 @@ def not_a_snapshot(path: Path) -> SnapshotError:
 def _check(fd: int, path: Path) -> None:
     head = os.pread(fd, _META.size, 0)
     if len(head) < _META.size or _META.unpack(head)[0] != _LMDB_MAGIC:
-        raise not_a_snapshot(path)
+        raise _not_a_snapshot(path)
     size = os.fstat(fd).st_size
     footer = os.pread(fd, _FOOTER.size, max(0, size - _FOOTER.size))
     page_bytes, pages, count, zero, digest, magic = _FOOTER.unpack(footer)

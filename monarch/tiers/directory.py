@@ -109,8 +109,9 @@ class Tier:
 
     def sweep_stage(self) -> None:
         with self._listing("stage") as entries:
-            for entry in entries:
-                os.unlink(f"stage/{entry.name}", dir_fd=self._root)
+            names = [entry.name for entry in entries]
+        for name in names:
+            _remove(self._root, f"stage/{name}")
 
     def adopt(self, generation: str, old: Ino, new: Ino) -> bool:
         """Rename a copy of another generation into this one; False if it is not there."""
@@ -124,37 +125,26 @@ class Tier:
         """Remove the copies that belong to no known snapshot; how many there were."""
         with self._listing(".") as entries:
             names = [e.name for e in entries if e.name.startswith(_PREFIX)]
-        removed = 0
-        for name in names:
-            if name == self._generation_name:
-                continue
-            with self._listing(name) as buckets:
-                for bucket in list(buckets):
-                    with self._listing(f"{name}/{bucket.name}") as copies:
-                        for copy in copies:
-                            os.unlink(f"{name}/{bucket.name}/{copy.name}", dir_fd=self._root)
-                            removed += 1
-                    os.rmdir(f"{name}/{bucket.name}", dir_fd=self._root)
-            os.rmdir(name, dir_fd=self._root)
-        return removed
+        return sum(_remove(self._root, name) for name in names if name != self._generation_name)
 
     def copies(self) -> Iterator[list[str]]:
-        """The paths, like ``copy_name``, of all committed copies, one subdirectory at a time."""
-        for bucket in range(256):
-            try:
-                with self._listing(f"{self._generation_name}/{bucket:02x}") as entries:
-                    names = [f"{bucket:02x}/{entry.name}" for entry in entries]
-            except FileNotFoundError:
-                continue
+        """The paths, like ``copy_name``, of all that is there, one subdirectory at a time."""
+        with self._listing(self._generation_name) as entries:
+            buckets = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        yield [name for name, is_directory in buckets.items() if not is_directory]
+        for bucket in [name for name, is_directory in buckets.items() if is_directory]:
+            with self._listing(f"{self._generation_name}/{bucket}") as entries:
+                names = [f"{bucket}/{entry.name}" for entry in entries]
             yield names
 
     def remove_stranger(self, path: str, *, before_ns: int) -> bool:
-        """Remove a file of this generation that no record knows, unless it came after that time."""
+        """Remove what no record knows from this generation, unless it came after that time."""
         try:
-            if os.stat(path, dir_fd=self._generation).st_ctime_ns >= before_ns:
+            status = os.stat(path, dir_fd=self._generation, follow_symlinks=False)
+            if status.st_ctime_ns >= before_ns:
                 return False
-            os.unlink(path, dir_fd=self._generation)
-        except (FileNotFoundError, IsADirectoryError):
+            _remove(self._generation, path)
+        except FileNotFoundError:
             return False
         return True
 
@@ -294,6 +284,19 @@ class Staged:
         self._tier._commit(self._ino)
         self._committed = True
         return self._digest.digest()
+
+
+def _remove(directory: int, name: str) -> int:
+    """Remove a file, or a directory with all that it holds; how many files that were."""
+    try:
+        os.unlink(name, dir_fd=directory)
+        return 1
+    except IsADirectoryError:
+        with _Listing(directory, name) as entries:
+            names = [entry.name for entry in entries]
+        removed = sum(_remove(directory, f"{name}/{below}") for below in names)
+        os.rmdir(name, dir_fd=directory)
+        return removed
 
 
 def _open_private(path: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from monarch.errors import TierError
 from monarch.settings import TierSettings
 from monarch.tiers.directory import Tier, copy_name
 from monarch.tiers.records import Record, Records, other_generations
@@ -37,8 +39,9 @@ class Held:
 class Hierarchy:
     """The tiers, fastest first, in the generation of one snapshot, with their records.
 
-    ``inodes`` is asked only if copies of an earlier snapshot have to be found again. Raises
-    TierError and LockedError.
+    ``columns`` gives the rows of the snapshot's inode table for a range of inode numbers;
+    ``inodes`` all of it, and is asked only if copies of an earlier snapshot have to be found
+    again. Raises TierError and LockedError.
     """
 
     def __init__(
@@ -48,17 +51,24 @@ class Hierarchy:
         *,
         generation: str,
         inodes: InodeTable,
+        columns: Callable[[range], npt.NDArray[np.void]],
         owner: str,
     ) -> None:
         with ExitStack() as opened:
             self.tiers: list[Tier] = []
             for number, tier in enumerate(settings, start=1):
-                self.tiers.append(Tier(number, tier.name, tier.path, owner=owner))
-                opened.callback(self.tiers[-1].close)
-            for one in self.tiers:
-                one.use(generation)
+                try:
+                    self.tiers.append(Tier(number, tier.name, tier.path, owner=owner))
+                    opened.callback(self.tiers[-1].close)
+                    self.tiers[-1].use(generation)
+                except OSError as error:
+                    raise TierError(
+                        f"tier {os.fspath(tier.path)!r}: {error.strerror}",
+                        hint="make room there, or name another directory",
+                    ) from error
             self.records = Records(state, generation, [tier.id for tier in self.tiers])
             self.trusted = self.records.trusted
+            self.records.forget_other_versions(columns)
             self._adopt(state, generation, inodes)
             opened.pop_all()
 
@@ -135,7 +145,9 @@ class Hierarchy:
                 synced = True
         self.records.close(clean=synced)
         for tier in self.tiers:
-            tier.sweep_stage()
+            # What is left, or the tier itself, may be gone; the next start sweeps again.
+            with suppress(OSError):
+                tier.sweep_stage()
             tier.close()
 
 

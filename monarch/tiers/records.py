@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,23 @@ class Records:
             return None
         tier, size, mtime_ns, ctime_ns, source_ino, digest = _RECORD.unpack(body)
         return Record(tier, Identity(size, mtime_ns, ctime_ns, source_ino), digest)
+
+    def forget_other_versions(self, known: Callable[[range], npt.NDArray[np.void]]) -> None:
+        """Forget the copies of other versions than those that ``known`` tells of inode numbers.
+
+        The last daemon may have learnt of a change that its snapshot did not know.
+        """
+        for first, table in self._tables():
+            held = np.flatnonzero(table["tier"])
+            if not len(held):
+                continue
+            start = int(held[0])
+            rows = known(range(first + start, first + int(held[-1]) + 1))[held - start]
+            same = np.ones(len(held), bool)
+            for name in ("size", "mtime_ns", "ctime_ns", "source_ino"):
+                same &= table[name][held] == rows[name]
+            for ino in (held[~same] + first).tolist():
+                self.clear(Ino(ino))
 
     def load(
         self,

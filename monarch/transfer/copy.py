@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from monarch.errors import SourceChanged
 from monarch.tiers.directory import Staged, Tier
 from monarch.tiers.records import Record, Records
-from monarch.tiers.source import Source, SourceFile, identity_of
+from monarch.tiers.source import Source, SourceFile, identity_now, identity_of
 from monarch.types import Identity, Ino
 from monarch.units import MiB
 
@@ -88,5 +88,5 @@ def append_all(staged: Staged, pieces: Sequence[bytes]) -> None:
 
 def check_unchanged(file: SourceFile, identity: Identity) -> None:
     """Raises SourceChanged if the file was touched since it was opened."""
-    if identity_of(os.fstat(file.fd)) != identity:
+    if identity_now(file.fd) != identity:
         raise SourceChanged("the file changed while it was copied")

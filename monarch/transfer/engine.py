@@ -12,7 +12,8 @@ import errno
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # Promotions waiting for a worker. More would only be a longer list of what is wanted anyway.
 _QUEUE_LIMIT = 4096
+# How long a worker that was idle lets files gather, so that they share a turn. Seconds.
+_GATHER_S = 0.01
 # Small files committed in one turn of a worker thread: the hop costs as much as a commit.
 _BATCH = 32
 # How long one turn of a copy waits for readers to pause before it takes its share. Seconds.
@@ -60,6 +63,7 @@ _BACKOFF_S = (1.0, 60.0)
 # How often a tier's free space is asked for, and an unusable tier is tried again. Seconds.
 _SPACE_AGE_S = 1.0
 _PROBE_S = 10.0
+
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
@@ -79,6 +83,31 @@ class Flight:
     identity: Identity
     content: bytes | None = None
     file: SourceFile | None = None
+
+
+class _Line:
+    """Flights that wait for a worker, first come first served."""
+
+    __slots__ = ("_flights", "_workers")
+
+    def __init__(self) -> None:
+        self._flights: deque[Flight] = deque()
+        self._workers = trio.lowlevel.ParkingLot()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def put(self, flight: Flight) -> None:
+        self._flights.append(flight)
+        self._workers.unpark()
+
+    async def wait(self) -> None:
+        """Until there is a flight; another worker may still be faster."""
+        while not self._flights:
+            await self._workers.park()
+
+    def take(self, most: int) -> list[Flight]:
+        return [self._flights.popleft() for _ in range(min(most, len(self._flights)))]
 
 
 class _Health:
@@ -131,10 +160,10 @@ class Engine:
         self._tier_threads = tier_threads
         self._changed = changed
         self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
-        self._queue: deque[Flight] = deque()
+        self._copies = _Line()
+        self._contents = {number: _Line() for number in self._tiers}
         self._flights: dict[Ino, Flight] = {}
         self._held_bytes = 0
-        self._awake = trio.Event()
         self._rest_until = -math.inf
         self._rest_s = _BACKOFF_S[0]
         self._limiter = Limiter(60.0)
@@ -144,15 +173,11 @@ class Engine:
 
     @property
     def queued(self) -> int:
-        return len(self._queue)
-
-    @property
-    def idle(self) -> bool:
-        return not self._flights
+        return len(self._flights) - self.running
 
     def has_place(self) -> bool:
         """Whether the queue is short; somebody with a long list waits until it is."""
-        return len(self._queue) < 4 * self._limits.copy_workers
+        return len(self._copies) < 4 * self._limits.copy_workers
 
     def flight(self, ino: Ino) -> Flight | None:
         return self._flights.get(ino)
@@ -174,14 +199,14 @@ class Engine:
             # At once, so that the room is free on the disk before anybody writes into it.
             self.remove_copy(victim, promote.tier)
         size = len(content) if content is not None else 0
-        if len(self._queue) >= _QUEUE_LIMIT or self._held_bytes + size > self._limits.buffer_max:
+        if len(self._flights) >= _QUEUE_LIMIT or self._held_bytes + size > self._limits.buffer_max:
             self._controller.deferred(promote)
             return False
         flight = Flight(promote, identity, content, file.retain() if file else None)
         self._held_bytes += size
         self._flights[promote.ino] = flight
-        self._queue.append(flight)
-        self._awake.set()
+        line = self._copies if content is None else self._contents[promote.tier]
+        line.put(flight)
         return True
 
     def remove_copy(self, ino: Ino, tier: int) -> None:
@@ -194,10 +219,9 @@ class Engine:
 
     async def finish(self) -> None:
         """Commit what readers have fetched already and give up the rest: nobody reads any more."""
-        for flight in [flight for flight in self._queue if flight.content is None]:
-            self._queue.remove(flight)
-            self._give_up(flight, retry=True)
         self._rest_until = math.inf
+        for flight in self._copies.take(len(self._copies)):
+            self._give_up(flight, retry=True)
         while any(flight.content is not None for flight in self._flights.values()):
             await trio.sleep(_STEP_S)
 
@@ -208,20 +232,21 @@ class Engine:
         try:
             async with trio.open_nursery() as nursery:
                 for _ in range(self._limits.copy_workers):
-                    nursery.start_soon(self._worker)
+                    nursery.start_soon(self._copy_worker)
+                for tier in self._tiers.values():
+                    nursery.start_soon(self._commit_worker, tier)
                 nursery.start_soon(self._keep_wanted_going)
                 nursery.start_soon(self._probe_tiers)
         finally:
             for flight in list(self._flights.values()):
                 self._give_up(flight, retry=True)
-            self._queue.clear()
 
     async def _keep_wanted_going(self) -> None:
         """When the queue has run dry, go on with what was wanted and found no place in it."""
         while True:
             await trio.sleep(_IDLE_S)
             while (
-                len(self._queue) < self._limits.copy_workers
+                len(self._copies) < self._limits.copy_workers
                 and trio.current_time() >= self._rest_until
             ):
                 promote = self._controller.next_wanted(self._item)
@@ -236,72 +261,75 @@ class Engine:
             return None
         return Item(ino, attributes.size, attributes.source_ino) if attributes.is_file else None
 
-    async def _worker(self) -> None:
+    async def _copy_worker(self) -> None:
         while True:
-            while not self._queue:
-                self._awake = trio.Event()
-                await self._awake.wait()
-            batch = self._take()
-            self.running += len(batch)
-            try:
-                await self._carry(batch)
-            except Exception as error:
-                # A flight must not stay in the table: its file could never be copied again.
-                log.exception("a copy failed in a way that nobody foresaw")
-                for flight in batch:
-                    self._failed(flight, error)
-            finally:
-                self.running -= len(batch)
+            await self._copies.wait()
+            for flight in self._copies.take(1):
+                with self._carrying([flight]):
+                    await self._copy(flight, self._tiers[flight.promote.tier])
 
-    def _take(self) -> list[Flight]:
-        """The next flight, with those behind it that can be committed in the same turn."""
-        batch = [self._queue.popleft()]
-        if batch[0].content is None:
-            return batch
-        # The other workers get their share.
-        most = min(_BATCH, 1 + len(self._queue) // self._limits.copy_workers)
-        while len(batch) < most and self._queue:
-            following = self._queue[0]
-            if following.content is None or following.promote.tier != batch[0].promote.tier:
-                break
-            batch.append(self._queue.popleft())
-        return batch
+    async def _commit_worker(self, tier: Tier) -> None:
+        """One for each tier: more would fight over the interpreter instead of writing faster."""
+        line = self._contents[tier.number]
+        while True:
+            await line.wait()
+            if len(line) < _BATCH:
+                await trio.sleep(_GATHER_S)
+            batch = line.take(_BATCH)
+            with self._carrying(batch):
+                await self._commit(batch, tier)
 
-    async def _carry(self, batch: list[Flight]) -> None:
-        tier = self._tiers[batch[0].promote.tier]
-        if not await self._has_room(tier, sum(flight.promote.size for flight in batch)):
+    @contextmanager
+    def _carrying(self, batch: list[Flight]) -> Iterator[None]:
+        """Whatever goes wrong with a batch ends its flights; the worker lives on."""
+        self.running += len(batch)
+        try:
+            yield
+        except (OSError, MonarchError) as error:
             for flight in batch:
-                self._failed(flight, _tier_error(errno.ENOSPC, "no room beyond what is kept free"))
-            return
+                self._failed(flight, error)
+        except Exception as error:
+            log.exception("a copy failed in a way that nobody foresaw")
+            for flight in batch:
+                self._failed(flight, error)
+        finally:
+            self.running -= len(batch)
+
+    async def _commit(self, batch: list[Flight], tier: Tier) -> None:
+        """Commit files whose bytes are here."""
+        await self._require_room(tier, sum(flight.promote.size for flight in batch))
         contents = [
             Content(flight.promote.ino, flight.identity, flight.content)
             for flight in batch
             if flight.content is not None
         ]
-        if contents:
-            results = await self._tier_threads.run(commit_contents, tier, self._records, contents)
-            for flight, error in zip(batch, results, strict=True):
-                if error is None:
-                    self._arrived(flight)
-                else:
-                    self._failed(flight, _tier_error(error.errno, error.strerror))
-            return
-        (flight,) = batch
-        try:
-            await self._copy(flight, tier)
-        except (OSError, MonarchError) as error:
-            self._failed(flight, error)
-        else:
-            self._arrived(flight)
+        results = await self._tier_threads.run(commit_contents, tier, self._records, contents)
+        for flight, error in zip(batch, results, strict=True):
+            if error is None:
+                self._arrived(flight)
+            else:
+                self._failed(flight, _tier_error(error.errno, error.strerror))
 
     async def _copy(self, flight: Flight, tier: Tier) -> None:
+        """Copy a file from the source; a small one is only fetched, its commit comes later."""
         ino, size = flight.promote.ino, flight.promote.size
+        await self._require_room(tier, size)
         if flight.file is None:
             flight.file = await self._source_threads.run(
                 open_version, self._source, self._names.path(ino), flight.identity
             )
             self._metrics.source_opened(copy=True)
         file = flight.file
+        if size <= self._limits.inline_max:
+            await self._courtesy(file, size)
+            await trio.sleep(self._bucket.take(size, trio.current_time()))
+            fetched = await self._source_threads.run(self._source.fetch, file)
+            self._metrics.source_reads[1] += fetched.reads
+            self._metrics.source_bytes[1] += size
+            flight.content = fetched.data
+            self._held_bytes += size
+            self._contents[tier.number].put(flight)
+            return
         with await self._in_tier(tier.stage, ino) as staged:
             offset = 0
             while offset < size:
@@ -317,6 +345,7 @@ class Engine:
                 await self._in_tier(append_all, staged, pieces)
             await self._source_threads.run(check_unchanged, file, flight.identity)
             await self._in_tier(commit, tier, self._records, staged, ino, flight.identity)
+        self._arrived(flight)
 
     async def _in_tier(self, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:
@@ -367,8 +396,10 @@ class Engine:
             tier.name,
             error,
         )
-        self._rest_until = trio.current_time() + self._rest_s
-        self._rest_s = min(2 * self._rest_s, _BACKOFF_S[1])
+        if trio.current_time() >= self._rest_until:
+            # Those that were under way with it fail for the same reason: they are one failure.
+            self._rest_until = trio.current_time() + self._rest_s
+            self._rest_s = min(2 * self._rest_s, _BACKOFF_S[1])
         self._give_up(flight, retry=True)
 
     def _give_up(self, flight: Flight, *, retry: bool) -> None:
@@ -384,17 +415,16 @@ class Engine:
 
     # -- tiers that cannot take copies -----------------------------------------------------------
 
-    async def _has_room(self, tier: Tier, size: int) -> bool:
-        """Whether the tier's disk keeps its free share after ``size`` more bytes."""
+    async def _require_room(self, tier: Tier, size: int) -> None:
+        """Raises TierError unless the disk keeps its free share after ``size`` more bytes."""
         health = self._health[tier.number]
         now = trio.current_time()
         if now - health.looked_s > _SPACE_AGE_S:
             health.available = (await self._in_tier(tier.space)).available
             health.looked_s = now
         if health.available - size < self._keep_free[tier.number]:
-            return False
+            raise _tier_error(errno.ENOSPC, "no room beyond what is kept free")
         health.available -= size
-        return True
 
     def _tier_failed(self, tier: Tier, why: str) -> None:
         """Take the tier out of service for new copies; ``_probe_tiers`` brings it back."""
@@ -411,14 +441,13 @@ class Engine:
                     continue
                 try:
                     await self._in_tier(tier.probe)
-                    roomy = await self._has_room(tier, 0)
+                    await self._require_room(tier, 0)
                 except TierError as error:
                     health.why = str(error)
                     continue
-                if roomy:
-                    log.info("tier %s takes copies again", tier.name)
-                    health.why = ""
-                    self._ledger.open(tier.number)
+                log.info("tier %s takes copies again", tier.name)
+                health.why = ""
+                self._ledger.open(tier.number)
 
 
 def _tier_error(number: int | None, words: str | None) -> TierError:

@@ -11,6 +11,7 @@ import errno
 import logging
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeVar
@@ -209,9 +210,20 @@ class FileSystem:
             binding.close()
         self._bindings.clear()
 
+    async def attributes(self, ino: Ino) -> Attributes:
+        """What ``stat`` tells; asks the source only for a file that was gone and is not open.
+
+        Raises SourceError, ENOENT if it still is.
+        """
+        if self.names.is_gone(ino) and ino not in self._bindings:
+            await self.find_again(ino)
+        return self.names.attributes(ino)
+
     # -- binding -------------------------------------------------------------------------------
 
     async def _bind(self, ino: Ino) -> Binding:
+        if self.names.is_gone(ino):
+            await self.find_again(ino)
         for _ in range(_ATTEMPTS):
             attributes = self.names.attributes(ino)
             binding = await self._bind_tier(attributes) or self._bind_flight(attributes)
@@ -233,11 +245,13 @@ class FileSystem:
             return None
         tier = self._tiers[number]
         try:
-            if self._residency.is_unverified(ino):
+            if self._verify == "open" or self._residency.is_unverified(ino):
                 await self._verify_copy(tier, attributes)
             fd = tier.open(ino, attributes.size)
         except OSError as error:
-            self._copy_failed(attributes, number, error)
+            # What this process or machine is short of says nothing of the copy.
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                self._copy_failed(attributes, number, error)
             return None
         if self._residency.tier_of(ino) != number:
             # Evicted while it was verified.
@@ -255,8 +269,7 @@ class FileSystem:
         digest = await self._tier_threads.run(tier.digest, ino, attributes.size)
         if digest != record.digest:
             raise OSError(errno.ESTALE, "the copy's digest is not the recorded one")
-        if self._verify != "open":
-            self._residency.mark_verified(ino)
+        self._residency.mark_verified(ino)
 
     def _bind_flight(self, attributes: Attributes) -> Binding | None:
         """Share the bytes or the descriptor of a copy under way: the source is not asked twice."""
@@ -367,7 +380,7 @@ class FileSystem:
             return await self._source_threads.run(call, *args)
         except OSError as error:
             number = error.errno or errno.EIO
-            if number in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
                 raise SourceChanged(f"{self._told(ino)}: {error.strerror}") from error
             self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
             self._trouble = (trio.current_time(), os.strerror(number))
@@ -381,24 +394,59 @@ class FileSystem:
     async def look_again(self, ino: Ino) -> None:
         """Ask the source what a file is now; if it changed, refresh the entry and drop copies.
 
-        Raises SourceError, ENOENT if the file is gone.
+        Raises SourceError, ENOENT if the file is gone or something else has its name.
         """
-        path = self.names.path(ino)
-        try:
-            status = await self._in_source(ino, self._source.status, path)
-        except SourceChanged as error:
-            self._forget_copy(ino)
-            self.names.forget(ino)
-            self._noticed(ino, "is gone from the source")
-            raise SourceError(f"{self._told(ino)}: gone", errno=errno.ENOENT) from error
         known = self.names.attributes(ino)
+        status = await self._status(ino, self.names.path(ino))
+        if status is None and await self._has_another_name(known):
+            return
+        if status is None or not stat.S_ISREG(status.st_mode):
+            self._lost(ino, "is gone from the source")
+            raise self._gone(ino)
         if identity_of(status) == known.identity and status.st_mode == known.mode:
             return
         self._forget_copy(ino)
         self.names.refresh(ino, _refreshed(known, status))
         self._noticed(ino, "changed at the source")
-        if not self.names.attributes(ino).is_file:
-            raise SourceError(f"{self._told(ino)}: no longer a file", errno=errno.ESTALE)
+
+    async def find_again(self, ino: Ino) -> None:
+        """Ask the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
+        status = await self._status(ino, self.names.path(ino))
+        if status is None or not stat.S_ISREG(status.st_mode):
+            raise self._gone(ino)
+        if self.names.is_gone(ino):
+            self.names.refresh(ino, _refreshed(self.names.attributes(ino), status))
+            log.info("%s is back at the source", self._told(ino))
+
+    async def _has_another_name(self, known: Attributes) -> bool:
+        """Whether a file that is gone under its first name is there under another, a hard link."""
+        if known.nlink == 1:
+            return False
+        for path in self.names.other_paths(known.ino):
+            status = await self._status(known.ino, path)
+            if status is not None and status.st_ino == known.source_ino:
+                self.names.move(known.ino, path)
+                return True
+        return False
+
+    async def _status(self, ino: Ino, path: bytes) -> os.stat_result | None:
+        """What the source tells of a path; None if it has no such name. Raises SourceError."""
+        try:
+            return await self._in_source(ino, self._source.status, path)
+        except SourceChanged as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
+                # A name is looked up anew, so it is the source as a whole that is not there.
+                raise
+            return None
+
+    def _lost(self, ino: Ino, what: str) -> None:
+        if not self.names.is_gone(ino):
+            self._forget_copy(ino)
+            self.names.forget(ino)
+            self._noticed(ino, what)
+
+    def _gone(self, ino: Ino) -> SourceError:
+        return SourceError(f"{self._told(ino)}: gone", errno=errno.ENOENT)
 
     def _noticed(self, ino: Ino, what: str) -> None:
         self._metrics.changed()

@@ -6,13 +6,13 @@ import ctypes
 import os
 import stat
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import Mounted
+from tests.mount.observe import settled
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _DIRENT = struct.Struct("=QqHB")
@@ -108,12 +108,5 @@ def getdents(fd: int, size: int) -> list[Entry]:
 
 
 def wait_for_copies(mounted: Mounted, files: int) -> None:
-    """Wait until exactly ``files`` files are resident and nothing moves any more."""
-    deadline = time.monotonic() + 30
-    while True:
-        status = mounted.status()
-        resident, copies = status["residency"]["files"], status["copies"]
-        if resident == files and not copies["queued"] and not copies["running"]:
-            return
-        assert time.monotonic() < deadline, f"{files} copies, not {status['residency']} {copies}"
-        time.sleep(0.05)
+    """Wait until nothing is on its way to a tier; exactly ``files`` files are resident then."""
+    assert settled(mounted)["residency"]["files"] == files

@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment.inotify import OpenCounter
 from tests.mount.compare import assert_equal_trees, getdents, opened, wait_for_copies
+from tests.mount.observe import account, copy_of
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -59,7 +60,7 @@ def test_a_hard_link_is_one_file_and_copied_once(monarch: MonarchCommand, tree: 
             (mounted.path / name).read_bytes()
         assert opens.paths() == {}
     assert mounted.xattr("z/second") == mounted.xattr("a/first") == "fast"
-    tier = mounted.status()["tiers"][0]
+    tier = account(mounted)["tiers"][0]
     assert (tier["files"], tier["used"]) == (2, 5_003_000)
 
 
@@ -86,13 +87,9 @@ def test_a_sparse_file_keeps_its_bytes_and_its_holes(monarch: MonarchCommand, so
     assert_equal_trees(source, mounted.path)
     wait_for_copies(mounted, 1)
     assert_equal_trees(source, mounted.path)
-    (copy,) = copies_in(mounted.tiers["fast"])
+    copy = copy_of(mounted, "sparse")
     assert copy.stat().st_size == 64 * MiB
     assert copy.stat().st_blocks * 512 <= 4 * MiB
-
-
-def copies_in(tier: Path) -> list[Path]:
-    return [path for path in tier.glob("monarch/copies-*/*/*") if path.is_file()]
 
 
 def test_a_file_is_right_on_both_sides_of_4_gib(monarch: MonarchCommand, source: Path) -> None:
@@ -113,10 +110,11 @@ def test_a_file_is_right_on_both_sides_of_4_gib(monarch: MonarchCommand, source:
         assert os.pread(fd, 100, 4 * GiB + GiB // 2 - 7) == b"the end"
         assert os.pread(fd, 100, 4 * GiB + GiB // 2) == b""
         assert file.seek(0, os.SEEK_END) == 4 * GiB + GiB // 2
-    assert mounted.status()["copies"]["done"] == 0
-    assert mounted.status()["health"] == []
+    assert account(mounted)["copies"]["done"] == 0
+    assert account(mounted)["health"] == []
 
 
+@pytest.mark.slow
 def test_the_copy_of_a_sparse_file_of_4_gib_takes_little_room(
     monarch: MonarchCommand, source: Path
 ) -> None:
@@ -129,10 +127,10 @@ def test_the_copy_of_a_sparse_file_of_4_gib_takes_little_room(
             assert os.pread(file.fileno(), 30, 4 * GiB - 10) == b"\0" * 4 + b"on both sides\0\0\0"
         wait_for_copies(mounted, 1)
     assert mounted.xattr("huge") == "fast"
-    (copy,) = copies_in(mounted.tiers["fast"])
+    copy = copy_of(mounted, "huge")
     assert copy.stat().st_size == 4 * GiB + 10
     assert copy.stat().st_blocks * 512 <= 2 * MiB
-    assert mounted.status()["tiers"][0]["used"] == 4 * GiB + 10
+    assert account(mounted)["tiers"][0]["used"] == 4 * GiB + 10
 
 
 def test_a_fifo_joins_two_processes_of_the_mount_and_not_the_source(
@@ -170,7 +168,7 @@ def test_devices_are_shown_with_their_numbers_and_cannot_be_opened(
             assert caught.value.errno == expected
         with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
             client.connect(str(mounted.path / "socket"))
-    assert mounted.status()["opens"] == 0
+    assert account(mounted)["opens"] == 0
 
 
 def test_a_listing_tells_the_kind_of_each_entry(monarch: MonarchCommand, tree: Tree) -> None:
@@ -207,7 +205,7 @@ def test_links_are_shown_as_they_are_and_followed_by_the_reader_alone(
     assert caught.value.errno == errno.ELOOP
     for name in ("out", "in", "loop"):
         assert os.readlink(mounted.path / name) == os.readlink(source / name)
-    assert mounted.status()["opens"] == 1
+    assert account(mounted)["opens"] == 1
 
 
 def test_the_mount_tells_its_size_and_how_long_names_may_be(

@@ -22,6 +22,7 @@ from tests.mount.compare import (
     told,
     wait_for_copies,
 )
+from tests.mount.observe import account
 
 ODD_NAMES = (
     b"n" * 255,
@@ -87,7 +88,7 @@ def test_a_path_beyond_4096_bytes_is_read_cold_and_warm(
     assert_equal_trees(source, mounted.path)
     wait_for_copies(mounted, 2)
     assert_equal_trees(source, mounted.path)
-    assert mounted.status()["tiers"][0]["opens"] == 2
+    assert account(mounted)["tiers"][0]["opens"] == 2
 
 
 def test_a_directory_of_100_000_files_is_listed_whole(
@@ -147,7 +148,7 @@ def mount_with_descriptors(
     command += ["--tier", f"{made.tiers['fast']}:10MiB", "--state", str(made.state)]
     shell = ["bash", "-c", f'ulimit -n {limit} && exec "$@"', "bash", *command]
     subprocess.run(shell, env=monarch.environment(), check=True, timeout=60)
-    made.pid = made.status()["pid"]
+    made.pid = account(made)["pid"]
     return made
 
 

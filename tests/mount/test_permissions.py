@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import MonarchCommand, Tree
 from tests.mount.compare import wait_for_copies
+from tests.mount.observe import copies
 
 NOBODY = 65534
 
@@ -134,16 +135,15 @@ def test_copies_state_log_and_socket_are_closed_to_others(
     wait_for_copies(mounted, 2)
     mounted.tiers["fast"].chmod(0o755)  # as a scratch directory that everybody uses
     tiers = mounted.tiers["fast"]
-    copies = [path for path in tiers.glob("monarch/copies-*/*/*") if path.is_file()]
-    assert len(copies) == 2
-    private = [tiers / "monarch", *copies, *mounted.state.iterdir()]
+    copied = list(copies(mounted)["fast"].values())
+    private = [tiers / "monarch", *copied, *mounted.state.iterdir()]
     for path in private:
         assert stat.S_IMODE(path.parent.stat().st_mode) & 0o077 == 0 or path.parent == tiers
     for name in ("control.sock", "daemon.log", "snapshot.lmdb"):
         assert stat.S_IMODE((mounted.state / name).stat().st_mode) == 0o600, name
     assert stat.S_IMODE(mounted.state.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(copy.stat().st_mode) for copy in copies} == {0o600}
+    assert {stat.S_IMODE(copy.stat().st_mode) for copy in copied} == {0o600}
     attempts = {
-        str(path): reading(os.path.relpath(path, tmp_path)) for path in [*copies, *private]
+        str(path): reading(os.path.relpath(path, tmp_path)) for path in [*copied, *private]
     }
     assert set(as_another_user(tmp_path, attempts).values()) == {"EACCES"}

@@ -164,34 +164,32 @@ def test_numbers_are_dense_and_children_consecutive_and_sorted(
 
 
 def test_a_wide_directory_over_several_blocks(source: Path, taken: Taken, workers: str) -> None:
-    for number in range(9000):
+    for number in range(4400):
         os.close(os.open(source / f"{number:05}", os.O_CREAT | os.O_WRONLY))
     (source / "00000").write_bytes(b"first")
     snapshot = taken(source)
     listed = list(snapshot.list_from(ROOT_INO, 0))
-    assert [name for name, _ in listed] == [b"%05d" % number for number in range(9000)]
-    for start in (0, 1, 127, 128, 4094, 4095, 4096, 8191, 8999, 9000, 9001):
+    assert [name for name, _ in listed] == [b"%05d" % number for number in range(4400)]
+    for start in (0, 1, 127, 128, 4094, 4095, 4096, 4399, 4400, 4401):
         assert list(snapshot.list_from(ROOT_INO, start)) == listed[start:]
     assert snapshot.attributes(Ino(2)).size == 5
-    assert snapshot.lookup(ROOT_INO, b"08999") == 9001
-    assert snapshot.lookup(ROOT_INO, b"09000") is None
+    assert snapshot.lookup(ROOT_INO, b"04399") == 4401
+    assert snapshot.lookup(ROOT_INO, b"04400") is None
 
 
-def test_many_directories_and_links_over_several_blocks(
-    source: Path, taken: Taken, workers: str
-) -> None:
-    for number in range(4200):
+def test_many_directories_and_links_over_several_blocks(source: Path, taken: Taken) -> None:
+    for number in range(4100):
         os.mkdir(source / f"d{number:04}")
         os.symlink(f"d{number:04}", source / f"l{number:04}")
-    (source / "d4199" / "last").touch()
+    (source / "d4099" / "last").touch()
     snapshot = taken(source)
-    assert snapshot.resolve(b"d4199/last") == snapshot.entries == 8402
-    for number in (0, 4094, 4095, 4096, 4199):
+    assert snapshot.resolve(b"d4099/last") == snapshot.entries == 8202
+    for number in (0, 4094, 4095, 4096, 4099):
         ino = snapshot.resolve(b"l%04d" % number)
         assert ino is not None and snapshot.readlink(ino) == b"d%04d" % number
         directory = snapshot.resolve(b"d%04d" % number)
         assert directory is not None
-        assert len(snapshot.children(directory)) == (number == 4199)
+        assert len(snapshot.children(directory)) == (number == 4099)
 
 
 def test_paths_longer_than_the_kernel_takes(source: Path, taken: Taken, workers: str) -> None:
@@ -503,7 +501,7 @@ def test_control_c_leaves_nothing(tmp_path: Path, file: Path) -> None:
     source.mkdir()
     for top in range(20):
         (source / f"{top}").mkdir()
-        for name in range(1000):
+        for name in range(200):
             os.symlink("x", source / f"{top}" / f"{name}")
     code = (
         "import sys; from pathlib import Path; from monarch.namespace.build import build\n"

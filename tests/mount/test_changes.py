@@ -1,0 +1,336 @@
+"""A source that changes under a mount: fresh bytes or an error at once, never a hang or a mixture.
+
+Each warning that the daemon owes its operator is announced with ``expects_log``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.mount.compare import wait_for_copies
+from tests.mount.observe import account, settled, wait_until
+
+CHANGED = r"changed at the source since the snapshot; run: monarch snapshot refresh"
+DIRECTORIES = r"1 directories changed at the source since the snapshot"
+GONE = r"is gone from the source since the snapshot; run: monarch snapshot refresh"
+
+SMALL, LARGE = 100_000, 6_000_000
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, 1000)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def grown(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"grown" * 1000)
+
+
+def rewritten(path: Path) -> None:
+    size = path.stat().st_size
+    path.write_bytes(contents("rewritten", size))
+
+
+def replaced(path: Path) -> None:
+    """By rename, with other bytes of the same size and the same time of modification."""
+    status = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(contents("replaced", status.st_size))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.rename(path)
+
+
+def regrown(path: Path) -> None:
+    """So large that it is no small file any more."""
+    path.write_bytes(contents("regrown", 7_000_000))
+
+
+CHANGES = (truncated, emptied, grown, rewritten, replaced, regrown)
+
+
+def promptly(call: Callable[[], object], *, within_s: float = 5.0) -> object:
+    started = time.monotonic()
+    try:
+        return call()
+    finally:
+        assert time.monotonic() - started < within_s
+
+
+def wait_for_change(mounted: Mounted) -> None:
+    """Wait until the daemon has compared its copies with the source and found a difference."""
+    wait_until(lambda: account(mounted)["snapshot"]["stale"] is True, "a difference is noticed")
+
+
+def refreshing(mounted: Mounted) -> list[str]:
+    return [problem for problem in account(mounted)["health"] if "--refresh" in problem]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_change_before_the_first_open_gives_the_new_bytes_at_once(
+    monarch: MonarchCommand, tree: Tree, size: int
+) -> None:
+    source = tree({change.__name__: size for change in CHANGES} | {"same": size})
+    mounted = monarch.mount(source, tiers={"fast": "100MiB"})
+    for change in CHANGES:
+        os.stat(mounted.path / change.__name__)  # the kernel now knows the old size
+        change(source / change.__name__)
+    monarch.expects_log(CHANGED)
+    for change in CHANGES:
+        with open(mounted.path / change.__name__, "rb", buffering=0) as file:
+            expected = (source / change.__name__).read_bytes()
+            assert os.fstat(file.fileno()).st_size == len(expected), change.__name__
+            assert promptly(file.readall) == expected, change.__name__
+    wait_for_copies(mounted, len(CHANGES))
+    for change in CHANGES:
+        name = change.__name__
+        assert mounted.xattr(name) == "fast"
+        assert (mounted.path / name).read_bytes() == (source / name).read_bytes()
+        seen, true = (mounted.path / name).stat(), (source / name).stat()
+        assert (seen.st_size, seen.st_mtime_ns) == (true.st_size, true.st_mtime_ns)
+    assert refreshing(mounted) == [
+        f"{len(CHANGES)} files changed at the source since the snapshot; mount again with --refresh"
+    ]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resident_file_that_changed_is_fresh_after_the_next_mount(
+    monarch: MonarchCommand, tree: Tree, change: Callable[[Path], None]
+) -> None:
+    source = tree({"file": SMALL, "large": LARGE, "same": 10})
+    old = (source / "file").read_bytes()
+    mounted = monarch.mount(source)
+    for name in ("file", "large", "same"):
+        (mounted.path / name).read_bytes()
+    wait_for_copies(mounted, 3)
+    change(source / "file")
+    change(source / "large")
+    assert (mounted.path / "file").read_bytes() == old  # documented: compared when mounting
+    mounted.umount()
+
+    again = monarch.mount(source)
+    monarch.expects_log(CHANGED)
+    if change is replaced:
+        monarch.expects_log(DIRECTORIES)
+    wait_for_change(again)
+    for name in ("file", "large", "same"):
+        expected = (source / name).read_bytes()
+        with open(again.path / name, "rb", buffering=0) as file:
+            assert os.fstat(file.fileno()).st_size == len(expected)
+            assert file.readall() == expected
+    assert refreshing(again)
+
+
+def test_with_freshness_never_a_resident_file_stays_as_it_was_copied(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({change.__name__: SMALL for change in CHANGES})
+    old = {name: (source / name).read_bytes() for name in os.listdir(source)}
+    mounted = monarch.mount(source)
+    for name in old:
+        (mounted.path / name).read_bytes()
+    wait_for_copies(mounted, len(old))
+    mounted.umount()
+    for change in CHANGES:
+        change(source / change.__name__)
+    again = monarch.mount(source, options=["snapshot.freshness=never"])
+    for name, content in old.items():
+        assert (again.path / name).read_bytes() == content
+        assert (again.path / name).stat().st_size == len(content)
+    assert account(again)["health"] == []
+    again.umount()
+
+    refreshed = monarch.mount(source, arguments=["--refresh"])
+    for name in old:
+        assert (refreshed.path / name).read_bytes() == (source / name).read_bytes()
+    assert account(refreshed)["health"] == []
+
+
+def test_with_a_ttl_a_change_is_noticed_while_mounted(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"file": SMALL})
+    mounted = monarch.mount(source, options=["snapshot.freshness=ttl:1s"])
+    (mounted.path / "file").read_bytes()
+    wait_for_copies(mounted, 1)
+    monarch.expects_log(CHANGED)
+    monarch.expects_log(DIRECTORIES)
+    replaced(source / "file")
+    wait_for_change(mounted)
+    assert (mounted.path / "file").read_bytes() == (source / "file").read_bytes()
+
+
+def test_an_open_file_keeps_its_version_and_the_next_open_has_the_new_one(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"small": SMALL, "large": LARGE})
+    old = {name: (source / name).read_bytes() for name in ("small", "large")}
+    mounted = monarch.mount(source, tiers={"fast": "1KiB"})
+    files = {name: open(mounted.path / name, "rb", buffering=0) for name in old}  # noqa: SIM115
+    for name, file in files.items():
+        assert file.read(4096) == old[name][:4096]
+        replaced(source / name)
+    for name, file in files.items():
+        with file:
+            assert file.readall() == old[name][4096:]
+    monarch.expects_log(CHANGED)
+    for name in old:
+        assert (mounted.path / name).read_bytes() == (source / name).read_bytes() != old[name]
+
+
+def test_a_file_truncated_while_it_is_read_ends_early(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"large": 40_000_000})
+    old = (source / "large").read_bytes()
+    mounted = monarch.mount(source, tiers={"fast": "1KiB"})
+    with open(mounted.path / "large", "rb", buffering=0) as file:
+        assert file.read(4096) == old[:4096]
+        os.truncate(source / "large", 30_000_000)
+        os.lseek(file.fileno(), 20_000_000, os.SEEK_SET)
+        assert promptly(file.readall) == old[20_000_000:30_000_000]
+    monarch.expects_log(CHANGED)
+    assert (mounted.path / "large").read_bytes() == old[:30_000_000]
+
+
+def test_a_deleted_file_is_enoent_and_leaves_the_listing(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"d/small": SMALL, "d/large": LARGE, "d/same": 10, "gone/file": 10})
+    mounted = monarch.mount(source)
+    for name in ("d/small", "d/large", "gone/file"):
+        os.stat(mounted.path / name)
+        (source / name).unlink()
+    (source / "gone").rmdir()
+    monarch.expects_log(GONE)
+    for name in ("d/small", "d/large", "gone/file"):
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError):
+                promptly(lambda name=name: os.open(mounted.path / name, os.O_RDONLY))  # type: ignore[misc]
+        with pytest.raises(FileNotFoundError):
+            os.stat(mounted.path / name)
+    assert os.listdir(mounted.path / "d") == ["same"]
+    assert (mounted.path / "d/same").read_bytes() == (source / "d/same").read_bytes()
+    assert refreshing(mounted)
+
+
+def test_a_resident_file_deleted_at_the_source_is_enoent_after_the_next_mount(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"file": SMALL, "same": 10})
+    mounted = monarch.mount(source)
+    for name in ("file", "same"):
+        (mounted.path / name).read_bytes()
+    wait_for_copies(mounted, 2)
+    mounted.umount()
+    (source / "file").unlink()
+    again = monarch.mount(source)
+    monarch.expects_log(GONE)
+    monarch.expects_log(DIRECTORIES)
+    wait_for_change(again)
+    with pytest.raises(FileNotFoundError):
+        (again.path / "file").read_bytes()
+    assert os.listdir(again.path) == ["same"]
+    wait_for_copies(again, 1)
+
+
+def test_a_file_that_comes_back_is_served_again(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"file": SMALL})
+    mounted = monarch.mount(source)
+    away = source.parent / "away"
+    (source / "file").rename(away)
+    monarch.expects_log(GONE)
+    with pytest.raises(FileNotFoundError):
+        (mounted.path / "file").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        os.stat(mounted.path / "file")
+    away.rename(source / "file")
+    assert (mounted.path / "file").read_bytes() == (source / "file").read_bytes()
+    assert os.listdir(mounted.path) == ["file"]
+    assert (mounted.path / "file").stat().st_size == SMALL
+
+
+def by_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "below").write_bytes(b"x")
+
+
+def by_a_link_out(path: Path) -> None:
+    secret = path.parent.parent / "secret"
+    secret.write_bytes(contents("secret", SMALL))
+    path.unlink()
+    path.symlink_to(secret)
+
+
+def by_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("change", [by_a_directory, by_a_link_out, by_a_fifo])
+def test_a_file_replaced_by_something_else_is_an_error_at_once(
+    monarch: MonarchCommand, tree: Tree, change: Callable[[Path], None]
+) -> None:
+    source = tree({"file": SMALL, "large": LARGE, "same": 10})
+    mounted = monarch.mount(source)
+    for name in ("file", "large"):
+        os.stat(mounted.path / name)
+        change(source / name)
+    monarch.expects_log(GONE)
+    for name in ("file", "large"):
+        for _ in range(3):
+            with pytest.raises(OSError) as caught:
+                promptly(lambda name=name: (mounted.path / name).read_bytes())  # type: ignore[misc]
+            assert caught.value.errno in (errno.ESTALE, errno.ENOENT)
+    assert os.listdir(mounted.path) == ["same"]
+    assert (mounted.path / "same").read_bytes() == (source / "same").read_bytes()
+    assert len(refreshing(mounted)) == 1
+    assert settled(mounted)["copies"]["done"] == 1
+
+
+def test_a_directory_replaced_by_a_link_out_is_not_followed(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"d/file": SMALL, "d/other": LARGE})
+    mounted = monarch.mount(source)
+    outside = source.parent / "outside"
+    (source / "d").rename(outside)
+    (source / "d").symlink_to(outside)
+    monarch.expects_log(GONE)
+    for name in ("d/file", "d/other"):
+        with pytest.raises(OSError) as caught:
+            (mounted.path / name).read_bytes()
+        assert caught.value.errno in (errno.ESTALE, errno.ENOENT)
+
+
+def test_the_other_name_of_a_file_outlives_the_first(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"a": SMALL})
+    os.link(source / "a", source / "b")
+    mounted = monarch.mount(source)
+    (source / "a").unlink()
+    monarch.expects_log(CHANGED)
+    assert (mounted.path / "b").read_bytes() == (source / "b").read_bytes()
+    assert (mounted.path / "b").stat().st_nlink == 1
+
+
+def test_new_directories_are_told_after_the_next_mount(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"d/file": 10, "e/file": 10})
+    mounted = monarch.mount(source)
+    mounted.umount()
+    (source / "d/new").write_bytes(b"new")
+    again = monarch.mount(source)
+    monarch.expects_log(DIRECTORIES)
+    wait_for_change(again)
+    assert os.listdir(again.path / "d") == ["file"]
+    assert refreshing(again)
+    again.umount()
+    refreshed = monarch.mount(source, arguments=["--refresh"])
+    assert (refreshed.path / "d/new").read_bytes() == b"new"
+    assert account(refreshed)["health"] == []

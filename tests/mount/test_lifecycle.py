@@ -1,0 +1,392 @@
+"""A mount from its first answer to its end, however it ends: by command, by signal, by death."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
+from tests.equipment import slowfs
+from tests.equipment.slowfs import SlowSource
+from tests.mount.command import (
+    assert_nothing_is_left,
+    needs_fuse,
+    needs_root,
+    one_line,
+    registered,
+    stages,
+    start,
+    wait_until,
+)
+
+pytestmark = needs_fuse
+
+needs_slow_source = pytest.mark.skipif(
+    slowfs.unavailable() is not None, reason=slowfs.unavailable() or ""
+)
+
+
+def ended_cleanly(state: Path) -> bool:
+    """What the records say to the next daemon: if not, it verifies each copy before its use."""
+    (records,) = state.glob("residency-*")
+    header = records.read_bytes()[:4096]
+    return json.loads(header.rstrip(b"\0"))["clean"] is True
+
+
+def ended(process: subprocess.Popen[str], timeout_s: float = 20) -> str:
+    """What it wrote to stderr until its end."""
+    try:
+        return process.communicate(timeout=timeout_s)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+
+
+# -- the beginning -----------------------------------------------------------------------------
+
+
+def test_the_command_returns_when_the_mount_answers_and_its_daemon_is_its_own(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"a/b": b"content"})
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    # The command's own output is a pipe as well: had the daemon kept it, `run` would not return.
+    state, mnt, tier = (monarch.directory / name for name in ("state", "mnt", "tier"))
+    mnt.mkdir()
+    made = registered(monarch, mnt, source, state, {"tier": tier})
+    done = subprocess.run(
+        [sys.executable, "-m", "monarch", "mount", str(source), str(mnt)]
+        + ["--tier", f"{tier}:1MiB", "--state", str(state)],
+        env=monarch.environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        pass_fds=[writing],
+    )
+    assert os.listdir(mnt / "a") == ["b"] and (mnt / "a/b").read_bytes() == b"content"
+    assert (done.returncode, done.stdout) == (0, "")
+    last = done.stderr.splitlines()[-1]
+    assert last == f"monarch: {source} is at {mnt}, tiers: tier ({tier})"
+    made.pid = int(made.status()["pid"])
+    os.close(writing)
+    assert os.read(reading, 1) == b"", "the daemon holds a descriptor of its caller"
+    os.close(reading)
+    assert os.getsid(made.pid) == made.pid
+    daemon = psutil.Process(made.pid)
+    assert daemon.cwd() == "/"
+    assert daemon.net_connections() == [] or {c.family.name for c in daemon.net_connections()} == {
+        "AF_UNIX"
+    }
+    # What the caller's jobs see of it: a directory, and nothing in their environment.
+    assert {c.laddr for c in daemon.net_connections("unix")} <= {"", str(state / "control.sock")}
+
+
+def test_in_the_foreground_it_stays_logs_to_stderr_and_ends_on_sigterm_with_0(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source, mnt, state = tree({"a": b"content"}), tmp_path / "mnt", tmp_path / "state"
+    mnt.mkdir()
+    registered(monarch, mnt, source, state)
+    arguments = ["mount", "--foreground", str(source), str(mnt), "--state", str(state)]
+    process = start(monarch, *arguments, "--tier", f"{tmp_path}/tier:1MiB")
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("monarch: "):
+            break
+    assert lines[-1] == f"monarch: {source} is at {mnt}, tiers: tier ({tmp_path}/tier)\n"
+    assert any(line.endswith(" info monarch.daemon: ready\n") for line in lines)
+    assert (mnt / "a").read_bytes() == b"content"
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    told = ended(process)
+    assert process.returncode == 0
+    assert "ending on SIGTERM" in told and "Traceback" not in told
+    assert_nothing_is_left(monarch)
+    assert ended_cleanly(state)
+
+
+def test_without_tier_and_state_both_are_found(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"a": b"content"})
+    directory = monarch.directory
+    mnt, scratch = directory / "mnt", directory / "scratch"
+    mnt.mkdir(), scratch.mkdir()
+    state_root = directory / "home/state/monarch"
+    made = registered(monarch, mnt, source, state_root)
+    done = subprocess.run(
+        [sys.executable, "-m", "monarch", "mount", str(source), str(mnt)],
+        env={**monarch.environment(), "MONARCH_SCRATCH": str(scratch)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    status = made.status()
+    made.pid = int(status["pid"])
+    (tier,) = status["tiers"]
+    assert Path(tier["path"]).parent == scratch / f"monarch-{os.getuid()}"
+    (made.state,) = state_root.glob("source-*")
+    assert (mnt / "a").read_bytes() == b"content"
+
+
+# -- interrupted while it begins ---------------------------------------------------------------
+
+
+@needs_slow_source
+@pytest.mark.parametrize("foreground", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_snapshot_is_built_leaves_nothing(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path, number: signal.Signals, foreground: bool
+) -> None:
+    tree({f"{number}/file": 1 for number in range(400)})
+    mnt, state = tmp_path / "mnt", tmp_path / "state"
+    mnt.mkdir()
+    with SlowSource(tmp_path / "source", tmp_path / "slow") as slow:
+        slow.rules("lat readdir 300", "lat getattr 100")
+        where = ["--state", str(state), "--tier", f"{tmp_path}/tier:1MiB"]
+        mode = ["--foreground"] if foreground else []
+        process = start(monarch, "mount", str(slow.path), str(mnt), *where, *mode)
+        wait_until(lambda: stages(tmp_path) != [], "the build does not begin")
+        began = time.monotonic()
+        process.send_signal(number)
+        told = ended(process)
+        assert time.monotonic() - began < 5
+        assert process.returncode == (130 if number == signal.SIGINT else 143)
+        assert "Traceback" not in told
+        assert_nothing_is_left(monarch)
+        assert not (state / "snapshot.lmdb").exists()
+
+
+# -- signals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_daemon_is_a_clean_end(
+    monarch: MonarchCommand, tree: Tree, number: signal.Signals
+) -> None:
+    made = monarch.mount(tree({"a": 1000}))
+    (made.path / "a").read_bytes()
+    wait_until(lambda: made.xattr("a") != "source", "it is not promoted")
+    began = time.monotonic()
+    os.kill(made.pid, number)
+    wait_until(lambda: not psutil.pid_exists(made.pid), "the daemon still runs")
+    assert time.monotonic() - began < 5
+    assert_nothing_is_left(monarch)
+    assert ended_cleanly(made.state)
+    assert f"ending on {number.name}" in made.log_text
+
+
+@needs_slow_source
+def test_sigterm_amid_readers_and_a_large_copy_ends_at_once_and_leaves_no_stage(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    size = 48 << 20
+    tree({f"large/{number}": size for number in range(4)})
+    with SlowSource(tmp_path / "source", tmp_path / "slow") as slow:
+        slow.rules("read_MBps 20")
+        made = monarch.mount(slow.path, tiers={"fast": "1GiB"})
+        wrong: list[str] = []
+        readers = [
+            threading.Thread(target=_read_on, args=(made.path / "large", str(n), size, wrong))
+            for n in range(4)
+        ]
+        for reader in readers:
+            reader.start()
+        wait_until(lambda: made.stages() != [], "no copy is under way")
+        began = time.monotonic()
+        os.kill(made.pid, signal.SIGTERM)
+        wait_until(lambda: not psutil.pid_exists(made.pid), "it still runs", timeout_s=25)
+        took = time.monotonic() - began
+        for reader in readers:
+            reader.join(10)
+        assert not any(reader.is_alive() for reader in readers)
+        assert wrong == []
+        assert took < 15
+        assert_nothing_is_left(monarch)
+        assert ended_cleanly(made.state)
+
+
+def _read_on(directory: Path, name: str, size: int, wrong: list[str]) -> None:
+    """Read until the mount is gone: right bytes, then an error."""
+    expected = contents(f"large/{name}", size)
+    try:
+        with (directory / name).open("rb", buffering=0) as file:
+            at = 0
+            while piece := file.read(1 << 20):
+                if piece != expected[at : at + len(piece)]:
+                    wrong.append(f"{name} at {at}")
+                at += len(piece)
+            if at != size:
+                wrong.append(f"{name} ends at {at}")
+    except OSError as error:
+        if error.errno not in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENODEV):
+            wrong.append(f"{name}: {error}")
+
+
+# -- umount ------------------------------------------------------------------------------------
+
+
+def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    made = monarch.mount(tree({"a": b"content"}))
+    with (made.path / "a").open("rb") as file:
+        done = monarch("umount", str(made.path), check=False)
+        told = one_line(done)
+        assert (done.returncode, f"in use by pid {os.getpid()}" in told) == (10, True), told
+        assert (made.path / "a").read_bytes() == b"content"
+        assert monarch("umount", "--lazy", str(made.path)).returncode == 0
+        assert str(made.path) not in mounts()
+        assert file.read() == b"content"
+    wait_until(lambda: not psutil.pid_exists(made.pid), "the daemon still runs")
+    assert_nothing_is_left(monarch)
+    assert ended_cleanly(made.state)
+
+
+def test_umount_says_so_where_there_is_no_monarch_mount(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    done = monarch("umount", str(tmp_path), check=False)
+    assert (done.returncode, "is no Monarch mount" in one_line(done)) == (9, True)
+    made = monarch.mount(tree({"a": 1}))
+    first = monarch("umount", str(made.path))
+    assert first.stderr == f"monarch: {made.path} is unmounted\n"
+    again = monarch("umount", str(made.path), check=False)
+    assert (again.returncode, "is no Monarch mount" in one_line(again)) == (9, True)
+
+
+@pytest.mark.parametrize("command", [["umount"], ["fusermount3", "-u"]])
+def test_the_system_s_own_umount_ends_the_daemon_cleanly(
+    monarch: MonarchCommand, tree: Tree, command: list[str]
+) -> None:
+    made = monarch.mount(tree({"a": 1}))
+    (made.path / "a").read_bytes()
+    subprocess.run([*command, str(made.path)], check=True)
+    wait_until(lambda: not psutil.pid_exists(made.pid), "the daemon still runs")
+    assert_nothing_is_left(monarch)
+    assert ended_cleanly(made.state)
+
+
+# -- death -------------------------------------------------------------------------------------
+
+
+def test_a_killed_daemon_is_told_at_once_and_the_next_mount_repairs_it(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    made = monarch.mount(tree({"a": b"content", "b": 100_000}))
+    assert (made.path / "a").read_bytes() == b"content"
+    with (made.path / "b").open("rb", buffering=0) as file:
+        made.kill()
+        for touch in (lambda: os.listdir(made.path), lambda: os.pread(file.fileno(), 9, 50_000)):
+            with pytest.raises(OSError) as caught:
+                touch()
+            assert caught.value.errno == errno.ENOTCONN
+        overview = monarch("status")
+        (line,) = [x for x in overview.stdout.splitlines() if x.startswith(f"{made.path} ")]
+        assert line.split()[-1] == "dead"
+        done = monarch("status", str(made.path), check=False)
+        assert (done.returncode, "is dead" in one_line(done)) == (9, True)
+        assert not ended_cleanly(made.state)
+        # Although a reader still holds a file of the dead mount open.
+        again = monarch.mount(made.source)
+        assert (again.path / "a").read_bytes() == b"content"
+        assert again.pid != made.pid
+    again.umount()
+    assert ended_cleanly(made.state)
+
+
+def test_umount_cleans_up_after_a_killed_daemon(monarch: MonarchCommand, tree: Tree) -> None:
+    made = monarch.mount(tree({"a": 1}))
+    made.kill()
+    assert monarch("umount", str(made.path)).returncode == 0
+    assert_nothing_is_left(monarch)
+    assert os.listdir(made.path) == []
+
+
+# -- status, metrics, doctor -------------------------------------------------------------------
+
+
+def test_two_mounts_live_side_by_side_and_status_shows_both(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    one = monarch.mount(tree({"sub/a": b"one"}))
+    other_source = tmp_path / "other"
+    (other_source / "sub").mkdir(parents=True)
+    (other_source / "sub/a").write_bytes(b"two")
+    two = _mount_other(monarch, other_source)
+    assert (one.path / "sub/a").read_bytes() + (two.path / "sub/a").read_bytes() == b"onetwo"
+    listed = json.loads(monarch("status", "--json").stdout)["mounts"]
+    ours = {line["mountpoint"]: line for line in listed if line["pid"] in (one.pid, two.pid)}
+    assert set(ours) == {str(one.path), str(two.path)}
+    for line in ours.values():
+        assert set(line) == {"mountpoint", "state", "source", "pid", "log", "trouble", "report"}
+        assert (line["state"], line["trouble"]) == ("serving", "")
+    # Any path inside names the mount, and needs not exist.
+    inside = json.loads(monarch("status", str(two.path / "sub/none"), "--json").stdout)
+    assert inside["source"] == str(other_source)
+    assert inside["pid"] == two.pid
+    table = monarch("status").stdout.splitlines()
+    for made in (one, two):
+        (row,) = [line for line in table if line.startswith(f"{made.path} ")]
+        assert row.split()[1] == str(made.source) and row.split()[-1] == "healthy"
+    one.umount()
+    assert (two.path / "sub/a").read_bytes() == b"two"
+
+
+def _mount_other(monarch: MonarchCommand, source: Path) -> Mounted:
+    directory = monarch.directory / "second"
+    (directory / "mnt").mkdir(parents=True)
+    made = registered(
+        monarch, directory / "mnt", source, directory / "state", {"tier": directory / "tier"}
+    )
+    where = ["--state", str(made.state), "--tier", f"{directory}/tier:1MiB"]
+    monarch("mount", str(source), str(made.path), *where)
+    made.pid = int(made.status()["pid"])
+    return made
+
+
+def test_metrics_are_shown_on_this_machine_only_and_only_when_asked_for(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    made = monarch.mount(
+        tree({"a": b"content"}), options=["metrics.enabled", "metrics.address=localhost:0"]
+    )
+    (made.path / "a").read_bytes()
+    listening = [c for c in psutil.Process(made.pid).net_connections("inet") if not c.raddr]
+    assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
+    (port,) = {c.laddr.port for c in listening}
+    with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=5) as page:
+        text = page.read().decode()
+    assert "monarch_" in text and "python_gc" not in text
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in ("#", ""))
+    assert sum(float(v) for k, v in samples.items() if k.startswith("monarch_opens_total")) == 1
+    # A page that is being fetched does not hold up the end.
+    with contextlib.closing(urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=5)):
+        made.umount()
+
+
+@needs_root
+def test_doctor_finds_this_machine_fit_and_says_why_if_not(monarch: MonarchCommand) -> None:
+    done = monarch("doctor", "--json", check=False)
+    answer = json.loads(done.stdout)
+    failed = {check["name"] for check in answer["checks"] if check["status"] == "fail"}
+    # Other people's dead mounts on this machine are no fault of the machine.
+    assert failed <= {"mounts"}
+    assert (done.returncode, answer["ok"]) == ((1, False) if failed else (0, True))
+    assert {check["name"]: check["status"] for check in answer["checks"]}["fuse device"] == "ok"

@@ -1,0 +1,280 @@
+"""What a mount finds again: the copies of the one before, however that one ended."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.inotify import OpenCounter
+from tests.mount.observe import (
+    account,
+    accounts_agree,
+    copies,
+    epoch,
+    read_through,
+    resident,
+    settled,
+    wait_until,
+)
+
+TIERS = {"fast": "200000", "large": "10MB"}
+
+
+def files(count: int = 30, size: int = 20_000) -> dict[str, bytes]:
+    names = [f"class{number % 3}/{number:03d}.jpg" for number in range(count)]
+    return {name: contents(name, size + 3 * number) for number, name in enumerate(names)}
+
+
+def filled(
+    monarch: MonarchCommand, source: Path, content: dict[str, bytes], tiers: dict[str, str]
+) -> Mounted:
+    """A mount with everything resident."""
+    mounted = monarch.mount(source, tiers=tiers)
+    epoch(mounted, content)
+    settled(mounted)
+    assert set(resident(mounted, content)) == set(content)
+    return mounted
+
+
+def nothing_is_asked_or_copied_again(
+    mounted: Mounted, source: Path, content: dict[str, bytes]
+) -> None:
+    with OpenCounter(source) as counter:
+        assert set(resident(mounted, content)) == set(content)
+        epoch(mounted, content)
+        told = settled(mounted)
+        assert counter.count() == 0
+    assert told["copies"]["done"] == 0
+    assert told["source_totals"]["opens"] == 0
+    assert told["epochs"][-1]["hits"] == len(content)
+    accounts_agree(mounted)
+
+
+# -- after a clean end ------------------------------------------------------------------------------
+
+
+def test_a_restart_finds_every_copy_and_copies_nothing_again(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files()
+    tree(content)
+    where = resident(filled(monarch, source, content, TIERS), content)
+    for _ in range(2):
+        monarch.mounted[-1].umount()
+        again = monarch.mount(source, tiers=TIERS)
+        assert resident(again, content) == where
+        nothing_is_asked_or_copied_again(again, source, content)
+
+
+def test_copies_are_found_again_after_a_refresh_that_renumbers_the_files(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files()
+    tree(content)
+    os.link(source / "class1/001.jpg", source / "class1/link.jpg")
+    content["class1/link.jpg"] = content["class1/001.jpg"]
+    mounted = filled(monarch, source, content, TIERS)
+    before = (mounted.path / "class1/001.jpg").stat().st_ino
+    mounted.umount()
+    tree({f"000-first/{number}": 1000 for number in range(7)})
+    monarch("snapshot", "refresh", str(source), str(mounted.state / "snapshot.lmdb"))
+    again = monarch.mount(source, tiers=TIERS)
+    assert (again.path / "class1/001.jpg").stat().st_ino != before
+    nothing_is_asked_or_copied_again(again, source, content)
+    assert read_through(again.path / "000-first/3") == contents("000-first/3", 1000)
+
+
+def test_a_file_that_changed_before_a_refresh_is_not_found_again(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files()
+    tree(content)
+    filled(monarch, source, content, TIERS).umount()
+    changed = {"class0/000.jpg": b"other", "class1/004.jpg": contents("new", 20_012)}
+    tree(changed)
+    again = monarch.mount(source, tiers=TIERS, arguments=["--refresh"])
+    assert set(resident(again, content)) == set(content) - set(changed)
+    with OpenCounter(source) as counter:
+        epoch(again, content | changed)
+        assert counter.paths() == dict.fromkeys(changed, 1)
+    accounts_agree(again)
+
+
+def test_copies_are_found_again_when_the_snapshot_was_deleted(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files()
+    tree(content)
+    mounted = filled(monarch, source, content, TIERS)
+    mounted.umount()
+    for path in mounted.state.glob("snapshot.lmdb*"):
+        path.unlink()
+    again = monarch.mount(source, tiers=TIERS)
+    nothing_is_asked_or_copied_again(again, source, content)
+
+
+def test_tiers_may_change_their_order(monarch: MonarchCommand, tree: Tree, source: Path) -> None:
+    content = files()
+    tree(content)
+    mounted = filled(monarch, source, content, TIERS)
+    where = resident(mounted, content)
+    mounted.umount()
+    again = monarch.mount(source, tiers=dict(reversed(TIERS.items())))
+    assert resident(again, content) == where
+    nothing_is_asked_or_copied_again(again, source, content)
+
+
+def test_a_tier_that_is_no_longer_named_is_a_miss_and_may_come_back_empty(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files()
+    tree(content)
+    mounted = filled(monarch, source, content, TIERS)
+    where = resident(mounted, content)
+    mounted.umount()
+    again = monarch.mount(source, tiers={"large": TIERS["large"]})
+    kept = {name for name, tier in where.items() if tier == "large"}
+    assert set(resident(again, content)) == kept
+    with OpenCounter(source) as counter:
+        epoch(again, content)
+        assert counter.paths() == dict.fromkeys(set(content) - kept, 1)
+    accounts_agree(again)
+    again.umount()
+    both = monarch.mount(source, tiers=TIERS)
+    wait_until(lambda: copies(both)["fast"] == {}, "what no record knows is gone")
+    nothing_is_asked_or_copied_again(both, source, content)
+
+
+def test_a_tier_made_smaller_keeps_what_still_fits(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files()
+    tree(content)
+    mounted = filled(monarch, source, content, {"fast": "10MB"})
+    mounted.umount()
+    again = monarch.mount(source, tiers={"fast": "300000"})
+    told = account(again)["tiers"][0]
+    assert 0 < told["used"] <= told["capacity"] == 300_000
+    accounts_agree(again)
+    kept = set(resident(again, content))
+    with OpenCounter(source) as counter:
+        epoch(again, content)
+        assert counter.paths() == dict.fromkeys(set(content) - kept, 1)
+    accounts_agree(again)
+
+
+@pytest.mark.parametrize(("before", "after"), [(50_000, 900), (900, 50_000), (900, 900)])
+def test_a_copy_of_a_version_that_the_snapshot_does_not_know_is_not_believed(
+    monarch: MonarchCommand, tree: Tree, source: Path, before: int, after: int
+) -> None:
+    monarch.expects_log("changed at the source since the snapshot")
+    old, new = contents("old", before), contents("new", after)
+    tree({"changing": old, "other": b"o"})
+    # What looks at the source at each mount would hide it.
+    mounted = monarch.mount(source, options=["snapshot.freshness=never"])
+    epoch(mounted, {"changing": old})
+    settled(mounted)
+    monarch("evict", str(mounted.path), "changing")
+    tree({"changing": new})
+    epoch(mounted, {"changing": new})
+    settled(mounted)
+    assert mounted.xattr("changing") == "fast"
+    mounted.umount()
+    for freshness in ("never", "mount"):
+        again = monarch.mount(source, options=[f"snapshot.freshness={freshness}"])
+        epoch(again, {"changing": new, "other": b"o"})
+        accounts_agree(again)
+        again.umount()
+
+
+# -- after an unclean end -----------------------------------------------------------------------------
+
+
+def _read_until_it_dies(mounted: Mounted, content: dict[str, bytes], seed: int) -> Callable[[], None]:
+    wrong: list[str] = []
+
+    def read() -> None:
+        chosen = random.Random(seed)
+        while True:
+            name = chosen.choice(list(content))
+            try:
+                if read_through(mounted.path / name) != content[name]:
+                    wrong.append(name)
+            except OSError:
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def join() -> None:
+        reader.join(20)
+        assert not reader.is_alive(), "a reader hangs on a dead mount"
+        assert wrong == []
+
+    return join
+
+
+def test_a_daemon_killed_under_load_leaves_nothing_that_the_next_one_believes_wrongly(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(120) | {f"large{number}": contents(str(number), 700_000) for number in range(6)}
+    tree(content)
+    options = ["limits.inline_max=64KiB"]
+    tiers = {"fast": "1MB", "large": "10MB"}
+    for seed, copied in enumerate((5, 40)):
+        mounted = monarch.mount(source, tiers=tiers, options=options)
+        joins = [_read_until_it_dies(mounted, content, 10 * seed + n) for n in range(3)]
+
+        def far(mounted: Mounted = mounted, copied: int = copied) -> bool:
+            return int(account(mounted)["copies"]["done"]) >= copied
+
+        wait_until(far, "copies were made")
+        mounted.kill()
+        for join in joins:
+            join()
+    again = monarch.mount(source, tiers=tiers, options=options)
+    warm = len(resident(again, content))
+    assert warm >= 40
+    with OpenCounter(source) as counter:
+        epoch(again, content)
+        assert counter.count() == len(content) - warm
+    accounts_agree(again)
+
+
+# -- two daemons ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", ["state", "tier"])
+def test_a_second_daemon_on_one_directory_is_refused_and_told_who_has_it(
+    monarch: MonarchCommand, tree: Tree, source: Path, shared: str
+) -> None:
+    tree({"file": 1000})
+    first = monarch.mount(source)
+    second = monarch.directory / "second"
+    second.mkdir()
+    state = first.state if shared == "state" else monarch.directory / "state2"
+    tier = first.tiers["fast"] if shared == "tier" else monarch.directory / "tier2"
+    refused = monarch(
+        *("mount", str(source), str(second), "--state", str(state), "--tier", f"{tier}:1MB"),
+        check=False,
+    )
+    assert refused.returncode == 7
+    assert str(first.pid) in refused.stderr
+    assert str(first.path) in refused.stderr
+    assert "Traceback" not in refused.stderr
+    epoch(first, {"file": contents("file", 1000)})
+
+
+def test_the_lock_of_a_dead_daemon_is_taken_over(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree({"file": 1000})
+    monarch.mount(source).kill()
+    again = monarch.mount(source)
+    epoch(again, {"file": contents("file", 1000)})

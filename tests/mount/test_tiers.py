@@ -1,0 +1,341 @@
+"""Tiers that are full, cannot be written, vanish or lie: the readers never notice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents, trouble
+from tests.equipment.inotify import OpenCounter
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import (
+    account,
+    accounts_agree,
+    copies,
+    copy_of,
+    epoch,
+    flip_bit,
+    read_through,
+    resident,
+    settled,
+    wait_until,
+)
+
+MIB = 1 << 20
+
+
+def files(count: int = 20, size: int = 20_000) -> dict[str, bytes]:
+    return {f"{number:03d}.jpg": contents(str(number), size + number) for number in range(count)}
+
+
+def warnings(mounted: Mounted) -> list[str]:
+    return [line for line in mounted.log_text.splitlines() if trouble(line)]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB where the tier ``fast`` will be."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    path = tmp_path / "tiers" / "fast"
+    path.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Somebody else takes all the space that is left."""
+    filler = disk / "somebody-else's"
+    with filler.open("ab", buffering=0) as file:
+        for size in (MIB, 4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return filler
+
+
+# -- full ---------------------------------------------------------------------------------------
+
+
+def test_reads_go_on_when_somebody_else_has_filled_the_disk(
+    small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"})
+    fill(small_disk)
+    for _ in range(3):
+        epoch(mounted, content)
+    told = settled(mounted)
+    assert not told["tiers"][0]["in_service"]
+    assert any("fast" in line for line in told["health"])
+    assert len(warnings(mounted)) <= 3
+    accounts_agree(mounted)
+
+
+def test_a_copy_that_runs_out_of_space_half_way_leaves_nothing_behind(
+    slow: SlowSource, small_disk: Path, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    large = contents("large", 3 * MIB)
+    tree({"large": large, "small": 10_000})
+    mounted = monarch.mount(
+        slow.path, tiers={"fast": "100MB"}, options=["limits.inline_max=64KiB"]
+    )
+    slow.rules("hang read large")
+    with (mounted.path / "large").open("rb", buffering=0):
+        stages = small_disk / "monarch" / "stage"
+        wait_until(lambda: list(stages.iterdir()) != [], "the copy has begun")
+        fill(small_disk)
+        slow.rules()
+        wait_until(lambda: not account(mounted)["tiers"][0]["in_service"], "the tier is out")
+    assert read_through(mounted.path / "large") == large
+    assert read_through(mounted.path / "small") == contents("small", 10_000)
+    accounts_agree(mounted)
+    assert copies(mounted) == {"fast": {}}
+    assert len(warnings(mounted)) <= 3
+
+
+@pytest.mark.slow
+def test_a_full_tier_takes_copies_again_when_there_is_room(
+    small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"})
+    filler = fill(small_disk)
+    epoch(mounted, content)
+    assert not settled(mounted)["tiers"][0]["in_service"]
+    filler.unlink()
+    wait_until(lambda: account(mounted)["tiers"][0]["in_service"] is True, "in service again")
+    assert account(mounted)["health"] == []
+    epoch(mounted, content)
+    settled(mounted)
+    assert set(resident(mounted, content)) == set(content)
+    accounts_agree(mounted)
+
+
+def test_a_second_tier_takes_what_a_full_one_cannot(
+    small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "100MB", "large": "100MB"})
+    fill(small_disk)
+    epoch(mounted, content)
+    settled(mounted)
+    epoch(mounted, content)
+    settled(mounted)
+    assert resident(mounted, content) == dict.fromkeys(content, "large")
+    accounts_agree(mounted)
+
+
+# -- cannot be written, vanished ------------------------------------------------------------------
+
+
+def test_a_tier_that_cannot_be_written_is_out_of_service_and_still_serves_its_copies(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source)
+    before, after = sorted(content)[:5], sorted(content)[5:]
+    epoch(mounted, content, before)
+    settled(mounted)
+    # As on a file system that went read-only: nothing can be made there.
+    (mounted.tiers["fast"] / "monarch" / "stage").rmdir()
+    with OpenCounter(source) as counter:
+        for _ in range(3):
+            epoch(mounted, content)
+        assert counter.paths() == dict.fromkeys(after, 3)
+    told = settled(mounted)
+    assert not told["tiers"][0]["in_service"]
+    assert len(warnings(mounted)) <= 3
+    accounts_agree(mounted)
+
+
+def test_a_tier_removed_under_the_daemon_is_a_miss_and_the_end_is_clean(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("dropped")
+    monarch.expects_log("given up")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    shutil.rmtree(mounted.tiers["fast"])
+    for _ in range(2):
+        epoch(mounted, content)
+    told = settled(mounted)
+    assert told["tiers"][0]["used"] == told["residency"]["files"] == 0
+    assert len(warnings(mounted)) <= 4
+    mounted.umount()
+    assert "Traceback" not in mounted.log_text
+    again = monarch.mount(source)
+    epoch(again, content)
+    settled(again)
+    assert set(resident(again, content)) == set(content)
+    accounts_agree(again)
+
+
+def test_a_tier_on_a_read_only_file_system_is_refused_in_one_line(
+    small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(3)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "1MB"})
+    mounted.umount()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    refused = monarch(
+        *("mount", str(source), str(mounted.path), "--tier", f"{small_disk}:1MB"),
+        *("--state", str(mounted.state)),
+        check=False,
+    )
+    assert refused.returncode == 6
+    assert str(small_disk) in refused.stderr
+    assert "Read-only" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    monarch.expects_log("Read-only")
+
+
+# -- copies that were tampered with -----------------------------------------------------------------
+
+
+def test_a_copy_that_was_deleted_or_cut_short_is_a_miss(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast: copy of .* dropped")
+    content = files(8)
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    copy_of(mounted, "001.jpg").unlink()
+    os.truncate(copy_of(mounted, "002.jpg"), 100)
+    os.truncate(copy_of(mounted, "003.jpg"), 1_000_000)
+    broken = {"001.jpg", "002.jpg", "003.jpg"}
+    with OpenCounter(source) as counter:
+        epoch(mounted, content)
+        settled(mounted)
+        epoch(mounted, content)
+        assert counter.paths() == dict.fromkeys(broken, 1)
+    assert resident(mounted, content) == dict.fromkeys(content, "fast")
+    for name in broken:
+        assert copy_of(mounted, name).read_bytes() == content[name]
+    accounts_agree(mounted)
+
+
+def test_a_copy_cut_short_while_it_is_read_is_read_on_at_the_source(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast: copy of .* dropped")
+    content = {"large": contents("large", 2 * MIB)}
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    with (mounted.path / "large").open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert os.pread(file.fileno(), 4096, 0) == content["large"][:4096]
+        os.truncate(copy_of(mounted, "large"), 4096)
+        assert os.pread(file.fileno(), MIB, MIB) == content["large"][MIB:]
+    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the release arrived")
+    epoch(mounted, content)
+    settled(mounted)
+    assert copy_of(mounted, "large").read_bytes() == content["large"]
+    accounts_agree(mounted)
+
+
+def test_with_verify_open_a_flipped_bit_is_found_and_the_file_fetched_anew(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("digest")
+    content = files(6)
+    tree(content)
+    mounted = monarch.mount(source, options=["verify=open"])
+    epoch(mounted, content)
+    settled(mounted)
+    # In the mount that made the copy, and in the next one.
+    for name in ("002.jpg", "004.jpg"):
+        flip_bit(copy_of(mounted, name), 1234)
+        with OpenCounter(source) as counter:
+            epoch(mounted, content)
+            settled(mounted)
+            assert counter.paths() == {name: 1}
+        assert copy_of(mounted, name).read_bytes() == content[name]
+        accounts_agree(mounted)
+        mounted.umount()
+        mounted = monarch.mount(source, options=["verify=open"])
+
+
+def test_after_an_unclean_end_every_copy_is_verified_before_it_is_used(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("digest")
+    content = files(12)
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    flipped, zeroed = copy_of(mounted, "003.jpg"), copy_of(mounted, "007.jpg")
+    mounted.kill()
+    flip_bit(flipped, 19_000)
+    # What a power cut may leave: the name and the size, but no bytes.
+    zeroed.write_bytes(bytes(zeroed.stat().st_size))
+    again = monarch.mount(source)
+    with OpenCounter(source) as counter:
+        epoch(again, content)
+        settled(again)
+        epoch(again, content)
+        assert counter.paths() == {"003.jpg": 1, "007.jpg": 1}
+    accounts_agree(again)
+
+
+def test_what_no_record_knows_is_removed_from_a_tier_at_start(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(5)
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    mounted.umount()
+    own = mounted.tiers["fast"] / "monarch"
+    (generation,) = own.glob("copies-*")
+    theirs = mounted.tiers["fast"] / "not-ours"
+    theirs.write_text("kept")
+    strangers = [
+        own / "stage" / "99.part",
+        generation / "07" / "7000007",
+        generation / "02" / "not-a-number",
+        generation / "ab",
+        generation / "03" / "directory" / "file",
+        own / "stage" / "directory" / "file",
+        own / "copies-of-an-older-snapshot" / "03" / "3",
+        own / "copies-of-an-older-snapshot" / "03" / "deep" / "3",
+        own / "copies-that-is-a-file",
+    ]
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"planted")
+    again = monarch.mount(source)
+    wait_until(lambda: not any(map(os.path.lexists, strangers)), "the strangers are gone")
+    assert theirs.read_text() == "kept"
+    with OpenCounter(source) as counter:
+        epoch(again, content)
+        assert counter.count() == 0
+    accounts_agree(again)
