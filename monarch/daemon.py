@@ -69,6 +69,8 @@ log = logging.getLogger(__name__)
 _SYNC_DEADLINE_S = 10.0
 # How long the end may wait for copies whose bytes are already here. Seconds.
 _LAST_COPIES_S = 10.0
+# How long the end may wait for requests that are being answered. Seconds.
+_LAST_ANSWERS_S = 1.0
 
 
 def prepare(settings: MountSettings) -> MountSettings:
@@ -115,28 +117,43 @@ def run(
             ) from error
         log.info("mounting %s at %s", settings.source, settings.mountpoint)
         try:
-            source = Source(os.fsencode(settings.source))
+            threads = Threads(settings.limits.source_concurrency, "source", abandon=True)
+            source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
             cleanup.callback(source.close)
-            snapshot, just_built = _snapshot(settings, state, source, refreshed, progress)
+            with interruptible():
+                snapshot, just_built = _snapshot(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
-            _run_loop(settings, state, source, snapshot, just_built, ready)
+            _run_loop(settings, state, source, threads, snapshot, just_built, ready)
         except MonarchError as error:
             log.error("%s", error)
             raise
         log.info("ended")
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is under way as Ctrl-C does, so that it leaves nothing behind."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _run_loop(
     settings: MountSettings,
     state: Path,
     source: Source,
+    source_threads: Threads,
     snapshot: Snapshot,
     just_built: bool,
     ready: Callable[[], None],
 ) -> None:
     """``trio.run``, but what ended the mount comes out alone, not as a nursery's group of one."""
     try:
-        trio.run(_serve, settings, state, source, snapshot, just_built, ready)
+        trio.run(_serve, settings, state, source, source_threads, snapshot, just_built, ready)
     except BaseExceptionGroup as group:
         cause: BaseException = group
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
@@ -230,11 +247,12 @@ async def _serve(
     settings: MountSettings,
     state: Path,
     source: Source,
+    source_threads: Threads,
     snapshot: Snapshot,
     just_built: bool,
     ready: Callable[[], None],
 ) -> None:
-    mount = _Mount(settings, state, source, snapshot, just_built)
+    mount = _Mount(settings, state, source, source_threads, snapshot, just_built)
     clean = False
     try:
         await mount.serve(ready)
@@ -252,6 +270,7 @@ class _Mount:
         settings: MountSettings,
         state: Path,
         source: Source,
+        source_threads: Threads,
         snapshot: Snapshot,
         just_built: bool,
     ) -> None:
@@ -291,7 +310,6 @@ class _Mount:
         metrics = Metrics([tier.name for tier in tiers])
         epochs = Epochs(snapshot.entries)
         readers = Readers()
-        source_threads = Threads(settings.limits.source_concurrency, "source", abandon=True)
         tier_threads = Threads(max(2, settings.limits.copy_workers), "tier", abandon=False)
         self._engine = Engine(
             source=source,
@@ -327,6 +345,7 @@ class _Mount:
             tier_threads=tier_threads,
             verify=settings.verify,
             attributes_changed=self._attributes_changed,
+            store_pages=self._store_pages,
         )
         self._watch = Watch(
             names=names,
@@ -356,6 +375,7 @@ class _Mount:
             watch=self._watch,
         )
         self._metrics = metrics
+        self._answering = trio.CancelScope()
         self._changes, self._changed_inos = trio.open_memory_channel[Ino](1024)
 
     def _changed(self, ino: Ino) -> None:
@@ -365,6 +385,9 @@ class _Mount:
 
     def _attributes_changed(self, ino: Ino) -> None:
         self._session.attributes_changed(ino)
+
+    def _store_pages(self, ino: Ino, content: bytes) -> None:
+        self._session.store_pages(ino, content)
 
     async def serve(self, ready: Callable[[], None]) -> None:
         registry = Registry(state_root())
@@ -376,7 +399,7 @@ class _Mount:
                 residency=self._residency,
                 status=self._status,
                 background=service,
-                stop=self._session.stop,
+                stop=self._stop,
             )
             await service.start(Server(socket, verbs.table()).serve)
             self._session.mount()
@@ -394,7 +417,8 @@ class _Mount:
                         # What the start has made stays: the collector need not look at it again.
                         gc.collect()
                         gc.freeze()
-                        await self._session.serve()
+                        with self._answering:
+                            await self._session.serve()
                     log.info("the mount has ended")
                 finally:
                     registry.remove(mountpoint)
@@ -404,6 +428,11 @@ class _Mount:
                 with trio.move_on_after(_LAST_COPIES_S, shield=True):
                     await self._engine.finish()
                 service.cancel_scope.cancel()
+
+    def _stop(self) -> None:
+        """End the mount. A request that waits for a source that hangs gets no answer any more."""
+        self._session.stop()
+        self._answering.deadline = trio.current_time() + _LAST_ANSWERS_S
 
     async def _announce(self, ready: Callable[[], None]) -> None:
         await answers(self._settings.mountpoint)
@@ -416,7 +445,7 @@ class _Mount:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
-                self._session.stop()
+                self._stop()
 
     async def _look_again(self) -> None:
         async for ino in self._changed_inos:
@@ -428,10 +457,14 @@ class _Mount:
     async def _sweep(self) -> None:
         for tier in self._hierarchy.tiers:
             sweep = self._hierarchy.sweep
-            missing = await trio.to_thread.run_sync(
-                lambda: sweep(tier, before_ns=self._started_ns),  # noqa: B023 - awaited here
-                abandon_on_cancel=False,
-            )
+            try:
+                missing = await trio.to_thread.run_sync(
+                    lambda: sweep(tier, before_ns=self._started_ns),  # noqa: B023 - awaited here
+                    abandon_on_cancel=False,
+                )
+            except OSError as error:
+                log.warning("tier %s: not swept: %s", tier.name, error.strerror)
+                continue
             for ino in missing:
                 if self._residency.tier_of(ino) == tier.number:
                     self.filesystem.evict(ino)

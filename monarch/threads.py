@@ -22,13 +22,19 @@ T = TypeVar("T")
 
 
 class _Call:
-    __slots__ = ("args", "function", "result", "task")
+    __slots__ = ("abandoned", "args", "function", "result", "task")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        task: trio.lowlevel.Task | None,
+    ) -> None:
         self.function = function
         self.args = args
-        # None once nobody waits for the answer any more.
-        self.task: trio.lowlevel.Task | None = trio.lowlevel.current_task()
+        # None if nobody waits for the answer.
+        self.task = task
+        self.abandoned = False
         self.result: outcome.Outcome[Any]
 
 
@@ -53,9 +59,26 @@ class Threads:
     async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """The result of ``function(*args)``, or what it raises."""
         await trio.lowlevel.checkpoint_if_cancelled()
+        call = _Call(function, args, trio.lowlevel.current_task())
+        self._put(call)
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            if not self._abandon:
+                return trio.lowlevel.Abort.FAILED
+            call.task = None
+            call.abandoned = True
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        result: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        return result
+
+    def start(self, function: Callable[[Unpack[Args]], object], *args: Unpack[Args]) -> None:
+        """Have ``function(*args)`` called some time; what comes of it is lost. Never waits."""
+        self._put(_Call(function, args, None))
+
+    def _put(self, call: _Call) -> None:
         if self._token is None:
             self._token = trio.lowlevel.current_trio_token()
-        call = _Call(function, args)
         self._pending += 1
         if self._pending > self._started < self._limit:
             self._started += 1
@@ -63,19 +86,10 @@ class Threads:
             threading.Thread(target=self._work, args=(self._token,), name=name, daemon=True).start()
         self._calls.put(call)
 
-        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
-            if not self._abandon:
-                return trio.lowlevel.Abort.FAILED
-            call.task = None
-            return trio.lowlevel.Abort.SUCCEEDED
-
-        result: T = await trio.lowlevel.wait_task_rescheduled(abort)
-        return result
-
     def _work(self, token: trio.lowlevel.TrioToken) -> None:
         while True:
             call = self._calls.get()
-            if call.task is not None:
+            if not call.abandoned:
                 call.result = outcome.capture(call.function, *call.args)
             self._answers.append(call)
             try:

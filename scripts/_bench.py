@@ -15,6 +15,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -194,8 +195,9 @@ def plot(title: str, results: Sequence[Result[Lab]], path: Path) -> None:
     from matplotlib import pyplot
 
     compared = [result for result in results if result.against]
+    width = max(6.0, 2.2 * len(compared))
     figure, axes = pyplot.subplots(
-        1, len(compared), figsize=(2.2 * len(compared), 4), layout="constrained", squeeze=False
+        1, len(compared), figsize=(width, 4), layout="constrained", squeeze=False
     )
     for result, axis in zip(compared, axes[0], strict=True):
         for place, values, colour in (
@@ -205,12 +207,13 @@ def plot(title: str, results: Sequence[Result[Lab]], path: Path) -> None:
             middle = statistics.median(values)
             whiskers = [[middle - min(values)], [max(values) - middle]]
             axis.bar(place, middle, color=colour, yerr=whiskers, capsize=4, width=0.7)
-        axis.set_xticks([0, 1], [result.row.against_name, "Monarch"], fontsize=8)
+        names = [textwrap.fill(result.row.against_name, 12), "Monarch"]
+        axis.set_xticks([0, 1], names, fontsize=8)
         ratio = statistics.median(result.ratios)
         axis.set_title(f"{result.row.name}\n{ratio:.2f} x", fontsize=9)
         axis.set_ylabel(result.row.unit, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, int(width * 13)), fontsize=9)
     figure.savefig(path, dpi=150)
 
 
@@ -248,6 +251,9 @@ def _parser() -> argparse.ArgumentParser:
     epochs = subject("epochs", "training epochs through a slow source", 600, 300)
     epochs.add_argument("--latency", type=float, default=1.0, help="ms a call of the source (1)")
     epochs.add_argument("--bandwidth", type=float, default=100.0, help="MB/s of the source (100)")
+    epochs.add_argument(
+        "--tier", type=Path, metavar="DIR", help="where the tier lies, like /dev/shm (--directory)"
+    )
     snapshot = subject("snapshot", "what the names of a large tree cost", 1_000_000, 50_000)
     snapshot.add_argument("--latency", type=float, default=1.0, help="ms a call of the source (1)")
     snapshot.add_argument("--jobs", type=int, default=32, help="calls to the source at once (32)")
@@ -296,6 +302,18 @@ def make(kind: str, path: Path, *options: object) -> None:
 
     if _dataset.main([kind, str(path), *map(str, options)]) != 0:
         raise BenchError(f"the data set {path} could not be made")
+
+
+def kind_of_file_system(path: Path) -> str:
+    """Its name in the mount table: ext4, tmpfs."""
+    where, kind = Path("/"), "unknown"
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            _, mountpoint, name = line.split(" ")[:3]
+            here = Path(mountpoint)
+            if path.resolve().is_relative_to(here) and len(here.parts) >= len(where.parts):
+                where, kind = here, name
+    return kind
 
 
 def slow_source_unavailable() -> str | None:

@@ -14,6 +14,7 @@ import io
 import os
 import random
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sized
@@ -22,7 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _bench import BenchError, Result, Row, make, measure, slow_source_unavailable
+from _bench import (
+    BenchError,
+    Result,
+    Row,
+    kind_of_file_system,
+    make,
+    measure,
+    slow_source_unavailable,
+)
 from _mounts import Mount
 
 WORKERS = 4
@@ -129,30 +138,34 @@ class Lab:
 class Bench:
     """The data, the slow source over it, a plain copy, and where Monarch mounts."""
 
-    def __init__(self, work: Path, files: int, rules: tuple[str, ...], stack: ExitStack) -> None:
+    def __init__(
+        self, work: Path, tiers: Path, files: int, rules: tuple[str, ...], stack: ExitStack
+    ) -> None:
         from tests.equipment.slowfs import SlowSource
 
-        self._work = work
+        self._work, self._tiers = work, tiers
+        self._round = 0
         data = work / "data"
         make("imagefolder", data, "--files", files, "--classes", 10)
         self.names = sorted(str(path.relative_to(data)) for path in data.glob("*/*"))
-        self.plain = work / "plain"
+        self.plain = tiers / "plain"
         shutil.copytree(data, self.plain)
         self._source = stack.enter_context(SlowSource(data, work / "slow"))
         self._source.rules(*rules)
         self.slow = self._source.path
 
     def reset(self) -> None:
-        for name in ("tier", "state"):
-            shutil.rmtree(self._work / name, ignore_errors=True)
+        # The tiers of earlier rounds stay until the end: for a minute after many files were
+        # deleted ext4 takes almost a millisecond to create one.
+        self._round += 1
 
     def mount(self) -> Mount:
         return Mount(
             self.slow,
             self._work / "mnt",
-            tier=self._work / "tier",
+            tier=self._tiers / f"tier{self._round}",
             capacity="10GiB",
-            state=self._work / "state",
+            state=self._work / f"state{self._round}",
         )
 
     def opens(self) -> int:
@@ -166,6 +179,12 @@ ROWS: tuple[Row[Lab], ...] = (
 )
 
 
+def _elsewhere(directory: Path, stack: ExitStack) -> Path:
+    made = tempfile.mkdtemp(prefix="monarch-bench-tier-", dir=directory)
+    stack.callback(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
+
+
 def run(
     options: argparse.Namespace, work: Path
 ) -> tuple[str, dict[str, object], list[Result[Lab]]]:
@@ -174,7 +193,8 @@ def run(
     rules = (f"lat * {options.latency}", f"read_MBps {options.bandwidth}")
     results: list[Result[Lab]] = []
     with ExitStack() as stack:
-        bench = Bench(work, options.files, rules, stack)
+        tiers = work if options.tier is None else _elsewhere(options.tier, stack)
+        bench = Bench(work, tiers, options.files, rules, stack)
         for words, decode in (("decode", True), ("read only", False)):
             readers = Readers(decode=decode)
             readers.epoch(bench.plain, bench.names)  # starts the workers
@@ -199,9 +219,11 @@ def run(
         "workers": WORKERS,
         "latency_ms": options.latency,
         "bandwidth_MBps": options.bandwidth,
+        "tier": kind_of_file_system(options.tier or work),
     }
     title = (
         f"{options.files} JPEGs of 110 KB, DataLoader with {WORKERS} workers, "
-        f"source of {options.latency:g} ms a call and {options.bandwidth:g} MB/s"
+        f"source of {options.latency:g} ms a call and {options.bandwidth:g} MB/s, "
+        f"tier on {conditions['tier']}"
     )
     return title, conditions, results

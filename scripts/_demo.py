@@ -153,6 +153,8 @@ class Demo:
     def __init__(self, files: int, console: Console, stack: ExitStack) -> None:
         self._files, self._console, self._stack = files, console, stack
         self._work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="monarch-demo-")))
+        # PyTorch makes a directory beside the temporary ones, whether it compiles or not.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._work / "torch")
 
     def run(self) -> None:
         data = self._make_data()

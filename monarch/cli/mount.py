@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,12 +84,13 @@ def mount(
                 ),
             )
         return
-    _start(
-        settings,
-        lambda *calls: daemon.run(
-            settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
-        ),
-    )
+    with daemon.interruptible():
+        _start(
+            settings,
+            lambda *calls: daemon.run(
+                settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
+            ),
+        )
     stderr().print(f"monarch: {_told(settings)}", markup=False, soft_wrap=True)
 
 
@@ -175,11 +177,18 @@ def _become_daemon(writing: int, serve: Serve) -> NoReturn:
     """The child: a session of its own, nothing of the caller's held open, then ``serve``."""
     code = 0
     try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()
         os.chdir("/")
         os.umask(0o077)
-        # Whoever waits for the end of our output, a Slurm step say, must not wait for the daemon.
-        null = os.open(os.devnull, os.O_RDWR)
+        # Whoever waits for the end of our output, a Slurm step say, must not wait for the daemon,
+        # nor for a lock that a script holds by a descriptor.
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > 2 and fd != writing:
+                with suppress(OSError):
+                    os.close(fd)
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         told = _Pipe(writing)

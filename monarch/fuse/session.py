@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,6 +43,7 @@ class Session:
         self._source = source
         self._allow_other = allow_other
         self._serving = False
+        self._storing = threading.Lock()
 
     def mount(self) -> None:
         """Make the mount; the kernel's requests wait until ``serve``. Raises FuseError."""
@@ -76,7 +78,9 @@ class Session:
 
     def close(self) -> None:
         """Take the mount away, also from under open files, and free the session."""
-        self._serving = False
+        with self._storing:
+            # From here on no thread touches the session, which is freed below.
+            self._serving = False
         if mount_at(self._mountpoint) is not None:
             with suppress(FuseError):
                 unmount(self._mountpoint, lazy=True)
@@ -95,6 +99,16 @@ class Session:
         except OSError as error:
             if error.errno != errno.ENOENT:
                 log.warning("the kernel did not take a change of inode %d: %s", ino, error)
+
+    def store_pages(self, ino: Ino, content: bytes) -> None:
+        """Give the kernel the whole content of an inode that is being opened, in any thread.
+
+        Nobody has the inode open yet, so no page of it can be locked by a read in flight.
+        """
+        with self._storing:
+            if self._serving:
+                with suppress(OSError):
+                    pyfuse3.notify_store(pyfuse3.InodeT(ino), 0, content)
 
     def widen_readahead(self) -> None:
         """Let the kernel ask for large pieces of a sequential reader's file, as root may.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -344,6 +345,9 @@ class _Totals:
 def _publish(part: Path, target: Path, *, page_bytes: int) -> None:
     try:
         append_trailer(part, page_bytes=page_bytes)
+        # Whoever hid the names of a source from others keeps them hidden.
+        with contextlib.suppress(FileNotFoundError):
+            part.chmod(stat.S_IMODE(target.stat().st_mode))
         _sync(part, os.O_RDONLY)
         part.replace(target)
         _sync(target.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from monarch.beneath import lstat_beneath, open_beneath
@@ -20,6 +21,8 @@ from monarch.types import Identity
 
 # O_NONBLOCK so that opening a fifo returns at once; regular files do not know it.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_EMPTY_PATH = 0x1000
@@ -38,14 +41,15 @@ class Fetched:
 class SourceFile:
     """An open source file, shared by a reader's binding and the copy that follows it.
 
-    The descriptor is closed with the last ``release``; ``read_up_to`` is where a reader that goes
-    through the file from its start has got to, in bytes. It belongs to the event loop, only reads
-    of ``fd`` may run in any thread.
+    The last ``release`` hands the descriptor to ``close``; ``read_up_to`` is where a reader that
+    goes through the file from its start has got to, in bytes. It belongs to the event loop, only
+    reads of ``fd`` may run in any thread.
     """
 
-    __slots__ = ("_users", "fd", "read_up_to", "status")
+    __slots__ = ("_close", "_users", "fd", "read_up_to", "status")
 
-    def __init__(self, fd: int, status: os.stat_result) -> None:
+    def __init__(self, fd: int, status: os.stat_result, close: Callable[[int], None]) -> None:
+        self._close = close
         self.fd = fd
         self.status = status
         self.read_up_to = 0
@@ -58,7 +62,7 @@ class SourceFile:
     def release(self) -> None:
         self._users -= 1
         if self._users == 0:
-            os.close(self.fd)
+            self._close(self.fd)
             self.fd = -1
 
 
@@ -83,10 +87,14 @@ def identity_of(status: os.stat_result) -> Identity:
 
 
 class Source:
-    """The directory being mounted. Raises SourceError if it is missing or no directory."""
+    """The directory being mounted. Raises SourceError if it is missing or no directory.
 
-    def __init__(self, path: bytes) -> None:
+    ``close`` is how a file is closed that was kept open: even that may ask the source's server.
+    """
+
+    def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
         self.path = path
+        self._close = close
         try:
             self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -104,11 +112,27 @@ class Source:
 
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
+        return SourceFile(*self._opened(path), self._close)
+
+    def fetch(self, path: bytes, identity: Identity) -> Fetched:
+        """Open a small file, take it whole and close it again.
+
+        Raises OSError, and SourceChanged if it is not the version given.
+        """
+        fd, status = self._opened(path)
+        try:
+            if identity_of(status) != identity:
+                raise SourceChanged(f"{os.fsdecode(path)!r} is not what the snapshot says")
+            return read_whole(fd, identity)
+        finally:
+            os.close(fd)
+
+    def _opened(self, path: bytes) -> tuple[int, os.stat_result]:
         try:
             fd = open_beneath(self._root, path, _FLAGS)
         except OSError as error:
             # A link in the place of a file or of one of its directories is another thing.
-            if error.errno in (errno.ELOOP, errno.EXDEV, errno.ENXIO):
+            if error.errno in _NO_SUCH_FILE:
                 raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
             raise
         try:
@@ -118,23 +142,23 @@ class Source:
         except BaseException:
             os.close(fd)
             raise
-        return SourceFile(fd, status)
+        return fd, status
 
-    def fetch(self, file: SourceFile) -> Fetched:
-        """The whole file in as few reads as the source allows, one where it returns all.
 
-        Raises SourceChanged if the file changed while it was read.
-        """
-        size = file.status.st_size
-        parts: list[bytes] = []
-        offset = reads = 0
-        while offset < size:
-            part = os.pread(file.fd, size - offset, offset)
-            reads += 1
-            if not part:
-                break
-            parts.append(part)
-            offset += len(part)
-        if offset != size or identity_now(file.fd) != identity_of(file.status):
-            raise SourceChanged("the file changed while it was read")
-        return Fetched(parts[0] if len(parts) == 1 else b"".join(parts), reads)
+def read_whole(fd: int, identity: Identity) -> Fetched:
+    """A whole file in as few reads as the source allows, one where it returns all.
+
+    Raises OSError, and SourceChanged if it is not, or no longer, the version given.
+    """
+    parts: list[bytes] = []
+    offset = reads = 0
+    while offset < identity.size:
+        part = os.pread(fd, identity.size - offset, offset)
+        reads += 1
+        if not part:
+            break
+        parts.append(part)
+        offset += len(part)
+    if offset != identity.size or identity_now(fd) != identity:
+        raise SourceChanged("the file changed while it was read")
+    return Fetched(parts[0] if len(parts) == 1 else b"".join(parts), reads)

@@ -66,7 +66,7 @@ def open_version(source: Source, path: bytes, identity: Identity) -> SourceFile:
     """Open a file that must be the version given. Raises SourceChanged, OSError."""
     file = source.open(path)
     if identity_of(file.status) != identity:
-        file.release()
+        os.close(file.fd)
         raise SourceChanged(f"{os.fsdecode(path)!r} is not what the snapshot says")
     return file
 

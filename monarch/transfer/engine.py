@@ -30,7 +30,7 @@ from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Tier
 from monarch.tiers.records import Records
-from monarch.tiers.source import Source, SourceFile
+from monarch.tiers.source import Source, SourceFile, read_whole
 from monarch.transfer.copy import (
     TURN_BYTES,
     Content,
@@ -198,6 +198,7 @@ class Engine:
         for victim in promote.evict:
             # At once, so that the room is free on the disk before anybody writes into it.
             self.remove_copy(victim, promote.tier)
+            self._metrics.evicted(promote.tier, self._names.attributes(victim).size)
         size = len(content) if content is not None else 0
         if len(self._flights) >= _QUEUE_LIMIT or self._held_bytes + size > self._limits.buffer_max:
             self._controller.deferred(promote)
@@ -314,22 +315,16 @@ class Engine:
         """Copy a file from the source; a small one is only fetched, its commit comes later."""
         ino, size = flight.promote.ino, flight.promote.size
         await self._require_room(tier, size)
+        if size <= self._limits.inline_max:
+            await self._fetch(flight)
+            self._contents[tier.number].put(flight)
+            return
         if flight.file is None:
             flight.file = await self._source_threads.run(
                 open_version, self._source, self._names.path(ino), flight.identity
             )
             self._metrics.source_opened(copy=True)
         file = flight.file
-        if size <= self._limits.inline_max:
-            await self._courtesy(file, size)
-            await trio.sleep(self._bucket.take(size, trio.current_time()))
-            fetched = await self._source_threads.run(self._source.fetch, file)
-            self._metrics.source_reads[1] += fetched.reads
-            self._metrics.source_bytes[1] += size
-            flight.content = fetched.data
-            self._held_bytes += size
-            self._contents[tier.number].put(flight)
-            return
         with await self._in_tier(tier.stage, ino) as staged:
             offset = 0
             while offset < size:
@@ -347,17 +342,41 @@ class Engine:
             await self._in_tier(commit, tier, self._records, staged, ino, flight.identity)
         self._arrived(flight)
 
+    async def _fetch(self, flight: Flight) -> None:
+        """Take a small file whole, through the descriptor of a reader if there is one."""
+        size, file = flight.promote.size, flight.file
+        while self._held_bytes + size > self._limits.buffer_max:
+            # The tier is slower than the source.
+            await trio.sleep(_STEP_S)
+        # Claimed before the first wait: other workers are as far.
+        self._held_bytes += size
+        try:
+            await self._courtesy(file, size)
+            await trio.sleep(self._bucket.take(size, trio.current_time()))
+            if file is None:
+                path = self._names.path(flight.promote.ino)
+                fetched = await self._source_threads.run(self._source.fetch, path, flight.identity)
+                self._metrics.source_opened(copy=True)
+            else:
+                fetched = await self._source_threads.run(read_whole, file.fd, flight.identity)
+        except BaseException:
+            self._held_bytes -= size
+            raise
+        self._metrics.source_reads[1] += fetched.reads
+        self._metrics.source_bytes[1] += size
+        flight.content = fetched.data
+
     async def _in_tier(self, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:
             return await self._tier_threads.run(call, *args)
         except OSError as error:
             raise _tier_error(error.errno, error.strerror) from error
 
-    async def _courtesy(self, file: SourceFile, end: int) -> None:
+    async def _courtesy(self, file: SourceFile | None, end: int) -> None:
         """Let readers of the source go first, unless one has just read the bytes up to ``end``."""
         patience = trio.current_time() + _COURTESY_S
         while (
-            file.read_up_to < end
+            (file is None or file.read_up_to < end)
             and self._readers.busy(trio.current_time())
             and trio.current_time() < patience
         ):

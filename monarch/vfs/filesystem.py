@@ -14,6 +14,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol, TypeVar
 
 import trio
@@ -31,7 +32,7 @@ from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Tier
 from monarch.tiers.records import Records
-from monarch.tiers.source import Fetched, Source, SourceFile, identity_of
+from monarch.tiers.source import Fetched, Source, SourceFile, identity_now, identity_of
 from monarch.transfer.readers import Readers
 from monarch.types import Attributes, Identity, Ino
 from monarch.vfs.handles import Binding
@@ -113,6 +114,7 @@ class FileSystem:
         tier_threads: Threads,
         verify: Literal["unclean", "open", "never"],
         attributes_changed: Callable[[Ino], None],
+        store_pages: Callable[[Ino, bytes], None],
     ) -> None:
         self.names = names
         self._source = source
@@ -129,6 +131,7 @@ class FileSystem:
         self._tier_threads = tier_threads
         self._verify = verify
         self._attributes_changed = attributes_changed
+        self._store_pages = store_pages
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0
@@ -173,6 +176,12 @@ class FileSystem:
                 opening.done.set()
             break
         binding.users += 1
+        if binding.users > 1 and binding.file is not None:
+            try:
+                await self._notice_rewriting(binding.file, ino)
+            except BaseException:
+                self.release(ino)
+                raise
         keep_pages = not self._residency.is_changed(ino)
         self._residency.unmark_changed(ino)
         self._metrics.opened(binding.tier, time.perf_counter() - started)
@@ -203,6 +212,8 @@ class FileSystem:
             if binding.content is not None:
                 self._held_bytes -= len(binding.content)
             binding.close()
+            if binding.outdated:
+                self._forget_copy(ino)
 
     def close(self) -> None:
         """Let go of everything that readers had open when the mount went away."""
@@ -226,7 +237,7 @@ class FileSystem:
             await self.find_again(ino)
         for _ in range(_ATTEMPTS):
             attributes = self.names.attributes(ino)
-            binding = await self._bind_tier(attributes) or self._bind_flight(attributes)
+            binding = await self._bind_tier(attributes) or await self._bind_flight(attributes)
             if binding is not None:
                 return binding
             try:
@@ -271,7 +282,7 @@ class FileSystem:
             raise OSError(errno.ESTALE, "the copy's digest is not the recorded one")
         self._residency.mark_verified(ino)
 
-    def _bind_flight(self, attributes: Attributes) -> Binding | None:
+    async def _bind_flight(self, attributes: Attributes) -> Binding | None:
         """Share the bytes or the descriptor of a copy under way: the source is not asked twice."""
         flight = self._movement.flight(attributes.ino)
         if flight is None or flight.identity != attributes.identity:
@@ -280,7 +291,16 @@ class FileSystem:
             self._held_bytes += len(flight.content)
             return Binding(attributes.ino, attributes.size, content=flight.content)
         if flight.file is not None:
-            return Binding(attributes.ino, attributes.size, file=flight.file.retain())
+            file = flight.file.retain()
+            binding = Binding(attributes.ino, attributes.size, file=file)
+            try:
+                now = await self._in_source(attributes.ino, identity_now, file.fd)
+            except BaseException:
+                binding.close()
+                raise
+            if now == attributes.identity:
+                return binding
+            binding.close()
         return None
 
     async def _bind_source(self, attributes: Attributes) -> Binding:
@@ -288,14 +308,16 @@ class FileSystem:
         ino, size = attributes.ino, attributes.size
         path = self.names.path(ino)
         promote = self._controller.opened(self._item(attributes))
+        file: SourceFile | None = None
+        fetched: Fetched | None = None
         try:
             small = size <= self._limits.inline_max
             if small and self._held_bytes + size <= self._limits.buffer_max:
-                file, fetched = await self._in_source(
-                    ino, self._open_and_fetch, path, attributes.identity
+                fetched = await self._in_source(
+                    ino, self._fetch_and_store, ino, path, attributes.identity
                 )
             else:
-                file, fetched = await self._in_source(ino, self._open, path, attributes.identity)
+                file = await self._in_source(ino, self._open, path, attributes.identity)
         except BaseException as error:
             if isinstance(error, SourceChanged) and error.__cause__ is None:
                 self._metrics.source_opened()
@@ -303,32 +325,34 @@ class FileSystem:
                 self._controller.abandoned(promote.item, promote.tier, retry=False)
             raise
         self._metrics.source_opened()
-        if fetched is None:
+        if file is not None:
             if promote is not None:
                 self._movement.submit(promote, attributes.identity, file=file)
             return Binding(ino, size, file=file)
-        file.release()
+        assert fetched is not None
         self._metrics.source_reads[0] += fetched.reads
         self._metrics.source_bytes[0] += len(fetched.data)
+        if fetched.data:
+            # The kernel has the bytes and will not ask: this is the read.
+            self._metrics.read(SOURCE, len(fetched.data), 0.0)
         if promote is not None:
             self._movement.submit(promote, attributes.identity, content=fetched.data)
         self._held_bytes += len(fetched.data)
         return Binding(ino, size, content=fetched.data)
 
-    def _open(self, path: bytes, identity: Identity) -> tuple[SourceFile, Fetched | None]:
+    def _open(self, path: bytes, identity: Identity) -> SourceFile:
         file = self._source.open(path)
         if identity_of(file.status) != identity:
-            file.release()
+            os.close(file.fd)
             raise SourceChanged("not the version that the snapshot tells of")
-        return file, None
+        return file
 
-    def _open_and_fetch(self, path: bytes, identity: Identity) -> tuple[SourceFile, Fetched | None]:
-        file, _ = self._open(path, identity)
-        try:
-            return file, self._source.fetch(file)
-        except BaseException:
-            file.release()
-            raise
+    def _fetch_and_store(self, ino: Ino, path: bytes, identity: Identity) -> Fetched:
+        """In a thread: the bytes go to the kernel's pages at once, so no READ asks for them."""
+        fetched = self._source.fetch(path, identity)
+        if fetched.data and not self._residency.is_changed(ino):
+            self._store_pages(ino, fetched.data)
+        return fetched
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -348,7 +372,7 @@ class FileSystem:
         if binding.fd >= 0:
             path = self.names.path(binding.ino)
             identity = self.names.attributes(binding.ino).identity
-            file, _ = await self._in_source(binding.ino, self._open, path, identity)
+            file = await self._in_source(binding.ino, self._open, path, identity)
             self._metrics.source_opened()
             if binding.fd < 0:
                 file.release()
@@ -382,19 +406,23 @@ class FileSystem:
             number = error.errno or errno.EIO
             if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
                 raise SourceChanged(f"{self._told(ino)}: {error.strerror}") from error
-            self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
-            self._trouble = (trio.current_time(), os.strerror(number))
-            self._limiter.warning(
-                log, f"source {number}", "source: %s: %s", self._told(ino), error.strerror
-            )
-            raise SourceError(f"{self._told(ino)}: {error.strerror}", errno=number) from error
+            raise self._source_failed(ino, number) from error
+
+    def _source_failed(self, ino: Ino, number: int) -> SourceError:
+        told, words = self._told(ino), os.strerror(number)
+        self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
+        self._trouble = (trio.current_time(), words)
+        self._limiter.warning(log, f"source {number}", "source: %s: %s", told, words)
+        return SourceError(f"{told}: {words}", errno=number)
 
     # -- change --------------------------------------------------------------------------------
 
     async def look_again(self, ino: Ino) -> None:
         """Ask the source what a file is now; if it changed, refresh the entry and drop copies.
 
-        Raises SourceError, ENOENT if the file is gone or something else has its name.
+        While readers hold bytes of the old version, that waits until the last of them is done.
+        Raises SourceError, ENOENT if the file is gone or something else has its name, ESTALE if
+        others may open it than before.
         """
         known = self.names.attributes(ino)
         status = await self._status(ino, self.names.path(ino))
@@ -405,9 +433,20 @@ class FileSystem:
             raise self._gone(ino)
         if identity_of(status) == known.identity and status.st_mode == known.mode:
             return
-        self._forget_copy(ino)
-        self.names.refresh(ino, _refreshed(known, status))
-        self._noticed(ino, "changed at the source")
+        binding = self._bindings.get(ino)
+        if binding is not None and _keeps_old_bytes(binding, known, status):
+            # All who have it open see one version whole, its size included.
+            binding.outdated = True
+            fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
+        else:
+            self._forget_copy(ino)
+            fresh = _refreshed(known, status)
+        if fresh != known:
+            self.names.refresh(ino, fresh)
+            self._noticed(ino, "changed at the source")
+        if (status.st_mode, status.st_uid, status.st_gid) != (known.mode, known.uid, known.gid):
+            # The kernel let the caller in by what it knew: told this, it looks at the mode anew.
+            raise SourceError(f"{self._told(ino)}: access changed", errno=errno.ESTALE)
 
     async def find_again(self, ino: Ino) -> None:
         """Ask the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
@@ -436,7 +475,7 @@ class FileSystem:
         except SourceChanged as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
                 # A name is looked up anew, so it is the source as a whole that is not there.
-                raise
+                raise self._source_failed(ino, errno.ESTALE) from error
             return None
 
     def _lost(self, ino: Ino, what: str) -> None:
@@ -447,6 +486,20 @@ class FileSystem:
 
     def _gone(self, ino: Ino) -> SourceError:
         return SourceError(f"{self._told(ino)}: gone", errno=errno.ENOENT)
+
+    async def _notice_rewriting(self, file: SourceFile, ino: Ino) -> None:
+        """Look whether a file that others have open was rewritten in place.
+
+        If so, pages of its old version must not be mixed with the new ones. Raises SourceError.
+        """
+        file.retain()
+        try:
+            now = await self._in_source(ino, identity_now, file.fd)
+        finally:
+            file.release()
+        known = self.names.attributes(ino)
+        if (now.size, now.mtime_ns) != (known.size, known.mtime_ns):
+            await self.look_again(ino)
 
     def _noticed(self, ino: Ino, what: str) -> None:
         self._metrics.changed()
@@ -564,6 +617,14 @@ def _read_all(fd: int, offset: int, size: int) -> bytes:
         parts.append(data)
         got += len(data)
     return b"".join(parts)
+
+
+def _keeps_old_bytes(binding: Binding, known: Attributes, status: os.stat_result) -> bool:
+    """Whether the source has other bytes now than those that readers have open."""
+    if binding.file is not None and status.st_ino == known.source_ino:
+        return False  # written in place: readers see it as readers of the source do
+    then = (known.size, known.mtime_ns, known.source_ino)
+    return (status.st_size, status.st_mtime_ns, status.st_ino) != then
 
 
 def _refreshed(known: Attributes, status: os.stat_result) -> Attributes:

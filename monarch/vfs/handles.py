@@ -17,10 +17,10 @@ class Binding:
     """One open inode. Exactly one of ``content``, ``file`` and ``fd`` (not -1) gives its bytes.
 
     ``tier`` is where the bytes come from: SOURCE for ``content`` and ``file``. ``users`` counts
-    the opens that were not released yet.
+    the opens that were not released yet. ``outdated``: the source has another version by now.
     """
 
-    __slots__ = ("_lost_fd", "content", "fd", "file", "ino", "size", "tier", "users")
+    __slots__ = ("_lost_fd", "content", "fd", "file", "ino", "outdated", "size", "tier", "users")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Binding:
         self.file = file
         self.content = content
         self.users = 0
+        self.outdated = False
         self._lost_fd = -1
 
     def fall_back(self, file: SourceFile) -> None:

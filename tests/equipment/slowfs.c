@@ -175,6 +175,8 @@ static int gate(int op, const char *path, size_t bytes) {
             return -act;
         if (act < 0)
             break;
+        if (fuse_interrupted())
+            return -EINTR; /* as a hard mount of NFS: whoever hangs can be killed */
         nap(0.05); /* hang until the rule goes away */
     }
     if (d) {

@@ -44,6 +44,18 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.removeprefix("monarch: ").rstrip("\n")
 
 
+def not_mounted(
+    monarch: MonarchCommand, mountpoint: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a ``monarch mount`` that has to fail; if it mounts, the test fails and cleans up."""
+    before = mounts()
+    done = monarch(*arguments, check=False)
+    if str(mountpoint) in mounts() - before:
+        subprocess.run(["umount", "-l", str(mountpoint)], check=True)
+        pytest.fail(f"it was mounted: {' '.join(arguments)}")
+    return done
+
+
 def start(monarch: MonarchCommand, *arguments: str) -> subprocess.Popen[str]:
     """``monarch ARGUMENTS`` in the background, with its stderr as a pipe."""
     return subprocess.Popen(
@@ -53,6 +65,8 @@ def start(monarch: MonarchCommand, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # In the background of a shell it would be ignored, and by us as well.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -86,7 +100,7 @@ def locked(directory: Path) -> list[Path]:
 
 
 def assert_nothing_is_left(monarch: MonarchCommand, *kept: Mounted) -> None:
-    """No mount, process, lock, stage or record below the test's directory, but those of ``kept``."""
+    """No mount, process, lock, stage or record of this test, but those of ``kept``."""
     directory = monarch.directory
     assert {m for m in mounts() if m.startswith(f"{directory}/") and _is_monarch(m)} == {
         str(made.path) for made in kept
@@ -207,9 +221,13 @@ def _python() -> str:
         tried = subprocess.run(
             [
                 *("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"),
-                *(candidate, "-c", "import pyfuse3, trio, click, monarch"),
+                # By a shell: setpriv still has the right to find what the user may not.
+                *("sh", "-c", 'exec "$0" -c "import pyfuse3, trio, click, monarch"', candidate),
             ],
-            env={"PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}"},
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}",
+            },
             cwd="/",
             capture_output=True,
         )

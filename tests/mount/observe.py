@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from monarch.control.client import call
 from tests.conftest import Mounted
 
@@ -37,6 +39,14 @@ def settled(mounted: Mounted, *, timeout_s: float = PATIENCE_S) -> dict[str, Any
 
     wait_until(quiet, "no copy is under way", timeout_s=timeout_s)
     return told
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is over, or waits for nothing but its parent's look."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def forget_pages(fd: int) -> None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.slowfs import SlowSource
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, settled, wait_until
 
@@ -39,21 +42,21 @@ def grown(path: Path) -> None:
 
 def rewritten(path: Path) -> None:
     size = path.stat().st_size
-    path.write_bytes(contents("rewritten", size))
+    path.write_bytes(contents("new bytes in place", size))
 
 
 def replaced(path: Path) -> None:
     """By rename, with other bytes of the same size and the same time of modification."""
     status = path.stat()
     other = path.with_name("other")
-    other.write_bytes(contents("replaced", status.st_size))
+    other.write_bytes(contents("new bytes by rename", status.st_size))
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
     other.rename(path)
 
 
 def regrown(path: Path) -> None:
     """So large that it is no small file any more."""
-    path.write_bytes(contents("regrown", 7_000_000))
+    path.write_bytes(contents("new and longer", 7_000_000))
 
 
 CHANGES = (truncated, emptied, grown, rewritten, replaced, regrown)
@@ -70,6 +73,12 @@ def promptly(call: Callable[[], object], *, within_s: float = 5.0) -> object:
 def wait_for_change(mounted: Mounted) -> None:
     """Wait until the daemon has compared its copies with the source and found a difference."""
     wait_until(lambda: account(mounted)["snapshot"]["stale"] is True, "a difference is noticed")
+
+
+def wait_for_looks(mounted: Mounted, entries: int) -> None:
+    """Wait until the daemon has compared each of the ``entries`` it watches once more."""
+    seen = account(mounted)["snapshot"]["checks"]
+    wait_until(lambda: account(mounted)["snapshot"]["checks"] >= seen + 2 * entries, "it looks")
 
 
 def refreshing(mounted: Mounted) -> list[str]:
@@ -103,32 +112,32 @@ def test_a_change_before_the_first_open_gives_the_new_bytes_at_once(
     ]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_resident_file_that_changed_is_fresh_after_the_next_mount(
-    monarch: MonarchCommand, tree: Tree, change: Callable[[Path], None]
+def test_resident_files_that_changed_are_fresh_after_the_next_mount(
+    monarch: MonarchCommand, tree: Tree
 ) -> None:
-    source = tree({"file": SMALL, "large": LARGE, "same": 10})
-    old = (source / "file").read_bytes()
+    source = tree({change.__name__: SMALL for change in CHANGES} | {"same": 10})
+    old = {name: (source / name).read_bytes() for name in os.listdir(source)}
     mounted = monarch.mount(source)
-    for name in ("file", "large", "same"):
+    for name in old:
         (mounted.path / name).read_bytes()
-    wait_for_copies(mounted, 3)
-    change(source / "file")
-    change(source / "large")
-    assert (mounted.path / "file").read_bytes() == old  # documented: compared when mounting
+    wait_for_copies(mounted, len(old))
+    for change in CHANGES:
+        change(source / change.__name__)
+    for name, content in old.items():
+        assert (mounted.path / name).read_bytes() == content  # compared when mounting, no sooner
     mounted.umount()
 
     again = monarch.mount(source)
     monarch.expects_log(CHANGED)
-    if change is replaced:
-        monarch.expects_log(DIRECTORIES)
+    monarch.expects_log(DIRECTORIES)
     wait_for_change(again)
-    for name in ("file", "large", "same"):
+    assert settled(again)["residency"]["files"] == 1
+    for name in old:
         expected = (source / name).read_bytes()
         with open(again.path / name, "rb", buffering=0) as file:
             assert os.fstat(file.fileno()).st_size == len(expected)
             assert file.readall() == expected
-    assert refreshing(again)
+    assert len(refreshing(again)) == 2
 
 
 def test_with_freshness_never_a_resident_file_stays_as_it_was_copied(
@@ -166,6 +175,32 @@ def test_with_a_ttl_a_change_is_noticed_while_mounted(monarch: MonarchCommand, t
     replaced(source / "file")
     wait_for_change(mounted)
     assert (mounted.path / "file").read_bytes() == (source / "file").read_bytes()
+
+
+def test_a_resident_file_that_changes_while_it_is_open_is_served_whole_until_it_is_closed(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({change.__name__: LARGE for change in (truncated, grown, replaced)})
+    old = {name: (source / name).read_bytes() for name in os.listdir(source)}
+    mounted = monarch.mount(source, tiers={"fast": "100MiB"}, options=["snapshot.freshness=ttl:1s"])
+    for name in old:
+        (mounted.path / name).read_bytes()
+    wait_for_copies(mounted, 3)
+    files = {name: open(mounted.path / name, "rb", buffering=0) for name in old}  # noqa: SIM115
+    for change in (truncated, grown, replaced):
+        change(source / change.__name__)
+    monarch.expects_log(CHANGED)
+    monarch.expects_log(DIRECTORIES)
+    wait_for_change(mounted)
+    wait_for_looks(mounted, 4)  # the directory and three files
+    for name, file in files.items():
+        assert (mounted.path / name).read_bytes() == old[name], name
+        assert os.fstat(file.fileno()).st_size == LARGE
+        with file:
+            assert file.readall() == old[name], name
+    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "all is closed")
+    for name in old:
+        assert (mounted.path / name).read_bytes() == (source / name).read_bytes() != old[name]
 
 
 def test_an_open_file_keeps_its_version_and_the_next_open_has_the_new_one(
@@ -212,7 +247,7 @@ def test_a_deleted_file_is_enoent_and_leaves_the_listing(
     for name in ("d/small", "d/large", "gone/file"):
         for _ in range(2):
             with pytest.raises(FileNotFoundError):
-                promptly(lambda name=name: os.open(mounted.path / name, os.O_RDONLY))  # type: ignore[misc]
+                promptly(partial(os.open, mounted.path / name, os.O_RDONLY))
         with pytest.raises(FileNotFoundError):
             os.stat(mounted.path / name)
     assert os.listdir(mounted.path / "d") == ["same"]
@@ -238,6 +273,66 @@ def test_a_resident_file_deleted_at_the_source_is_enoent_after_the_next_mount(
         (again.path / "file").read_bytes()
     assert os.listdir(again.path) == ["same"]
     wait_for_copies(again, 1)
+
+
+def test_a_file_deleted_while_it_is_open_can_be_read_to_its_end(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"small": SMALL, "large": LARGE})
+    mounted = monarch.mount(source, tiers={"fast": "1KiB"})
+    for name in ("small", "large"):
+        expected = (source / name).read_bytes()
+        with open(mounted.path / name, "rb", buffering=0) as file:
+            (source / name).unlink()
+            assert os.fstat(file.fileno()).st_size == len(expected)
+            assert file.readall() == expected
+    monarch.expects_log(GONE)
+    for name in ("small", "large"):
+        with pytest.raises(FileNotFoundError):
+            os.open(mounted.path / name, os.O_RDONLY)
+
+
+def test_a_file_rewritten_while_it_is_open_is_not_mixed_at_the_next_open(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"large": LARGE})
+    mounted = monarch.mount(source, tiers={"fast": "1KiB"})
+    with open(mounted.path / "large", "rb", buffering=0) as first:
+        first.read(2_000_000)  # the kernel holds pages of the old version
+        rewritten(source / "large")
+        monarch.expects_log(CHANGED)
+        assert (mounted.path / "large").read_bytes() == (source / "large").read_bytes()
+        rewritten(source / "large")
+        grown(source / "large")
+        assert (mounted.path / "large").read_bytes() == (source / "large").read_bytes()
+
+
+def test_a_file_rewritten_while_it_is_copied_is_not_mixed(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"large": 60_000_000})
+    mounted = monarch.mount(
+        source, tiers={"fast": "100MiB"}, options=["limits.source_bandwidth=1MB"]
+    )
+    with open(mounted.path / "large", "rb", buffering=0) as first:
+        first.read(2_000_000)
+    assert account(mounted)["copies"]["running"] == 1
+    rewritten(source / "large")
+    monarch.expects_log(CHANGED)
+    assert (mounted.path / "large").read_bytes() == (source / "large").read_bytes()
+
+
+def test_a_file_deleted_before_it_is_copied_is_given_up(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"a": SMALL, "b": LARGE, "c": SMALL})
+    mounted = monarch.mount(source)
+    (source / "b").unlink()
+    monarch.expects_log(GONE)
+    monarch("warm", str(mounted.path), check=False)
+    wait_until(lambda: account(mounted)["residency"]["files"] == 2, "the others are copied")
+    assert settled(mounted)["residency"]["wanted"] == 0
+    assert sorted(os.listdir(mounted.path)) == ["a", "c"]
 
 
 def test_a_file_that_comes_back_is_served_again(monarch: MonarchCommand, tree: Tree) -> None:
@@ -274,6 +369,15 @@ def by_a_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+def restored(path: Path) -> None:
+    """A file again, with bytes of its own."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    path.write_bytes(contents("restored", 50_000))
+
+
 @pytest.mark.parametrize("change", [by_a_directory, by_a_link_out, by_a_fifo])
 def test_a_file_replaced_by_something_else_is_an_error_at_once(
     monarch: MonarchCommand, tree: Tree, change: Callable[[Path], None]
@@ -286,13 +390,16 @@ def test_a_file_replaced_by_something_else_is_an_error_at_once(
     monarch.expects_log(GONE)
     for name in ("file", "large"):
         for _ in range(3):
-            with pytest.raises(OSError) as caught:
-                promptly(lambda name=name: (mounted.path / name).read_bytes())  # type: ignore[misc]
-            assert caught.value.errno in (errno.ESTALE, errno.ENOENT)
+            with pytest.raises(FileNotFoundError):
+                promptly((mounted.path / name).read_bytes)
     assert os.listdir(mounted.path) == ["same"]
     assert (mounted.path / "same").read_bytes() == (source / "same").read_bytes()
     assert len(refreshing(mounted)) == 1
     assert settled(mounted)["copies"]["done"] == 1
+    for name in ("file", "large"):
+        restored(source / name)
+        assert (mounted.path / name).read_bytes() == (source / name).read_bytes()
+    assert sorted(os.listdir(mounted.path)) == ["file", "large", "same"]
 
 
 def test_a_directory_replaced_by_a_link_out_is_not_followed(
@@ -305,9 +412,8 @@ def test_a_directory_replaced_by_a_link_out_is_not_followed(
     (source / "d").symlink_to(outside)
     monarch.expects_log(GONE)
     for name in ("d/file", "d/other"):
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(FileNotFoundError):
             (mounted.path / name).read_bytes()
-        assert caught.value.errno in (errno.ESTALE, errno.ENOENT)
 
 
 def test_the_other_name_of_a_file_outlives_the_first(monarch: MonarchCommand, tree: Tree) -> None:
@@ -318,6 +424,24 @@ def test_the_other_name_of_a_file_outlives_the_first(monarch: MonarchCommand, tr
     monarch.expects_log(CHANGED)
     assert (mounted.path / "b").read_bytes() == (source / "b").read_bytes()
     assert (mounted.path / "b").stat().st_nlink == 1
+
+
+def test_a_source_that_is_stale_as_a_whole_has_not_lost_its_files(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"d/small": SMALL, "d/large": LARGE})
+    mounted = monarch.mount(slow.path)
+    slow.rules(f"err * {errno.ESTALE} .*")
+    monarch.expects_log("source: 'd/small': Stale file handle")
+    for name in ("d/small", "d/large"):
+        with pytest.raises(OSError) as caught:
+            promptly(partial(os.open, mounted.path / name, os.O_RDONLY))
+        assert caught.value.errno == errno.ESTALE
+        os.stat(mounted.path / name)
+    assert sorted(os.listdir(mounted.path / "d")) == ["large", "small"]
+    slow.rules()
+    for name in ("d/small", "d/large"):
+        assert (mounted.path / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_new_directories_are_told_after_the_next_mount(monarch: MonarchCommand, tree: Tree) -> None:

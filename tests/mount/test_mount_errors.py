@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from tests.mount.command import (
     needs_fuse,
     needs_root,
     nobody,
+    not_mounted,
     one_line,
     registered,
 )
@@ -43,11 +45,12 @@ def refused(
     code: int,
     words: str,
 ) -> str:
-    """Try to mount; the line that says why not. Nothing is left and the mount point is as it was."""
+    """Try to mount; the line that says why not. Nothing is left, the mount point is as it was."""
     tier = ("--tier", f"{monarch.directory}/tier:1MiB") if "--tier" not in arguments else ()
     state = ("--state", f"{monarch.directory}/state") if "--state" not in arguments else ()
     before = _looks(mountpoint)
-    done = monarch("mount", str(source), str(mountpoint), *tier, *state, *arguments, check=False)
+    command = ("mount", str(source), str(mountpoint), *tier, *state, *arguments)
+    done = not_mounted(monarch, mountpoint, *command)
     told = one_line(done)
     assert (done.returncode, words in told) == (code, True), told
     # Words for what nobody had thought of.
@@ -101,9 +104,7 @@ def test_a_second_mount_at_the_same_place_is_refused_and_the_first_lives(
     assert (made.path / "a").read_bytes() == b"content"
 
 
-def test_a_mount_point_inside_the_source_is_refused(
-    monarch: MonarchCommand, tree: Tree
-) -> None:
+def test_a_mount_point_inside_the_source_is_refused(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a": 3, "inner": None})
     refused(monarch, source, source / "inner", code=2, words="is inside the source")
 
@@ -169,8 +170,6 @@ def test_a_source_that_the_user_may_not_read_is_told(monarch: MonarchCommand) ->
         ("source/tier", "is inside the source"),
         ("outer", "has the source"),
         ("mnt", "is the mount point as well"),
-        ("mnt/tier", "is inside the mount point"),
-        ("source", "is the source as well"),
     ],
 )
 def test_a_tier_apart_from_source_and_mount_point_is_demanded(
@@ -223,9 +222,7 @@ def test_a_state_directory_in_use_names_who_uses_it(
     made = monarch.mount(tree({"a": 3}))
     (tmp_path / "second").mkdir()
     second = ["mount", str(made.source), str(tmp_path / "second")]
-    done = monarch(
-        *second, "--state", str(made.state), "--tier", f"{tmp_path}/t:1MiB", check=False
-    )
+    done = monarch(*second, "--state", str(made.state), "--tier", f"{tmp_path}/t:1MiB", check=False)
     told = one_line(done)
     assert (done.returncode, f"in use by pid {made.pid} ({made.path})" in told) == (7, True), told
     tier = f"{made.tiers['fast']}:1MiB"
@@ -341,6 +338,7 @@ def test_a_tier_without_room_for_its_lock_is_told(
 
 
 def _fill(directory: Path) -> None:
-    with pytest.raises(OSError), (directory / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    assert os.statvfs(directory).f_bavail == 0

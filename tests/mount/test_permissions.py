@@ -1,4 +1,4 @@
-"""Another user sees through the mount what the source's modes let him see, and nothing beside it."""
+"""Another user sees through the mount what the modes let him see, and nothing beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import MonarchCommand, Tree
 from tests.mount.compare import wait_for_copies
-from tests.mount.observe import copies
+from tests.mount.observe import account, copies, wait_until
 
 NOBODY = 65534
 
@@ -112,6 +112,42 @@ def test_with_allow_other_the_modes_of_the_source_decide(
     assert as_another_user(tmp_path, attempts) == expected
 
 
+def test_a_file_closed_at_the_source_is_closed_at_its_first_open(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source = tree({"small": 1000, "large": 5_000_000, "his": 10})
+    mounted = monarch.mount(source, options=["allow_other"])
+    attempts = {name: reading(f"mnt/{name}") for name in ("small", "large", "his")}
+    for name in attempts:
+        os.stat(mounted.path / name)
+        (source / name).chmod(0o600)
+    os.chown(source / "his", NOBODY, NOBODY)
+    monarch.expects_log("changed at the source since the snapshot")
+    for _ in range(2):
+        assert as_another_user(tmp_path, attempts) == {
+            "small": "EACCES",
+            "large": "EACCES",
+            "his": "done",
+        }
+    for name in attempts:
+        assert (mounted.path / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_a_copy_of_a_file_closed_at_the_source_is_closed_after_the_next_mount(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source = tree({"file": 1000})
+    mounted = monarch.mount(source)
+    (mounted.path / "file").read_bytes()
+    wait_for_copies(mounted, 1)
+    mounted.umount()
+    (source / "file").chmod(0o600)
+    again = monarch.mount(source, options=["allow_other"])
+    monarch.expects_log("changed at the source since the snapshot")
+    wait_until(lambda: account(again)["snapshot"]["stale"] is True, "the change is noticed")
+    assert as_another_user(tmp_path, {"file": reading("mnt/file")}) == {"file": "EACCES"}
+
+
 def test_without_allow_other_another_user_does_not_get_in(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -143,7 +179,5 @@ def test_copies_state_log_and_socket_are_closed_to_others(
         assert stat.S_IMODE((mounted.state / name).stat().st_mode) == 0o600, name
     assert stat.S_IMODE(mounted.state.stat().st_mode) == 0o700
     assert {stat.S_IMODE(copy.stat().st_mode) for copy in copied} == {0o600}
-    attempts = {
-        str(path): reading(os.path.relpath(path, tmp_path)) for path in [*copied, *private]
-    }
+    attempts = {str(path): reading(os.path.relpath(path, tmp_path)) for path in [*copied, *private]}
     assert set(as_another_user(tmp_path, attempts).values()) == {"EACCES"}

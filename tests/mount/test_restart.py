@@ -56,7 +56,7 @@ def nothing_is_asked_or_copied_again(
     accounts_agree(mounted)
 
 
-# -- after a clean end ------------------------------------------------------------------------------
+# -- after a clean end -----------------------------------------------------------------------------
 
 
 def test_a_restart_finds_every_copy_and_copies_nothing_again(
@@ -193,10 +193,12 @@ def test_a_copy_of_a_version_that_the_snapshot_does_not_know_is_not_believed(
         again.umount()
 
 
-# -- after an unclean end -----------------------------------------------------------------------------
+# -- after an unclean end --------------------------------------------------------------------------
 
 
-def _read_until_it_dies(mounted: Mounted, content: dict[str, bytes], seed: int) -> Callable[[], None]:
+def _read_until_it_dies(
+    mounted: Mounted, content: dict[str, bytes], seed: int
+) -> Callable[[], None]:
     wrong: list[str] = []
 
     def read() -> None:
@@ -247,7 +249,7 @@ def test_a_daemon_killed_under_load_leaves_nothing_that_the_next_one_believes_wr
     accounts_agree(again)
 
 
-# -- two daemons ----------------------------------------------------------------------------------------
+# -- two daemons -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", ["state", "tier"])

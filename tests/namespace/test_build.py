@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -391,6 +392,13 @@ def test_a_target_that_is_a_directory(source: Path, file: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
+def test_a_replaced_snapshot_keeps_its_mode(source: Path, file: Path) -> None:
+    build(source, file)
+    file.chmod(0o600)
+    build(source, file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
 def test_a_full_disk_leaves_the_old_snapshot_and_nothing_else(source: Path, file: Path) -> None:
     (source / "one").touch()
     build(source, file)
@@ -459,6 +467,22 @@ def test_a_tree_that_changes_during_the_scan(source: Path, file: Path, workers: 
         assert b"29/00" not in paths
 
 
+def test_what_vanishes_between_listing_and_look_is_left_out(source: Path) -> None:
+    for name in range(200):
+        (source / f"{name:03}").touch()
+    with open_root(str(source)) as fd, Scan(fd, jobs=1) as scan:
+        batches = scan.batches()
+        next(batches)
+        names = next(batches).names
+        assert names[0] == b"000" and b"150" not in names
+        (source / "150").unlink()
+        (source / "151").unlink()
+        (source / "151").symlink_to("target")
+        for batch in batches:
+            names += batch.names
+    assert names == [b"%03d" % name for name in range(200) if name != 150]
+
+
 def test_builds_of_one_target_at_the_same_time(source: Path, file: Path) -> None:
     for name in range(3000):
         (source / f"{name}").touch()
@@ -494,6 +518,7 @@ def test_an_interrupt_leaves_nothing(source: Path, file: Path, workers: str) -> 
     assert [path.name.endswith(".part") for path in parts] == [True]
     assert list(file.parent.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
+    assert [thread.name for thread in threading.enumerate() if "scan" in thread.name] == []
 
 
 def test_control_c_leaves_nothing(tmp_path: Path, file: Path) -> None:

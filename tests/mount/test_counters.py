@@ -1,0 +1,183 @@
+"""The daemon's account is the truth: compared with what the test did and what the source saw."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.inotify import OpenCounter
+from tests.mount.observe import accounts_agree, epoch, resident, settled
+
+Samples = dict[tuple[str, frozenset[str]], float]
+
+
+def files(count: int = 40, size: int = 10_000) -> dict[str, bytes]:
+    return {f"{number:03d}.jpg": contents(str(number), size + number) for number in range(count)}
+
+
+def scraped(address: str) -> Samples:
+    """The page, by name and label values."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def told(mounted: Mounted) -> dict[str, Any]:
+    settled(mounted)
+    return mounted.status()
+
+
+def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, source: Path) -> None:
+    content = files()
+    tree(content)
+    size = sum(map(len, content.values()))
+    mounted = monarch.mount(source, tiers={"fast": "205000", "large": "105000"})
+    opens_seen = []
+    for seed in range(3):
+        with OpenCounter(source) as counter:
+            order = sorted(content)
+            random.Random(seed).shuffle(order)
+            epoch(mounted, content, order)
+            opens_seen.append(counter.count())
+            settled(mounted)
+    where = resident(mounted, content)
+    left = len(content) - len(where)
+    assert 0 < left < 40
+    assert opens_seen == [40, left, left]
+    report = told(mounted)
+    by_tier = {tier["name"]: tier for tier in report["tiers"]}
+    for name, tier in by_tier.items():
+        here = [file for file, place in where.items() if place == name]
+        assert here != []
+        assert tier["files"] == len(here)
+        assert tier["used"] == sum(len(content[file]) for file in here)
+        assert tier["opens"] == 2 * len(here)
+        assert tier["bytes"] == 2 * sum(len(content[file]) for file in here)
+        # Files of at most 128 KiB are one request of the kernel, and one for their end.
+        assert 2 * len(here) <= tier["reads"] <= 4 * len(here)
+    assert report["opens"] == 120
+    assert report["bytes"] == 3 * size
+    totals = report["source_totals"]
+    outside = sum(len(content[file]) for file in content if file not in where)
+    assert totals["opens"] == totals["reader"]["opens"] == sum(opens_seen)
+    assert totals["bytes"] == totals["reader"]["bytes"] == size + 2 * outside
+    assert totals["reads"] == sum(opens_seen)
+    assert totals["copy"] == {"opens": 0, "reads": 0, "bytes": 0}
+    hits = len(where)
+    assert [(e["opens"], e["hits"]) for e in report["epochs"]] == [(40, 0), (40, hits), (40, hits)]
+    assert report["epochs"][-1]["hit_ratio"] == hits / 40
+    assert report["hit_ratio"] == 2 * hits / 120
+    assert report["copies"] == {
+        "queued": 0,
+        "running": 0,
+        "done": hits,
+        "failed": 0,
+        "bytes": sum(tier["used"] for tier in by_tier.values()),
+    }
+    assert report["residency"]["files"] == hits
+    assert report["residency"]["fraction_files"] == hits / 40
+    assert report["residency"]["fraction_bytes"] == (size - outside) / size
+    assert report["residency"]["wanted"] == 0
+    assert report["handles"]["open_files"] == 0
+    assert report["errors"] == {}
+    assert report["health"] == []
+    accounts_agree(mounted)
+
+
+def test_the_metrics_page_tells_what_status_tells(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(30)
+    tree(content)
+    address = f"127.0.0.1:{free_port()}"
+    mounted = monarch.mount(
+        source,
+        tiers={"fast": "100000", "large": "100000"},
+        options=[
+            "metrics.enabled",
+            f"metrics.address={address}",
+            "placement.policy=lru",
+        ],
+    )
+    for _ in range(3):
+        epoch(mounted, content)
+        settled(mounted)
+    monarch("evict", str(mounted.path), sorted(content)[-1])
+    report = told(mounted)
+    samples = scraped(address)
+
+    def page(name: str, *labels: str) -> float:
+        return samples[f"monarch_{name}", frozenset(labels)]
+
+    assert page("opens_total", "source") == report["opens"] - sum(
+        tier["opens"] for tier in report["tiers"]
+    )
+    for tier in report["tiers"]:
+        name = tier["name"]
+        assert page("opens_total", name) == tier["opens"]
+        assert page("reads_total", name) == tier["reads"]
+        assert page("read_bytes_total", name) == tier["bytes"]
+        assert page("resident_files", name) == tier["files"]
+        assert page("tier_bytes", name, "used") == tier["used"]
+        assert page("tier_bytes", name, "reserved") == 0
+        assert page("tier_bytes", name, "capacity") == tier["capacity"]
+        assert page("tier_in_service", name) == 1
+        # What came and is not there any more has left.
+        came = page("promotions_total", name)
+        assert page("evictions_total", name) == came - tier["files"]
+        bytes_came = page("promoted_bytes_total", name)
+        assert page("evicted_bytes_total", name) == bytes_came - tier["used"]
+    assert sum(page("evictions_total", tier["name"]) for tier in report["tiers"]) > 1
+    for who in ("reader", "copy"):
+        totals = report["source_totals"][who]
+        assert page("source_opens_total", who) == totals["opens"]
+        assert page("source_reads_total", who) == totals["reads"]
+        assert page("source_bytes_total", who) == totals["bytes"]
+    promotions = sum(page("promotions_total", tier["name"]) for tier in report["tiers"])
+    assert promotions == report["copies"]["done"]
+    assert page("wanted_files") == 0
+    assert page("promotions_running") == 0
+    assert page("promotions_queued") == 0
+    assert page("open_files") == 0
+    assert page("epoch") == report["epochs"][-1]["number"] == 3
+
+
+def test_nothing_listens_on_the_network_unless_metrics_are_asked_for(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree({"file": 1000})
+    mounted = monarch.mount(source)
+    epoch(mounted, {"file": contents("file", 1000)})
+    assert psutil.Process(mounted.pid).net_connections(kind="inet") == []
+
+
+def test_status_is_the_same_in_words_and_over_the_socket(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree({"file": 1000})
+    mounted = monarch.mount(source)
+    epoch(mounted, {"file": contents("file", 1000)})
+    over_the_socket = settled(mounted)
+    command_line = json.loads(monarch("status", str(mounted.path), "--json").stdout)
+    for volatile in ("memory", "snapshot"):
+        del over_the_socket[volatile], command_line[volatile]
+    assert command_line == over_the_socket

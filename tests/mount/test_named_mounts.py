@@ -1,0 +1,104 @@
+"""Mounts that a configuration file describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted
+from tests.mount.command import assert_nothing_is_left, needs_fuse, one_line, registered
+
+pytestmark = needs_fuse
+
+_SHIPPED = Path(__file__).parents[2] / "conf/monarch.yaml"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Two mounts, ``one`` and ``two``, with a file ``a`` in each source that holds its name."""
+    lines = ["defaults: {snapshot: {jobs: 2}, log: {level: debug}}", "mounts:"]
+    for name in ("one", "two"):
+        (tmp_path / name / "source").mkdir(parents=True)
+        (tmp_path / name / "mnt").mkdir()
+        (tmp_path / name / "source/a").write_text(name)
+        lines += [
+            f"  {name}:",
+            f"    source: {tmp_path}/{name}/source",
+            f"    mountpoint: {tmp_path}/{name}/mnt",
+            f"    state: {tmp_path}/{name}/state",
+            f"    tiers: [{{path: {tmp_path}/{name}/tier, capacity: 1MiB}}]",
+        ]
+    path = tmp_path / "monarch.yaml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def mounted(monarch: MonarchCommand, file: Path, name: str, *arguments: str) -> Mounted:
+    directory = file.parent / name
+    made = registered(
+        monarch,
+        directory / "mnt",
+        directory / "source",
+        directory / "state",
+        {"tier": directory / "tier"},
+    )
+    monarch("mount", "-c", str(file), name, *arguments)
+    made.pid = int(made.status()["pid"])
+    return made
+
+
+def test_mounts_are_made_by_their_names_and_options_go_before_the_file(
+    monarch: MonarchCommand, file: Path
+) -> None:
+    one = mounted(monarch, file, "one")
+    two = mounted(monarch, file, "two", "-o", "log.level=warning,snapshot.freshness=never")
+    assert (one.path / "a").read_text() + (two.path / "a").read_text() == "onetwo"
+    assert one.status()["snapshot"]["freshness"] == "mount"
+    assert two.status()["snapshot"]["freshness"] == "never"
+    assert "info" in one.log_text and "info" not in two.log_text
+    assert one.status()["tiers"][0]["capacity"] == 1 << 20
+
+
+def test_an_unknown_name_is_told_with_those_there_are(monarch: MonarchCommand, file: Path) -> None:
+    done = monarch("mount", "-c", str(file), "tow", check=False)
+    assert (done.returncode, "no mount 'tow'; there are one, two" in one_line(done)) == (2, True)
+    assert_nothing_is_left(monarch)
+
+
+def test_all_mistakes_of_a_file_are_told_with_their_lines_and_nothing_is_mounted(
+    monarch: MonarchCommand, file: Path
+) -> None:
+    text = file.read_text().replace("capacity: 1MiB", "capacity: 10GBB", 1)
+    file.write_text(text.replace("level: debug", "levle: debug") + "    verfy: open\n")
+    done = monarch("mount", "-c", str(file), "one", check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert [line.split(": ")[1] for line in lines] == [f"{file}:{n}" for n in (1, 7, 13)]
+    assert "did you mean 'level'?" in lines[0] and "did you mean 'verify'?" in lines[2]
+    assert_nothing_is_left(monarch)
+
+
+def test_the_shipped_configuration_mounts_with_its_paths_replaced(
+    monarch: MonarchCommand, file: Path
+) -> None:
+    directory = file.parent / "one"
+    text = _SHIPPED.read_text()
+    for before, after in (
+        ("/pfs/imagenet", directory / "source"),
+        ("/mnt/imagenet", directory / "mnt"),
+        ("/local/monarch/imagenet", directory / "tier"),
+    ):
+        assert text.count(f": {before}\n") == 1
+        text = text.replace(f": {before}\n", f": {after}\n")
+    file.write_text(text)
+    made = registered(
+        monarch,
+        directory / "mnt",
+        directory / "source",
+        monarch.directory / "home/state/monarch",
+        {"imagenet": directory / "tier"},
+    )
+    monarch("mount", "-c", str(file), "imagenet")
+    made.pid = int(made.status()["pid"])
+    assert (made.path / "a").read_text() == "one"

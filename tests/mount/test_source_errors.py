@@ -1,0 +1,189 @@
+"""A source that fails or hangs: who needs it learns so, and nobody else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import (
+    account,
+    accounts_agree,
+    ended,
+    epoch,
+    read_through,
+    resident,
+    settled,
+    wait_until,
+)
+
+SMALL_INLINE = "limits.inline_max=64KiB"
+
+
+def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
+    return {f"{number:03d}.jpg": contents(str(number), size) for number in range(count)}
+
+
+def error_of(path: Path) -> int:
+    with pytest.raises(OSError) as failed:
+        read_through(path)
+    assert failed.value.errno is not None
+    return failed.value.errno
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ENOTCONN, errno.ETIMEDOUT])
+def test_an_error_of_the_source_goes_to_the_reader_of_that_file_only(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, number: int
+) -> None:
+    monarch.expects_log("source: '003.jpg'")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(slow.path)
+    slow.rules(f"err open {number} ^/003")
+    others = [name for name in content if name != "003.jpg"]
+    for _ in range(2):
+        assert error_of(mounted.path / "003.jpg") == number
+        epoch(mounted, content, others)
+    told = settled(mounted)
+    assert set(resident(mounted, content)) == set(others)
+    assert told["errors"] == {f"source-{errno.errorcode[number]}": 2}
+    slow.rules()
+    epoch(mounted, content)
+    settled(mounted)
+    assert set(resident(mounted, content)) == set(content)
+    accounts_agree(mounted)
+
+
+def test_an_error_in_the_middle_of_a_fetch_is_the_readers_and_leaves_nothing(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("source: '003.jpg'")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(slow.path)
+    slow.rules(f"err read {errno.EIO} ^/003")
+    assert error_of(mounted.path / "003.jpg") == errno.EIO
+    assert settled(mounted)["residency"]["files"] == 0
+    slow.rules()
+    epoch(mounted, content)
+    assert set(resident(mounted, settled(mounted) and content)) == set(content)
+    accounts_agree(mounted)
+
+
+def test_a_copy_that_the_source_interrupts_is_given_up_and_made_later(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("copy to tier fast given up, will be tried again")
+    large = contents("large", 2_000_000)
+    tree({"large": large})
+    mounted = monarch.mount(slow.path, options=[SMALL_INLINE])
+    slow.rules("hang read large")
+    with (mounted.path / "large").open("rb", buffering=0):
+        stage = mounted.tiers["fast"] / "monarch" / "stage"
+        wait_until(lambda: list(stage.iterdir()) != [], "the copy has begun")
+        slow.rules(f"err read {errno.EIO} large")
+        wait_until(lambda: account(mounted)["copies"]["failed"] > 0, "the copy failed")
+        assert account(mounted)["residency"]["wanted"] == 1
+        assert mounted.stages() == []
+        assert account(mounted)["tiers"][0]["reserved"] == 0
+        assert account(mounted)["tiers"][0]["in_service"] is True
+    slow.rules()
+    # Nobody opens it: it is still wanted.
+    settled(mounted)
+    assert mounted.xattr("large") == "fast"
+    assert read_through(mounted.path / "large") == large
+    accounts_agree(mounted)
+
+
+class Waiting:
+    """A reader that waits for a source that hangs."""
+
+    def __init__(self, path: Path) -> None:
+        self.outcome: bytes | OSError | None = None
+        self._thread = threading.Thread(target=self._read, args=(path,))
+        self._thread.start()
+
+    def _read(self, path: Path) -> None:
+        try:
+            self.outcome = read_through(path)
+        except OSError as error:
+            self.outcome = error
+
+    @property
+    def waits(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self.waits, "the reader still hangs"
+
+
+def hung(mounted: Mounted, slow: SlowSource) -> list[Waiting]:
+    """More readers of one hung file than the source is given calls at once."""
+    slow.rules("hang open ^/hang")
+    readers = [Waiting(mounted.path / f"hang{number}") for number in range(4)]
+    wait_until(lambda: slow.counters()["open"] >= 1, "the source was asked")
+    return readers
+
+
+def test_a_source_that_hangs_holds_up_neither_resident_files_nor_status(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = files()
+    hanging = {f"hang{number}": contents(str(number), 5000) for number in range(4)}
+    tree(content | hanging)
+    mounted = monarch.mount(slow.path, options=["limits.source_concurrency=4"])
+    epoch(mounted, content)
+    settled(mounted)
+    readers = hung(mounted, slow)
+    started = time.monotonic()
+    for _ in range(3):
+        epoch(mounted, content)
+    assert sorted(os.listdir(mounted.path)) == sorted([*content, *hanging])
+    assert mounted.status()["state"] == "serving"
+    assert time.monotonic() - started < 5
+    assert all(reader.waits for reader in readers)
+    slow.rules()
+    for number, reader in enumerate(readers):
+        reader.join()
+        assert reader.outcome == hanging[f"hang{number}"]
+    settled(mounted)
+    accounts_agree(mounted)
+
+
+@pytest.mark.parametrize("way", ["SIGTERM", "lazy umount"])
+def test_a_source_that_hangs_does_not_keep_the_daemon_from_its_end(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, way: str
+) -> None:
+    content = files()
+    tree(content | {f"hang{number}": contents(str(number), 5000) for number in range(4)})
+    mounted = monarch.mount(slow.path)
+    epoch(mounted, content)
+    settled(mounted)
+    readers = hung(mounted, slow)
+    started = time.monotonic()
+    if way == "SIGTERM":
+        os.kill(mounted.pid, signal.SIGTERM)
+    else:
+        monarch("umount", str(mounted.path), "--lazy")
+        os.kill(mounted.pid, signal.SIGTERM)
+    wait_until(lambda: ended(mounted.pid), "the daemon has ended")
+    assert time.monotonic() - started < 10
+    for reader in readers:
+        reader.join()
+        assert isinstance(reader.outcome, OSError)
+    assert mounted.stages() == []
+    slow.rules()
+    again = monarch.mount(slow.path)
+    # A clean end: what was resident is believed without a look at the source.
+    opens = slow.counters()["open"]
+    epoch(again, content)
+    assert slow.counters()["open"] == opens
+    accounts_agree(again)

@@ -1,0 +1,205 @@
+"""One tier on a real file system: staging, committing, removing, and whom it lets in."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from monarch.errors import LockedError, TierError
+from monarch.tiers.directory import Tier, copy_name
+from monarch.types import Ino
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[Tier]:
+    opened = Tier(1, "fast", tmp_path / "tier", owner="/mnt/data")
+    opened.use("g")
+    yield opened
+    opened.close()
+
+
+def put(tier: Tier, ino: int, content: bytes) -> bytes:
+    with tier.stage(Ino(ino)) as staged:
+        staged.append(content)
+        return staged.commit()
+
+
+def read(fd: int) -> bytes:
+    try:
+        return os.pread(fd, 1 << 24, 0)
+    finally:
+        os.close(fd)
+
+
+def stages(tier: Tier) -> list[str]:
+    return os.listdir(tier.path / "monarch" / "stage")
+
+
+def test_nobody_sees_a_copy_before_it_is_committed(tier: Tier) -> None:
+    with tier.stage(Ino(7)) as staged:
+        staged.append(b"half")
+        with pytest.raises(FileNotFoundError):
+            tier.open(Ino(7), 4)
+        staged.append(b" and whole")
+        assert staged.size == 14
+        digest = staged.commit()
+    assert digest == xxhash.xxh3_128_digest(b"half and whole") == tier.digest(Ino(7), 14)
+    assert read(tier.open(Ino(7), 14)) == b"half and whole"
+    assert stages(tier) == []
+
+
+def test_a_stage_that_is_not_committed_is_gone(tier: Tier) -> None:
+    with tier.stage(Ino(7)) as staged:
+        staged.append(bytes(1000))
+        assert stages(tier) == ["7.part"]
+    assert stages(tier) == []
+
+
+def test_a_copy_of_another_size_is_not_opened(tier: Tier) -> None:
+    put(tier, 7, b"seven")
+    with pytest.raises(OSError) as refused:
+        tier.open(Ino(7), 6)
+    assert refused.value.errno == errno.ESTALE
+
+
+def test_holes_stay_holes_and_count_as_bytes(tier: Tier) -> None:
+    content = b"x" * MIB + bytes(8 * MIB) + b"end"
+    with tier.stage(Ino(3)) as staged:
+        for start in range(0, len(content), MIB):
+            staged.append(content[start : start + MIB])
+        digest = staged.commit()
+    assert digest == xxhash.xxh3_128_digest(content)
+    assert read(tier.open(Ino(3), len(content))) == content
+    copy = next((tier.path / "monarch").glob("copies-*/*/3"))
+    assert copy.stat().st_blocks * 512 < 2 * MIB
+
+
+def test_a_copy_that_ends_in_a_hole_has_its_full_size(tier: Tier) -> None:
+    with tier.stage(Ino(3)) as staged:
+        staged.append(bytes(MIB))
+        staged.commit()
+    assert read(tier.open(Ino(3), MIB)) == bytes(MIB)
+
+
+def test_who_has_a_copy_open_reads_on_when_it_is_removed_or_replaced(tier: Tier) -> None:
+    put(tier, 7, b"old")
+    fd = tier.open(Ino(7), 3)
+    tier.remove(Ino(7))
+    tier.remove(Ino(7))
+    put(tier, 7, b"new")
+    assert read(fd) == b"old"
+    assert read(tier.open(Ino(7), 3)) == b"new"
+
+
+def test_what_a_tier_holds_is_closed_to_others(tier: Tier) -> None:
+    put(tier, 7, b"secret")
+    own = tier.path / "monarch"
+    assert own.stat().st_mode & 0o777 == 0o700
+    (copy,) = own.glob("copies-*/*/7")
+    assert copy.stat().st_mode & 0o077 == 0
+
+
+def test_a_shared_directory_keeps_its_mode_and_a_new_one_is_closed(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "somebody-else's").write_text("file")
+    shared.chmod(0o755)
+    Tier(1, "fast", shared, owner="").close()
+    assert shared.stat().st_mode & 0o777 == 0o755
+    Tier(1, "fast", tmp_path / "new", owner="").close()
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_symlink_planted_in_a_shared_directory_leads_nowhere(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "monarch").symlink_to(elsewhere)
+    with pytest.raises(TierError):
+        Tier(1, "fast", shared, owner="")
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's directory")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tier" / "monarch").mkdir(parents=True)
+    os.chown(tmp_path / "tier" / "monarch", 12345, 12345)
+    with pytest.raises(TierError, match="12345"):
+        Tier(1, "fast", tmp_path / "tier", owner="")
+
+
+def test_a_file_in_the_place_of_a_tier_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match="file"):
+        Tier(1, "fast", tmp_path / "file", owner="")
+
+
+def test_a_second_daemon_is_kept_out_until_the_first_has_ended(tmp_path: Path) -> None:
+    first = Tier(1, "fast", tmp_path / "tier", owner="/mnt/data")
+    with pytest.raises(LockedError, match=rf"pid {os.getpid()} \(/mnt/data\)"):
+        Tier(1, "fast", tmp_path / "tier", owner="/mnt/other")
+    first.close()
+    Tier(1, "fast", tmp_path / "tier", owner="/mnt/other").close()
+
+
+def test_a_tier_keeps_its_name_when_it_moves(tmp_path: Path) -> None:
+    first = Tier(1, "fast", tmp_path / "tier", owner="")
+    first.close()
+    (tmp_path / "tier").rename(tmp_path / "moved")
+    moved = Tier(2, "other", tmp_path / "moved", owner="")
+    new = Tier(1, "fast", tmp_path / "tier", owner="")
+    assert moved.id == first.id != new.id
+    moved.close()
+    new.close()
+
+
+def test_a_copy_of_another_generation_is_adopted_under_its_new_number(tier: Tier) -> None:
+    put(tier, 7, b"seven")
+    tier.use("next")
+    with pytest.raises(FileNotFoundError):
+        tier.open(Ino(7), 5)
+    assert tier.adopt("g", Ino(7), Ino(1000))
+    assert not tier.adopt("g", Ino(7), Ino(1001))
+    assert not tier.adopt("never", Ino(7), Ino(1001))
+    assert read(tier.open(Ino(1000), 5)) == b"seven"
+
+
+def test_copies_of_other_generations_are_removed_and_counted(tier: Tier) -> None:
+    for number in (7, 8, 263):
+        put(tier, number, b"old")
+    tier.use("next")
+    put(tier, 7, b"new")
+    assert tier.remove_other_generations() == 3
+    assert tier.remove_other_generations() == 0
+    assert sorted(name for names in tier.copies() for name in names) == [copy_name(Ino(7))]
+
+
+def test_only_what_was_there_before_is_removed_as_a_stranger(tier: Tier) -> None:
+    put(tier, 7, b"seven")
+    before = (tier.path / "monarch").stat().st_ctime_ns - 10**9
+    assert not tier.remove_stranger(copy_name(Ino(7)), before_ns=before)
+    assert tier.remove_stranger(copy_name(Ino(7)), before_ns=time.time_ns() + 10**9)
+    assert not tier.remove_stranger(copy_name(Ino(7)), before_ns=time.time_ns() + 10**9)
+
+
+def test_a_tier_that_cannot_be_written_says_so_when_probed(tier: Tier) -> None:
+    tier.probe()
+    assert "probe" not in os.listdir(tier.path / "monarch")
+    (tier.path / "monarch" / "probe").mkdir()
+    with pytest.raises(OSError):
+        tier.probe()
+
+
+def test_syncing_waits_for_the_disk_and_the_space_is_what_the_disk_says(tier: Tier) -> None:
+    put(tier, 7, b"seven")
+    tier.sync()
+    assert 0 < tier.space().available <= tier.space().total

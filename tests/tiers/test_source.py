@@ -1,0 +1,93 @@
+"""The source: regular files beneath its root, and nothing else, are opened and read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import SourceChanged, SourceError
+from monarch.tiers.source import Source, identity_now, identity_of
+
+
+@pytest.fixture
+def opened(source: Path) -> Iterator[Source]:
+    (source / "directory").mkdir()
+    (source / "directory" / "file").write_bytes(b"content")
+    opened = Source(os.fsencode(source))
+    yield opened
+    opened.close()
+
+
+def test_a_file_is_opened_and_fetched_whole(opened: Source) -> None:
+    file = opened.open(b"directory/file")
+    fetched = opened.fetch(file)
+    assert (fetched.data, fetched.reads) == (b"content", 1)
+    assert identity_of(file.status) == identity_of(opened.status(b"directory/file"))
+    assert identity_now(file.fd) == identity_of(file.status)
+    file.release()
+
+
+def test_a_descriptor_is_closed_with_its_last_user(opened: Source) -> None:
+    file = opened.open(b"directory/file")
+    assert file.retain() is file
+    fd = file.fd
+    file.release()
+    assert os.pread(fd, 7, 0) == b"content"
+    file.release()
+    with pytest.raises(OSError) as closed:
+        os.fstat(fd)
+    assert closed.value.errno == errno.EBADF
+
+
+def test_what_took_the_place_of_a_file_is_not_opened(
+    opened: Source, source: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"secret")
+    os.mkfifo(source / "fifo")
+    (source / "link").symlink_to(outside / "file")
+    (source / "linked").symlink_to(outside)
+    for path in (b"fifo", b"link", b"linked/file", b"directory"):
+        with pytest.raises(SourceChanged):
+            opened.open(path)
+
+
+def test_a_missing_file_is_a_change_to_who_opens_it(opened: Source) -> None:
+    with pytest.raises(SourceChanged):
+        opened.open(b"directory/missing")
+    with pytest.raises(FileNotFoundError):
+        opened.status(b"directory/missing")
+
+
+def test_a_file_that_changes_while_it_is_fetched_is_noticed(opened: Source, source: Path) -> None:
+    for change in (b"longer content", b"short", b"CONTENT"):
+        file = opened.open(b"directory/file")
+        (source / "directory" / "file").write_bytes(change)
+        os.utime(source / "directory" / "file", ns=(0, len(change)))
+        with pytest.raises(SourceChanged):
+            opened.fetch(file)
+        file.release()
+
+
+def test_times_before_1970_and_fractions_are_the_same_by_either_way(
+    opened: Source, source: Path
+) -> None:
+    os.utime(source / "directory" / "file", ns=(0, -1_234_567_890_123))
+    file = opened.open(b"directory/file")
+    assert identity_now(file.fd) == identity_of(os.fstat(file.fd))
+    assert identity_now(file.fd).mtime_ns == -1_234_567_890_123
+    file.release()
+
+
+def test_a_source_that_is_missing_or_a_file_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="missing") as missing:
+        Source(os.fsencode(tmp_path / "missing"))
+    assert missing.value.errno == errno.ENOENT
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SourceError, match="Not a directory"):
+        Source(os.fsencode(tmp_path / "file"))

@@ -1,0 +1,290 @@
+"""The engine between a real source and real tiers, in virtual time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.metrics import Metrics
+from monarch.placement.controller import Controller
+from monarch.placement.ledger import Ledger
+from monarch.placement.policies.first_come import FirstCome
+from monarch.placement.policy import Item
+from monarch.placement.residency import Residency
+from monarch.settings import LimitSettings
+from monarch.threads import Threads
+from monarch.tiers.directory import Tier
+from monarch.tiers.records import Records
+from monarch.tiers.source import Source
+from monarch.transfer.engine import Engine
+from monarch.transfer.readers import Readers
+from monarch.types import Attributes, Ino
+from tests.conftest import contents
+
+SIZE = 10_000
+COUNT = 12
+
+
+class Names:
+    """The files 1 to COUNT of a directory, as they were when this was made."""
+
+    def __init__(self, source: Path) -> None:
+        self._known = {
+            Ino(number): self._seen(number, source / str(number)) for number in range(1, COUNT + 1)
+        }
+
+    def _seen(self, number: int, path: Path) -> Attributes:
+        status = path.stat()
+        return Attributes(
+            ino=Ino(number),
+            parent=Ino(1),
+            mode=status.st_mode,
+            nlink=1,
+            uid=0,
+            gid=0,
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+            source_ino=status.st_ino,
+            blocks=status.st_blocks,
+            rdev=0,
+        )
+
+    def path(self, ino: Ino) -> bytes:
+        return str(ino).encode()
+
+    def attributes(self, ino: Ino) -> Attributes:
+        return self._known[ino]
+
+
+@dataclass
+class Rig:
+    """An engine at work, and what it works with."""
+
+    engine: Engine
+    controller: Controller
+    residency: Residency
+    ledger: Ledger
+    metrics: Metrics
+    names: Names
+    tier: Tier
+    records: Records
+    changed: list[Ino]
+
+    def want(self, number: int) -> bool:
+        """As a reader's or a person's wish; whether a copy of it was begun."""
+        attributes = self.names.attributes(Ino(number))
+        promote = self.controller.warm(Item(attributes.ino, attributes.size, attributes.source_ino))
+        if promote is None:
+            return False
+        return self.engine.submit(promote, attributes.identity)
+
+    def resident(self) -> list[int]:
+        return list(self.residency.resident_in(1))
+
+    def stages(self) -> list[str]:
+        return os.listdir(self.tier.path / "monarch" / "stage")
+
+
+async def until(holds: Callable[[], bool], *, virtual_s: float = 300.0) -> None:
+    with trio.fail_after(virtual_s):
+        while not holds():
+            await trio.sleep(0.05)
+
+
+@pytest.fixture
+def clock() -> trio.testing.MockClock:
+    # Not at once: a worker thread that is at work is no reason to jump.
+    return trio.testing.MockClock(autojump_threshold=0.004)
+
+
+@asynccontextmanager
+async def running(
+    source: Path, tmp_path: Path, *, capacity: int = 10**6, **limits: int
+) -> AsyncIterator[Rig]:
+    for number in range(1, COUNT + 1):
+        (source / str(number)).write_bytes(contents(str(number), SIZE))
+    tier = Tier(1, "fast", tmp_path / "tier", owner="")
+    tier.use("g")
+    records = Records(tmp_path, "g", [tier.id])
+    opened = Source(os.fsencode(source))
+    residency, ledger = Residency(COUNT), Ledger([capacity])
+    names, metrics, changed = Names(source), Metrics(["fast"]), list[Ino]()
+    controller = Controller(residency, ledger, FirstCome())
+    engine = Engine(
+        source=opened,
+        tiers=[tier],
+        keep_free=[0],
+        records=records,
+        names=names,
+        controller=controller,
+        ledger=ledger,
+        metrics=metrics,
+        limits=LimitSettings(**{"inline_max": 100, "buffer_max": 10**6, **limits}),
+        readers=Readers(),
+        source_threads=Threads(4, "source", abandon=True),
+        tier_threads=Threads(2, "tier", abandon=False),
+        changed=changed.append,
+    )
+    rig = Rig(engine, controller, residency, ledger, metrics, names, tier, records, changed)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.run)
+            yield rig
+            nursery.cancel_scope.cancel()
+        assert ledger.reserved(1) == 0
+        if (tier.path / "monarch" / "stage").exists():
+            assert rig.stages() == []
+    finally:
+        records.close(clean=True)
+        tier.close()
+        opened.close()
+
+
+@pytest.mark.parametrize("inline_max", [100, 100_000])
+async def test_what_is_submitted_becomes_resident_with_its_bytes(
+    source: Path, tmp_path: Path, inline_max: int, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path, inline_max=inline_max) as rig:
+        for number in range(1, COUNT + 1):
+            assert rig.want(number)
+        await until(lambda: rig.residency.wanted == 0)
+        assert rig.resident() == list(range(1, COUNT + 1))
+        for number in range(1, COUNT + 1):
+            fd = rig.tier.open(Ino(number), SIZE)
+            assert os.pread(fd, 2 * SIZE, 0) == contents(str(number), SIZE)
+            os.close(fd)
+            record = rig.records.get(Ino(number))
+            assert record is not None
+            assert record.identity == rig.names.attributes(Ino(number)).identity
+            assert record.digest == rig.tier.digest(Ino(number), SIZE)
+        assert (rig.ledger.used(1), rig.ledger.reserved(1)) == (COUNT * SIZE, 0)
+        assert rig.metrics.source_opens == [0, COUNT]
+        assert rig.metrics.source_bytes == [0, COUNT * SIZE]
+        assert (rig.engine.queued, rig.engine.running) == (0, 0)
+
+
+async def test_a_second_wish_for_a_copy_under_way_begins_no_second_flight(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path) as rig:
+        assert rig.want(1)
+        assert not rig.want(1)
+        await until(lambda: rig.resident() == [1])
+        assert rig.metrics.source_opens == [0, 1]
+
+
+async def test_copies_keep_to_the_bandwidth_that_they_are_given(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path, source_bandwidth=SIZE) as rig:
+        # Two turns of 4 MiB go at once; from then on each file takes a second.
+        rig.engine._bucket.take(8 << 20, trio.current_time())
+        started = trio.current_time()
+        for number in range(1, 4):
+            rig.want(number)
+        await until(lambda: len(rig.resident()) == 3)
+        assert trio.current_time() - started == pytest.approx(3, rel=0.1)
+
+
+async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path) as rig:
+        stage = tmp_path / "tier" / "monarch" / "stage"
+        stage.rmdir()
+        rig.want(1)
+        await until(lambda: rig.engine.out_of_service() != {})
+        assert "No such file" in rig.engine.out_of_service()[1]
+        assert not rig.ledger.is_open(1)
+        assert rig.ledger.reserved(1) == 0
+        # Nobody tries while it is out, so nothing fails again and again.
+        await trio.sleep(25)
+        assert rig.metrics.promotion_failures == {"ENOENT": 1}
+        assert not rig.want(2)
+        # A probe only writes a file of its own: it is content, the next copy is the proof.
+        stage.mkdir()
+        await until(lambda: rig.engine.out_of_service() == {})
+        assert rig.want(2)
+        await until(lambda: rig.resident() == [2])
+
+
+async def test_failures_at_the_same_time_are_one_reason_to_rest(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path) as rig:
+        for number in range(1, COUNT + 1):
+            rig.want(number)
+        stage = tmp_path / "tier" / "monarch" / "stage"
+        stage.rmdir()
+        await until(lambda: rig.engine.running == rig.engine.queued == 0)
+        assert sum(rig.metrics.promotion_failures.values()) == COUNT
+        stage.mkdir()
+        # The tier is out; once their rest is over, those that wait for it learn so.
+        started = trio.current_time()
+        await until(lambda: rig.residency.wanted == 0)
+        assert trio.current_time() - started < 3
+
+
+async def test_a_file_that_changed_is_not_copied_and_its_change_is_told(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path) as rig:
+        (source / "3").write_bytes(b"another")
+        (source / "4").unlink()
+        for number in (3, 4, 5):
+            rig.want(number)
+        await until(lambda: rig.residency.wanted == 0)
+        assert sorted(rig.changed) == [3, 4]
+        assert rig.resident() == [5]
+        assert rig.ledger.used(1) == SIZE
+        assert rig.records.get(Ino(3)) is None
+
+
+async def test_what_does_not_fit_is_refused_and_the_rest_is_copied(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path, capacity=3 * SIZE + SIZE // 2) as rig:
+        begun = [number for number in range(1, COUNT + 1) if rig.want(number)]
+        assert begun == [1, 2, 3]
+        await until(lambda: rig.resident() == begun)
+        assert rig.ledger.used(1) == 3 * SIZE
+
+
+async def test_memory_for_files_on_their_way_is_bounded(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path, inline_max=SIZE, buffer_max=2 * SIZE) as rig:
+        most = 0
+        for number in range(1, COUNT + 1):
+            rig.want(number)
+        with trio.fail_after(300):
+            while rig.residency.wanted:
+                held = [
+                    flight.content
+                    for number in range(1, COUNT + 1)
+                    if (flight := rig.engine.flight(Ino(number))) and flight.content is not None
+                ]
+                most = max(most, sum(map(len, held)))
+                await trio.sleep(0.0005)
+        assert 0 < most <= 2 * SIZE
+        assert rig.resident() == list(range(1, COUNT + 1))
+
+
+async def test_copies_that_are_cancelled_leave_nothing_behind(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path, source_bandwidth=1) as rig:
+        rig.engine._bucket.take(8 << 20, trio.current_time())
+        for number in range(1, COUNT + 1):
+            rig.want(number)
+        await until(lambda: rig.stages() != [])
+    assert os.listdir(tmp_path / "tier" / "monarch" / "stage") == []
+    assert rig.resident() == []
