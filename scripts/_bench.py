@@ -130,7 +130,7 @@ def spread(values: Sequence[float]) -> str:
 
 def table(title: str, results: Sequence[Result[Lab]]) -> Table:
     made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    made.add_column("what")
+    made.add_column("what", no_wrap=True)
     for name in ("median", "min - max, CV", "against", "median", "min - max, CV"):
         made.add_column(name, justify="left" if name == "against" else "right")
     made.add_column("ratio", justify="right")

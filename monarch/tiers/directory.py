@@ -208,13 +208,13 @@ class Tier:
         return Space(told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize)
 
     def probe(self) -> None:
-        """Write and remove a small file; raises OSError while the tier cannot be written."""
-        fd = self._opened("probe", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        """Write and remove a small stage; raises OSError while the tier cannot be written."""
+        fd = self._opened("stage/probe", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             os.write(fd, b"monarch")
         finally:
             os.close(fd)
-            os.unlink("probe", dir_fd=self._root)
+            os.unlink("stage/probe", dir_fd=self._root)
 
     def sync(self) -> None:
         """Wait until the committed copies are on the disk, so that a power cut keeps them."""

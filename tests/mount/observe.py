@@ -55,10 +55,11 @@ def forget_pages(fd: int) -> None:
 
 
 def read_through(path: Path) -> bytes:
-    """One open, and every byte asked of the file system."""
+    """One open, and the whole file; none of its pages stays in memory for the next reader."""
     with path.open("rb", buffering=0) as file:
+        content = file.readall()
         forget_pages(file.fileno())
-        return file.readall()
+        return content
 
 
 def epoch(mounted: Mounted, content: Mapping[str, bytes], order: Iterable[str] = ()) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -337,3 +339,24 @@ def test_what_no_record_knows_is_removed_from_a_tier_at_start(
         epoch(again, content)
         assert counter.count() == 0
     accounts_agree(again)
+
+
+def test_a_daemon_without_a_free_descriptor_keeps_its_copies(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("Too many open files")
+    content = files(3)
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    before = resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    with pytest.raises(OSError) as short:
+        read_through(mounted.path / "001.jpg")
+    assert short.value.errno == errno.EMFILE
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, before)
+    with OpenCounter(source) as counter:
+        epoch(mounted, content)
+        assert counter.count() == 0
+    accounts_agree(mounted)

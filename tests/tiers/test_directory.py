@@ -193,8 +193,8 @@ def test_only_what_was_there_before_is_removed_as_a_stranger(tier: Tier) -> None
 
 def test_a_tier_that_cannot_be_written_says_so_when_probed(tier: Tier) -> None:
     tier.probe()
-    assert "probe" not in os.listdir(tier.path / "monarch")
-    (tier.path / "monarch" / "probe").mkdir()
+    assert stages(tier) == []
+    (tier.path / "monarch" / "stage").rmdir()
     with pytest.raises(OSError):
         tier.probe()
 

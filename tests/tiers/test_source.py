@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from monarch.errors import SourceChanged, SourceError
-from monarch.tiers.source import Source, identity_now, identity_of
+from monarch.tiers.source import Source, identity_now, identity_of, read_whole
 
 
 @pytest.fixture
@@ -22,10 +22,14 @@ def opened(source: Path) -> Iterator[Source]:
     opened.close()
 
 
-def test_a_file_is_opened_and_fetched_whole(opened: Source) -> None:
-    file = opened.open(b"directory/file")
-    fetched = opened.fetch(file)
+def test_a_file_is_fetched_whole_in_one_read(opened: Source) -> None:
+    identity = identity_of(opened.status(b"directory/file"))
+    fetched = opened.fetch(b"directory/file", identity)
     assert (fetched.data, fetched.reads) == (b"content", 1)
+
+
+def test_an_open_file_is_the_version_that_its_status_tells(opened: Source) -> None:
+    file = opened.open(b"directory/file")
     assert identity_of(file.status) == identity_of(opened.status(b"directory/file"))
     assert identity_now(file.fd) == identity_of(file.status)
     file.release()
@@ -64,13 +68,19 @@ def test_a_missing_file_is_a_change_to_who_opens_it(opened: Source) -> None:
         opened.status(b"directory/missing")
 
 
-def test_a_file_that_changes_while_it_is_fetched_is_noticed(opened: Source, source: Path) -> None:
+def test_another_version_than_the_one_asked_for_is_not_fetched(
+    opened: Source, source: Path
+) -> None:
     for change in (b"longer content", b"short", b"CONTENT"):
         file = opened.open(b"directory/file")
+        identity = identity_of(file.status)
         (source / "directory" / "file").write_bytes(change)
         os.utime(source / "directory" / "file", ns=(0, len(change)))
         with pytest.raises(SourceChanged):
-            opened.fetch(file)
+            opened.fetch(b"directory/file", identity)
+        # Also when it changes after it was opened.
+        with pytest.raises(SourceChanged):
+            read_whole(file.fd, identity)
         file.release()
 
 

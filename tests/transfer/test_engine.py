@@ -209,7 +209,6 @@ async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
         await trio.sleep(25)
         assert rig.metrics.promotion_failures == {"ENOENT": 1}
         assert not rig.want(2)
-        # A probe only writes a file of its own: it is content, the next copy is the proof.
         stage.mkdir()
         await until(lambda: rig.engine.out_of_service() == {})
         assert rig.want(2)
