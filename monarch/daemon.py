@@ -57,6 +57,7 @@ from monarch.transfer.readers import Readers
 from monarch.types import Ino, Progress
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.inquiry import Inquiry
 from monarch.watch import Watch
 
 if sys.version_info < (3, 11):
@@ -329,9 +330,10 @@ class _Mount:
             tier_threads=tier_threads,
             changed=self._changed,
         )
+        inquiry = Inquiry(source, source_threads, names=names, metrics=metrics)
         self.filesystem = FileSystem(
             names=names,
-            source=source,
+            inquiry=inquiry,
             tiers=tiers,
             records=self._hierarchy.records,
             residency=self._residency,
@@ -341,7 +343,6 @@ class _Mount:
             metrics=metrics,
             limits=settings.limits,
             readers=readers,
-            source_threads=source_threads,
             tier_threads=tier_threads,
             verify=settings.verify,
             attributes_changed=self._attributes_changed,
@@ -371,6 +372,7 @@ class _Mount:
             epochs=epochs,
             engine=self._engine,
             filesystem=self.filesystem,
+            inquiry=inquiry,
             metrics=metrics,
             watch=self._watch,
         )
@@ -450,7 +452,7 @@ class _Mount:
     async def _look_again(self) -> None:
         async for ino in self._changed_inos:
             try:
-                await self.filesystem.look_again(ino)
+                await self.filesystem.changes.look_again(ino)
             except MonarchError as error:
                 log.info("%s", error)
 

@@ -26,9 +26,11 @@ from monarch.report import (
 )
 from monarch.report import Residency as ResidencyReport
 from monarch.settings import MountSettings
+from monarch.text import counted
 from monarch.tiers.directory import Tier
 from monarch.transfer.engine import Engine
 from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.inquiry import Inquiry
 from monarch.watch import Watch
 
 
@@ -46,6 +48,7 @@ class Status:
         epochs: Epochs,
         engine: Engine,
         filesystem: FileSystem,
+        inquiry: Inquiry,
         metrics: Metrics,
         watch: Watch,
     ) -> None:
@@ -57,6 +60,7 @@ class Status:
         self._epochs = epochs
         self._engine = engine
         self._filesystem = filesystem
+        self._inquiry = inquiry
         self._metrics = metrics
         self._watch = watch
         self._started_ns = time.time_ns()
@@ -159,17 +163,13 @@ class Status:
             for tier in tiers
             if not tier.in_service
         ]
-        if self._metrics.changes:
-            problems.append(
-                f"{self._metrics.changes} files changed at the source since the snapshot;"
-                " mount again with --refresh"
-            )
-        if self._watch.changed_directories:
-            problems.append(
-                f"{self._watch.changed_directories} directories changed at the source since the"
-                " snapshot; mount again with --refresh to see what is new"
-            )
-        if trouble := self._filesystem.source_trouble:
+        since = "changed at the source since the snapshot; mount again with --refresh"
+        if changes := self._metrics.changes:
+            problems.append(f"{counted(changes, 'file', 'files')} {since}")
+        if changes := self._watch.changed_directories:
+            told = counted(changes, "directory", "directories")
+            problems.append(f"{told} {since} to see what is new")
+        if trouble := self._inquiry.trouble:
             problems.append(f"the source answers with errors: {trouble}")
         return problems
 

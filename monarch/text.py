@@ -21,3 +21,8 @@ def _escape_character(character: str) -> str:
     if code < 0x80:
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character, f"\\x{code:02x}")
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number:,} {one if number == 1 else many}"

@@ -17,6 +17,7 @@ import trio
 from monarch.errors import MonarchError
 from monarch.namespace.overlay import Namespace
 from monarch.placement.residency import Residency
+from monarch.text import counted
 from monarch.threads import Threads
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
@@ -80,7 +81,8 @@ class Watch:
             for batch in _batches(self._directories()):
                 changed += len(await self._differing(batch))
             if changed and changed != self.changed_directories:
-                log.warning("%d directories changed at the source since the snapshot", changed)
+                told = counted(changed, "directory", "directories")
+                log.warning("%s changed at the source since the snapshot", told)
             self.changed_directories = changed
         for tier in self._filesystem.tier_numbers:
             for batch in _batches(self._residency.resident_in(tier)):
@@ -91,7 +93,7 @@ class Watch:
 
     async def _look_again(self, ino: Ino) -> None:
         try:
-            await self._filesystem.look_again(ino)
+            await self._filesystem.changes.look_again(ino)
         except MonarchError as error:
             log.info("%s", error)
 

@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
     options.files = options.files or options.sizes[options.quick]
     options.rounds = options.rounds or (3 if options.quick else 5)
     work = Path(tempfile.mkdtemp(prefix="monarch-bench-", dir=options.directory))
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     try:
         if options.subject == "epochs":
             import _bench_epochs as subject

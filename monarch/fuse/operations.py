@@ -90,7 +90,7 @@ class Operations(pyfuse3.Operations):
             raise FUSEError(errno.ENAMETOOLONG)
         ino = self._names.lookup(Ino(parent_inode), name)
         if ino is None and (lost := self._names.lost(Ino(parent_inode), name)) is not None:
-            await self._filesystem.find_again(lost)
+            await self._filesystem.changes.find_again(lost)
             ino = lost
         if ino is None:
             # An entry without an inode number: the kernel remembers that there is none.

@@ -7,6 +7,7 @@ attributes before and after, rename, then write the record.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from monarch.units import MiB
 # copy stands aside for a reader within a few milliseconds.
 TURN_BYTES = 4 * MiB
 _PIECE_BYTES = 1 * MiB
+_HOLE = bytes(_PIECE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,51 @@ def open_version(source: Source, path: bytes, identity: Identity) -> SourceFile:
     return file
 
 
-def read_turn(file: SourceFile, offset: int, count: int) -> list[bytes]:
-    """Up to ``count`` bytes from ``offset`` on, one element for each read call that gave some."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn brought: ``pieces`` in order, of which ``read_bytes`` in ``reads`` calls."""
+
+    pieces: list[bytes]
+    reads: int
+    read_bytes: int
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+def read_turn(file: SourceFile, offset: int, count: int) -> Turn:
+    """Up to ``count`` bytes from ``offset`` on. Whole pieces of a hole are not read."""
     pieces: list[bytes] = []
+    reads = read_bytes = 0
     end = offset + count
-    while offset < end and (piece := os.pread(file.fd, min(_PIECE_BYTES, end - offset), offset)):
+    data = _next_data(file, offset)
+    while offset < end:
+        wanted = min(_PIECE_BYTES, end - offset)
+        if offset + wanted <= data:
+            pieces.append(_HOLE[:wanted])
+            offset += wanted
+            continue
+        piece = os.pread(file.fd, wanted, offset)
+        if not piece:
+            break
+        reads += 1
+        read_bytes += len(piece)
         pieces.append(piece)
         offset += len(piece)
-    return pieces
+    return Turn(pieces, reads, read_bytes)
+
+
+def _next_data(file: SourceFile, offset: int) -> int:
+    """Where the data at or behind ``offset`` begin; asked only of a file that has holes."""
+    status = file.status
+    if status.st_blocks * 512 >= status.st_size:
+        return offset
+    try:
+        return os.lseek(file.fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        # No data behind it, or a file system that cannot tell.
+        return status.st_size if error.errno == errno.ENXIO else offset
 
 
 def append_all(staged: Staged, pieces: Sequence[bytes]) -> None:

@@ -331,13 +331,13 @@ class Engine:
                 count = min(TURN_BYTES, size - offset)
                 await self._courtesy(file, offset + count)
                 await trio.sleep(self._bucket.take(count, trio.current_time()))
-                pieces = await self._source_threads.run(read_turn, file, offset, count)
-                for piece in pieces:
-                    self._metrics.source_read(len(piece), copy=True)
-                    offset += len(piece)
-                if not pieces:
+                turn = await self._source_threads.run(read_turn, file, offset, count)
+                self._metrics.source_reads[1] += turn.reads
+                self._metrics.source_bytes[1] += turn.read_bytes
+                if not turn.pieces:
                     break
-                await self._in_tier(append_all, staged, pieces)
+                offset += turn.size
+                await self._in_tier(append_all, staged, turn.pieces)
             await self._source_threads.run(check_unchanged, file, flight.identity)
             await self._in_tier(commit, tier, self._records, staged, ino, flight.identity)
         self._arrived(flight)

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import trio
-from typing_extensions import TypeVarTuple, Unpack
 
-from monarch.errors import MonarchError, SourceChanged, SourceError
-from monarch.log import Limiter
+from monarch.errors import SourceChanged, SourceError
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
 from monarch.placement.controller import Controller, Promote
@@ -32,15 +27,14 @@ from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Tier
 from monarch.tiers.records import Records
-from monarch.tiers.source import Fetched, Source, SourceFile, identity_now, identity_of
+from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
 from monarch.transfer.readers import Readers
 from monarch.types import Attributes, Identity, Ino
+from monarch.vfs.changes import Changes
 from monarch.vfs.handles import Binding
+from monarch.vfs.inquiry import Inquiry
 
 log = logging.getLogger(__name__)
-
-Args = TypeVarTuple("Args")
-T = TypeVar("T")
 
 XATTR_TIER = b"user.monarch.tier"
 XATTR_STATE = b"user.monarch.state"
@@ -49,8 +43,6 @@ XATTR_DIGEST = b"user.monarch.digest"
 # How often an open looks again when the source changes under it. A file that changes faster than
 # it can be read is being written: its reader gets ESTALE.
 _ATTEMPTS = 3
-# How long an error of the source counts as trouble that goes on. Seconds.
-_TROUBLE_S = 120.0
 
 
 class Flight(Protocol):
@@ -100,7 +92,7 @@ class FileSystem:
         self,
         *,
         names: Namespace,
-        source: Source,
+        inquiry: Inquiry,
         tiers: Sequence[Tier],
         records: Records,
         residency: Residency,
@@ -110,14 +102,13 @@ class FileSystem:
         metrics: Metrics,
         limits: LimitSettings,
         readers: Readers,
-        source_threads: Threads,
         tier_threads: Threads,
         verify: Literal["unclean", "open", "never"],
         attributes_changed: Callable[[Ino], None],
         store_pages: Callable[[Ino, bytes], None],
     ) -> None:
         self.names = names
-        self._source = source
+        self._inquiry = inquiry
         self._tiers: Mapping[int, Tier] = {tier.number: tier for tier in tiers}
         self._records = records
         self._residency = residency
@@ -127,22 +118,22 @@ class FileSystem:
         self._metrics = metrics
         self._limits = limits
         self._readers = readers
-        self._source_threads = source_threads
         self._tier_threads = tier_threads
         self._verify = verify
-        self._attributes_changed = attributes_changed
         self._store_pages = store_pages
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0
-        self._limiter = Limiter(60.0)
-        self._trouble = (-math.inf, "")
-
-    @property
-    def source_trouble(self) -> str:
-        """What the source answered if it failed in the last minutes, else empty."""
-        when, what = self._trouble
-        return what if trio.current_time() - when < _TROUBLE_S else ""
+        self.changes = Changes(
+            inquiry=inquiry,
+            names=names,
+            bindings=self._bindings,
+            residency=residency,
+            controller=controller,
+            metrics=metrics,
+            remove_copy=movement.remove_copy,
+            attributes_changed=attributes_changed,
+        )
 
     @property
     def open_files(self) -> int:
@@ -178,7 +169,7 @@ class FileSystem:
         binding.users += 1
         if binding.users > 1 and binding.file is not None:
             try:
-                await self._notice_rewriting(binding.file, ino)
+                await self.changes.notice_rewriting(binding.file, ino)
             except BaseException:
                 self.release(ino)
                 raise
@@ -213,7 +204,7 @@ class FileSystem:
                 self._held_bytes -= len(binding.content)
             binding.close()
             if binding.outdated:
-                self._forget_copy(ino)
+                self.changes.forget_copy(ino)
 
     def close(self) -> None:
         """Let go of everything that readers had open when the mount went away."""
@@ -227,14 +218,14 @@ class FileSystem:
         Raises SourceError, ENOENT if it still is.
         """
         if self.names.is_gone(ino) and ino not in self._bindings:
-            await self.find_again(ino)
+            await self.changes.find_again(ino)
         return self.names.attributes(ino)
 
     # -- binding -------------------------------------------------------------------------------
 
     async def _bind(self, ino: Ino) -> Binding:
         if self.names.is_gone(ino):
-            await self.find_again(ino)
+            await self.changes.find_again(ino)
         for _ in range(_ATTEMPTS):
             attributes = self.names.attributes(ino)
             binding = await self._bind_tier(attributes) or await self._bind_flight(attributes)
@@ -243,9 +234,9 @@ class FileSystem:
             try:
                 return await self._bind_source(attributes)
             except SourceChanged:
-                await self.look_again(ino)
+                await self.changes.look_again(ino)
         raise SourceError(
-            f"{self._told(ino)}: changes faster than it can be read", errno=errno.ESTALE
+            f"{self._inquiry.told(ino)}: changes faster than it can be read", errno=errno.ESTALE
         )
 
     async def _bind_tier(self, attributes: Attributes) -> Binding | None:
@@ -262,7 +253,7 @@ class FileSystem:
         except OSError as error:
             # What this process or machine is short of says nothing of the copy.
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                self._copy_failed(attributes, number, error)
+                self.changes.copy_failed(attributes, number, error)
             return None
         if self._residency.tier_of(ino) != number:
             # Evicted while it was verified.
@@ -294,7 +285,7 @@ class FileSystem:
             file = flight.file.retain()
             binding = Binding(attributes.ino, attributes.size, file=file)
             try:
-                now = await self._in_source(attributes.ino, identity_now, file.fd)
+                now = await self._inquiry.ask(attributes.ino, identity_now, file.fd)
             except BaseException:
                 binding.close()
                 raise
@@ -313,11 +304,11 @@ class FileSystem:
         try:
             small = size <= self._limits.inline_max
             if small and self._held_bytes + size <= self._limits.buffer_max:
-                fetched = await self._in_source(
+                fetched = await self._inquiry.ask(
                     ino, self._fetch_and_store, ino, path, attributes.identity
                 )
             else:
-                file = await self._in_source(ino, self._open, path, attributes.identity)
+                file = await self._inquiry.ask(ino, self._open, path, attributes.identity)
         except BaseException as error:
             if isinstance(error, SourceChanged) and error.__cause__ is None:
                 self._metrics.source_opened()
@@ -341,7 +332,7 @@ class FileSystem:
         return Binding(ino, size, content=fetched.data)
 
     def _open(self, path: bytes, identity: Identity) -> SourceFile:
-        file = self._source.open(path)
+        file = self._inquiry.source.open(path)
         if identity_of(file.status) != identity:
             os.close(file.fd)
             raise SourceChanged("not the version that the snapshot tells of")
@@ -349,7 +340,7 @@ class FileSystem:
 
     def _fetch_and_store(self, ino: Ino, path: bytes, identity: Identity) -> Fetched:
         """In a thread: the bytes go to the kernel's pages at once, so no READ asks for them."""
-        fetched = self._source.fetch(path, identity)
+        fetched = self._inquiry.source.fetch(path, identity)
         if fetched.data and not self._residency.is_changed(ino):
             self._store_pages(ino, fetched.data)
         return fetched
@@ -368,11 +359,11 @@ class FileSystem:
         except OSError as error:
             failure = error
         # The copy is lost, the reader is not: the rest of this file comes from the source.
-        self._copy_failed(self.names.attributes(binding.ino), binding.tier, failure)
+        self.changes.copy_failed(self.names.attributes(binding.ino), binding.tier, failure)
         if binding.fd >= 0:
             path = self.names.path(binding.ino)
             identity = self.names.attributes(binding.ino).identity
-            file = await self._in_source(binding.ino, self._open, path, identity)
+            file = await self._inquiry.ask(binding.ino, self._open, path, identity)
             self._metrics.source_opened()
             if binding.fd < 0:
                 file.release()
@@ -383,11 +374,11 @@ class FileSystem:
     async def _read_source(self, binding: Binding, offset: int, size: int) -> bytes:
         file = binding.file
         if file is None:
-            raise SourceError(f"{self._told(binding.ino)}: not open")
+            raise SourceError(f"{self._inquiry.told(binding.ino)}: not open")
         file.retain()
         self._readers.begin()
         try:
-            data = await self._in_source(binding.ino, _read_all, file.fd, offset, size)
+            data = await self._inquiry.ask(binding.ino, _read_all, file.fd, offset, size)
         finally:
             self._readers.end(trio.current_time())
             file.release()
@@ -396,151 +387,12 @@ class FileSystem:
             file.read_up_to = max(file.read_up_to, offset + len(data))
         return data
 
-    async def _in_source(
-        self, ino: Ino, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]
-    ) -> T:
-        """Run a call that asks the source in a thread. Raises SourceChanged, SourceError."""
-        try:
-            return await self._source_threads.run(call, *args)
-        except OSError as error:
-            number = error.errno or errno.EIO
-            if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE):
-                raise SourceChanged(f"{self._told(ino)}: {error.strerror}") from error
-            raise self._source_failed(ino, number) from error
-
-    def _source_failed(self, ino: Ino, number: int) -> SourceError:
-        told, words = self._told(ino), os.strerror(number)
-        self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
-        self._trouble = (trio.current_time(), words)
-        self._limiter.warning(log, f"source {number}", "source: %s: %s", told, words)
-        return SourceError(f"{told}: {words}", errno=number)
-
-    # -- change --------------------------------------------------------------------------------
-
-    async def look_again(self, ino: Ino) -> None:
-        """Ask the source what a file is now; if it changed, refresh the entry and drop copies.
-
-        While readers hold bytes of the old version, that waits until the last of them is done.
-        Raises SourceError, ENOENT if the file is gone or something else has its name, ESTALE if
-        others may open it than before.
-        """
-        known = self.names.attributes(ino)
-        status = await self._status(ino, self.names.path(ino))
-        if status is None and await self._has_another_name(known):
-            return
-        if status is None or not stat.S_ISREG(status.st_mode):
-            self._lost(ino, "is gone from the source")
-            raise self._gone(ino)
-        if identity_of(status) == known.identity and status.st_mode == known.mode:
-            return
-        binding = self._bindings.get(ino)
-        if binding is not None and _keeps_old_bytes(binding, known, status):
-            # All who have it open see one version whole, its size included.
-            binding.outdated = True
-            fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
-        else:
-            self._forget_copy(ino)
-            fresh = _refreshed(known, status)
-        if fresh != known:
-            self.names.refresh(ino, fresh)
-            self._noticed(ino, "changed at the source")
-        if (status.st_mode, status.st_uid, status.st_gid) != (known.mode, known.uid, known.gid):
-            # The kernel let the caller in by what it knew: told this, it looks at the mode anew.
-            raise SourceError(f"{self._told(ino)}: access changed", errno=errno.ESTALE)
-
-    async def find_again(self, ino: Ino) -> None:
-        """Ask the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
-        status = await self._status(ino, self.names.path(ino))
-        if status is None or not stat.S_ISREG(status.st_mode):
-            raise self._gone(ino)
-        if self.names.is_gone(ino):
-            self.names.refresh(ino, _refreshed(self.names.attributes(ino), status))
-            log.info("%s is back at the source", self._told(ino))
-
-    async def _has_another_name(self, known: Attributes) -> bool:
-        """Whether a file that is gone under its first name is there under another, a hard link."""
-        if known.nlink == 1:
-            return False
-        for path in self.names.other_paths(known.ino):
-            status = await self._status(known.ino, path)
-            if status is not None and status.st_ino == known.source_ino:
-                self.names.move(known.ino, path)
-                return True
-        return False
-
-    async def _status(self, ino: Ino, path: bytes) -> os.stat_result | None:
-        """What the source tells of a path; None if it has no such name. Raises SourceError."""
-        try:
-            return await self._in_source(ino, self._source.status, path)
-        except SourceChanged as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
-                # A name is looked up anew, so it is the source as a whole that is not there.
-                raise self._source_failed(ino, errno.ESTALE) from error
-            return None
-
-    def _lost(self, ino: Ino, what: str) -> None:
-        if not self.names.is_gone(ino):
-            self._forget_copy(ino)
-            self.names.forget(ino)
-            self._noticed(ino, what)
-
-    def _gone(self, ino: Ino) -> SourceError:
-        return SourceError(f"{self._told(ino)}: gone", errno=errno.ENOENT)
-
-    async def _notice_rewriting(self, file: SourceFile, ino: Ino) -> None:
-        """Look whether a file that others have open was rewritten in place.
-
-        If so, pages of its old version must not be mixed with the new ones. Raises SourceError.
-        """
-        file.retain()
-        try:
-            now = await self._in_source(ino, identity_now, file.fd)
-        finally:
-            file.release()
-        known = self.names.attributes(ino)
-        if (now.size, now.mtime_ns) != (known.size, known.mtime_ns):
-            await self.look_again(ino)
-
-    def _noticed(self, ino: Ino, what: str) -> None:
-        self._metrics.changed()
-        self._residency.mark_changed(ino)
-        self._attributes_changed(ino)
-        self._limiter.warning(
-            log,
-            what,
-            "%s %s since the snapshot; run: monarch snapshot refresh",
-            self._told(ino),
-            what,
-        )
-
-    def _copy_failed(self, attributes: Attributes, tier: int, error: OSError) -> None:
-        """A copy that cannot be read is a miss, not an error."""
-        self._metrics.error(f"copy-{errno.errorcode.get(error.errno or 0, 'error')}")
-        self._limiter.warning(
-            log,
-            f"copy {tier}",
-            "tier %s: copy of %s dropped: %s",
-            self._tiers[tier].name,
-            self._told(attributes.ino),
-            error.strerror,
-        )
-        self._forget_copy(attributes.ino)
-
-    def _forget_copy(self, ino: Ino) -> int:
-        """Drop the copy of ``ino`` if there is one; its size in bytes."""
-        size = self.names.attributes(ino).size
-        tier = self._controller.dropped(ino, size)
-        if tier == SOURCE:
-            return 0
-        self._movement.remove_copy(ino, tier)
-        return size
-
     # -- what people ask for -------------------------------------------------------------------
 
     def evict(self, ino: Ino) -> int:
         """Give the space of a copy back; its bytes, 0 if there was none. Readers go on."""
         tier = self._residency.tier_of(ino)
-        size = self._forget_copy(ino)
+        size = self.changes.forget_copy(ino)
         if tier != SOURCE:
             self._metrics.evicted(tier, size)
         return size
@@ -581,13 +433,6 @@ class FileSystem:
     def _item(self, attributes: Attributes) -> Item:
         return Item(attributes.ino, attributes.size, attributes.source_ino)
 
-    def _told(self, ino: Ino) -> str:
-        """The path of ``ino`` for a message; a name may hold any byte."""
-        try:
-            return repr(os.fsdecode(self.names.path(ino)))
-        except MonarchError:
-            return f"inode {ino}"
-
 
 def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes:
     """What the page cache gives without waiting for a disk; may be short or empty."""
@@ -617,28 +462,3 @@ def _read_all(fd: int, offset: int, size: int) -> bytes:
         parts.append(data)
         got += len(data)
     return b"".join(parts)
-
-
-def _keeps_old_bytes(binding: Binding, known: Attributes, status: os.stat_result) -> bool:
-    """Whether the source has other bytes now than those that readers have open."""
-    if binding.file is not None and status.st_ino == known.source_ino:
-        return False  # written in place: readers see it as readers of the source do
-    then = (known.size, known.mtime_ns, known.source_ino)
-    return (status.st_size, status.st_mtime_ns, status.st_ino) != then
-
-
-def _refreshed(known: Attributes, status: os.stat_result) -> Attributes:
-    return Attributes(
-        ino=known.ino,
-        parent=known.parent,
-        mode=status.st_mode,
-        nlink=status.st_nlink,
-        uid=status.st_uid,
-        gid=status.st_gid,
-        size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        ctime_ns=status.st_ctime_ns,
-        source_ino=status.st_ino,
-        blocks=status.st_blocks,
-        rdev=status.st_rdev,
-    )

@@ -21,7 +21,7 @@ from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, settled, wait_until
 
 CHANGED = r"changed at the source since the snapshot; run: monarch snapshot refresh"
-DIRECTORIES = r"1 directories changed at the source since the snapshot"
+DIRECTORIES = r"1 directory changed at the source since the snapshot"
 GONE = r"is gone from the source since the snapshot; run: monarch snapshot refresh"
 
 SMALL, LARGE = 100_000, 6_000_000

@@ -1,0 +1,190 @@
+"""What happens when the source, or a copy, is not what the snapshot or the record says.
+
+The source is the truth: an entry that differs is refreshed, its copy dropped, the kernel told to
+ask again. Readers that hold bytes of the old version keep that version whole until the last of
+them is done.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from monarch.errors import SourceError
+from monarch.log import Limiter
+from monarch.metrics import Metrics
+from monarch.namespace.overlay import Namespace
+from monarch.placement.controller import Controller
+from monarch.placement.residency import SOURCE, Residency
+from monarch.tiers.source import SourceFile, identity_now, identity_of
+from monarch.types import Attributes, Ino
+from monarch.vfs.handles import Binding
+from monarch.vfs.inquiry import Inquiry
+
+log = logging.getLogger(__name__)
+
+
+class Changes:
+    """``bindings`` are the open inodes. ``remove_copy`` takes an inode and the tier to clear.
+
+    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date.
+    """
+
+    def __init__(
+        self,
+        *,
+        inquiry: Inquiry,
+        names: Namespace,
+        bindings: Mapping[Ino, Binding],
+        residency: Residency,
+        controller: Controller,
+        metrics: Metrics,
+        remove_copy: Callable[[Ino, int], None],
+        attributes_changed: Callable[[Ino], None],
+    ) -> None:
+        self._inquiry = inquiry
+        self._names = names
+        self._bindings = bindings
+        self._residency = residency
+        self._controller = controller
+        self._metrics = metrics
+        self._remove_copy = remove_copy
+        self._attributes_changed = attributes_changed
+        self._limiter = Limiter(60.0)
+
+    async def look_again(self, ino: Ino) -> None:
+        """Ask the source what a file is now; if it changed, refresh the entry and drop copies.
+
+        While readers hold bytes of the old version, that waits until the last of them is done.
+        Raises SourceError, ENOENT if the file is gone or something else has its name, ESTALE if
+        others may open it than before.
+        """
+        known = self._names.attributes(ino)
+        status = await self._inquiry.status(ino, self._names.path(ino))
+        if status is None and await self._has_another_name(known):
+            return
+        if status is None or not stat.S_ISREG(status.st_mode):
+            self._lost(ino, "is gone from the source")
+            raise self._gone(ino)
+        if identity_of(status) == known.identity and status.st_mode == known.mode:
+            return
+        binding = self._bindings.get(ino)
+        if binding is not None and _keeps_old_bytes(binding, known, status):
+            # All who have it open see one version whole, its size included.
+            binding.outdated = True
+            fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
+        else:
+            self.forget_copy(ino)
+            fresh = _refreshed(known, status)
+        if fresh != known:
+            self._names.refresh(ino, fresh)
+            self._noticed(ino, "changed at the source")
+        if (status.st_mode, status.st_uid, status.st_gid) != (known.mode, known.uid, known.gid):
+            # The kernel let the caller in by what it knew: told this, it looks at the mode anew.
+            raise SourceError(f"{self._inquiry.told(ino)}: access changed", errno=errno.ESTALE)
+
+    async def find_again(self, ino: Ino) -> None:
+        """Ask the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
+        status = await self._inquiry.status(ino, self._names.path(ino))
+        if status is None or not stat.S_ISREG(status.st_mode):
+            raise self._gone(ino)
+        if self._names.is_gone(ino):
+            self._names.refresh(ino, _refreshed(self._names.attributes(ino), status))
+            log.info("%s is back at the source", self._inquiry.told(ino))
+
+    async def _has_another_name(self, known: Attributes) -> bool:
+        """Whether a file that is gone under its first name is there under another, a hard link."""
+        if known.nlink == 1:
+            return False
+        for path in self._names.other_paths(known.ino):
+            status = await self._inquiry.status(known.ino, path)
+            if status is not None and status.st_ino == known.source_ino:
+                self._names.move(known.ino, path)
+                return True
+        return False
+
+    def _lost(self, ino: Ino, what: str) -> None:
+        if not self._names.is_gone(ino):
+            self.forget_copy(ino)
+            self._names.forget(ino)
+            self._noticed(ino, what)
+
+    def _gone(self, ino: Ino) -> SourceError:
+        return SourceError(f"{self._inquiry.told(ino)}: gone", errno=errno.ENOENT)
+
+    async def notice_rewriting(self, file: SourceFile, ino: Ino) -> None:
+        """Look whether a file that others have open was rewritten in place.
+
+        If so, pages of its old version must not be mixed with the new ones. Raises SourceError.
+        """
+        file.retain()
+        try:
+            now = await self._inquiry.ask(ino, identity_now, file.fd)
+        finally:
+            file.release()
+        known = self._names.attributes(ino)
+        if (now.size, now.mtime_ns) != (known.size, known.mtime_ns):
+            await self.look_again(ino)
+
+    def _noticed(self, ino: Ino, what: str) -> None:
+        self._metrics.changed()
+        self._residency.mark_changed(ino)
+        self._attributes_changed(ino)
+        self._limiter.warning(
+            log,
+            what,
+            "%s %s since the snapshot; run: monarch snapshot refresh",
+            self._inquiry.told(ino),
+            what,
+        )
+
+    def copy_failed(self, attributes: Attributes, tier: int, error: OSError) -> None:
+        """A copy that cannot be read is a miss, not an error."""
+        self._metrics.error(f"copy-{errno.errorcode.get(error.errno or 0, 'error')}")
+        self._limiter.warning(
+            log,
+            f"copy {tier}",
+            "tier %s: copy of %s dropped: %s",
+            self._metrics.names[tier],
+            self._inquiry.told(attributes.ino),
+            error.strerror,
+        )
+        self.forget_copy(attributes.ino)
+
+    def forget_copy(self, ino: Ino) -> int:
+        """Drop the copy of ``ino`` if there is one; its size in bytes."""
+        size = self._names.attributes(ino).size
+        tier = self._controller.dropped(ino, size)
+        if tier == SOURCE:
+            return 0
+        self._remove_copy(ino, tier)
+        return size
+
+
+def _keeps_old_bytes(binding: Binding, known: Attributes, status: os.stat_result) -> bool:
+    """Whether the source has other bytes now than those that readers have open."""
+    if binding.file is not None and status.st_ino == known.source_ino:
+        return False  # written in place: readers see it as readers of the source do
+    then = (known.size, known.mtime_ns, known.source_ino)
+    return (status.st_size, status.st_mtime_ns, status.st_ino) != then
+
+
+def _refreshed(known: Attributes, status: os.stat_result) -> Attributes:
+    return Attributes(
+        ino=known.ino,
+        parent=known.parent,
+        mode=status.st_mode,
+        nlink=status.st_nlink,
+        uid=status.st_uid,
+        gid=status.st_gid,
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+        source_ino=status.st_ino,
+        blocks=status.st_blocks,
+        rdev=status.st_rdev,
+    )
