@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
 
     epochs = subject("epochs", "training epochs through a slow source", 600, 300)
     epochs.add_argument("--latency", type=float, default=1.0, help="ms a call of the source (1)")
-    epochs.add_argument("--bandwidth", type=float, default=100.0, help="MB/s of the source (100)")
+    epochs.add_argument("--bandwidth", type=float, default=50.0, help="MB/s of the source (50)")
     epochs.add_argument(
         "--tier", type=Path, metavar="DIR", help="where the tier lies, like /dev/shm (--directory)"
     )
