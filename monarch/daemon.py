@@ -26,14 +26,14 @@ import trio
 
 from monarch import log as log_setup
 from monarch.control.server import Server
-from monarch.errors import MonarchError, SnapshotError, TierError
+from monarch.errors import MonarchError, SnapshotError, SourceError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
 from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
 from monarch.namespace.build import build
 from monarch.namespace.overlay import Namespace
-from monarch.namespace.refresh import refresh
+from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
@@ -54,7 +54,7 @@ from monarch.tiers.lock import Lock
 from monarch.tiers.source import Source
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
-from monarch.types import Ino, Progress
+from monarch.types import ROOT_INO, Ino, Progress
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import Inquiry
@@ -65,6 +65,8 @@ if sys.version_info < (3, 11):
 
 log = logging.getLogger(__name__)
 
+# How long a mount may take to see whether directories have changed since its snapshot. Seconds.
+_NEW_NAMES_PATIENCE_S = 0.4
 # How long the end may wait for the tiers' disks. After that the copies are verified at the next
 # mount instead. Seconds.
 _SYNC_DEADLINE_S = 10.0
@@ -210,7 +212,9 @@ def _snapshot(
             snapshot = Snapshot.open(path)
             reason = _other_source(snapshot, source)
             if not reason:
-                return snapshot, refreshed
+                if given is not None or refreshed or settings.snapshot.freshness == "never":
+                    return snapshot, refreshed
+                return _with_new_names(settings, path, snapshot, progress)
             snapshot.close()
             raise SnapshotError(
                 f"snapshot {os.fspath(path)!r} {reason}",
@@ -230,16 +234,41 @@ def _snapshot(
     return Snapshot.open(path), True
 
 
+def _with_new_names(
+    settings: MountSettings, path: Path, snapshot: Snapshot, progress: Progress
+) -> tuple[Snapshot, bool]:
+    """The snapshot with the names of today, if it takes little time to find out what is new.
+
+    In a tree with very many directories that is left to the watch, which only tells.
+    """
+    jobs = settings.snapshot.jobs
+    changed = directories_changed(
+        settings.source, snapshot, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S
+    )
+    if not changed:
+        return snapshot, changed is False
+    log.info("directories changed at the source since the snapshot, looking at them")
+    try:
+        refresh(settings.source, path, jobs=jobs, quick=True, progress=progress)
+    except SourceError as error:
+        log.warning("the names stay as they were in the snapshot: %s", error)
+        return snapshot, False
+    snapshot.close()
+    return Snapshot.open(path), True
+
+
 def _other_source(snapshot: Snapshot, source: Source) -> str:
     """Why this snapshot does not describe this source; empty if it does.
 
-    Nodes may have one source mounted under several paths, and one path may have got another tree:
-    the root directory's own number at the source tells.
+    One path may have got another tree since, and nodes may have one source under several paths:
+    the root directory's own number, and then its time, tell. (Some file systems number every
+    root alike.)
     """
-    root = source.status(b"")
-    if snapshot.attributes(Ino(1)).source_ino == root.st_ino:
+    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
+    same_path = snapshot.source == os.path.abspath(source.path)
+    if now.st_ino == known.source_ino and (same_path or now.st_mtime_ns == known.mtime_ns):
         return ""
-    if snapshot.source == os.path.realpath(source.path):
+    if same_path:
         return "describes a directory that has been replaced since"
     return f"describes another source, {os.fsdecode(snapshot.source)!r}"
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import stat
+import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
+from monarch.beneath import lstat_beneath
 from monarch.errors import SnapshotError
 from monarch.namespace.build import open_source, write
 from monarch.namespace.compare import diff
 from monarch.namespace.scan import Scan, printable
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
-from monarch.types import Progress
+from monarch.types import Ino, Progress
+
+# Directories that one thread asks for at a time. A tree with no more needs no thread.
+_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,48 @@ class RefreshReport:
     reused: int
     unlisted: int
     info: SnapshotSummary
+
+
+def directories_changed(
+    source: Path | bytes, snapshot: Snapshot, *, jobs: int, patience_s: float
+) -> bool | None:
+    """Whether any directory has other times than the snapshot tells: names came, went or moved.
+
+    None if not all of them could be asked within ``patience_s`` seconds. Raises SourceError.
+    """
+    deadline = time.monotonic() + patience_s
+    with open_source(source) as (root_fd, _path):
+
+        def differs(directories: list[Ino]) -> bool | None:
+            for ino in directories:
+                if time.monotonic() > deadline:
+                    return None
+                known = snapshot.attributes(ino)
+                try:
+                    now = lstat_beneath(root_fd, snapshot.path(ino))
+                except OSError:
+                    return True
+                if (now.st_mtime_ns, now.st_ctime_ns) != (known.mtime_ns, known.ctime_ns):
+                    return True
+            return False
+
+        batches = _batches(_directories(snapshot))
+        if (first := differs(next(batches))) is not False:
+            return first
+        with ThreadPoolExecutor(jobs) as threads:
+            answers = set(threads.map(differs, batches))
+    return True if True in answers else None if None in answers else False
+
+
+def _directories(snapshot: Snapshot) -> Iterator[Ino]:
+    for first, rows in snapshot.records():
+        for row in np.flatnonzero((rows["mode"] & 0o170000) == stat.S_IFDIR).tolist():
+            yield Ino(first + row)
+
+
+def _batches(directories: Iterator[Ino]) -> Iterator[list[Ino]]:
+    while batch := list(islice(directories, _BATCH)):
+        yield batch
 
 
 def refresh(

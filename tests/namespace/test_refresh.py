@@ -12,7 +12,7 @@ from monarch.errors import SnapshotError, SourceError
 from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.namespace.compare import verify
-from monarch.namespace.refresh import refresh
+from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import Ino
 
@@ -132,3 +132,25 @@ def test_an_open_snapshot_goes_on_answering(settled: Path, file: Path) -> None:
         assert report.info.id != snapshot.id
     with Snapshot.open(file) as snapshot:
         assert snapshot.resolve(b"a/new") is not None
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_a_directory_that_changed_is_found_and_nothing_else_is_called_a_change(
+    tmp_path: Path, count: int
+) -> None:
+    source = tmp_path / "source"
+    for number in range(count):
+        (source / f"{number:03}").mkdir(parents=True)
+        (source / f"{number:03}" / "file").write_bytes(b"content")
+    build(source, tmp_path / "snapshot")
+    with Snapshot.open(tmp_path / "snapshot") as snapshot:
+
+        def changed(patience_s: float = 60.0) -> bool | None:
+            return directories_changed(source, snapshot, jobs=4, patience_s=patience_s)
+
+        assert changed() is False
+        assert changed(patience_s=0.0) is None
+        (source / "000" / "file").write_bytes(b"other content in place")
+        assert changed() is False
+        (source / f"{count - 1:03}" / "new").touch()
+        assert changed() is True
