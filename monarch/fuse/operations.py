@@ -11,7 +11,7 @@ import errno
 import logging
 from collections.abc import Callable, Coroutine
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
@@ -133,7 +133,8 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
-        return await self._filesystem.read(Ino(fh), off, size)
+        # pyfuse3 takes any buffer and has done with it when it has replied.
+        return cast(bytes, await self._filesystem.read(Ino(fh), off, size))
 
     @_answered
     async def release(self, fh: int) -> None:

@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import stat
+import struct
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -37,6 +38,8 @@ _PREFIX = "copies-"
 _CHUNK = 1 * MiB
 _ZEROS = bytes(_CHUNK)
 _LIBC = ctypes.CDLL(None, use_errno=True)
+# TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
+_MEMORY = frozenset({0x01021994, 0x858458F6})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ class Tier:
             os.close(self._root)
             raise
         self.id = self._own_id()
+        # A read of memory never waits, and tmpfs cannot say so through RWF_NOWAIT.
+        self.in_memory = _kind_of_file_system(self._root) in _MEMORY
         self._generation = -1
         self._generation_name = ""
 
@@ -224,6 +229,15 @@ class Tier:
 
     def _listing(self, name: str) -> _Listing:
         return _Listing(self._root, name)
+
+
+def _kind_of_file_system(fd: int) -> int:
+    """``f_type`` of statfs(2), 0 if it cannot be had."""
+    buffer = ctypes.create_string_buffer(256)
+    if _LIBC.fstatfs(fd, buffer) != 0:
+        return 0
+    kind: int = struct.unpack_from("=q", buffer)[0]
+    return kind & 0xFFFFFFFF
 
 
 class _Listing:

@@ -179,13 +179,14 @@ class FileSystem:
         self._epochs.opened(ino, binding.tier != SOURCE)
         return keep_pages
 
-    async def read(self, ino: Ino, offset: int, size: int) -> bytes:
+    async def read(self, ino: Ino, offset: int, size: int) -> bytes | bytearray:
         """Up to ``size`` bytes from ``offset`` on of an inode that is open; short only at its end.
 
         Raises SourceError.
         """
         started = time.perf_counter()
         binding = self._bindings[ino]
+        data: bytes | bytearray
         if binding.content is not None:
             data = binding.content[offset : offset + size]
         elif binding.fd >= 0:
@@ -347,10 +348,14 @@ class FileSystem:
 
     # -- reading -------------------------------------------------------------------------------
 
-    async def _read_tier(self, binding: Binding, offset: int, size: int) -> bytes:
+    async def _read_tier(self, binding: Binding, offset: int, size: int) -> bytes | bytearray:
         size = min(size, max(0, binding.size - offset))
+        data: bytes | bytearray
         try:
-            data = _read_if_in_memory(binding.fd, offset, size)
+            if self._tiers[binding.tier].in_memory:
+                data = os.pread(binding.fd, size, offset)
+            else:
+                data = _read_if_in_memory(binding.fd, offset, size)
             if len(data) < size:
                 data = await self._tier_threads.run(_read_all, binding.fd, offset, size)
             if len(data) == size:
@@ -434,7 +439,7 @@ class FileSystem:
         return Item(attributes.ino, attributes.size, attributes.source_ino)
 
 
-def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes:
+def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes | bytearray:
     """What the page cache gives without waiting for a disk; may be short or empty."""
     buffer = bytearray(size)
     try:
@@ -444,11 +449,9 @@ def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes:
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
-        # tmpfs and other memory file systems know no RWF_NOWAIT; they do not wait either way, and
-        # a thread costs little where this is a disk after all.
         return b""
     del buffer[count:]
-    return bytes(buffer)
+    return buffer
 
 
 def _read_all(fd: int, offset: int, size: int) -> bytes:

@@ -14,7 +14,6 @@ from tests.clients.conftest import ROOT
 from tests.conftest import mounts, require_fuse
 
 
-@pytest.mark.slow
 def test_the_demo_shows_that_later_epochs_leave_the_source_alone(tmp_path: Path) -> None:
     require_fuse()
     done = subprocess.run(

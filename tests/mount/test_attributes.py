@@ -114,7 +114,6 @@ def test_a_file_is_right_on_both_sides_of_4_gib(monarch: MonarchCommand, source:
     assert account(mounted)["health"] == []
 
 
-@pytest.mark.slow
 def test_the_copy_of_a_sparse_file_of_4_gib_takes_little_room(
     monarch: MonarchCommand, source: Path
 ) -> None:

@@ -105,7 +105,6 @@ def test_a_copy_that_runs_out_of_space_half_way_leaves_nothing_behind(
     assert len(warnings(mounted)) <= 3
 
 
-@pytest.mark.slow
 def test_a_full_tier_takes_copies_again_when_there_is_room(
     small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:

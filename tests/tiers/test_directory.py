@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,3 +205,17 @@ def test_syncing_waits_for_the_disk_and_the_space_is_what_the_disk_says(tier: Ti
     put(tier, 7, b"seven")
     tier.sync()
     assert 0 < tier.space().available <= tier.space().total
+
+
+def test_a_tier_knows_whether_its_reads_can_wait_for_a_disk(tier: Tier) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="monarch-test-", dir="/dev/shm"))
+    try:
+        memory = Tier(1, "memory", directory, owner="/mnt/data")
+        assert memory.in_memory
+        memory.close()
+    finally:
+        shutil.rmtree(directory)
+    with open("/proc/self/mountinfo") as mounts:
+        kinds = {line.split()[4]: line.split(" - ")[1].split()[0] for line in mounts}
+    place = max((m for m in kinds if str(tier.path).startswith(m)), key=len)
+    assert tier.in_memory == (kinds[place] == "tmpfs")
