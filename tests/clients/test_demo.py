@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.clients.conftest import ROOT
 from tests.conftest import mounts, require_fuse
 
