@@ -95,6 +95,11 @@ class Metrics:
         self.read_bytes[tier] += nbytes
         self.read_latency[tier].observe(seconds)
 
+    def given(self, tier: int, nbytes: int) -> None:
+        """Bytes went to the kernel's pages with the open: a read that took no time of its own."""
+        self.reads[tier] += 1
+        self.read_bytes[tier] += nbytes
+
     def source_opened(self, n: int = 1, *, copy: bool = False) -> None:
         """``n`` opens really reached the source, for a reader or for a copy."""
         self.source_opens[copy] += n

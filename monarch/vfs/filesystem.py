@@ -326,7 +326,7 @@ class FileSystem:
         self._metrics.source_bytes[0] += len(fetched.data)
         if fetched.data:
             # The kernel has the bytes and will not ask: this is the read.
-            self._metrics.read(SOURCE, len(fetched.data), 0.0)
+            self._metrics.given(SOURCE, len(fetched.data))
         if promote is not None:
             self._movement.submit(promote, attributes.identity, content=fetched.data)
         self._held_bytes += len(fetched.data)
