@@ -27,7 +27,9 @@ from monarch.units import KiB, MiB
 log = logging.getLogger(__name__)
 
 # Requests in progress at once. A reader waiting for the source holds one; the kernel queues more.
-_MAX_TASKS = 256
+_MAX_TASKS = 10_000
+# Tasks that wait for the next request; with fewer, each burst would start and end some.
+_IDLE_TASKS = 32
 # What the kernel reads ahead of a sequential reader: the largest request that FUSE can make.
 _READ_AHEAD_BYTES = 1 * MiB
 
@@ -70,7 +72,7 @@ class Session:
 
     async def serve(self) -> None:
         """Answer the kernel until the mount is taken away or ``stop`` is called."""
-        await pyfuse3.main(max_tasks=_MAX_TASKS)
+        await pyfuse3.main(min_tasks=_IDLE_TASKS, max_tasks=_MAX_TASKS)
 
     def stop(self) -> None:
         if self._serving:
