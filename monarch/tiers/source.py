@@ -22,6 +22,9 @@ from monarch.types import Identity
 # O_NONBLOCK so that opening a fifo returns at once; regular files do not know it.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 
+# What reading answers of a directory, and of a fifo.
+_NOT_READ_LIKE_A_FILE = (errno.EISDIR, errno.ESPIPE)
+
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -112,29 +115,7 @@ class Source:
 
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
-        return SourceFile(*self._opened(path), self._close)
-
-    def fetch(self, path: bytes, identity: Identity) -> Fetched:
-        """Open a small file, take it whole and close it again.
-
-        Raises OSError, and SourceChanged if it is not the version given.
-        """
-        fd, status = self._opened(path)
-        try:
-            if identity_of(status) != identity:
-                raise SourceChanged(f"{os.fsdecode(path)!r} is not what the snapshot says")
-            return read_whole(fd, identity)
-        finally:
-            os.close(fd)
-
-    def _opened(self, path: bytes) -> tuple[int, os.stat_result]:
-        try:
-            fd = open_beneath(self._root, path, _FLAGS)
-        except OSError as error:
-            # A link in the place of a file or of one of its directories is another thing.
-            if error.errno in _NO_SUCH_FILE:
-                raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
-            raise
+        fd = self._opened(path)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -142,7 +123,32 @@ class Source:
         except BaseException:
             os.close(fd)
             raise
-        return fd, status
+        return SourceFile(fd, status, self._close)
+
+    def fetch(self, path: bytes, identity: Identity) -> Fetched:
+        """Open a small file, take it whole and close it again.
+
+        It is compared with that version when its bytes are here: then it has been that version
+        all the while. Raises OSError, and SourceChanged if it is another or no file any more.
+        """
+        fd = self._opened(path)
+        try:
+            return read_whole(fd, identity)
+        except OSError as error:
+            if error.errno in _NOT_READ_LIKE_A_FILE:
+                raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
+            raise
+        finally:
+            os.close(fd)
+
+    def _opened(self, path: bytes) -> int:
+        try:
+            return open_beneath(self._root, path, _FLAGS)
+        except OSError as error:
+            # A link in the place of a file or of one of its directories is another thing.
+            if error.errno in _NO_SUCH_FILE:
+                raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
+            raise
 
 
 def read_whole(fd: int, identity: Identity) -> Fetched:

@@ -384,6 +384,8 @@ class FileSystem:
         self._readers.begin()
         try:
             data = await self._inquiry.ask(binding.ino, _read_all, file.fd, offset, size)
+            if not data and offset < binding.size:
+                await self._require_end(binding.ino, file, offset)
         finally:
             self._readers.end(trio.current_time())
             file.release()
@@ -437,6 +439,16 @@ class FileSystem:
 
     def _item(self, attributes: Attributes) -> Item:
         return Item(attributes.ino, attributes.size, attributes.source_ino)
+
+    async def _require_end(self, ino: Ino, file: SourceFile, offset: int) -> None:
+        """Nothing was read at ``offset``: raises SourceError, ESTALE, if the file ends before it.
+
+        The kernel takes the end of the first short answer for the size of the file. Of the reads
+        that it has sent ahead into a file that was cut meanwhile, one far behind the new end must
+        not be the first: what lies between would be read as zeros.
+        """
+        if (await self._inquiry.ask(ino, identity_now, file.fd)).size < offset:
+            raise SourceError(f"{self._inquiry.told(ino)}: cut short", errno=errno.ESTALE)
 
 
 def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes | bytearray:

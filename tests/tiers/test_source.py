@@ -59,6 +59,8 @@ def test_what_took_the_place_of_a_file_is_not_opened(
     for path in (b"fifo", b"link", b"linked/file", b"directory"):
         with pytest.raises(SourceChanged):
             opened.open(path)
+        with pytest.raises(SourceChanged):
+            opened.fetch(path, identity_of(opened.status(b"directory/file")))
 
 
 def test_a_missing_file_is_a_change_to_who_opens_it(opened: Source) -> None:
