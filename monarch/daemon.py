@@ -11,6 +11,7 @@ The process that calls ``run`` must have no threads and no event loop yet.
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -48,6 +49,7 @@ from monarch.registry import MountRecord, Registry, process_started
 from monarch.report import StatusReport
 from monarch.settings import MountSettings
 from monarch.status import Status
+from monarch.text import counted
 from monarch.threads import Threads
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.lock import Lock
@@ -211,6 +213,8 @@ def _snapshot(
                 refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
             snapshot = Snapshot.open(path)
             reason = _other_source(snapshot, source)
+            if not refreshed and (given is None or not reason):
+                _require_content(source, snapshot)
             if not reason:
                 if given is not None or refreshed or settings.snapshot.freshness == "never":
                     return snapshot, refreshed
@@ -232,6 +236,22 @@ def _snapshot(
         progress=progress,
     )
     return Snapshot.open(path), True
+
+
+def _require_content(source: Source, snapshot: Snapshot) -> None:
+    """Raises SourceError if the source is empty and was not: then it is probably not mounted.
+
+    To believe it would throw away the snapshot, and every copy with it.
+    """
+    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
+    untouched = (now.st_ino, now.st_mtime_ns) == (known.source_ino, known.mtime_ns)
+    if snapshot.entries > 1 and not untouched and not os.listdir(source.path):
+        raise SourceError(
+            f"source {os.fsdecode(source.path)!r} is empty, but its snapshot has"
+            f" {counted(snapshot.entries - 1, 'entry', 'entries')}",
+            errno=errno.ENODEV,
+            hint="is its file system mounted? If it really is empty now, mount with --refresh",
+        )
 
 
 def _with_new_names(

@@ -21,7 +21,7 @@ from monarch.namespace.overlay import Namespace
 from monarch.placement.controller import Controller
 from monarch.placement.residency import SOURCE, Residency
 from monarch.tiers.source import SourceFile, identity_now, identity_of
-from monarch.types import Attributes, Ino
+from monarch.types import ROOT_INO, Attributes, Ino
 from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
 
@@ -61,12 +61,14 @@ class Changes:
 
         While readers hold bytes of the old version, that waits until the last of them is done.
         Raises SourceError, ENOENT if the file is gone or something else has its name, ESTALE if
-        others may open it than before.
+        others may open it than before, EIO if the source denies what it must have.
         """
         known = self._names.attributes(ino)
         status = await self._inquiry.status(ino, self._names.path(ino))
         if status is None and await self._has_another_name(known):
             return
+        if status is None and not await self._can_be_gone(known):
+            raise self._inquiry.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
             self._lost(ino, "is gone from the source")
             raise self._gone(ino)
@@ -95,6 +97,19 @@ class Changes:
         if self._names.is_gone(ino):
             self._names.refresh(ino, _refreshed(self._names.attributes(ino), status))
             log.info("%s is back at the source", self._inquiry.told(ino))
+
+    async def _can_be_gone(self, known: Attributes) -> bool:
+        """Whether a directory above was changed, as it is when a name is taken from it.
+
+        A distributed file system that has lost a server may deny files that exist; its word is
+        then no reason to forget them. Raises SourceError.
+        """
+        while known.ino != ROOT_INO:
+            known = self._names.attributes(known.parent)
+            now = await self._inquiry.status(known.ino, self._names.path(known.ino))
+            if now is not None:
+                return now.st_mtime_ns > known.mtime_ns or now.st_ctime_ns > known.ctime_ns
+        return False
 
     async def _has_another_name(self, known: Attributes) -> bool:
         """Whether a file that is gone under its first name is there under another, a hard link."""

@@ -62,7 +62,7 @@ class Inquiry:
             number = error.errno or errno.EIO
             if number in _NOT_THERE:
                 raise SourceChanged(f"{self.told(ino)}: {error.strerror}") from error
-            raise self._failed(ino, number) from error
+            raise self.failed(ino, number) from error
 
     async def status(self, ino: Ino, path: bytes) -> os.stat_result | None:
         """What the source tells of a path; None if it has no such name. Raises SourceError."""
@@ -71,7 +71,7 @@ class Inquiry:
         except SourceChanged as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
                 # A name is looked up anew, so it is the source as a whole that is not there.
-                raise self._failed(ino, errno.ESTALE) from error
+                raise self.failed(ino, errno.ESTALE) from error
             return None
 
     def told(self, ino: Ino) -> str:
@@ -81,7 +81,8 @@ class Inquiry:
         except MonarchError:
             return f"inode {ino}"
 
-    def _failed(self, ino: Ino, number: int) -> SourceError:
+    def failed(self, ino: Ino, number: int) -> SourceError:
+        """Count and log that the source answered with ``number``; the error to raise."""
         told, words = self.told(ino), os.strerror(number)
         self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
         self._trouble = (trio.current_time(), words)

@@ -280,3 +280,39 @@ def test_the_lock_of_a_dead_daemon_is_taken_over(
     monarch.mount(source).kill()
     again = monarch.mount(source)
     epoch(again, {"file": contents("file", 1000)})
+
+
+def test_a_source_that_is_not_there_yet_costs_neither_the_snapshot_nor_the_copies(
+    monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
+) -> None:
+    content = files()
+    tree(content)
+    mounted = filled(monarch, source, content, TIERS)
+    mounted.umount()
+    source.rename(tmp_path / "elsewhere")
+    source.mkdir()
+    arguments = ["mount", str(source), str(mounted.path), "--state", str(mounted.state)]
+    for name, size in TIERS.items():
+        arguments += ["--tier", f"{mounted.tiers[name]}:{size}"]
+    refused = monarch(*arguments, check=False)
+    monarch.expects_log("is empty, but its snapshot has")
+    assert refused.returncode == 4
+    assert "is its file system mounted?" in refused.stderr
+    source.rmdir()
+    (tmp_path / "elsewhere").rename(source)
+    nothing_is_asked_or_copied_again(monarch.mount(source, tiers=TIERS), source, content)
+
+
+def test_a_source_that_was_emptied_is_mounted_when_told_so(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(5)
+    tree(content)
+    filled(monarch, source, content, TIERS).umount()
+    for name in content:
+        (source / name).unlink()
+    for directory in {str(Path(name).parent) for name in content}:
+        (source / directory).rmdir()
+    again = monarch.mount(source, tiers=TIERS, arguments=["--refresh"])
+    assert os.listdir(again.path) == []
+    wait_until(lambda: not any(copies(again).values()), "the copies are removed")

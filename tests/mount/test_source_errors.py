@@ -187,3 +187,23 @@ def test_a_source_that_hangs_does_not_keep_the_daemon_from_its_end(
     epoch(again, content)
     assert slow.counters()["open"] == opens
     accounts_agree(again)
+
+
+def test_a_file_that_the_source_denies_without_any_change_above_it_is_not_forgotten(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    """As a distributed file system does that has lost one of its servers."""
+    monarch.expects_log("source: 'd/003.jpg'")
+    content = {f"d/{name}": data for name, data in files().items()}
+    tree(content)
+    mounted = monarch.mount(slow.path)
+    denied = mounted.path / "d/003.jpg"
+    slow.rules(f"err getattr {errno.ENOENT} 003")
+    time.sleep(1.1)  # what the source's client remembers of names
+    assert error_of(denied) == errno.EIO
+    assert denied.exists()
+    assert len(os.listdir(mounted.path / "d")) == len(content)
+    slow.rules()
+    time.sleep(1.1)
+    epoch(mounted, content)
+    assert account(mounted)["source_totals"]["opens"] == len(content)
