@@ -11,7 +11,6 @@ The process that calls ``run`` must have no threads and no event loop yet.
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import os
@@ -20,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +27,12 @@ import trio
 
 from monarch import log as log_setup
 from monarch.control.server import Server
-from monarch.errors import MonarchError, SnapshotError, SourceError, TierError
+from monarch.errors import MonarchError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
 from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
-from monarch.namespace.build import build
 from monarch.namespace.overlay import Namespace
-from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
@@ -48,15 +46,15 @@ from monarch.places import default_tier, state_directory, state_root
 from monarch.registry import MountRecord, Registry, process_started
 from monarch.report import StatusReport
 from monarch.settings import MountSettings
+from monarch.snapshots import snapshot_for
+from monarch.state import hold_state
 from monarch.status import Status
-from monarch.text import counted
 from monarch.threads import Threads
 from monarch.tiers.hierarchy import Hierarchy
-from monarch.tiers.lock import Lock
 from monarch.tiers.source import Source
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
-from monarch.types import ROOT_INO, Ino, Progress
+from monarch.types import Ino, Progress
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import Inquiry
@@ -67,8 +65,6 @@ if sys.version_info < (3, 11):
 
 log = logging.getLogger(__name__)
 
-# How long a mount may take to see whether directories have changed since its snapshot. Seconds.
-_NEW_NAMES_PATIENCE_S = 0.4
 # How long the end may wait for the tiers' disks. After that the copies are verified at the next
 # mount instead. Seconds.
 _SYNC_DEADLINE_S = 10.0
@@ -111,7 +107,7 @@ def run(
     ``refreshed``: bring an existing snapshot up to date first. Raises MonarchError.
     """
     state = state_directory(settings)
-    with _state(settings, state), ExitStack() as cleanup:
+    with hold_state(settings, state), ExitStack() as cleanup:
         path = settings.log.file or state / "daemon.log"
         try:
             log_setup.setup(settings.log, path=path, foreground=foreground)
@@ -126,9 +122,10 @@ def run(
             source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
             cleanup.callback(source.close)
             with interruptible():
-                snapshot, just_built = _snapshot(settings, state, source, refreshed, progress)
+                snapshot, just_built = snapshot_for(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
-            _run_loop(settings, state, source, threads, snapshot, just_built, ready)
+            parts = _Parts(settings, state, source, threads, snapshot, just_built)
+            _run_loop(parts, ready)
         except MonarchError as error:
             log.error("%s", error)
             raise
@@ -147,18 +144,22 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_loop(
-    settings: MountSettings,
-    state: Path,
-    source: Source,
-    source_threads: Threads,
-    snapshot: Snapshot,
-    just_built: bool,
-    ready: Callable[[], None],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a mount is made of and outlives it. ``just_built``: the snapshot is of this moment."""
+
+    settings: MountSettings
+    state: Path
+    source: Source
+    source_threads: Threads
+    snapshot: Snapshot
+    just_built: bool
+
+
+def _run_loop(parts: _Parts, ready: Callable[[], None]) -> None:
     """``trio.run``, but what ended the mount comes out alone, not as a nursery's group of one."""
     try:
-        trio.run(_serve, settings, state, source, source_threads, snapshot, just_built, ready)
+        trio.run(_serve, parts, ready)
     except BaseExceptionGroup as group:
         cause: BaseException = group
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
@@ -166,143 +167,8 @@ def _run_loop(
         raise cause from None
 
 
-@contextmanager
-def _state(settings: MountSettings, state: Path) -> Iterator[None]:
-    """The state directory, made, ours alone and locked."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory = os.open(state, flags)
-    except OSError as error:
-        raise TierError(
-            f"state directory {os.fspath(state)!r}: {error.strerror}",
-            hint="name one that you may write with --state",
-        ) from error
-    try:
-        owner = os.fstat(directory).st_uid
-        if owner != os.geteuid():
-            raise TierError(
-                f"state directory {os.fspath(state)!r} belongs to uid {owner}",
-                hint="name another with --state",
-            )
-        what = f"state directory {os.fspath(state)!r}"
-        try:
-            os.fchmod(directory, 0o700)
-            lock = Lock(directory, what, os.fspath(settings.mountpoint))
-        except OSError as error:
-            raise TierError(
-                f"{what}: {error.strerror}", hint="make room, or name another with --state"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
-    finally:
-        os.close(directory)
-
-
-def _snapshot(
-    settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
-) -> tuple[Snapshot, bool]:
-    """The snapshot to serve from, and whether it was made or brought up to date just now."""
-    given = settings.snapshot.file
-    path = given or state / "snapshot.lmdb"
-    if path.exists():
-        try:
-            if refreshed:
-                refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
-            snapshot = Snapshot.open(path)
-            reason = _other_source(snapshot, source)
-            if not refreshed and (given is None or not reason):
-                _require_content(source, snapshot)
-            if not reason:
-                if given is not None or refreshed or settings.snapshot.freshness == "never":
-                    return snapshot, refreshed
-                return _with_new_names(settings, path, snapshot, progress)
-            snapshot.close()
-            raise SnapshotError(
-                f"snapshot {os.fspath(path)!r} {reason}",
-                hint="name another with --snapshot, or build it with: monarch snapshot build",
-            )
-        except SnapshotError as error:
-            if given is not None:
-                raise
-            log.warning("building the snapshot anew: %s", error)
-    build(
-        settings.source,
-        path,
-        jobs=settings.snapshot.jobs,
-        one_file_system=settings.snapshot.one_file_system,
-        progress=progress,
-    )
-    return Snapshot.open(path), True
-
-
-def _require_content(source: Source, snapshot: Snapshot) -> None:
-    """Raises SourceError if the source is empty and was not: then it is probably not mounted.
-
-    To believe it would throw away the snapshot, and every copy with it.
-    """
-    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
-    untouched = (now.st_ino, now.st_mtime_ns) == (known.source_ino, known.mtime_ns)
-    if snapshot.entries > 1 and not untouched and not os.listdir(source.path):
-        raise SourceError(
-            f"source {os.fsdecode(source.path)!r} is empty, but its snapshot has"
-            f" {counted(snapshot.entries - 1, 'entry', 'entries')}",
-            errno=errno.ENODEV,
-            hint="is its file system mounted? If it really is empty now, mount with --refresh",
-        )
-
-
-def _with_new_names(
-    settings: MountSettings, path: Path, snapshot: Snapshot, progress: Progress
-) -> tuple[Snapshot, bool]:
-    """The snapshot with the names of today, if it takes little time to find out what is new.
-
-    In a tree with very many directories that is left to the watch, which only tells.
-    """
-    jobs = settings.snapshot.jobs
-    changed = directories_changed(
-        settings.source, snapshot, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S
-    )
-    if not changed:
-        return snapshot, changed is False
-    log.info("directories changed at the source since the snapshot, looking at them")
-    try:
-        refresh(settings.source, path, jobs=jobs, quick=True, progress=progress)
-    except SourceError as error:
-        log.warning("the names stay as they were in the snapshot: %s", error)
-        return snapshot, False
-    snapshot.close()
-    return Snapshot.open(path), True
-
-
-def _other_source(snapshot: Snapshot, source: Source) -> str:
-    """Why this snapshot does not describe this source; empty if it does.
-
-    One path may have got another tree since, and nodes may have one source under several paths:
-    the root directory's own number, and then its time, tell. (Some file systems number every
-    root alike.)
-    """
-    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
-    same_path = snapshot.source == os.path.abspath(source.path)
-    if now.st_ino == known.source_ino and (same_path or now.st_mtime_ns == known.mtime_ns):
-        return ""
-    if same_path:
-        return "describes a directory that has been replaced since"
-    return f"describes another source, {os.fsdecode(snapshot.source)!r}"
-
-
-async def _serve(
-    settings: MountSettings,
-    state: Path,
-    source: Source,
-    source_threads: Threads,
-    snapshot: Snapshot,
-    just_built: bool,
-    ready: Callable[[], None],
-) -> None:
-    mount = _Mount(settings, state, source, source_threads, snapshot, just_built)
+async def _serve(parts: _Parts, ready: Callable[[], None]) -> None:
+    mount = _Mount(parts)
     clean = False
     try:
         await mount.serve(ready)
@@ -315,15 +181,9 @@ async def _serve(
 class _Mount:
     """All objects of one mount, wired."""
 
-    def __init__(
-        self,
-        settings: MountSettings,
-        state: Path,
-        source: Source,
-        source_threads: Threads,
-        snapshot: Snapshot,
-        just_built: bool,
-    ) -> None:
+    def __init__(self, parts: _Parts) -> None:
+        settings, state, snapshot = parts.settings, parts.state, parts.snapshot
+        source, source_threads = parts.source, parts.source_threads
         self._settings = settings
         self._state = state
         self._started_ns = time.time_ns()
@@ -404,7 +264,7 @@ class _Mount:
             filesystem=self.filesystem,
             source_threads=source_threads,
             every_s=settings.snapshot.ttl_s,
-            just_built=just_built,
+            just_built=parts.just_built,
         )
         self._session = Session(
             Operations(self.filesystem, metrics.error),

@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("movement", ("transfer",)),
     ("file system", ("vfs",)),
     ("door", ("fuse",)),
-    ("composition", ("daemon", "doctor", "status", "verbs", "watch")),
+    ("composition", ("daemon", "doctor", "snapshots", "state", "status", "verbs", "watch")),
     ("command line", ("cli", "__main__")),
 )
 PLAIN = {"vocabulary", "settings", "composition", "command line"}

@@ -1,0 +1,114 @@
+"""Which snapshot a mount serves from: the one at hand, that with today's names, or a new one."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+from monarch.errors import SnapshotError, SourceError
+from monarch.namespace.build import build
+from monarch.namespace.refresh import directories_changed, refresh
+from monarch.namespace.snapshot import Snapshot
+from monarch.settings import MountSettings
+from monarch.text import counted
+from monarch.tiers.source import Source
+from monarch.types import ROOT_INO, Progress
+
+log = logging.getLogger(__name__)
+
+# How long a mount may take to see whether directories have changed since its snapshot. Seconds.
+_NEW_NAMES_PATIENCE_S = 0.4
+
+
+def snapshot_for(
+    settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
+) -> tuple[Snapshot, bool]:
+    """The snapshot to serve from, and whether it was made or brought up to date just now."""
+    given = settings.snapshot.file
+    path = given or state / "snapshot.lmdb"
+    if path.exists():
+        try:
+            if refreshed:
+                refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
+            snapshot = Snapshot.open(path)
+            reason = _other_source(snapshot, source)
+            if not refreshed and (given is None or not reason):
+                _require_content(source, snapshot)
+            if not reason:
+                if given is not None or refreshed or settings.snapshot.freshness == "never":
+                    return snapshot, refreshed
+                return _with_new_names(settings, path, snapshot, progress)
+            snapshot.close()
+            raise SnapshotError(
+                f"snapshot {os.fspath(path)!r} {reason}",
+                hint="name another with --snapshot, or build it with: monarch snapshot build",
+            )
+        except SnapshotError as error:
+            if given is not None:
+                raise
+            log.warning("building the snapshot anew: %s", error)
+    build(
+        settings.source,
+        path,
+        jobs=settings.snapshot.jobs,
+        one_file_system=settings.snapshot.one_file_system,
+        progress=progress,
+    )
+    return Snapshot.open(path), True
+
+
+def _require_content(source: Source, snapshot: Snapshot) -> None:
+    """Raises SourceError if the source is empty and was not: then it is probably not mounted.
+
+    To believe it would throw away the snapshot, and every copy with it.
+    """
+    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
+    untouched = (now.st_ino, now.st_mtime_ns) == (known.source_ino, known.mtime_ns)
+    if snapshot.entries > 1 and not untouched and not os.listdir(source.path):
+        raise SourceError(
+            f"source {os.fsdecode(source.path)!r} is empty, but its snapshot has"
+            f" {counted(snapshot.entries - 1, 'entry', 'entries')}",
+            errno=errno.ENODEV,
+            hint="is its file system mounted? If it really is empty now, mount with --refresh",
+        )
+
+
+def _with_new_names(
+    settings: MountSettings, path: Path, snapshot: Snapshot, progress: Progress
+) -> tuple[Snapshot, bool]:
+    """The snapshot with the names of today, if it takes little time to find out what is new.
+
+    In a tree with very many directories that is left to the watch, which only tells.
+    """
+    jobs = settings.snapshot.jobs
+    changed = directories_changed(
+        settings.source, snapshot, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S
+    )
+    if not changed:
+        return snapshot, changed is False
+    log.info("directories changed at the source since the snapshot, looking at them")
+    try:
+        refresh(settings.source, path, jobs=jobs, quick=True, progress=progress)
+    except SourceError as error:
+        log.warning("the names stay as they were in the snapshot: %s", error)
+        return snapshot, False
+    snapshot.close()
+    return Snapshot.open(path), True
+
+
+def _other_source(snapshot: Snapshot, source: Source) -> str:
+    """Why this snapshot does not describe this source; empty if it does.
+
+    One path may have got another tree since, and nodes may have one source under several paths:
+    the root directory's own number, and then its time, tell. (Some file systems number every
+    root alike.)
+    """
+    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
+    same_path = snapshot.source == os.path.abspath(source.path)
+    if now.st_ino == known.source_ino and (same_path or now.st_mtime_ns == known.mtime_ns):
+        return ""
+    if same_path:
+        return "describes a directory that has been replaced since"
+    return f"describes another source, {os.fsdecode(snapshot.source)!r}"
