@@ -2,7 +2,7 @@
 #
 #   ensure_apt PACKAGE...      Debian packages; as root or by sudo, else it says what to install
 #   ensure_venv EXTRA...       a virtual environment with this checkout and the extras of pyproject.toml
-#   ensure_torch               PyTorch without CUDA, into the same environment
+#   ensure_torch               PyTorch, into the same environment
 #   $ROOT, $VENV, $PYTHON      the checkout, its environment (MONARCH_VENV: another one) and its Python
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -63,8 +63,6 @@ ensure_venv() {
 
 ensure_torch() {
     "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' && return 0
-    say "installing PyTorch without CUDA (200 MB)"
-    # 2.13.0+cpu sorts above PyPI's 2.13.0, so the index without CUDA wins where it can be reached.
-    "$PYTHON" -m pip install -qq --retries 1 torch==2.13.0 \
-        --extra-index-url https://download.pytorch.org/whl/cpu >&2
+    say "installing PyTorch"
+    "$PYTHON" -m pip install -q torch==2.13.0 >&2
 }
