@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -367,12 +368,9 @@ class _Mount:
 
     async def _sweep(self) -> None:
         for tier in self._hierarchy.tiers:
-            sweep = self._hierarchy.sweep
+            sweep = partial(self._hierarchy.sweep, tier, before_ns=self._started_ns)
             try:
-                missing = await trio.to_thread.run_sync(
-                    lambda: sweep(tier, before_ns=self._started_ns),  # noqa: B023 - awaited here
-                    abandon_on_cancel=False,
-                )
+                missing = await trio.to_thread.run_sync(sweep)
             except OSError as error:
                 log.warning("tier %s: not swept: %s", tier.name, error.strerror)
                 continue
@@ -416,7 +414,7 @@ class _Mount:
     async def close(self, *, clean: bool) -> None:
         self.filesystem.close()
         await trio.to_thread.run_sync(
-            lambda: self._hierarchy.close(clean=clean), abandon_on_cancel=True
+            partial(self._hierarchy.close, clean=clean), abandon_on_cancel=True
         )
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
@@ -153,28 +153,6 @@ class Metrics:
             return {n: h.quantiles() for n, h in zip(self.names, histograms, strict=True)}
 
         return Latency(open=by_tier(self.open_latency), read=by_tier(self.read_latency))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Every counter as plain JSON, per-tier ones by tier name."""
-
-        def by_tier(counts: list[int]) -> dict[str, int]:
-            return dict(zip(self.names, counts, strict=True))
-
-        return {
-            "opens": by_tier(self.opens),
-            "reads": by_tier(self.reads),
-            "read_bytes": by_tier(self.read_bytes),
-            "promotions": by_tier(self.promotions),
-            "promoted_bytes": by_tier(self.promoted_bytes),
-            "evictions": by_tier(self.evictions),
-            "evicted_bytes": by_tier(self.evicted_bytes),
-            "source_opens": {"reader": self.source_opens[0], "copy": self.source_opens[1]},
-            "source_reads": {"reader": self.source_reads[0], "copy": self.source_reads[1]},
-            "source_bytes": {"reader": self.source_bytes[0], "copy": self.source_bytes[1]},
-            "promotion_failures": dict(self.promotion_failures),
-            "errors": dict(self.errors),
-            "changes": self.changes,
-        }
 
 
 def _count(kinds: Counter[str], kind: str) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import outcome
@@ -19,6 +20,13 @@ from typing_extensions import TypeVarTuple, Unpack
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
+
+
+def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """``items`` in lists of ``size``: what one hop to a thread is worth."""
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
+        yield batch
 
 
 class _Call:

@@ -7,30 +7,28 @@ with the source, and every directory, so that a stale snapshot is known to the o
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import TypeVar
+from collections.abc import Sequence
 
 import trio
 
-from monarch.errors import MonarchError
+from monarch.errors import MonarchError, SourceError
 from monarch.namespace.overlay import Namespace
 from monarch.placement.residency import Residency
 from monarch.text import counted
-from monarch.threads import Threads
+from monarch.threads import Threads, batches
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.vfs.filesystem import FileSystem
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # One hop to a thread pays for this many questions.
 _BATCH = 64
-# A source that fails is asked again after this time. Seconds.
-_PATIENCE_S = 30.0
+# A source that has failed for so many files is asked again after this time. Seconds.
+_MOST_FAILURES = 8
+_PATIENCE_S = 60.0
 
 
 class Watch:
@@ -76,32 +74,33 @@ class Watch:
             await trio.sleep(self._every_s)
 
     async def _look(self) -> None:
-        changed = 0
+        changed = failed = 0
         if not self._just_built:
-            for batch in _batches(self._directories()):
+            for batch in batches(self._names.snapshot.directories(), _BATCH):
                 changed += len(await self._differing(batch))
             if changed and changed != self.changed_directories:
                 told = counted(changed, "directory", "directories")
                 log.warning("%s changed at the source since the snapshot", told)
             self.changed_directories = changed
         for tier in self._filesystem.tier_numbers:
-            for batch in _batches(self._residency.resident_in(tier)):
+            for batch in batches(self._residency.resident_in(tier), _BATCH):
                 for ino in await self._differing(batch):
                     changed += 1
-                    await self._look_again(ino)
+                    failed += await self._look_again(ino, last=failed + 1 >= _MOST_FAILURES)
         self.stale = changed > 0
 
-    async def _look_again(self, ino: Ino) -> None:
+    async def _look_again(self, ino: Ino, *, last: bool) -> bool:
+        """Whether the source failed; with ``last`` that is raised, and the source left alone."""
         try:
             await self._filesystem.changes.look_again(ino)
-        except MonarchError as error:
-            log.info("%s", error)
-
-    def _directories(self) -> Iterator[Ino]:
-        for first, rows in self._names.snapshot.records():
-            kinds = rows["mode"] & 0o170000
-            for row in (kinds == 0o040000).nonzero()[0].tolist():
-                yield Ino(first + row)
+        except SourceError as error:
+            log.debug("%s", error)
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return False
+            if last:
+                raise
+            return True
+        return False
 
     async def _differing(self, batch: Sequence[Ino]) -> list[Ino]:
         questions = [
@@ -122,8 +121,3 @@ def _differing(source: Source, questions: Sequence[tuple[Ino, bytes, Identity]])
         if not same:
             found.append(ino)
     return found
-
-
-def _batches(items: Iterator[T]) -> Iterator[list[T]]:
-    while batch := list(islice(items, _BATCH)):
-        yield batch

@@ -36,23 +36,8 @@ _TROUBLE = re.compile(
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
-    parser.addoption("--soak", action="store_true", help="run the tests marked slow or soak too")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(_SESSION_VARIABLE, uuid.uuid4().hex)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    soak = config.getoption("--soak")
-    slow = soak or config.getoption("--slow")
-    for item in items:
-        if "soak" in item.keywords and not soak:
-            item.add_marker(pytest.mark.skip(reason="a soak test; run with --soak"))
-        elif "slow" in item.keywords and not slow:
-            item.add_marker(pytest.mark.skip(reason="a slow test; run with --slow"))
 
 
 def require_fuse() -> None:

@@ -51,10 +51,10 @@ def test_opens_and_reads_count_where_they_were_served(metrics: Metrics) -> None:
     metrics.opened(2, 0.00001)
     metrics.read(2, 100, 0.00002)
     metrics.read(2, 50, 0.00002)
-    counted = metrics.snapshot()
-    assert counted["opens"] == {"source": 1, "ram": 0, "nvme": 1}
-    assert counted["reads"] == {"source": 0, "ram": 0, "nvme": 2}
-    assert counted["read_bytes"] == {"source": 0, "ram": 0, "nvme": 150}
+    assert metrics.names == ("source", "ram", "nvme")
+    assert metrics.opens == [1, 0, 1]
+    assert metrics.reads == [0, 0, 2]
+    assert metrics.read_bytes == [0, 0, 150]
     assert (metrics.hits(), metrics.hit_ratio()) == (1, 0.5)
 
 

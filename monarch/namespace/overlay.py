@@ -45,11 +45,6 @@ class Namespace:
         """How many entries were found changed."""
         return len(self._refreshed)
 
-    @property
-    def gone(self) -> int:
-        """How many entries were found missing."""
-        return len(self._gone)
-
     def info(self) -> SnapshotSummary:
         return self._snapshot.info()
 

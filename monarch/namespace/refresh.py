@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-
-import numpy as np
 
 from monarch.beneath import lstat_beneath
 from monarch.errors import SnapshotError
@@ -20,6 +15,7 @@ from monarch.namespace.compare import diff
 from monarch.namespace.scan import Scan, printable
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
+from monarch.threads import batches
 from monarch.types import Ino, Progress
 
 # Directories that one thread asks for at a time. A tree with no more needs no thread.
@@ -62,23 +58,12 @@ def directories_changed(
                     return True
             return False
 
-        batches = _batches(_directories(snapshot))
-        if (first := differs(next(batches))) is not False:
+        directories = batches(snapshot.directories(), _BATCH)
+        if (first := differs(next(directories))) is not False:
             return first
         with ThreadPoolExecutor(jobs) as threads:
-            answers = set(threads.map(differs, batches))
+            answers = set(threads.map(differs, directories))
     return True if True in answers else None if None in answers else False
-
-
-def _directories(snapshot: Snapshot) -> Iterator[Ino]:
-    for first, rows in snapshot.records():
-        for row in np.flatnonzero((rows["mode"] & 0o170000) == stat.S_IFDIR).tolist():
-            yield Ino(first + row)
-
-
-def _batches(directories: Iterator[Ino]) -> Iterator[list[Ino]]:
-    while batch := list(islice(directories, _BATCH)):
-        yield batch
 
 
 def refresh(

@@ -361,6 +361,12 @@ class Snapshot:
             for row in same.nonzero()[0].tolist():
                 yield Ino(first + row)
 
+    def directories(self) -> Iterator[Ino]:
+        """Every directory, in the order of inode numbers."""
+        for first, rows in self.records():
+            for row in np.flatnonzero((rows["mode"] & _KINDS) == stat.S_IFDIR).tolist():
+                yield Ino(first + row)
+
     def columns(self, slots: range) -> npt.NDArray[np.void]:
         """The records of consecutive places as one array of RECORD."""
         pieces = [

@@ -56,11 +56,6 @@ class Epochs:
         self._run_hits = 0
         self._finished: deque[EpochCount] = deque(maxlen=_KEPT_EPOCHS - 1)
 
-    @property
-    def current(self) -> int:
-        """The number of the epoch that is going on."""
-        return self._number
-
     def epochs(self) -> list[EpochCount]:
         """The last 100 epochs, oldest first. The last is going on: a run may still leave it."""
         return [*self._finished, EpochCount(self._number, self._opens, self._hits)]

@@ -83,11 +83,6 @@ class Ledger:
         _require_size(size)
         self._used[self._known(tier)] += size
 
-    def resize(self, tier: int, capacity: int) -> None:
-        """Change the capacity. Less than what is used drops nothing, but admits nothing either."""
-        _require_size(capacity)
-        self._capacity[self._known(tier)] = capacity
-
     def close(self, tier: int) -> None:
         """Take a tier out of service: no new reservation. Running ones can still be settled."""
         self._closed.add(self._known(tier))

@@ -149,9 +149,6 @@ class Residency:
     def is_copying(self, ino: Ino) -> bool:
         return bool(self._flags[ino] & _COPYING)
 
-    def mark_unverified(self, ino: Ino) -> None:
-        self._flags[ino] |= _UNVERIFIED
-
     def mark_all_unverified(self) -> None:
         """After an unclean end: every copy must be verified before its first use."""
         for start in range(0, len(self._tiers), _SCAN_INODES):

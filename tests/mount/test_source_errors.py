@@ -207,3 +207,25 @@ def test_a_file_that_the_source_denies_without_any_change_above_it_is_not_forgot
     time.sleep(1.1)
     epoch(mounted, content)
     assert account(mounted)["source_totals"]["opens"] == len(content)
+
+
+def test_a_source_that_fails_after_a_new_mount_is_not_asked_for_every_copy(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("could not compare with the source")
+    monarch.expects_log("source: '")
+    content = files(300)
+    tree(content)
+    mounted = monarch.mount(slow.path)
+    epoch(mounted, content)
+    settled(mounted)
+    mounted.umount()
+    time.sleep(1.1)  # what the source's client remembers of names
+    slow.rules(f"err getattr {errno.EIO} jpg")
+    before = slow.counters()["getattr"]
+    again = monarch.mount(slow.path)
+    wait_until(lambda: "could not compare" in again.log_text, "the source is found failing")
+    assert slow.counters()["getattr"] - before < 150
+    epoch(again, content)
+    assert account(again)["source_totals"]["opens"] == 0
+    slow.rules()

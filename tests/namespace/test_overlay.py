@@ -77,7 +77,6 @@ def test_what_is_gone_is_not_shown(names: Namespace) -> None:
     assert ino not in dict(names.walk())
     # An open file may still be asked for.
     assert names.attributes(ino).size == 3
-    assert names.gone == 1
 
 
 def test_nothing_beneath_a_directory_that_is_gone_is_found(names: Namespace) -> None:
@@ -97,7 +96,6 @@ def test_what_was_gone_may_come_back(names: Namespace) -> None:
     names.forget(ino)
     names.refresh(ino, changed(names, ino))
     assert names.lookup(ROOT_INO, b"b") == ino
-    assert names.gone == 0
 
 
 def test_the_root_stays(names: Namespace) -> None:

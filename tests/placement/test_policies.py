@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-import time
 
 import numpy as np
 import pytest
 
-from monarch.buckets import BUCKETS, bucket
 from monarch.placement.ledger import Ledger
 from monarch.placement.policies.lru import Lru
-from monarch.placement.policies.no_evict import NoEvict, assign
+from monarch.placement.policies.no_evict import NoEvict
 from monarch.placement.policy import Item
 from monarch.types import Ino
 from tests.placement.simulate import Mount, curve_of, epoch_time, items_of, predicted
@@ -163,26 +161,6 @@ def test_a_larger_tier_drops_no_resident() -> None:
     assert before.items() <= large.resident().items()
     assert len(large.resident()) > len(before)
     assert large.ledger.used(1) <= large.ledger.capacity(1)
-
-
-def test_another_seed_admits_other_files_and_as_many_bytes() -> None:
-    curve = curve_of(EQUAL)
-    first, second = (assign(curve, [capacity_for(0.5)], seed=seed) for seed in (0, 1))
-    both = sum(1 for item in EQUAL if first[bucket(item.key)] and second[bucket(item.key)])
-    assert sum(1 for item in EQUAL if second[bucket(item.key)]) >= len(EQUAL) // 2 - 2
-    assert both < 0.45 * len(EQUAL)
-
-
-def test_assigning_takes_milliseconds_for_any_number_of_files() -> None:
-    curve = np.random.default_rng(0).integers(1, 10**12, BUCKETS).astype(np.uint64)
-    total = int(curve.sum())
-    seconds = []
-    for _ in range(5):
-        start = time.thread_time()
-        table = assign(curve, [total // 4, total // 4, total // 4])
-        seconds.append(time.thread_time() - start)
-    assert 0.7 * BUCKETS < sum(1 for tier in table if tier) < 0.8 * BUCKETS
-    assert min(seconds) < 0.1
 
 
 def test_no_evict_leaves_at_the_source_what_its_tier_has_no_room_for() -> None:

@@ -61,9 +61,10 @@ def test_counters_and_iteration_agree_with_the_table(
 
 def test_flags_do_not_disturb_each_other() -> None:
     residency = Residency(10)
+    residency.place(A, 1)
+    residency.mark_all_unverified()
     residency.want(A, forced=True)
     residency.start_copy(A)
-    residency.mark_unverified(A)
     residency.mark_changed(A)
     residency.unwant(A)
     assert not residency.is_wanted(A) and not residency.is_forced(A)

@@ -18,24 +18,19 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.policies.first_come import FirstCome
 from monarch.placement.policy import Item, Placement
 
-# 2**16 divided by the golden ratio, odd: consecutive seeds start far from each other.
-_SEED_STRIDE = 40503
 
-
-def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int], *, seed: int = 0) -> bytes:
+def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> bytes:
     """The tier of every hash bucket (0: none), given the bytes of the files in each bucket.
 
-    Buckets are taken in the order of the hash, beginning where ``seed`` says; each goes to the
-    fastest tier that still holds all of it. One that fits nowhere is skipped, so that a huge file
-    does not stop the rest. No tier is given more bytes than its capacity.
+    Buckets are taken in the order of the hash; each goes to the fastest tier that still
+    holds all of it. One that fits nowhere is skipped, so that a huge file does not stop the rest.
+    No tier is given more bytes than its capacity.
     """
-    start = seed * _SEED_STRIDE % len(curve)
     filled = np.flatnonzero(curve)
-    order = np.concatenate((filled[filled >= start], filled[filled < start]))
     table = bytearray(len(curve))
     room = list(capacities)
     smallest = int(curve[filled].min()) if filled.size else 0
-    for index, size in zip(order.tolist(), curve[order].tolist(), strict=True):
+    for index, size in zip(filled.tolist(), curve[filled].tolist(), strict=True):
         for tier, left in enumerate(room, 1):
             if size <= left:
                 table[index] = tier
@@ -49,12 +44,10 @@ def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int], *, seed: in
 class NoEvict(FirstCome):
     """Admits the buckets that ``assign`` gives to a tier, and everything when everything fits."""
 
-    def __init__(
-        self, curve: npt.NDArray[np.uint64], capacities: Sequence[int], *, seed: int = 0
-    ) -> None:
+    def __init__(self, curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> None:
         # Python's integers: the sum of a hostile tree's sizes may pass 64 bits.
         all_fits = sum(curve.tolist()) <= sum(capacities)
-        self._tier_of_bucket = None if all_fits else assign(curve, capacities, seed=seed)
+        self._tier_of_bucket = None if all_fits else assign(curve, capacities)
 
     @property
     def name(self) -> str:
