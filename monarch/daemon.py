@@ -50,7 +50,7 @@ from monarch.settings import MountSettings
 from monarch.snapshots import snapshot_for
 from monarch.state import hold_state
 from monarch.status import Status
-from monarch.threads import Threads
+from monarch.threads import Threads, batches
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import Source
 from monarch.transfer.engine import Engine
@@ -66,6 +66,8 @@ if sys.version_info < (3, 11):
 
 log = logging.getLogger(__name__)
 
+# Files handled between two looks of the event loop at its other work.
+_STRIDE = 64
 # How long the end may wait for the tiers' disks. After that the copies are verified at the next
 # mount instead. Seconds.
 _SYNC_DEADLINE_S = 10.0
@@ -374,9 +376,13 @@ class _Mount:
             except OSError as error:
                 log.warning("tier %s: not swept: %s", tier.name, error.strerror)
                 continue
-            for ino in missing:
-                if self._residency.tier_of(ino) == tier.number:
-                    self.filesystem.evict(ino)
+            # A tier that somebody has emptied may miss a million copies: readers come between.
+            for batch in batches(missing, _STRIDE):
+                for ino in batch:
+                    # A reader may have missed it before us, and it may be back by now.
+                    if self._residency.tier_of(ino) == tier.number and not tier.has(ino):
+                        self.filesystem.evict(ino)
+                await trio.sleep(0)
 
     @contextmanager
     def _metrics_page(self) -> Iterator[None]:

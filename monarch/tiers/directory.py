@@ -165,6 +165,14 @@ class Tier:
             raise OSError(errno.ESTALE, "the copy has another size than its record says")
         return fd
 
+    def has(self, ino: Ino) -> bool:
+        """Whether a committed copy lies there, whatever the records say."""
+        try:
+            os.stat(copy_name(ino), dir_fd=self._generation, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
     def remove(self, ino: Ino) -> None:
         with suppress(FileNotFoundError):
             os.unlink(copy_name(ino), dir_fd=self._generation)

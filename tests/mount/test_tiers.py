@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -359,3 +360,23 @@ def test_a_daemon_without_a_free_descriptor_keeps_its_copies(
         epoch(mounted, content)
         assert counter.count() == 0
     accounts_agree(mounted)
+
+
+def test_an_emptied_tier_is_filled_again_by_those_who_read(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(600, 1000)
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    mounted.umount()
+    for directory in (mounted.tiers["fast"] / "monarch").glob("copies-*/*"):
+        shutil.rmtree(directory)
+    again = monarch.mount(source)
+    epoch(again, content)
+    wait_until(lambda: len(resident(again, content)) == len(content), "all are back")
+    time.sleep(0.5)  # whoever still sweeps
+    settled(again)
+    assert set(resident(again, content)) == set(content)
+    accounts_agree(again)

@@ -219,3 +219,11 @@ def test_a_tier_knows_whether_its_reads_can_wait_for_a_disk(tier: Tier) -> None:
         kinds = {line.split()[4]: line.split(" - ")[1].split()[0] for line in mounts}
     place = max((m for m in kinds if str(tier.path).startswith(m)), key=len)
     assert tier.in_memory == (kinds[place] == "tmpfs")
+
+
+def test_a_tier_has_what_was_committed_until_somebody_takes_it(tier: Tier) -> None:
+    assert not tier.has(Ino(7))
+    put(tier, 7, b"content")
+    assert tier.has(Ino(7))
+    (tier.path / "monarch" / "copies-g" / copy_name(Ino(7))).unlink()
+    assert not tier.has(Ino(7))
