@@ -20,7 +20,7 @@
 # --user and leave out -o allow_other: then only this user sees it.
 
 FROM python:3.11-slim-bookworm AS build
-# pyfuse3 is compiled against libfuse; the compiler stays behind in this stage.
+# pyfuse3 and the native datapath are compiled; the compiler stays behind in this stage.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev libfuse3-dev pkg-config \
     && rm -rf /var/lib/apt/lists/*

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -30,9 +31,11 @@ from monarch import log as log_setup
 from monarch.control.server import Server
 from monarch.errors import MonarchError, TierError
 from monarch.fuse import mountpoint as mountpoints
+from monarch.fuse.datapath import Datapath
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
 from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
+from monarch.modes import Abilities, Choice, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
@@ -45,7 +48,7 @@ from monarch.placement.policy import Policy
 from monarch.placement.residency import Residency
 from monarch.places import default_tier, state_directory, state_root
 from monarch.registry import MountRecord, Registry, process_started
-from monarch.report import StatusReport
+from monarch.report import Mode, StatusReport
 from monarch.settings import MountSettings
 from monarch.snapshots import snapshot_for
 from monarch.state import hold_state
@@ -66,6 +69,8 @@ if sys.version_info < (3, 11):
 
 log = logging.getLogger(__name__)
 
+# How often at most the books are brought up to date with what the datapath serves. Seconds.
+_NOTE_STEP_S = 0.1
 # Files handled between two looks of the event loop at its other work.
 _STRIDE = 64
 # How long the end may wait for the tiers' disks. After that the copies are verified at the next
@@ -82,6 +87,7 @@ def prepare(settings: MountSettings) -> MountSettings:
 
     A mount that a dead daemon left behind is taken away. Raises MonarchError.
     """
+    check_possible(settings, Abilities.here())
     if not settings.tiers:
         settings = settings.model_copy(update={"tiers": (default_tier(settings),)})
     _clear_stale_mount(settings.mountpoint)
@@ -109,6 +115,7 @@ def run(
 
     ``refreshed``: bring an existing snapshot up to date first. Raises MonarchError.
     """
+    _allow_descriptors()
     state = state_directory(settings)
     with hold_state(settings, state), ExitStack() as cleanup:
         path = settings.log.file or state / "daemon.log"
@@ -127,12 +134,21 @@ def run(
             with interruptible():
                 snapshot, just_built = snapshot_for(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
-            parts = _Parts(settings, state, source, threads, snapshot, just_built)
+            choice = choose(settings, snapshot.info(), Abilities.here())
+            log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
+            parts = _Parts(settings, state, source, threads, snapshot, just_built, choice)
             _run_loop(parts, ready)
         except MonarchError as error:
             log.error("%s", error)
             raise
         log.info("ended")
+
+
+def _allow_descriptors() -> None:
+    """Each file that readers hold open may take a descriptor: as many as we are given."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager
@@ -157,6 +173,7 @@ class _Parts:
     source_threads: Threads
     snapshot: Snapshot
     just_built: bool
+    choice: Choice
 
 
 def _run_loop(parts: _Parts, ready: Callable[[], None]) -> None:
@@ -205,8 +222,8 @@ class _Mount:
             tier.capacity_within(space.available, held=copies.bytes)
             for tier, space, copies in zip(settings.tiers, spaces, held, strict=True)
         ]
-        names = Namespace(snapshot)
         self._residency = Residency(snapshot.entries)
+        names = Namespace(snapshot, self._residency.mark_differing)
         ledger = Ledger(capacities)
         self._controller = Controller(
             self._residency, ledger, _policy(settings, snapshot, capacities)
@@ -222,7 +239,23 @@ class _Mount:
             self._residency.mark_all_unverified()
         metrics = Metrics([tier.name for tier in tiers])
         epochs = Epochs(snapshot.entries)
-        readers = Readers()
+        choice = self._choice = parts.choice
+        self._datapath = (
+            None
+            if choice.datapath == "python"
+            else Datapath(
+                snapshot=snapshot,
+                source=source,
+                limits=settings.limits,
+                residency=self._residency,
+                tiers=tiers,
+                passthrough=choice.datapath == "passthrough",
+                no_open=choice.open == "none",
+                decide_opens=settings.verify == "open",
+                cache_listings=choice.cache_listings,
+            )
+        )
+        readers = Readers(self._datapath)
         tier_threads = Threads(max(2, settings.limits.copy_workers), "tier", abandon=False)
         self._engine = Engine(
             source=source,
@@ -258,7 +291,10 @@ class _Mount:
             tier_threads=tier_threads,
             verify=settings.verify,
             attributes_changed=self._attributes_changed,
+            names_changed=self._names_changed,
             store_pages=self._store_pages,
+            fast=self._datapath,
+            opens_are_told=choice.open == "open",
         )
         self._watch = Watch(
             names=names,
@@ -270,13 +306,15 @@ class _Mount:
             just_built=parts.just_built,
         )
         self._session = Session(
-            Operations(self.filesystem, metrics.error),
+            Operations(self.filesystem, metrics.error, self._datapath),
             settings.mountpoint,
             os.fsencode(settings.source),
             allow_other=settings.allow_other,
+            datapath=self._datapath,
         )
         self._status = Status(
             settings=settings,
+            mode=self._mode,
             names=names,
             tiers=tiers,
             residency=self._residency,
@@ -292,6 +330,11 @@ class _Mount:
         self._answering = trio.CancelScope()
         self._changes, self._changed_inos = trio.open_memory_channel[Ino](1024)
 
+    def _mode(self) -> Mode:
+        """How reads are served now: as chosen, unless the kernel turned out not to agree."""
+        state = self._datapath.state() if self._datapath is not None else None
+        return self._choice.mode if state is None else agreed(self._choice, state)
+
     def _changed(self, ino: Ino) -> None:
         """A copy found the source changed; ``_look_again`` refreshes the entry."""
         with suppress(trio.WouldBlock):
@@ -299,6 +342,9 @@ class _Mount:
 
     def _attributes_changed(self, ino: Ino) -> None:
         self._session.attributes_changed(ino)
+
+    def _names_changed(self, directory: Ino) -> None:
+        self._session.names_changed(directory)
 
     def _store_pages(self, ino: Ino, content: bytes) -> None:
         self._session.store_pages(ino, content)
@@ -324,6 +370,8 @@ class _Mount:
                     service.start_soon(self._announce, ready)
                     service.start_soon(self._engine.run)
                     service.start_soon(self._look_again)
+                    service.start_soon(self.filesystem.expire_visits)
+                    service.start_soon(self._note_served)
                     service.start_soon(self._sweep)
                     if self._settings.snapshot.freshness != "never":
                         service.start_soon(self._watch.run)
@@ -360,6 +408,16 @@ class _Mount:
             async for number in signals:
                 log.info("ending on %s", signal.Signals(number).name)
                 self._stop()
+
+    async def _note_served(self) -> None:
+        """Hear from the datapath what it has served, and that the kernel has ended the session."""
+        while self._datapath is not None:
+            await trio.lowlevel.wait_readable(self._datapath.fileno())
+            self.filesystem.note_served()
+            if self._datapath.ended:
+                self._session.stop()
+                return
+            await trio.sleep(_NOTE_STEP_S)
 
     async def _look_again(self) -> None:
         async for ino in self._changed_inos:

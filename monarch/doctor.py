@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from monarch import config, registry
-from monarch.errors import ConfigError
+from monarch.errors import ConfigError, FuseError
+from monarch.modes import BUILD_IT, NOT_BUILT, Abilities, check_possible, without_passthrough
 from monarch.places import MountedFileSystem, default_tier, mount_table
 from monarch.registry import MountRecord, Registry
 from monarch.settings import MountSettings, TierSettings
@@ -34,10 +35,6 @@ FUSE_TYPE = "fuse.monarch"
 _NETWORK = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "glusterfs", "9p", "afs"}
 )
-_CAP_SYS_ADMIN = 21
-_PASSTHROUGH_KERNEL = (6, 9)
-# Their directory cache never expired; 6.13 has the correction.
-_STUCK_DIRECTORIES = ((6, 9), (6, 13))
 _LEAST_DESCRIPTORS = 4096
 _LEAST_MEMORY = 512 * MiB
 _PROBE_SECONDS = 2.0
@@ -57,20 +54,14 @@ class Check:
 class Machine:
     """What the checks look at, so that they can be pointed elsewhere."""
 
+    abilities: Abilities
     root: Path = Path("/")
-    kernel: str = ""
     uid: int = -1
-    capabilities: int = -1
     environ: Mapping[str, str] | None = None
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(
-            kernel=platform.release(),
-            uid=os.geteuid(),
-            capabilities=_capabilities(Path("/proc/self/status").read_text()),
-            environ=os.environ,
-        )
+        return cls(Abilities.here(), uid=os.geteuid(), environ=os.environ)
 
 
 MountState = Literal["served", "stale", "leftover", "foreign"]
@@ -127,7 +118,7 @@ def examine(
     yield check_fusermount(machine)
     yield check_user_allow_other(machine)
     yield check_kernel(machine)
-    yield check_passthrough(machine)
+    yield check_datapath(machine)
     yield from check_packages()
     yield check_descriptors()
     yield check_memory(machine)
@@ -136,7 +127,7 @@ def examine(
     if configuration is None:
         yield check_scratch(machine)
     else:
-        yield from check_configuration(configuration)
+        yield from check_configuration(configuration, machine.abilities)
     yield from check_scheduler(machine)
 
 
@@ -207,39 +198,36 @@ def check_user_allow_other(machine: Machine) -> Check:
 
 
 def check_kernel(machine: Machine) -> Check:
-    version = _version(machine.kernel)
-    first, corrected = _STUCK_DIRECTORIES
-    if first <= version < corrected:
+    abilities = machine.abilities
+    shown = f"Linux {abilities.release}"
+    if not abilities.cached_listings_expire:
         return Check(
             "kernel",
             "warn",
-            f"Linux {machine.kernel}: cached directory listings of 6.9 to 6.12 never expire",
-            "a changed source may need a new mount before its listings change; use 6.13 or newer",
+            f"{shown}: cached directory listings of 6.9 to 6.12 never expire, so none are cached",
+            "listing directories is quicker on 6.13 or newer",
         )
-    if version < (4, 20):
+    if abilities.kernel < (4, 20):
         return Check(
             "kernel",
             "warn",
-            f"Linux {machine.kernel} is older than what Monarch is tested with",
+            f"{shown} is older than what Monarch is tested with",
             "use 4.20 or newer",
         )
-    return Check("kernel", "ok", f"Linux {machine.kernel}")
+    return Check("kernel", "ok", shown)
 
 
-def check_passthrough(machine: Machine) -> Check:
-    missing = []
-    if _version(machine.kernel) < _PASSTHROUGH_KERNEL:
-        missing.append(f"Linux 6.9 (this is {machine.kernel})")
-    if not machine.capabilities >> _CAP_SYS_ADMIN & 1:
-        missing.append("the capability CAP_SYS_ADMIN")
-    if missing:
+def check_datapath(machine: Machine) -> Check:
+    """The way that reads take here, if the configuration leaves the choice."""
+    abilities = machine.abilities
+    if not abilities.built:
+        return Check("datapath", "warn", f"python, the slowest, since {NOT_BUILT}", BUILD_IT)
+    memory = format_bytes(abilities.memory_bytes)
+    small = f"relay without opens for small files that fit twice into {memory} of memory"
+    if missing := without_passthrough(abilities):
         # Not a warning: most users are not root, and the mount works.
-        return Check(
-            "passthrough",
-            "ok",
-            f"not possible, reads go through the daemon; it needs {' and '.join(missing)}",
-        )
-    return Check("passthrough", "ok", f"Linux {machine.kernel} and CAP_SYS_ADMIN allow it")
+        return Check("datapath", "ok", f"{small}, relay for others: {missing}")
+    return Check("datapath", "ok", f"{small}, passthrough for others")
 
 
 def check_packages() -> Iterator[Check]:
@@ -336,8 +324,8 @@ def check_mounts(seen: Sequence[SeenMount]) -> Iterator[Check]:
         yield Check("mounts", "ok", f"{len(seen)} mounted")
 
 
-def check_configuration(path: Path) -> Iterator[Check]:
-    """The file itself, then the room of the tiers it names."""
+def check_configuration(path: Path, abilities: Abilities) -> Iterator[Check]:
+    """The file itself, then what each mount of it asks of this machine."""
     try:
         configuration = config.load(path)
     except ConfigError as error:
@@ -353,6 +341,10 @@ def check_configuration(path: Path) -> Iterator[Check]:
                 f"{mount.source} is not a directory here",
                 "mount the parallel file system first",
             )
+        try:
+            check_possible(mount, abilities)
+        except FuseError as error:
+            yield Check(f"{mount.name}: datapath", "fail", error.args[0], error.hint)
         for tier in mount.tiers:
             yield _check_tier(mount, tier)
 
@@ -389,17 +381,6 @@ def check_scheduler(machine: Machine) -> Iterator[Check]:
         "mount in the batch script itself, in the job's prolog, or as a systemd service; not in"
         " a step of `srun` that ends before the others",
     )
-
-
-def _capabilities(status: str) -> int:
-    """The effective set, from the text of ``/proc/self/status``."""
-    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
-    return int(found[1], 16) if found else 0
-
-
-def _version(release: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", release)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _free(path: Path) -> int:

@@ -52,6 +52,11 @@ class Histogram:
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.total_s += seconds
 
+    def add(self, counts: Sequence[int], total_ns: int) -> None:
+        """What was observed elsewhere, by the same buckets."""
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+        self.total_s += total_ns / 1e9
+
     def quantiles(self) -> Quantiles:
         count = sum(self.counts)
         return Quantiles(count, self._quantile(0.5, count), self._quantile(0.99, count))
@@ -98,6 +103,12 @@ class Metrics:
     def given(self, tier: int, nbytes: int) -> None:
         """Bytes went to the kernel's pages with the open: a read that took no time of its own."""
         self.reads[tier] += 1
+        self.read_bytes[tier] += nbytes
+
+    def served(self, tier: int, *, opens: int, reads: int, nbytes: int) -> None:
+        """What was served beside the interpreter."""
+        self.opens[tier] += opens
+        self.reads[tier] += reads
         self.read_bytes[tier] += nbytes
 
     def source_opened(self, n: int = 1, *, copy: bool = False) -> None:

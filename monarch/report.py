@@ -38,9 +38,13 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Who moves the bytes of a read (``datapath``) and why not something faster."""
+    """Who moves the bytes of a read, whether the kernel tells opens, and why it is so.
+
+    ``datapath`` is "passthrough", "relay" or "python"; ``open`` is "open" or "none".
+    """
 
     datapath: str
+    open: str
     why: str
 
 
@@ -157,7 +161,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Handles:
+    """``backing_ids`` are files that the kernel reads itself, in passthrough."""
+
     open_files: int
+    backing_ids: int
 
 
 @dataclass(frozen=True, slots=True)

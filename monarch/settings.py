@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -256,6 +257,17 @@ class MountSettings(Section):
         description="When a copy is checked against its digest before use: unclean (once, after a"
         " crash or power cut), open (at every first open), or never.",
     )
+    datapath: Literal["auto", "passthrough", "relay", "python"] = Field(
+        default="auto",
+        description="Who reads copies for readers: passthrough (the kernel itself; needs Linux 6.9"
+        " and root; a copy that cannot be read is the reader's error), relay (threads in C), python"
+        " (the slowest, needs nothing), or auto (the best for these files on this machine).",
+    )
+    open: Literal["auto", "open", "none"] = Field(
+        default="auto",
+        description="Whether the kernel tells every open of a file: open, none (best for small"
+        " files that fit into memory; not with passthrough, python or verify: open), or auto.",
+    )
     allow_other: bool = Field(
         default=False,
         description="Let other users in, as the modes of the files allow. Unless root mounts,"
@@ -269,6 +281,23 @@ class MountSettings(Section):
     def _empty_section(cls, value: object) -> object:
         # A section whose every line is commented out.
         return {} if value is None else value
+
+    @field_validator("open", mode="after")
+    @classmethod
+    def _opens_are_seen_by_who_needs_them(cls, value: str, fields: ValidationInfo) -> str:
+        if value == "none":
+            datapath = fields.data.get("datapath")
+            if datapath in ("passthrough", "python"):
+                raise ValueError(
+                    f"none and datapath: {datapath} exclude each other; set datapath: relay or"
+                    " leave one of them out"
+                )
+            if fields.data.get("verify") == "open":
+                raise ValueError(
+                    "none and verify: open exclude each other, for no open would be seen; leave"
+                    " one of them out"
+                )
+        return value
 
     @field_validator("tiers", mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from monarch import __version__
@@ -41,6 +41,7 @@ class Status:
         self,
         *,
         settings: MountSettings,
+        mode: Callable[[], Mode],
         names: Namespace,
         tiers: Sequence[Tier],
         residency: Residency,
@@ -53,6 +54,7 @@ class Status:
         watch: Watch,
     ) -> None:
         self._settings = settings
+        self._mode = mode
         self._names = names
         self._tiers = tiers
         self._residency = residency
@@ -67,6 +69,7 @@ class Status:
         self.state: State = "starting"
 
     def report(self) -> StatusReport:
+        self._filesystem.note_served()
         metrics = self._metrics
         tiers = self._tier_reports()
         return StatusReport(
@@ -77,7 +80,7 @@ class Status:
             state=self.state,
             started_ns=self._started_ns,
             health=self._health(tiers),
-            mode=Mode("python", "this version has no native datapath"),
+            mode=self._mode(),
             snapshot=self._snapshot_report(),
             tiers=tiers,
             source_totals=metrics.source_totals(),
@@ -105,7 +108,7 @@ class Status:
             latency=metrics.latency(),
             errors=dict(metrics.errors),
             memory=Memory(_resident_bytes()),
-            handles=Handles(self._filesystem.open_files),
+            handles=Handles(self._filesystem.open_files, self._filesystem.backing_ids),
         )
 
     def _tier_reports(self) -> list[TierReport]:

@@ -44,7 +44,8 @@ ensure_apt() {
 ensure_venv() {
     local extra extras sum missing='' stamp=$VENV/.monarch-installed
     extras=$(IFS=,; printf '%s' "$*")
-    sum=$(sha256sum "$ROOT/pyproject.toml" | cut -d' ' -f1)
+    # What is compiled at installation counts too.
+    sum=$(cat "$ROOT/pyproject.toml" "$ROOT"/monarch/fuse/*.[ch] | sha256sum | cut -d' ' -f1)
     for extra in none "$@"; do
         grep -qsxF -- "$extra $sum $ROOT" "$stamp" || missing=yes
     done
@@ -54,6 +55,9 @@ ensure_venv() {
         python3 -m venv "$VENV" || fail "python3 -m venv $VENV failed"
     fi
     say "installing monarch${extras:+[$extras]} into $VENV"
+    # setuptools would keep one that is newer than its sources, whatever the flags. A daemon that
+    # runs has the old file mapped: it must not be written over.
+    rm -f "$ROOT"/monarch/fuse/_datapath.*.so
     "$PYTHON" -m pip install -q -e "$ROOT${extras:+[$extras]}" >&2 ||
         fail "pip could not install monarch${extras:+[$extras]}"
     for extra in none "$@"; do

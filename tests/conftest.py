@@ -23,8 +23,9 @@ from typing import Any
 
 import pytest
 
-# Each process that a test run starts inherits these, so it can be found however it daemonised.
-_SESSION_VARIABLE = "MONARCH_TEST_SESSION"
+# Each process that a test starts inherits these, so it can be found however it daemonised. The run
+# is that of one process of pytest; several may share the tests.
+_RUN_VARIABLE = "MONARCH_TEST_RUN"
 _TEST_VARIABLE = "MONARCH_TEST_CASE"
 
 _CLI_TIMEOUT_S = 60.0
@@ -36,8 +37,50 @@ _TROUBLE = re.compile(
 )
 
 
+# The ways that reads can take. Whatever the mount promises holds in each of them.
+MODES = {
+    "auto": (),
+    "python": ("datapath=python",),
+    "relay": ("datapath=relay", "open=open"),
+    "passthrough": ("datapath=passthrough", "open=open"),
+    "no_open": ("datapath=relay", "open=none"),
+}
+
+
+# Where an open is asked of the daemon. Without that a file that changes after it was read cannot be
+# told from one that is being read, and its readers get ESTALE (docs/semantics.md).
+OPENS_ARE_TOLD = ("python", "relay", "passthrough")
+EVERY_MODE = (*OPENS_ARE_TOLD, "no_open")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--modes",
+        default=",".join(EVERY_MODE),
+        help=f"the ways of reading that tests of a mount go through: {', '.join(MODES)}",
+    )
+    parser.addoption(
+        "--soak",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long tests under load and with random messages go on; without it a few seconds",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that mounts runs in every mode, unless it is marked as having to do with none."""
+    if "mode" not in metafunc.fixturenames:
+        return
+    marked = metafunc.definition.get_closest_marker("modes")
+    chosen = metafunc.config.getoption("--modes").split(",")
+    if marked is not None:
+        chosen = [m for m in marked.args if m == "auto" or m in chosen]
+    metafunc.parametrize("mode", chosen)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(_SESSION_VARIABLE, uuid.uuid4().hex)
+    os.environ[_RUN_VARIABLE] = uuid.uuid4().hex
 
 
 def require_fuse() -> None:
@@ -68,7 +111,7 @@ def processes(variable: str, value: str) -> dict[int, str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The whole run leaves no mount in its directories and no process that it started."""
+    """The run leaves no mount in its directories and no process that it started."""
     yield
     ours = str(tmp_path_factory.getbasetemp().resolve())
     assert {path for path in mounts() if path.startswith(ours)} == set()
@@ -78,24 +121,13 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def _strays() -> dict[int, str]:
-    everyone = processes(_SESSION_VARIABLE, os.environ[_SESSION_VARIABLE])
-    # A script that started the run and exported the variable is no leftover of it, nor is the
-    # process that multiprocessing keeps beside this one until it ends.
+    everyone = processes(_RUN_VARIABLE, os.environ[_RUN_VARIABLE])
+    # The process that multiprocessing keeps beside this one until it ends is no leftover.
     return {
         pid: command
         for pid, command in everyone.items()
-        if not _is_ancestor(pid) and "multiprocessing.resource_tracker" not in command
+        if "multiprocessing.resource_tracker" not in command
     }
-
-
-def _is_ancestor(pid: int) -> bool:
-    current = os.getpid()
-    while current > 1:
-        if current == pid:
-            return True
-        stat = Path(f"/proc/{current}/stat").read_text(errors="replace")
-        current = int(stat.rpartition(")")[2].split()[1])
-    return False
 
 
 def trouble(line: str) -> bool:
@@ -208,6 +240,7 @@ class MonarchCommand:
 
     directory: Path
     case: str
+    mode: str = "auto"
     mounted: list[Mounted] = field(default_factory=list)
     _expected: list[str] = field(default_factory=list)
 
@@ -273,6 +306,8 @@ class MonarchCommand:
         for name, size in sizes.items():
             directories[name].mkdir(parents=True, exist_ok=True)
             command += ["--tier", f"{directories[name]}:{size}"]
+        if not any(option.startswith(("datapath=", "open=")) for option in options):
+            options = [*options, *MODES[self.mode]]
         if options:
             command += ["-o", ",".join(options)]
         if snapshot is not None:
@@ -350,9 +385,12 @@ class MonarchCommand:
 
 
 @pytest.fixture
-def monarch(tmp_path: Path) -> Iterator[MonarchCommand]:
-    """The command line, isolated from every other test and from the machine's own mounts."""
-    command = MonarchCommand(tmp_path, uuid.uuid4().hex)
+def monarch(tmp_path: Path, mode: str) -> Iterator[MonarchCommand]:
+    """The command line, isolated from every other test and from the machine's own mounts.
+
+    Its mounts read as ``mode`` says.
+    """
+    command = MonarchCommand(tmp_path, uuid.uuid4().hex, mode)
     yield command
     command.close()
 

@@ -33,7 +33,7 @@ def a_report(**changes: Any) -> StatusReport:
         state="serving",
         started_ns=1_700_000_000_000_000_000,
         health=["tier nvme is out of service: Input/output error"],
-        mode=Mode("python", "the datapath is not built"),
+        mode=Mode("relay", "none", "files of 150 KiB on average fit twice into 64 GiB of memory"),
         snapshot=SnapshotReport(
             file="/state/snapshot.lmdb",
             id="5f0c",
@@ -67,6 +67,6 @@ def a_report(**changes: Any) -> StatusReport:
         ),
         errors={"tier:nvme:EIO": 10},
         memory=Memory(64 * MiB),
-        handles=Handles(3),
+        handles=Handles(3, 1),
     )
     return dataclasses.replace(report, **changes)

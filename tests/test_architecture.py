@@ -32,7 +32,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("movement", ("transfer",)),
     ("file system", ("vfs",)),
     ("door", ("fuse",)),
-    ("composition", ("daemon", "doctor", "snapshots", "state", "status", "verbs", "watch")),
+    (
+        "composition",
+        ("daemon", "doctor", "modes", "snapshots", "state", "status", "verbs", "watch"),
+    ),
     ("command line", ("cli", "__main__")),
 )
 PLAIN = {"vocabulary", "settings", "composition", "command line"}
@@ -51,6 +54,9 @@ CONFINED = {
     "rich": ("cli",),
     "prometheus_client": ("metrics",),
 }
+
+# The extension may be missing, so one module alone asks for it.
+EXTENSION, ITS_MODULE = "monarch.fuse._datapath", "monarch.fuse.datapath"
 
 # Time is an argument here, and so is everything else that the machine could tell.
 PURE = ("monarch.placement", "monarch.transfer.throttle", "monarch.order")
@@ -111,14 +117,16 @@ def broken_rules(sources: Mapping[str, str]) -> list[str]:
     A package is named as its ``__init__``: ``monarch.vfs`` beside ``monarch.vfs.handles``.
     """
     trees = {module: ast.parse(text) for module, text in sources.items()}
+    written = {module: list(_imports(module, tree, sources)) for module, tree in trees.items()}
     imports = {
-        module: [_resolved(found, sources) for found in _imports(module, tree, sources)]
-        for module, tree in trees.items()
+        module: [_resolved(found, sources) for found in targets]
+        for module, targets in written.items()
     }
     broken: list[str] = []
     for module in sorted(sources):
         broken += _layer_rules(module, imports[module])
         broken += _confinement_rules(module, imports[module])
+        broken += _extension_rules(module, trees[module], written[module])
         broken += _word_rules(module, trees[module])
         if _unit(module) != "cli":
             broken += [f"{module}:{line}: print" for line in _prints(trees[module])]
@@ -183,6 +191,19 @@ def _confinement_rules(module: str, imports: list[Import]) -> Iterator[str]:
             yield f"{module}:{found.line}: {top} belongs to {' and '.join(CONFINED[top])}"
         if pure and top in IMPURE:
             yield f"{module}:{found.line}: {top} in a pure module"
+
+
+def _extension_rules(module: str, tree: ast.Module, written: list[Import]) -> Iterator[str]:
+    if module == ITS_MODULE:
+        return
+    named = [
+        Import(node.value, node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for found in [*written, *named]:
+        if found.target == EXTENSION or found.target.startswith(f"{EXTENSION}."):
+            yield f"{module}:{found.line}: the extension belongs to {ITS_MODULE}"
 
 
 def _word_rules(module: str, tree: ast.Module) -> Iterator[str]:
@@ -298,6 +319,9 @@ def test_every_module_says_what_it_is_responsible_for() -> None:
         ("monarch.vfs.handles", "from monarch.transfer.engine import Engine", "handed what it"),
         ("monarch.transfer.copy", "def f():\n  import monarch.daemon", "transfer imports daemon"),
         ("monarch.vfs.handles", "import pyfuse3", "pyfuse3 belongs to fuse"),
+        ("monarch.fuse.session", "from monarch.fuse import _datapath", "extension belongs to"),
+        ("monarch.daemon", "import monarch.fuse._datapath as d", "extension belongs to"),
+        ("monarch.modes", "load('monarch.fuse._datapath')", "extension belongs to"),
         ("monarch.tiers.tier", "import lmdb", "lmdb belongs to namespace"),
         ("monarch.cli.mount", "from yaml import safe_load", "yaml belongs to config"),
         ("monarch.placement.ledger", "import time", "time in a pure module"),

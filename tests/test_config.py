@@ -166,6 +166,20 @@ MISTAKES = {
     "buffer below a file": ("limits: {buffer_max: 1MiB}", "raise buffer_max"),
     "section that is a list": ("limits: [1]", "must be a mapping"),
     "policy": ("placement: {policy: lur}", "did you mean 'lru'?"),
+    "datapath": ("datapath: passthru", "did you mean 'passthrough'?"),
+    "open": ("open: no", "open is False; it must be 'auto', 'open' or 'none'"),
+    "no opens with passthrough": (
+        "<<: {datapath: passthrough, open: none}",
+        "open: none and datapath: passthrough exclude each other; set datapath: relay",
+    ),
+    "no opens with python": (
+        "<<: {open: none, datapath: python}",
+        "open: none and datapath: python exclude each other",
+    ),
+    "no opens to verify at": (
+        "<<: {open: none, verify: open}",
+        "open: none and verify: open exclude each other, for no open would be seen",
+    ),
     "flag": ("allow_other: perhaps", "must be true or false"),
     "freshness": ("snapshot: {freshness: often}", "use mount, never or ttl:DURATION"),
     "duration": ("snapshot: {freshness: 'ttl:10x'}", "'10x' is not a duration"),
@@ -456,8 +470,10 @@ def test_options_set_keys_of_sections() -> None:
         tiers=["/t:1GiB"],
         snapshot=Path("/shared/a.snapshot"),
         state=Path("/s"),
-        options=["limits.copy_workers=8,placement.policy=lru", "allow_other"],
+        options=["limits.copy_workers=8,placement.policy=lru", "allow_other"]
+        + ["datapath=relay,open=none"],
     )
+    assert (mount.datapath, mount.open) == ("relay", "none")
     assert mount.limits.copy_workers == 8
     assert mount.placement.policy == "lru"
     assert mount.allow_other

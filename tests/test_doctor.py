@@ -8,6 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,23 +18,24 @@ from monarch.doctor import (
     Machine,
     SeenMount,
     check_configuration,
+    check_datapath,
     check_fuse_device,
     check_fusermount,
     check_kernel,
     check_memory,
     check_mounts,
     check_packages,
-    check_passthrough,
     check_scheduler,
     check_state_root,
     check_user_allow_other,
     examine,
     seen_mounts,
 )
+from monarch.modes import Abilities
 from monarch.places import MountedFileSystem, mount_table
 from monarch.registry import MountRecord, Registry, process_started
+from monarch.units import GiB
 
-ALL_CAPABILITIES = (1 << 41) - 1
 _NOSUID_NODEV, _DETACH = 2 | 4, 2
 
 
@@ -49,10 +51,11 @@ def machine(tmp_path: Path) -> Machine:
     program.write_text("#!/bin/sh\necho fusermount3 version: 3.14.0\n")
     program.chmod(0o4755)
     return Machine(
+        Abilities(
+            built=True, release="6.18.1-cluster", may_pass_through=False, memory_bytes=64 * GiB
+        ),
         root=tmp_path,
-        kernel="6.18.1-cluster",
         uid=1000,
-        capabilities=0,
         environ={"PATH": str(tmp_path / "bin")},
     )
 
@@ -71,6 +74,13 @@ def test_a_machine_without_the_device_is_told_how_to_get_it(machine: Machine) ->
     assert (check.status, "modprobe fuse" in check.advice) == ("fail", True)
     (machine.root / "dev/fuse").mkdir()
     assert "cannot be opened: Is a directory" in check_fuse_device(machine).detail
+
+
+def able(machine: Machine, **abilities: Any) -> Machine:
+    """The machine with other abilities."""
+    return dataclasses.replace(
+        machine, abilities=dataclasses.replace(machine.abilities, **abilities)
+    )
 
 
 def test_users_need_a_set_uid_fusermount3_and_root_does_not(machine: Machine) -> None:
@@ -112,15 +122,27 @@ def test_user_allow_other_counts_only_when_it_is_no_comment(machine: Machine) ->
 def test_kernels_whose_directory_cache_never_expires_are_named(
     machine: Machine, kernel: str, status: str
 ) -> None:
-    assert check_kernel(dataclasses.replace(machine, kernel=kernel)).status == status
+    assert check_kernel(able(machine, release=kernel)).status == status
 
 
-def test_passthrough_needs_a_kernel_and_a_capability(machine: Machine) -> None:
-    assert "needs the capability CAP_SYS_ADMIN" in check_passthrough(machine).detail
-    old = dataclasses.replace(machine, kernel="5.14", capabilities=ALL_CAPABILITIES)
-    assert "needs Linux 6.9 (this is 5.14)" in check_passthrough(old).detail
-    able = dataclasses.replace(machine, capabilities=ALL_CAPABILITIES)
-    assert "allow it" in check_passthrough(able).detail
+def test_the_way_of_reads_is_told_and_why_not_a_faster_one(machine: Machine) -> None:
+    small = "relay without opens for small files that fit twice into 64 GiB of memory, "
+    user = check_datapath(machine)
+    assert user.detail == small + (
+        "relay for others: passthrough needs root (the capability CAP_SYS_ADMIN)"
+    )
+    root = able(machine, may_pass_through=True)
+    assert check_datapath(root).detail == small + "passthrough for others"
+    assert check_datapath(able(root, release="5.14.0-el9")).detail == small + (
+        "relay for others: Linux 5.14.0-el9 has no passthrough, it needs 6.9"
+    )
+    assert {check_datapath(m).status for m in (machine, root)} == {"ok"}
+
+
+def test_a_datapath_that_is_not_built_is_a_warning_with_the_way_out(machine: Machine) -> None:
+    check = check_datapath(able(machine, built=False, may_pass_through=True))
+    assert (check.status, "is not built" in check.detail) == ("warn", True)
+    assert "install gcc" in check.advice
 
 
 def test_the_packages_are_named_with_their_versions() -> None:
@@ -192,7 +214,9 @@ def test_a_stale_mount_fails_and_a_leftover_record_warns() -> None:
     assert [c.status for c in check_mounts([SeenMount("/mnt/c", "served", None)])] == ["ok"]
 
 
-def test_a_configuration_is_validated_and_its_tiers_are_measured(tmp_path: Path) -> None:
+def test_a_configuration_is_validated_and_its_tiers_are_measured(
+    machine: Machine, tmp_path: Path
+) -> None:
     file = tmp_path / "monarch.yaml"
     source, tier = tmp_path / "source", tmp_path / "tier"
     source.mkdir()
@@ -201,20 +225,22 @@ def test_a_configuration_is_validated_and_its_tiers_are_measured(tmp_path: Path)
         "  data:\n"
         f"    source: {source}\n"
         f"    mountpoint: {tmp_path}/mnt\n"
+        "    datapath: passthrough\n"
         f"    tiers: [{{path: {tier}, name: fast, capacity: 1MiB, keep_free: 0}},"
         f" {{path: {tier}2, name: vast, capacity: 8000P}},"
         f" {{path: {file}/x, name: wrong}}]\n"
     )
-    found = {c.name: c.status for c in check_configuration(file)}
+    found = {c.name: c.status for c in check_configuration(file, machine.abilities)}
     assert found == {
         "configuration": "ok",
+        "data: datapath": "fail",
         "data: tier fast": "ok",
         "data: tier vast": "warn",
         "data: tier wrong": "fail",
     }
     assert not tier.exists()
     file.write_text("mounts: {data: {sorce: /x}}\n")
-    assert {c.status for c in check_configuration(file)} == {"fail"}
+    assert {c.status for c in check_configuration(file, machine.abilities)} == {"fail"}
 
 
 def test_inside_a_slurm_step_the_way_out_is_named(machine: Machine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -17,39 +18,56 @@ from pathlib import Path
 import pytest
 
 import monarch as package
-from tests.conftest import MonarchCommand, Tree, mounts, require_fuse
+from tests.conftest import MonarchCommand, Mounted, Tree, mounts, require_fuse
 
 ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "conf" / "slurm"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel and the sdist, built from a copy of what is shipped."""
-    directory = tmp_path_factory.mktemp("build")
-    checkout = directory / "checkout"
-    checkout.mkdir()
+EXTENSION = f"monarch/fuse/_datapath{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def checkout(directory: Path) -> Path:
+    """A copy of what is shipped, without what was built before."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
+        shutil.copy(ROOT / name, directory)
     shutil.copytree(
-        ROOT / "monarch", checkout / "monarch", ignore=shutil.ignore_patterns("__pycache__", "*.so")
-    )
-    # Without isolation: pip would fetch setuptools from the network, and it is here.
-    subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), "."],
-        cwd=checkout,
-        check=True,
-        capture_output=True,
+        ROOT / "monarch",
+        directory / "monarch",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
     )
     return directory
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(built: Path) -> None:
+def build(source: Path, output: Path, *kinds: str, **environment: str) -> str:
+    """Builds from ``source``; returns what was said."""
+    # Without isolation: pip would fetch setuptools from the network, and it is here.
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", *kinds, "--outdir", str(output), "."],
+        cwd=source,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel and the sdist it was built from."""
+    directory = tmp_path_factory.mktemp("build")
+    build(checkout(tmp_path_factory.mktemp("checkout")), directory)
+    return directory
+
+
+def test_the_wheel_holds_every_module_the_extension_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    assert wheel.name.startswith(f"monarch_fs-{package.__version__}-")
+    assert wheel.name.startswith(f"monarch_fs-{package.__version__}-cp")
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "monarch").rglob("*.py")} | {
-        "monarch/py.typed"
+        "monarch/py.typed",
+        EXTENSION,
     }
     assert modules <= names
     assert {name.split("/")[0] for name in names - modules} == {
@@ -63,43 +81,95 @@ def test_the_sdist_holds_what_a_build_needs(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "monarch/__init__.py"} <= names
+    assert c_files() <= names
+
+
+def c_files() -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in (ROOT / "monarch").rglob("*.[ch]")}
+
+
+def test_each_c_file_is_compiled_and_each_header_is_watched() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    named = {
+        kind: set(re.findall(r'"(monarch/[\w/]+\.[ch])"', line))
+        for kind, line in re.findall(r"^(sources|depends) = (\[[^]]*\])", text, re.MULTILINE)
+    }
+    assert named["sources"] == {name for name in c_files() if name.endswith(".c")}
+    assert named["depends"] == {name for name in c_files() if name.endswith(".h")}
+
+
+class Installed:
+    """A virtual environment with a wheel; its dependencies are found in this one's."""
+
+    def __init__(self, wheel: Path, directory: Path) -> None:
+        venv.create(directory / "venv", with_pip=False, symlinks=True)
+        self._directory = directory
+        self.bin = directory / "venv" / "bin"
+        # Where packages go is asked of the new environment.
+        ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        self.packages = self.run("python", "-c", ask).strip()
+        Path(self.packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run(
+            [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install"]
+            + ["-q", "--no-deps", "--no-index", str(wheel)],
+            check=True,
+            capture_output=True,
+        )
+
+    def run(self, program: str, *arguments: str, **environment: str) -> str:
+        done = subprocess.run(
+            [str(self.bin / program), *arguments],
+            cwd=self._directory,
+            env={k: v for k, v in {**os.environ, **environment}.items() if k != "PYTHONPATH"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return (
+            done.stdout
+            if done.returncode == 0
+            else f"{done.returncode}: {done.stdout}{done.stderr}"
+        )
 
 
 def test_the_installed_wheel_runs(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    # Where packages go is asked of the new environment; the dependencies are found in this one.
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = subprocess.run(
-        [str(python), "-c", ask], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(python), "install"]
-        + ["-q", "--no-deps", "--no-index", str(wheel)],
-        check=True,
-        capture_output=True,
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(tmp_path / "venv" / "bin" / "monarch"), "--version"],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert package.__version__ in done.stdout
-    located = subprocess.run(
-        [str(python), "-c", "import monarch; print(monarch.__file__)"],
-        cwd=tmp_path,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert located.stdout.startswith(packages)
+    installed = Installed(wheel, tmp_path)
+    assert package.__version__ in installed.run("monarch", "--version")
+    ask = "import monarch.fuse._datapath as it; print(it.__file__)"
+    assert installed.run("python", "-c", ask).strip() == f"{installed.packages}/{EXTENSION}"
+
+
+@pytest.mark.modes("auto")
+def test_without_a_compiler_the_installation_succeeds_and_a_mount_says_what_it_lacks(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    require_fuse()
+    source = tmp_path / "checkout"
+    source.mkdir()
+    said = build(checkout(source), tmp_path, "--wheel", CC="/bin/false")
+    assert 'building extension "monarch.fuse._datapath" failed' in said
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = Installed(wheel, tmp_path)
+    made = Mounted(monarch, tmp_path / "mnt", tree({"a": 1000}), tmp_path / "state", {})
+    made.path.mkdir()
+    monarch.mounted.append(made)
+    mount = ["mount", str(made.source), str(made.path), "--state", str(made.state)]
+    mount += ["--tier", f"{tmp_path / 'tier'}:1MiB"]
+    environment = monarch.environment()
+
+    asked = installed.run("monarch", *mount, "-o", "datapath=passthrough", **environment)
+    assert asked.startswith("8: ")
+    assert "datapath: passthrough is not possible: the native datapath is not built" in asked
+
+    installed.run("monarch", *mount, "-o", "datapath=relay", **environment)
+    assert (made.path / "a").read_bytes() == (made.source / "a").read_bytes()
+    mode = json.loads(installed.run("monarch", "status", str(made.path), "--json", **environment))
+    assert mode["mode"]["datapath"] == "python"
+    assert "is not built: install gcc" in mode["mode"]["why"]
+    assert "warn  datapath: python" in installed.run("monarch", "doctor", **environment)
+    made.umount()
 
 
 def test_each_dependency_says_what_it_is_for() -> None:

@@ -20,7 +20,7 @@ from monarch.doctor import SeenMount, seen_mounts
 from monarch.errors import MonarchError, UsageError
 from monarch.places import state_root
 from monarch.registry import MountRecord, Registry
-from monarch.report import Quantiles, StatusReport
+from monarch.report import Mode, Quantiles, StatusReport
 from monarch.text import escape_text
 from monarch.units import format_bytes
 
@@ -170,7 +170,7 @@ def _details(report: StatusReport, record: MountRecord) -> RenderableType:
         ("mount point", report.mountpoint),
         ("source", report.source),
         ("state", f"{report.state} for {up}, pid {report.pid}, version {report.version}"),
-        ("datapath", f"{report.mode.datapath} ({report.mode.why})"),
+        ("datapath", _mode(report.mode)),
         ("snapshot", _snapshot(report)),
         ("resident", _resident(report)),
         (
@@ -248,6 +248,11 @@ def _counted(name: str, rows: Iterable[tuple[str, str]]) -> Table:
     for kind, count in rows:
         table.add_row(Text(kind), count)
     return table
+
+
+def _mode(mode: Mode) -> str:
+    opens = ", no opens" if mode.open == "none" else ""
+    return f"{mode.datapath}{opens} ({mode.why})"
 
 
 def _snapshot(report: StatusReport) -> str:

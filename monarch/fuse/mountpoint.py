@@ -1,4 +1,4 @@
-"""The mount point: may we mount here, is a dead mount in the way, and how to take one away.
+"""The mount point: may we mount here, is a dead mount in the way, how to mount and take it away.
 
 The mount table is asked first and the directory itself last: touching a dead or hung mount may
 fail or hang.
@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import re
+import socket
 import stat
 import subprocess
 import threading
@@ -23,6 +24,8 @@ FS_TYPE = "fuse.monarch"
 # How long a mount may take to answer before it counts as hung. Seconds.
 _ANSWER_S = 5.0
 
+# As libfuse mounts; they are those of linux/mount.h.
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -149,6 +152,81 @@ def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:
 
 def _inside(path: str, directory: str) -> bool:
     return path.startswith(directory.rstrip("/") + "/")
+
+
+def mount(mountpoint: Path, name: str, *, allow_other: bool) -> int:
+    """Mount read-only and return the descriptor of the FUSE device, which is the mount's life.
+
+    ``name`` is shown as what is mounted. Root mounts by itself, others through fusermount3. Raises
+    FuseError.
+    """
+    device = _open_device()
+    mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
+    options = f"fd={device},rootmode={mode:o},user_id={os.geteuid()},group_id={os.getegid()}"
+    options += ",default_permissions" + (",allow_other" if allow_other else "")
+    done = _LIBC.mount(
+        name.encode(),
+        os.fsencode(mountpoint),
+        FS_TYPE.encode(),
+        ctypes.c_ulong(_MS_RDONLY | _MS_NOSUID | _MS_NODEV),
+        options.encode(),
+    )
+    if done == 0:
+        return device
+    number = ctypes.get_errno()
+    os.close(device)
+    if number != errno.EPERM:
+        raise FuseError(
+            f"cannot mount at {os.fspath(mountpoint)!r}: {os.strerror(number)}",
+            hint="run: monarch doctor",
+        )
+    return _mount_by_program(mountpoint, name, allow_other=allow_other)
+
+
+def _open_device() -> int:
+    try:
+        return os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        hint = {
+            errno.ENOENT: "load the kernel module: modprobe fuse",
+            errno.EACCES: "ask the administrator for access to /dev/fuse",
+            errno.EPERM: "allow the device in the container: --device /dev/fuse",
+        }.get(error.errno or 0, "run: monarch doctor")
+        raise FuseError(f"/dev/fuse: {error.strerror}", hint=hint) from error
+
+
+def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool) -> int:
+    """fusermount3 mounts for an ordinary user and hands the device's descriptor back."""
+    escaped = name.replace("\\", "\\\\").replace(",", "\\,")
+    options = f"ro,nosuid,nodev,default_permissions,subtype=monarch,fsname={escaped}"
+    options += ",allow_other" if allow_other else ""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            done = subprocess.run(
+                ["fusermount3", "-o", options, "--", os.fspath(mountpoint)],
+                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="backslashreplace",
+                timeout=30,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise FuseError("fusermount3 is missing", hint="install the package fuse3") from None
+        except subprocess.TimeoutExpired:
+            raise FuseError("fusermount3 does not come back") from None
+        if done.returncode != 0:
+            words = done.stderr.strip().replace("\n", "; ")
+            raise FuseError(
+                f"cannot mount at {os.fspath(mountpoint)!r}: {words}", hint="run: monarch doctor"
+            )
+        _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
+    (device,) = descriptors
+    os.set_inheritable(device, False)
+    return device
 
 
 def unmount(mountpoint: Path, *, lazy: bool = False) -> None:

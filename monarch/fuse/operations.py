@@ -17,6 +17,7 @@ import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 
 from monarch.errors import MonarchError
+from monarch.fuse.datapath import Datapath, split_handle
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
 
@@ -61,17 +62,24 @@ def _answered(
 class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over ``filesystem``. File and directory handles are inode numbers.
 
-    ``count_error`` is told the kind of an exception that nobody foresaw.
+    ``count_error`` is told the kind of an exception that nobody foresaw. ``datapath`` answers the
+    reads that it has passed on, so that their bytes do not go the way of the requests.
     """
 
     supports_dot_lookup = True
     enable_writeback_cache = False
 
-    def __init__(self, filesystem: FileSystem, count_error: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        filesystem: FileSystem,
+        count_error: Callable[[str], None],
+        datapath: Datapath | None,
+    ) -> None:
         super().__init__()
         self._filesystem = filesystem
         self._names = filesystem.names
         self._count_error = count_error
+        self._datapath = datapath
 
     def unforeseen(self, handler: str) -> None:
         self._count_error(f"handler-{handler}")
@@ -133,8 +141,13 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
+        ino, token = split_handle(fh)
+        data = await self._filesystem.read(ino, off, size)
+        if token and self._datapath is not None:
+            self._datapath.answer(token, data)
+            return b""
         # pyfuse3 takes any buffer and has done with it when it has replied.
-        return cast(bytes, await self._filesystem.read(Ino(fh), off, size))
+        return cast(bytes, data)
 
     @_answered
     async def release(self, fh: int) -> None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pyfuse3
 import trio
 
 from monarch.errors import FuseError
-from monarch.fuse.mountpoint import mount_at, unmount
+from monarch.fuse.datapath import Datapath
+from monarch.fuse.mountpoint import mount, mount_at, unmount
 from monarch.fuse.operations import Operations
 from monarch.types import Ino
 from monarch.units import KiB, MiB
@@ -35,39 +33,47 @@ _READ_AHEAD_BYTES = 1 * MiB
 
 
 class Session:
-    """The mount of ``operations`` at ``mountpoint``; ``source`` is shown as its device."""
+    """The mount of ``operations`` at ``mountpoint``; ``source`` is shown as its device.
+
+    With ``datapath`` that stands between the kernel and pyfuse3.
+    """
 
     def __init__(
-        self, operations: Operations, mountpoint: Path, source: bytes, *, allow_other: bool
+        self,
+        operations: Operations,
+        mountpoint: Path,
+        source: bytes,
+        *,
+        allow_other: bool,
+        datapath: Datapath | None,
     ) -> None:
         self._operations = operations
         self._mountpoint = mountpoint
         self._source = source
         self._allow_other = allow_other
+        self._datapath = datapath
         self._serving = False
         self._storing = threading.Lock()
 
     def mount(self) -> None:
         """Make the mount; the kernel's requests wait until ``serve``. Raises FuseError."""
-        _check_device()
-        name = self._source.decode("ascii", "backslashreplace").replace("\\", "\\\\")
-        options = {
-            "ro",
-            "default_permissions",
-            "subtype=monarch",
-            "fsname=" + name.replace(",", "\\,"),
-        }
-        if self._allow_other:
-            options.add("allow_other")
-        with _captured_stderr() as told:
-            try:
-                pyfuse3.init(self._operations, os.fspath(self._mountpoint), options)
-            except RuntimeError as error:
-                words = told().strip() or str(error)
-                raise FuseError(
-                    f"cannot mount at {os.fspath(self._mountpoint)!r}: {words}",
-                    hint="run: monarch doctor",
-                ) from error
+        name = self._source.decode("ascii", "backslashreplace")
+        device = fuse = mount(self._mountpoint, name, allow_other=self._allow_other)
+        try:
+            if self._datapath is not None:
+                fuse = self._datapath.start(device)
+            # So named, libfuse takes it for a device that is mounted already.
+            pyfuse3.init(self._operations, f"/dev/fd/{fuse}", set())
+        except (OSError, RuntimeError) as error:
+            # Whoever touched the mount waits until the device is closed.
+            if self._datapath is not None and fuse != device:
+                self._datapath.stop()
+            else:
+                os.close(device)
+            unmount(self._mountpoint, lazy=True)
+            raise FuseError(
+                f"cannot serve {os.fspath(self._mountpoint)!r}: {error}", hint="run: monarch doctor"
+            ) from error
         self._serving = True
 
     async def serve(self) -> None:
@@ -87,6 +93,8 @@ class Session:
             with suppress(FuseError):
                 unmount(self._mountpoint, lazy=True)
         pyfuse3.close(unmount=False)
+        if self._datapath is not None:
+            self._datapath.stop()
 
     def attributes_changed(self, ino: Ino) -> None:
         """Make the kernel ask again. It waits for nothing, so a request's own path may call it.
@@ -102,15 +110,25 @@ class Session:
             if error.errno != errno.ENOENT:
                 log.warning("the kernel did not take a change of inode %d: %s", ino, error)
 
+    def names_changed(self, directory: Ino) -> None:
+        """Make the kernel drop the listing that it keeps. No request of ours holds its pages."""
+        if self._serving:
+            with suppress(OSError):
+                pyfuse3.invalidate_inode(pyfuse3.InodeT(directory))
+
     def store_pages(self, ino: Ino, content: bytes) -> None:
         """Give the kernel the whole content of an inode that is being opened, in any thread.
 
         Nobody has the inode open yet, so no page of it can be locked by a read in flight.
         """
         with self._storing:
-            if self._serving:
-                with suppress(OSError):
-                    pyfuse3.notify_store(pyfuse3.InodeT(ino), 0, content)
+            if not self._serving:
+                return
+            if self._datapath is not None:
+                self._datapath.store(ino, content)
+                return
+            with suppress(OSError):
+                pyfuse3.notify_store(pyfuse3.InodeT(ino), 0, content)
 
     def widen_readahead(self) -> None:
         """Let the kernel ask for large pieces of a sequential reader's file, as root may.
@@ -130,34 +148,3 @@ async def answers(mountpoint: Path) -> None:
         await trio.to_thread.run_sync(os.stat, mountpoint, abandon_on_cancel=True)
     if patience.cancelled_caught:
         raise FuseError(f"the mount at {os.fspath(mountpoint)!r} does not answer")
-
-
-def _check_device() -> None:
-    try:
-        os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        hint = {
-            errno.ENOENT: "load the kernel module: modprobe fuse",
-            errno.EACCES: "ask the administrator for access to /dev/fuse",
-            errno.EPERM: "allow the device in the container: --device /dev/fuse",
-        }.get(error.errno or 0, "run: monarch doctor")
-        raise FuseError(f"/dev/fuse: {error.strerror}", hint=hint) from error
-
-
-@contextmanager
-def _captured_stderr() -> Iterator[Callable[[], str]]:
-    """Collect what libfuse and fusermount3 write to descriptor 2: it is the only reason given."""
-    with tempfile.TemporaryFile() as collected:
-        sys.stderr.flush()
-        saved = os.dup(2)
-        os.dup2(collected.fileno(), 2)
-
-        def told() -> str:
-            collected.seek(0)
-            return collected.read().decode(errors="backslashreplace")
-
-        try:
-            yield told
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)

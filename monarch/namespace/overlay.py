@@ -7,7 +7,7 @@ one thread, the event loop's; nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from monarch.namespace.schema import SnapshotSummary
@@ -16,10 +16,14 @@ from monarch.types import ROOT_INO, Attributes, Ino
 
 
 class Namespace:
-    """Answers as Snapshot does; ``refresh`` and ``forget`` note what is different."""
+    """Answers as Snapshot does; ``refresh`` and ``forget`` note what is different.
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    ``differs`` is told each inode of which that is so, for those who ask the snapshot itself.
+    """
+
+    def __init__(self, snapshot: Snapshot, differs: Callable[[Ino], None]) -> None:
         self._snapshot = snapshot
+        self._differs = differs
         self._refreshed: dict[Ino, Attributes] = {}
         self._gone: set[Ino] = set()
         self._moved: dict[Ino, bytes] = {}
@@ -50,6 +54,7 @@ class Namespace:
 
     def refresh(self, ino: Ino, attributes: Attributes) -> None:
         """The source tells other attributes than the snapshot; it may have the entry again."""
+        self._differs(ino)
         self._gone.discard(ino)
         self._refreshed[ino] = replace(
             attributes, ino=ino, parent=self._snapshot.attributes(ino).parent
@@ -59,6 +64,7 @@ class Namespace:
         """The source has the entry no more: neither ``lookup`` nor a listing shows it."""
         if ino == ROOT_INO:
             raise ValueError("the root of a mount cannot go")
+        self._differs(ino)
         self._refreshed.pop(ino, None)
         self._gone.add(ino)
 
@@ -67,6 +73,7 @@ class Namespace:
 
     def move(self, ino: Ino, path: bytes) -> None:
         """The source has a file no more under its first name, but still under ``path``."""
+        self._differs(ino)
         self._moved[ino] = path
 
     def lost(self, parent: Ino, name: bytes) -> Ino | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -47,6 +47,9 @@ from monarch.namespace.trailer import check_trailer
 from monarch.types import ROOT_INO, Attributes, Ino
 
 _KINDS = 0o170000
+
+# Told the table, the number and the content of a block.
+OnLoad = Callable[[bytes, int, memoryview], None]
 
 
 class _Mapping:
@@ -91,7 +94,7 @@ class _Mapping:
 class _Table:
     """The blocks of one table, each mapped and checked when first used."""
 
-    __slots__ = ("_lock", "_name", "_transaction", "_where", "views")
+    __slots__ = ("_lock", "_name", "_on_load", "_transaction", "_where", "views")
 
     def __init__(
         self,
@@ -106,7 +109,16 @@ class _Table:
         self._lock = lock
         self._name = name
         self._where = where
+        self._on_load: OnLoad | None = None
         self.views: list[memoryview | None] = [None] * (-(-count // BLOCK))
+
+    def on_load(self, call: OnLoad) -> None:
+        """``call`` is told of each block that was checked, of those so far at once."""
+        with self._lock:
+            self._on_load = call
+            for number, view in enumerate(self.views):
+                if view is not None:
+                    call(self._name, number, view)
 
     def block(self, number: int) -> memoryview:
         view = self.views[number]
@@ -118,6 +130,8 @@ class _Table:
             if view is None:
                 view = _value(self._transaction, key(self._name, number), where=self._where)
                 self.views[number] = view
+                if self._on_load is not None:
+                    self._on_load(self._name, number, view)
             return view
 
 
@@ -205,6 +219,14 @@ class Snapshot:
 
     def info(self) -> SnapshotSummary:
         return self._info
+
+    def on_load(self, call: OnLoad) -> None:
+        """``call`` is told of each block of the tables, in any thread, once it has been checked.
+
+        The blocks stay until ``close``.
+        """
+        for table in (self._inodes, self._names, self._links, self._firsts):
+            table.on_load(call)
 
     def curve(self) -> npt.NDArray[np.uint64]:
         """Bytes of regular files in each of the BUCKETS buckets."""

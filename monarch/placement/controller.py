@@ -84,6 +84,11 @@ class Controller:
             return None
         return self._promote(item, forced=self._residency.is_forced(item.ino))
 
+    def accessed(self, ino: Ino, tier: int) -> None:
+        """Opened by who did not ask, from a copy (tier > 0) that may have left since."""
+        if tier != SOURCE and self._residency.tier_of(ino) == tier:
+            self._policy.accessed(ino, tier)
+
     def warm(self, item: Item) -> Promote | None:
         """A person asks for the item: only the room counts, not what the policy would admit."""
         if self._residency.tier_of(item.ino) != SOURCE:

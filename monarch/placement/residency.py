@@ -1,13 +1,15 @@
 """Where every inode's bytes are, and what is known of them: two bytes per inode, all O(1).
 
-The first byte is the tier (0 the source only, k tier k). It may live in memory that the caller
-gives, so that a data path outside the interpreter can read it. The second holds flags:
+The first byte is the tier (0 the source only, k tier k), the second holds the marks below. A
+datapath outside the interpreter reads both tables while they change.
 
     WANTED      admitted, not resident yet
     FORCED      wanted because a person asked, so admission by the policy's own rule does not apply
     COPYING     a flight is queued or running, and the ledger holds a reservation for it
     UNVERIFIED  the copy must be verified before its first use
     CHANGED     the kernel may hold pages of an older content: the next open must not keep them
+    DIFFERS     the snapshot is not what the mount shows of it: it was refreshed, or is gone
+    SERVED      bytes of it were given for reads that no open came before
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ MAX_TIER = 255
 
 _WANTED = 1
 _FORCED = 2
-_COPYING = 4
+COPYING = 4
 _UNVERIFIED = 8
 _CHANGED = 16
+DIFFERS = 32
+_SERVED = 64
+
+# Marks with which a copy must not be used before somebody has looked at it.
+UNUSABLE = _UNVERIFIED | _CHANGED | DIFFERS
 
 # Large enough to make numpy's cost per call vanish, small enough to find a near mark at once.
 _SCAN_INODES = 1 << 16
@@ -61,6 +68,16 @@ class Residency:
     @property
     def entries(self) -> int:
         return len(self._flags) - 1
+
+    @property
+    def tiers_table(self) -> memoryview:
+        """The tier of each inode, as it changes; index 0 is no inode."""
+        return memoryview(self._tiers).toreadonly()
+
+    @property
+    def marks_table(self) -> memoryview:
+        """The marks of each inode, as they change; index 0 is no inode."""
+        return memoryview(self._flags).toreadonly()
 
     @property
     def wanted(self) -> int:
@@ -141,13 +158,13 @@ class Residency:
             first += _SCAN_INODES
 
     def start_copy(self, ino: Ino) -> None:
-        self._flags[ino] |= _COPYING
+        self._flags[ino] |= COPYING
 
     def end_copy(self, ino: Ino) -> None:
-        self._flags[ino] &= ~_COPYING
+        self._flags[ino] &= ~COPYING
 
     def is_copying(self, ino: Ino) -> bool:
-        return bool(self._flags[ino] & _COPYING)
+        return bool(self._flags[ino] & COPYING)
 
     def mark_all_unverified(self) -> None:
         """After an unclean end: every copy must be verified before its first use."""
@@ -169,3 +186,12 @@ class Residency:
 
     def is_changed(self, ino: Ino) -> bool:
         return bool(self._flags[ino] & _CHANGED)
+
+    def mark_differing(self, ino: Ino) -> None:
+        self._flags[ino] |= DIFFERS
+
+    def mark_served(self, ino: Ino) -> None:
+        self._flags[ino] |= _SERVED
+
+    def is_served(self, ino: Ino) -> bool:
+        return bool(self._flags[ino] & _SERVED)

@@ -155,6 +155,11 @@ class Tier:
 
     # -- copies ----------------------------------------------------------------------------
 
+    @property
+    def directory(self) -> int:
+        """The descriptor of the generation in use: what ``copy_name`` names is beneath it."""
+        return self._generation
+
     def open(self, ino: Ino, size: int) -> int:
         """A descriptor of the committed copy. Raises OSError, ESTALE if it has another size."""
         fd = os.open(
@@ -287,7 +292,7 @@ class Staged:
     def size(self) -> int:
         return self._size
 
-    def append(self, data: bytes) -> None:
+    def append(self, data: bytes | memoryview) -> None:
         """The next bytes of the copy. Holes stay holes. Raises OSError, also ENOSPC."""
         self._digest.update(data)
         if len(data) == _CHUNK and data == _ZEROS:

@@ -110,6 +110,11 @@ class Source:
     def close(self) -> None:
         os.close(self._root)
 
+    @property
+    def directory(self) -> int:
+        """The descriptor of the root."""
+        return self._root
+
     def status(self, path: bytes) -> os.stat_result:
         return lstat_beneath(self._root, path)
 

@@ -32,7 +32,7 @@ class Content:
 
     ino: Ino
     identity: Identity
-    data: bytes
+    data: bytes | memoryview
 
 
 def commit_contents(

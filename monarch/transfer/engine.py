@@ -81,7 +81,7 @@ class Flight:
 
     promote: Promote
     identity: Identity
-    content: bytes | None = None
+    content: bytes | memoryview | None = None
     file: SourceFile | None = None
 
 
@@ -191,7 +191,7 @@ class Engine:
         promote: Promote,
         identity: Identity,
         *,
-        content: bytes | None = None,
+        content: bytes | memoryview | None = None,
         file: SourceFile | None = None,
     ) -> bool:
         """Take a promotion, or put it back as wanted; never waits. ``file`` is retained."""
@@ -329,7 +329,7 @@ class Engine:
             offset = 0
             while offset < size:
                 count = min(TURN_BYTES, size - offset)
-                await self._courtesy(file, offset + count)
+                await self._courtesy(ino, file, offset + count)
                 await trio.sleep(self._bucket.take(count, trio.current_time()))
                 turn = await self._source_threads.run(read_turn, file, offset, count)
                 self._metrics.source_reads[1] += turn.reads
@@ -351,7 +351,7 @@ class Engine:
         # Claimed before the first wait: other workers are as far.
         self._held_bytes += size
         try:
-            await self._courtesy(file, size)
+            await self._courtesy(flight.promote.ino, file, size)
             await trio.sleep(self._bucket.take(size, trio.current_time()))
             if file is None:
                 path = self._names.path(flight.promote.ino)
@@ -372,11 +372,11 @@ class Engine:
         except OSError as error:
             raise _tier_error(error.errno, error.strerror) from error
 
-    async def _courtesy(self, file: SourceFile | None, end: int) -> None:
+    async def _courtesy(self, ino: Ino, file: SourceFile | None, end: int) -> None:
         """Let readers of the source go first, unless one has just read the bytes up to ``end``."""
         patience = trio.current_time() + _COURTESY_S
         while (
-            (file is None or file.read_up_to < end)
+            (file is None or max(file.read_up_to, self._readers.reached(ino)) < end)
             and self._readers.busy(trio.current_time())
             and trio.current_time() < patience
         ):

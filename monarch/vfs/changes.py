@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 class Changes:
     """``bindings`` are the open inodes. ``remove_copy`` takes an inode and the tier to clear.
 
-    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date.
+    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
+    ``names_changed`` that the listing of a directory is. ``is_held_elsewhere`` says whether
+    somebody has a copy open beside the bindings, and has its last release told.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Changes:
         metrics: Metrics,
         remove_copy: Callable[[Ino, int], None],
         attributes_changed: Callable[[Ino], None],
+        names_changed: Callable[[Ino], None],
+        is_held_elsewhere: Callable[[Ino], bool],
     ) -> None:
         self._inquiry = inquiry
         self._names = names
@@ -54,6 +58,8 @@ class Changes:
         self._metrics = metrics
         self._remove_copy = remove_copy
         self._attributes_changed = attributes_changed
+        self._names_changed = names_changed
+        self._is_held_elsewhere = is_held_elsewhere
         self._limiter = Limiter(60.0)
 
     async def look_again(self, ino: Ino) -> None:
@@ -74,10 +80,10 @@ class Changes:
             raise self._gone(ino)
         if identity_of(status) == known.identity and status.st_mode == known.mode:
             return
-        binding = self._bindings.get(ino)
-        if binding is not None and _keeps_old_bytes(binding, known, status):
-            # All who have it open see one version whole, its size included.
-            binding.outdated = True
+        if self._is_held(known, status):
+            # All who have it open see one version whole, its size included. Who comes when they
+            # are done finds the mark.
+            self._residency.mark_changed(ino)
             fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
         else:
             self.forget_copy(ino)
@@ -89,6 +95,19 @@ class Changes:
             # The kernel let the caller in by what it knew: told this, it looks at the mode anew.
             raise SourceError(f"{self._inquiry.told(ino)}: access changed", errno=errno.ESTALE)
 
+    def _is_held(self, known: Attributes, status: os.stat_result) -> bool:
+        """Whether readers have other bytes open than the source has now; it is then outdated."""
+        then = (known.size, known.mtime_ns, known.source_ino)
+        if (status.st_size, status.st_mtime_ns, status.st_ino) == then:
+            return False
+        binding = self._bindings.get(known.ino)
+        if binding is None:
+            return self._is_held_elsewhere(known.ino)
+        if binding.file is not None and status.st_ino == known.source_ino:
+            return False  # written in place: readers see it as readers of the source do
+        binding.outdated = True
+        return True
+
     async def find_again(self, ino: Ino) -> None:
         """Ask the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
         status = await self._inquiry.status(ino, self._names.path(ino))
@@ -96,6 +115,7 @@ class Changes:
             raise self._gone(ino)
         if self._names.is_gone(ino):
             self._names.refresh(ino, _refreshed(self._names.attributes(ino), status))
+            self._names_changed(self._names.attributes(ino).parent)
             log.info("%s is back at the source", self._inquiry.told(ino))
 
     async def _can_be_gone(self, known: Attributes) -> bool:
@@ -126,6 +146,7 @@ class Changes:
         if not self._names.is_gone(ino):
             self.forget_copy(ino)
             self._names.forget(ino)
+            self._names_changed(self._names.attributes(ino).parent)
             self._noticed(ino, what)
 
     def _gone(self, ino: Ino) -> SourceError:
@@ -178,14 +199,6 @@ class Changes:
             return 0
         self._remove_copy(ino, tier)
         return size
-
-
-def _keeps_old_bytes(binding: Binding, known: Attributes, status: os.stat_result) -> bool:
-    """Whether the source has other bytes now than those that readers have open."""
-    if binding.file is not None and status.st_ino == known.source_ino:
-        return False  # written in place: readers see it as readers of the source do
-    then = (known.size, known.mtime_ns, known.source_ino)
-    return (status.st_size, status.st_mtime_ns, status.st_ino) != then
 
 
 def _refreshed(known: Attributes, status: os.stat_result) -> Attributes:

@@ -3,6 +3,9 @@
 An open asks for the best place that holds the file and binds the inode to it (``handles``). A
 small file that is only at the source is fetched once, whole, by whoever comes first; the others
 wait for the same flight. Names and attributes never ask the source.
+
+A kernel that tells no opens (``open: none``) only reads: the first read of a file then binds it as
+an open would, and the binding stays until its bytes were all given or nobody asks any more.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from monarch.types import Attributes, Identity, Ino
 from monarch.vfs.changes import Changes
 from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
+from monarch.vfs.served import Account, FastPath
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,11 @@ XATTR_DIGEST = b"user.monarch.digest"
 # it can be read is being written: its reader gets ESTALE.
 _ATTEMPTS = 3
 
+# How long a binding that no open made is kept after the last read, and how often that is looked
+# at. Seconds.
+_VISIT_S = 1.0
+_VISIT_STEP_S = 0.25
+
 
 class Flight(Protocol):
     """A copy under way, as far as a reader cares: bytes or an open file it may share."""
@@ -51,7 +60,7 @@ class Flight(Protocol):
     @property
     def identity(self) -> Identity: ...
     @property
-    def content(self) -> bytes | None: ...
+    def content(self) -> bytes | memoryview | None: ...
     @property
     def file(self) -> SourceFile | None: ...
 
@@ -64,7 +73,7 @@ class Movement(Protocol):
         promote: Promote,
         identity: Identity,
         *,
-        content: bytes | None = None,
+        content: bytes | memoryview | None = None,
         file: SourceFile | None = None,
     ) -> bool: ...
     def flight(self, ino: Ino) -> Flight | None: ...
@@ -84,8 +93,11 @@ class _Opening:
 class FileSystem:
     """One mount. Everything here runs on the event loop; what may wait goes to a thread.
 
-    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date.
-    ``verify`` says when a copy is checked before use (``config.MountSettings.verify``).
+    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
+    ``names_changed`` that a directory's listing is. ``store_pages`` gives it the bytes of a file
+    that is being opened. ``verify`` says when a copy is checked before use
+    (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
+    thing; ``opens_are_told`` is False if the kernel only reads.
     """
 
     def __init__(
@@ -105,7 +117,10 @@ class FileSystem:
         tier_threads: Threads,
         verify: Literal["unclean", "open", "never"],
         attributes_changed: Callable[[Ino], None],
+        names_changed: Callable[[Ino], None],
         store_pages: Callable[[Ino, bytes], None],
+        fast: FastPath | None,
+        opens_are_told: bool,
     ) -> None:
         self.names = names
         self._inquiry = inquiry
@@ -121,6 +136,11 @@ class FileSystem:
         self._tier_threads = tier_threads
         self._verify = verify
         self._store_pages = store_pages
+        self._fast = fast
+        self._opens_are_told = opens_are_told
+        # When a binding that no open made may go.
+        self._visits: dict[Ino, float] = {}
+        self._visited = trio.Event()
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0
@@ -133,12 +153,34 @@ class FileSystem:
             metrics=metrics,
             remove_copy=movement.remove_copy,
             attributes_changed=attributes_changed,
+            names_changed=names_changed,
+            is_held_elsewhere=fast.outdate if fast is not None else lambda _: False,
+        )
+        self._account = (
+            None
+            if fast is None
+            else Account(
+                fast,
+                controller=controller,
+                epochs=epochs,
+                metrics=metrics,
+                keep=self._keep_fetched,
+                release=self.release,
+                forget_copy=self.changes.forget_copy,
+            )
         )
 
     @property
     def open_files(self) -> int:
         """Opens that were not released yet."""
+        if self._fast is not None:
+            return self._fast.open_files()
         return sum(binding.users for binding in self._bindings.values())
+
+    @property
+    def backing_ids(self) -> int:
+        """Files that the kernel was given to read itself."""
+        return 0 if self._fast is None else self._fast.backing_ids()
 
     @property
     def tier_numbers(self) -> Sequence[int]:
@@ -153,20 +195,9 @@ class FileSystem:
         not, ESTALE if it changes all the time.
         """
         started = time.perf_counter()
-        while (binding := self._bindings.get(ino)) is None:
-            opening = self._openings.get(ino)
-            if opening is not None:
-                await opening.done.wait()
-                continue
-            opening = self._openings[ino] = _Opening()
-            try:
-                binding = await self._bind(ino)
-                self._bindings[ino] = binding
-            finally:
-                del self._openings[ino]
-                opening.done.set()
-            break
-        binding.users += 1
+        if self._account is not None:
+            self._account.note_opens()
+        binding = await self._enter(ino, renew=True, store=True)
         if binding.users > 1 and binding.file is not None:
             try:
                 await self.changes.notice_rewriting(binding.file, ino)
@@ -175,26 +206,127 @@ class FileSystem:
                 raise
         keep_pages = not self._residency.is_changed(ino)
         self._residency.unmark_changed(ino)
-        self._metrics.opened(binding.tier, time.perf_counter() - started)
-        self._epochs.opened(ino, binding.tier != SOURCE)
+        self._hand_over(binding)
+        self._count_open(binding, started)
         return keep_pages
 
-    async def read(self, ino: Ino, offset: int, size: int) -> bytes | bytearray:
+    def _count_open(self, binding: Binding, started: float) -> None:
+        self._metrics.opened(binding.tier, time.perf_counter() - started)
+        self._epochs.opened(binding.ino, binding.tier != SOURCE)
+
+    async def _enter(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
+        """The binding of ``ino``, with one more user. ``renew``: also of a newer version.
+
+        ``store``: nobody reads it yet, so its bytes may go to the kernel's pages. A read that waits
+        has locked them, and storing would wait for it for ever.
+        """
+        while (binding := self._bindings.get(ino)) is None:
+            opening = self._openings.get(ino)
+            if opening is not None:
+                await opening.done.wait()
+                continue
+            opening = self._openings[ino] = _Opening()
+            try:
+                binding = await self._bind(ino, renew=renew, store=store)
+                self._bindings[ino] = binding
+            finally:
+                del self._openings[ino]
+                opening.done.set()
+            break
+        binding.users += 1
+        return binding
+
+    def _hand_over(self, binding: Binding) -> None:
+        """Let the fast path read what is bound to a descriptor; what it cannot comes here."""
+        if self._fast is None:
+            return
+        fd = binding.file.fd if binding.file is not None else binding.fd
+        if fd >= 0:
+            size = self.names.attributes(binding.ino).size
+            self._fast.bind(binding.ino, fd, tier=binding.tier, size=size)
+
+    async def read(self, ino: Ino, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Up to ``size`` bytes from ``offset`` on of an inode that is open; short only at its end.
 
         Raises SourceError.
         """
         started = time.perf_counter()
-        binding = self._bindings[ino]
-        data: bytes | bytearray
-        if binding.content is not None:
-            data = binding.content[offset : offset + size]
-        elif binding.fd >= 0:
-            data = await self._read_tier(binding, offset, size)
-        else:
-            data = await self._read_source(binding, offset, size)
+        binding = self._bindings.get(ino) or await self._visit(ino)
+        if offset == 0 and not self._opens_are_told:
+            if self._account is not None:
+                self._account.note_opens()
+            self._count_open(binding, started)
+        # Its caller may be killed and the file released while its bytes are under way.
+        binding.users += 1
+        try:
+            data = await self._read_from(binding, offset, size)
+        finally:
+            self.release(ino)
         self._metrics.read(binding.tier, len(data), time.perf_counter() - started)
+        if ino in self._visits:
+            binding.left -= len(data)
+            self._visits[ino] = trio.current_time() + _VISIT_S
+            if binding.left <= 0:
+                self._end_visit(ino)
         return data
+
+    async def _read_from(
+        self, binding: Binding, offset: int, size: int
+    ) -> bytes | bytearray | memoryview:
+        if binding.content is not None:
+            return binding.content[offset : offset + size]
+        if binding.fd >= 0:
+            return await self._read_tier(binding, offset, size)
+        return await self._read_source(binding, offset, size)
+
+    async def _visit(self, ino: Ino) -> Binding:
+        """Bind an inode for reads that no open came before. Raises SourceError.
+
+        Somebody may have the file open and have read a part of it. If the source has another
+        version by now, its reads fail with ESTALE from now on, instead of mixing the two.
+        """
+        seen = (
+            self._opens_are_told
+            or self._residency.is_served(ino)
+            or (self._fast is not None and self._fast.was_given(ino))
+        )
+        if seen and self._residency.is_changed(ino):
+            raise self._changed_under_reader(ino)
+        try:
+            binding = await self._enter(ino, renew=not seen, store=False)
+        except SourceError as error:
+            if error.errno == errno.ESTALE:
+                # Its owner and mode may not be those by which the kernel has let the reader in.
+                self._residency.mark_served(ino)
+            raise
+        if not seen:
+            self._residency.unmark_changed(ino)
+        if ino in self._visits:
+            binding.users -= 1  # another read was faster
+        self._residency.mark_served(ino)
+        self._visits[ino] = trio.current_time() + _VISIT_S
+        self._visited.set()
+        return binding
+
+    def _end_visit(self, ino: Ino) -> None:
+        del self._visits[ino]
+        self.release(ino)
+
+    async def expire_visits(self) -> None:
+        """Let go of what is read no more, until cancelled."""
+        while True:
+            await self._visited.wait()
+            await trio.sleep(_VISIT_STEP_S)
+            now = trio.current_time()
+            for ino in [ino for ino, until in self._visits.items() if until < now]:
+                self._end_visit(ino)
+            if not self._visits:
+                self._visited = trio.Event()
+
+    def note_served(self) -> None:
+        """Bring what the fast path has served into the books."""
+        if self._account is not None:
+            self._account.note_all()
 
     def release(self, ino: Ino) -> None:
         binding = self._bindings[ino]
@@ -212,6 +344,7 @@ class FileSystem:
         for binding in self._bindings.values():
             binding.close()
         self._bindings.clear()
+        self._visits.clear()
 
     async def attributes(self, ino: Ino) -> Attributes:
         """What ``stat`` tells; asks the source only for a file that was gone and is not open.
@@ -224,7 +357,7 @@ class FileSystem:
 
     # -- binding -------------------------------------------------------------------------------
 
-    async def _bind(self, ino: Ino) -> Binding:
+    async def _bind(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
         if self.names.is_gone(ino):
             await self.changes.find_again(ino)
         for _ in range(_ATTEMPTS):
@@ -233,11 +366,16 @@ class FileSystem:
             if binding is not None:
                 return binding
             try:
-                return await self._bind_source(attributes)
+                return await self._bind_source(attributes, store=store)
             except SourceChanged:
                 await self.changes.look_again(ino)
-        raise SourceError(
-            f"{self._inquiry.told(ino)}: changes faster than it can be read", errno=errno.ESTALE
+                if not renew:
+                    break
+        raise self._changed_under_reader(ino)
+
+    def _changed_under_reader(self, ino: Ino) -> SourceError:
+        return SourceError(
+            f"{self._inquiry.told(ino)}: changed while it was read", errno=errno.ESTALE
         )
 
     async def _bind_tier(self, attributes: Attributes) -> Binding | None:
@@ -295,18 +433,19 @@ class FileSystem:
             binding.close()
         return None
 
-    async def _bind_source(self, attributes: Attributes) -> Binding:
+    async def _bind_source(self, attributes: Attributes, *, store: bool) -> Binding:
         """Open at the source; take a small file whole. Raises SourceChanged, SourceError."""
         ino, size = attributes.ino, attributes.size
         path = self.names.path(ino)
         promote = self._controller.opened(self._item(attributes))
         file: SourceFile | None = None
         fetched: Fetched | None = None
+        store = store and not self._residency.is_changed(ino)
         try:
             small = size <= self._limits.inline_max
             if small and self._held_bytes + size <= self._limits.buffer_max:
                 fetched = await self._inquiry.ask(
-                    ino, self._fetch_and_store, ino, path, attributes.identity
+                    ino, self._fetch, ino, path, attributes.identity, store
                 )
             else:
                 file = await self._inquiry.ask(ino, self._open, path, attributes.identity)
@@ -324,13 +463,22 @@ class FileSystem:
         assert fetched is not None
         self._metrics.source_reads[0] += fetched.reads
         self._metrics.source_bytes[0] += len(fetched.data)
-        if fetched.data:
+        if fetched.data and store:
             # The kernel has the bytes and will not ask: this is the read.
             self._metrics.given(SOURCE, len(fetched.data))
         if promote is not None:
             self._movement.submit(promote, attributes.identity, content=fetched.data)
         self._held_bytes += len(fetched.data)
         return Binding(ino, size, content=fetched.data)
+
+    def _keep_fetched(self, ino: Ino, content: memoryview) -> None:
+        """The fast path has fetched a file as the snapshot tells of it: a copy of it, or none."""
+        attributes = self.names.attributes(ino)
+        if self._residency.is_changed(ino) or self.names.is_gone(ino):
+            return
+        promote = self._controller.opened(self._item(attributes))
+        if promote is not None:
+            self._movement.submit(promote, attributes.identity, content=content)
 
     def _open(self, path: bytes, identity: Identity) -> SourceFile:
         file = self._inquiry.source.open(path)
@@ -339,10 +487,10 @@ class FileSystem:
             raise SourceChanged("not the version that the snapshot tells of")
         return file
 
-    def _fetch_and_store(self, ino: Ino, path: bytes, identity: Identity) -> Fetched:
-        """In a thread: the bytes go to the kernel's pages at once, so no READ asks for them."""
+    def _fetch(self, ino: Ino, path: bytes, identity: Identity, store: bool) -> Fetched:
+        """In a thread. With ``store`` the kernel gets the bytes at once: no READ asks for them."""
         fetched = self._inquiry.source.fetch(path, identity)
-        if fetched.data and not self._residency.is_changed(ino):
+        if fetched.data and store:
             self._store_pages(ino, fetched.data)
         return fetched
 
@@ -425,6 +573,8 @@ class FileSystem:
         """The value of ``user.monarch.*`` of a regular file, None where there is none."""
         if not self.names.attributes(ino).is_file:
             return None
+        if self._account is not None:
+            self._account.note_opens()
         tier = self._residency.tier_of(ino)
         if name == XATTR_TIER:
             return self._metrics.names[tier].encode()

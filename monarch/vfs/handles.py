@@ -18,9 +18,21 @@ class Binding:
 
     ``tier`` is where the bytes come from: SOURCE for ``content`` and ``file``. ``users`` counts
     the opens that were not released yet. ``outdated``: the source has another version by now.
+    ``left`` are the bytes that were not given to reads that no open came before.
     """
 
-    __slots__ = ("_lost_fd", "content", "fd", "file", "ino", "outdated", "size", "tier", "users")
+    __slots__ = (
+        "_lost_fd",
+        "content",
+        "fd",
+        "file",
+        "ino",
+        "left",
+        "outdated",
+        "size",
+        "tier",
+        "users",
+    )
 
     def __init__(
         self,
@@ -30,10 +42,11 @@ class Binding:
         tier: int = SOURCE,
         fd: int = -1,
         file: SourceFile | None = None,
-        content: bytes | None = None,
+        content: bytes | memoryview | None = None,
     ) -> None:
         self.ino = ino
         self.size = size
+        self.left = size
         self.tier = tier
         self.fd = fd
         self.file = file

@@ -18,6 +18,7 @@ import click
 import pytest
 import trio
 
+from monarch import doctor
 from monarch.cli import evict, status, warm
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
@@ -28,6 +29,8 @@ from tests.reports import a_report
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state of a user on a node that has no other mounts, though this machine may have some."""
+    monkeypatch.setattr(doctor, "mount_table", lambda: [])
     for module in (status, warm, evict):
         monkeypatch.setattr(module, "state_root", lambda: tmp_path)
     return tmp_path
@@ -112,7 +115,7 @@ async def test_the_details_show_tiers_epochs_errors_and_the_log(
         "75%",
         "tier:nvme:EIO",
         str(state / "daemon.log"),
-        "python (the datapath is not built)",
+        "relay, no opens (files of 150 KiB on average fit twice into 64 GiB of memory)",
         "≤ 50 us",
         "> 10 s",
         "100 opens and 9 MiB by copies",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,22 @@ def read_through(path: Path) -> bytes:
         content = file.readall()
         forget_pages(file.fileno())
         return content
+
+
+@contextmanager
+def asked_for(mounted: Mounted, name: str) -> Iterator[None]:
+    """A file is open; or where no open is told, another process waits for its first bytes."""
+    path = mounted.path / name
+    if mounted.cli.mode != "no_open":
+        with path.open("rb", buffering=0):
+            yield
+        return
+    command = [sys.executable, "-c", "import sys; open(sys.argv[1], 'rb').read(1)", str(path)]
+    reader = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        reader.wait(PATIENCE_S)
 
 
 def epoch(mounted: Mounted, content: Mapping[str, bytes], order: Iterable[str] = ()) -> None:

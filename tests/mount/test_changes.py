@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.slowfs import SlowSource
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, settled, wait_until
@@ -85,6 +85,7 @@ def refreshing(mounted: Mounted) -> list[str]:
     return [problem for problem in account(mounted)["health"] if "--refresh" in problem]
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_a_change_before_the_first_open_gives_the_new_bytes_at_once(
     monarch: MonarchCommand, tree: Tree, size: int
@@ -165,6 +166,7 @@ def test_with_freshness_never_a_resident_file_stays_as_it_was_copied(
     assert account(refreshed)["health"] == []
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_with_a_ttl_a_change_is_noticed_while_mounted(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"file": SMALL})
     mounted = monarch.mount(source, options=["snapshot.freshness=ttl:1s"])
@@ -177,6 +179,7 @@ def test_with_a_ttl_a_change_is_noticed_while_mounted(monarch: MonarchCommand, t
     assert (mounted.path / "file").read_bytes() == (source / "file").read_bytes()
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_resident_file_that_changes_while_it_is_open_is_served_whole_until_it_is_closed(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -203,6 +206,7 @@ def test_a_resident_file_that_changes_while_it_is_open_is_served_whole_until_it_
         assert (mounted.path / name).read_bytes() == (source / name).read_bytes() != old[name]
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_an_open_file_keeps_its_version_and_the_next_open_has_the_new_one(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -221,6 +225,7 @@ def test_an_open_file_keeps_its_version_and_the_next_open_has_the_new_one(
         assert (mounted.path / name).read_bytes() == (source / name).read_bytes() != old[name]
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_truncated_while_it_is_read_ends_early(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"large": 40_000_000})
     old = (source / "large").read_bytes()
@@ -234,6 +239,7 @@ def test_a_file_truncated_while_it_is_read_ends_early(monarch: MonarchCommand, t
     assert (mounted.path / "large").read_bytes() == old[:30_000_000]
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_deleted_file_is_enoent_and_leaves_the_listing(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -272,6 +278,7 @@ def test_a_resident_file_deleted_at_the_source_is_enoent_after_the_next_mount(
     wait_for_copies(again, 1)
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_deleted_while_it_is_open_can_be_read_to_its_end(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -289,6 +296,7 @@ def test_a_file_deleted_while_it_is_open_can_be_read_to_its_end(
             os.open(mounted.path / name, os.O_RDONLY)
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_rewritten_while_it_is_open_is_not_mixed_at_the_next_open(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -304,6 +312,7 @@ def test_a_file_rewritten_while_it_is_open_is_not_mixed_at_the_next_open(
         assert (mounted.path / "large").read_bytes() == (source / "large").read_bytes()
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_rewritten_while_it_is_copied_is_not_mixed(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -432,7 +441,7 @@ def test_a_source_that_is_stale_as_a_whole_has_not_lost_its_files(
     monarch.expects_log("source: 'd/small': Stale file handle")
     for name in ("d/small", "d/large"):
         with pytest.raises(OSError) as caught:
-            promptly(partial(os.open, mounted.path / name, os.O_RDONLY))
+            promptly((mounted.path / name).read_bytes)
         assert caught.value.errno == errno.ESTALE
         os.stat(mounted.path / name)
     assert sorted(os.listdir(mounted.path / "d")) == ["large", "small"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts, processes
+from tests.conftest import EVERY_MODE, MonarchCommand, Mounted, Tree, contents, mounts, processes
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import (
@@ -31,7 +31,8 @@ from tests.mount.command import (
     wait_until,
 )
 
-pytestmark = needs_fuse
+# How reads are served has nothing to do with it, but where a test says so.
+pytestmark = [needs_fuse, pytest.mark.modes("auto")]
 
 needs_slow_source = pytest.mark.skipif(
     slowfs.unavailable() is not None, reason=slowfs.unavailable() or ""
@@ -195,6 +196,7 @@ def test_a_signal_to_the_daemon_is_a_clean_end(
 
 
 @needs_slow_source
+@pytest.mark.modes(*EVERY_MODE)
 def test_sigterm_amid_readers_and_a_large_copy_ends_at_once_and_leaves_no_stage(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -204,12 +206,16 @@ def test_sigterm_amid_readers_and_a_large_copy_ends_at_once_and_leaves_no_stage(
         slow.rules("read_MBps 20")
         made = monarch.mount(slow.path, tiers={"fast": "1GiB"})
         wrong: list[str] = []
+        opened = threading.Barrier(5, timeout=30)
         readers = [
-            threading.Thread(target=_read_on, args=(made.path / "large", str(n), size, wrong))
+            threading.Thread(
+                target=_read_on, args=(made.path / "large", str(n), size, opened, wrong)
+            )
             for n in range(4)
         ]
         for reader in readers:
             reader.start()
+        opened.wait()
         wait_until(lambda: made.stages() != [], "no copy is under way")
         began = time.monotonic()
         os.kill(made.pid, signal.SIGTERM)
@@ -224,11 +230,14 @@ def test_sigterm_amid_readers_and_a_large_copy_ends_at_once_and_leaves_no_stage(
     assert ended_cleanly(made.state)
 
 
-def _read_on(directory: Path, name: str, size: int, wrong: list[str]) -> None:
+def _read_on(
+    directory: Path, name: str, size: int, opened: threading.Barrier, wrong: list[str]
+) -> None:
     """Read until the mount is gone: right bytes, then an error."""
     expected = contents(f"large/{name}", size)
     try:
         with (directory / name).open("rb", buffering=0) as file:
+            opened.wait()
             at = 0
             while piece := file.read(1 << 20):
                 if piece != expected[at : at + len(piece)]:
@@ -244,6 +253,7 @@ def _read_on(directory: Path, name: str, size: int, wrong: list[str]) -> None:
 # -- umount ------------------------------------------------------------------------------------
 
 
+@pytest.mark.modes(*EVERY_MODE)
 def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -288,16 +298,18 @@ def test_the_system_s_own_umount_ends_the_daemon_cleanly(
 # -- death -------------------------------------------------------------------------------------
 
 
+@pytest.mark.modes(*EVERY_MODE)
 def test_a_killed_daemon_is_told_at_once_and_the_next_mount_repairs_it(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
-    made = monarch.mount(tree({"a": b"content", "b": 100_000}))
+    made = monarch.mount(tree({"a": b"content", "b": 100_000, "c": 10}))
     assert (made.path / "a").read_bytes() == b"content"
     with (made.path / "b").open("rb", buffering=0) as file:
+        assert file.read() == contents("b", 100_000)
         made.kill()
         # What the kernel holds of a file that is open can still be read; nothing else can.
         assert os.pread(file.fileno(), 9, 50_000) == contents("b", 100_000)[50_000:50_009]
-        for touch in (lambda: os.listdir(made.path), lambda: (made.path / "b").open("rb")):
+        for touch in (lambda: os.listdir(made.path), lambda: (made.path / "c").read_bytes()):
             with pytest.raises(OSError) as caught:
                 touch()
             assert caught.value.errno == errno.ENOTCONN

@@ -22,7 +22,8 @@ from tests.mount.command import (
     registered,
 )
 
-pytestmark = needs_fuse
+# How reads are served has nothing to do with it, but where a test says so.
+pytestmark = [needs_fuse, pytest.mark.modes("auto")]
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 from tests.conftest import MonarchCommand, Mounted
 from tests.mount.command import assert_nothing_is_left, needs_fuse, one_line, registered
 
-pytestmark = needs_fuse
+# How reads are served has nothing to do with it, but where a test says so.
+pytestmark = [needs_fuse, pytest.mark.modes("auto")]
 
 _SHIPPED = Path(__file__).parents[2] / "conf/monarch.yaml"
 

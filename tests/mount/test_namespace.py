@@ -52,7 +52,9 @@ def test_a_tree_of_everything_looks_like_its_source(monarch: MonarchCommand, tre
         server.bind(str(source / "socket"))
     mounted = monarch.mount(source)
     assert_equal_trees(source, mounted.path)
-    wait_for_copies(mounted, 3)  # the three with bytes of their own; fifo, socket and links: none
+    # The three regular files; fifo, socket and links have none. A kernel that only reads never
+    # asks for an empty one.
+    wait_for_copies(mounted, 2 if monarch.mode == "no_open" else 3)
     assert_equal_trees(source, mounted.path)
 
 
@@ -88,7 +90,8 @@ def test_a_path_beyond_4096_bytes_is_read_cold_and_warm(
     assert_equal_trees(source, mounted.path)
     wait_for_copies(mounted, 2)
     assert_equal_trees(source, mounted.path)
-    assert account(mounted)["tiers"][0]["opens"] == 2
+    opens = 0 if monarch.mode == "no_open" else 2  # there the kernel has them still
+    assert account(mounted)["tiers"][0]["opens"] == opens
 
 
 def test_a_directory_of_100_000_files_is_listed_whole(

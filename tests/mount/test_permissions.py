@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Tree
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Tree
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, copies, wait_until
 
@@ -112,6 +112,7 @@ def test_with_allow_other_the_modes_of_the_source_decide(
     assert as_another_user(tmp_path, attempts) == expected
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_closed_at_the_source_is_closed_at_its_first_open(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.mount.observe import (
     account,
@@ -169,6 +169,7 @@ def test_a_tier_made_smaller_keeps_what_still_fits(
     accounts_agree(again)
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 @pytest.mark.parametrize(("before", "after"), [(50_000, 900), (900, 50_000), (900, 900)])
 def test_a_copy_of_a_version_that_the_snapshot_does_not_know_is_not_believed(
     monarch: MonarchCommand, tree: Tree, source: Path, before: int, after: int

@@ -18,7 +18,8 @@ from tests.mount.command import (
     registered,
 )
 
-pytestmark = needs_fuse
+# How reads are served has nothing to do with it, but where a test says so.
+pytestmark = [needs_fuse, pytest.mark.modes("auto")]
 
 
 def built(monarch: MonarchCommand, source: Path) -> Path:

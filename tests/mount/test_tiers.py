@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, contents, trouble
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents, trouble
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
     account,
     accounts_agree,
+    asked_for,
     copies,
     copy_of,
     epoch,
@@ -93,7 +94,7 @@ def test_a_copy_that_runs_out_of_space_half_way_leaves_nothing_behind(
     tree({"large": large, "small": 10_000})
     mounted = monarch.mount(slow.path, tiers={"fast": "100MB"}, options=["limits.inline_max=64KiB"])
     slow.rules("hang read large")
-    with (mounted.path / "large").open("rb", buffering=0):
+    with asked_for(mounted, "large"):
         stages = small_disk / "monarch" / "stage"
         wait_until(lambda: list(stages.iterdir()) != [], "the copy has begun")
         fill(small_disk)
@@ -238,6 +239,7 @@ def test_a_copy_that_was_deleted_or_cut_short_is_a_miss(
     accounts_agree(mounted)
 
 
+@pytest.mark.modes("python", "relay", "no_open")
 def test_a_copy_cut_short_while_it_is_read_is_read_on_at_the_source(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -260,6 +262,7 @@ def test_a_copy_cut_short_while_it_is_read_is_read_on_at_the_source(
     accounts_agree(mounted)
 
 
+@pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_with_verify_open_a_flipped_bit_is_found_and_the_file_fetched_anew(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -380,3 +383,34 @@ def test_an_emptied_tier_is_filled_again_by_those_who_read(
     settled(again)
     assert set(resident(again, content)) == set(content)
     accounts_agree(again)
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Path]:
+    """The tier ``fast`` on an overlay file system, as the root of a container is."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount an overlay")
+    path = tmp_path / "tiers" / "fast"
+    parts = {name: tmp_path / "overlay" / name for name in ("lowerdir", "upperdir", "workdir")}
+    for directory in (path, *parts.values()):
+        directory.mkdir(parents=True)
+    options = ",".join(f"{name}={directory}" for name, directory in parts.items())
+    subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.modes("passthrough")
+def test_a_tier_that_the_kernel_does_not_pass_through_is_relayed_and_status_says_so(
+    overlay: Path, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(5)
+    tree(content)
+    mounted = monarch.mount(source)
+    for _ in range(2):
+        epoch(mounted, content)
+        settled(mounted)
+    told = account(mounted)
+    assert "ELOOP" in told["mode"]["why"]
+    assert told["tiers"][0]["opens"] == 5
+    assert told["tiers"][0]["bytes"] == sum(map(len, content.values()))

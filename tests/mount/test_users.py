@@ -6,23 +6,30 @@ import json
 import time
 from pathlib import Path
 
-from tests.conftest import MonarchCommand
+import pytest
+
+from tests.conftest import MODES, MonarchCommand
 from tests.mount.command import needs_fuse, nobody
 
 pytestmark = needs_fuse
 
 
+@pytest.mark.modes("python", "relay", "no_open")
 def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchCommand) -> None:
     with nobody(monarch.case) as user:
         source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.directory / "home/tier"
         (source / "a").write_bytes(b"content")
         (source / "secret").write_bytes(b"root's own")
         (source / "secret").chmod(0o600)
-        done = user("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB")
+        mode = ",".join(MODES[monarch.mode])
+        done = user("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB", "-o", mode)
         assert done.returncode == 0, done.stderr
         assert user.mounts()[str(mnt)] == "fuse.monarch"
         for _epoch in range(2):
-            assert user.run("cat", f"{mnt}/a").stdout == "content"
+            # Without what the kernel keeps of it, each is asked of the daemon.
+            read = "import os, sys; fd = os.open(sys.argv[1], 0); print(os.read(fd, 99).decode());"
+            read += "os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)"
+            assert user.run(user.python, "-c", read, f"{mnt}/a").stdout == "content\n"
             _wait_for_the_copy(tier)
         assert user.run("cat", f"{mnt}/secret").returncode != 0
         status = json.loads(user("status", str(mnt), "--json").stdout)

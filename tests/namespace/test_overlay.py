@@ -18,7 +18,7 @@ def names(source: Path, taken: Taken) -> Namespace:
         (source / name).write_bytes(b"old")
     (source / "dir").mkdir()
     (source / "dir" / "file").touch()
-    return Namespace(taken(source))
+    return Namespace(taken(source), lambda _: None)
 
 
 def ino_of(names: Namespace, path: bytes) -> Ino:

@@ -1,0 +1,84 @@
+/* What was served, told to Python: events one by one in their order, the rest as counts. */
+#include "_datapath.h"
+
+#include <unistd.h>
+
+void wake_python(struct datapath *path) {
+    if (LOAD(path->awake) || __atomic_exchange_n(&path->awake, 1, __ATOMIC_ACQ_REL))
+        return;
+    uint64_t one = 1;
+    if (write(path->wake, &one, sizeof one) < 0) {
+        /* Full, so it is awake. */
+    }
+}
+
+/* False if there is no room: then Python has to see the open itself. */
+bool put_event(struct datapath *path, uint64_t ino, uint8_t tier, struct content *content) {
+    uint64_t head = __atomic_load_n(&path->event_head, __ATOMIC_RELAXED);
+    for (;;) {
+        struct event *event = &path->events[head % EVENTS];
+        int64_t lag = (int64_t)(LOAD(event->turn) - head);
+        if (lag < 0)
+            return false;
+        if (lag > 0) {
+            head = __atomic_load_n(&path->event_head, __ATOMIC_RELAXED);
+        } else if (__atomic_compare_exchange_n(&path->event_head, &head, head + 1, true,
+                                               __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+            event->what = (uint64_t)tier << 56 | ino;
+            event->content = content;
+            STORE(event->turn, head + 1);
+            return true;
+        }
+    }
+}
+
+/* The oldest that Python was not told yet; false if there is none. */
+bool next_event(struct datapath *path, struct event *event) {
+    struct event *place = &path->events[path->event_tail % EVENTS];
+    if (LOAD(place->turn) != path->event_tail + 1)
+        return false;
+    *event = (struct event){0, place->what, place->content};
+    STORE(place->turn, path->event_tail + EVENTS);
+    path->event_tail++;
+    return true;
+}
+
+/* Tell Python; where it is behind, it is made to catch up first. */
+void tell(struct datapath *path, uint64_t ino, uint8_t what, struct content *content) {
+    bool told = put_event(path, ino, what, content);
+    for (int tries = 0; !told && tries < 10000 && !LOAD(path->stopping); tries++) {
+        wake_python(path);
+        usleep(1000);
+        told = put_event(path, ino, what, content);
+    }
+    if (!told)
+        content_release(content);
+    wake_python(path);
+}
+
+static void observe(struct datapath *path, struct histogram *histogram, uint64_t ns) {
+    int bucket = 0;
+    while (bucket < path->bounds && path->bounds_ns[bucket] < ns)
+        bucket++;
+    ADD(histogram->counts[bucket], 1);
+    ADD(histogram->total_ns, ns);
+}
+
+struct tally *tally_of(struct thread *thread, uint8_t tier) {
+    return &thread->path->tallies[thread->shard][tier];
+}
+
+void count_open(struct thread *thread, uint8_t tier, uint64_t begin) {
+    struct tally *tally = tally_of(thread, tier);
+    ADD(tally->opens, 1);
+    observe(thread->path, &tally->open, now_ns() - begin);
+    wake_python(thread->path);
+}
+
+void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin) {
+    struct tally *tally = tally_of(thread, tier);
+    ADD(tally->reads, 1);
+    ADD(tally->bytes, bytes);
+    observe(thread->path, &tally->read, now_ns() - begin);
+    wake_python(thread->path);
+}

@@ -1,0 +1,313 @@
+/* The threads: readers take requests from the device, the replier carries Python's answers back. */
+#include "_datapath.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+/* -- the readers ------------------------------------------------------------------------------- */
+
+static void end_session(struct datapath *path, int error) {
+    STORE(path->ended, error);
+    STORE(path->awake, 0);
+    wake_python(path);
+}
+
+static void *reader_main(void *argument) {
+    struct thread *thread = argument;
+    struct datapath *path = thread->path;
+    while (!LOAD(path->stopping)) {
+        if (ADD(path->idle, 1) > path->idle_target) {
+            /* More than are useful now that those who waited for the source are back. */
+            ADD(path->idle, -1);
+            break;
+        }
+        ssize_t size = read(thread->device, thread->message, MESSAGE_BYTES);
+        int error = errno;
+        ADD(path->idle, -1);
+        if (size < 0 && (error == EINTR || error == EAGAIN || error == ENOENT))
+            continue;
+        struct in_header *request = (struct in_header *)thread->message;
+        if (size <= 0) {
+            end_session(path, size == 0 ? ENODEV : error);
+            break;
+        }
+        if ((size_t)size < sizeof *request || request->len != (size_t)size)
+            continue;
+        uint64_t begin = now_ns();
+        /* Strings end within the message, whatever the kernel says. */
+        thread->message[size] = 0;
+        spawn_if_none_is_idle(path);
+        dispatch(thread, request, begin);
+    }
+    free(thread->message);
+    free(thread->data);
+    STORE(thread->state, THREAD_ENDED);
+    return NULL;
+}
+
+/* Signals are for the interpreter's threads; ours take only the one that wakes them to end. */
+static int start_thread(pthread_t *id, void *(*function)(void *), void *argument) {
+    sigset_t all, before;
+    sigfillset(&all);
+    sigdelset(&all, WAKE_SIGNAL);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(id, NULL, function, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* Start one more reader; false if that cannot be. */
+static bool spawn(struct datapath *path) {
+    bool started = false;
+    pthread_mutex_lock(&path->threads_lock);
+    int place = 0;
+    while (place < MAX_THREADS && LOAD(path->threads[place].state) == THREAD_RUNS)
+        place++;
+    if (place < MAX_THREADS && !LOAD(path->stopping)) {
+        struct thread *thread = &path->threads[place];
+        if (LOAD(thread->state) == THREAD_ENDED) {
+            pthread_join(thread->id, NULL);
+            STORE(thread->state, THREAD_NONE);
+        }
+        thread->path = path;
+        STORE(thread->device, path->clones[place % path->clone_count]);
+        thread->shard = (unsigned)place % SHARDS;
+        STORE(thread->reading, 0);
+        thread->message = malloc(MESSAGE_BYTES + 1);
+        thread->data = malloc(DATA_BYTES);
+        STORE(thread->state, THREAD_RUNS);
+        started =
+            thread->message && thread->data && start_thread(&thread->id, reader_main, thread) == 0;
+        if (!started) {
+            free(thread->message);
+            free(thread->data);
+            STORE(thread->state, THREAD_NONE);
+        } else if (place >= LOAD(path->thread_count)) {
+            STORE(path->thread_count, place + 1);
+        }
+    }
+    pthread_mutex_unlock(&path->threads_lock);
+    return started;
+}
+
+void spawn_if_none_is_idle(struct datapath *path) {
+    if (__atomic_load_n(&path->idle, __ATOMIC_RELAXED) <= 0)
+        spawn(path);
+}
+
+/* -- the replier ------------------------------------------------------------------------------- */
+
+/* What libfuse does not know of, or leaves at a small machine's default. */
+static void agree_on_answers(struct datapath *path, struct out_header *header) {
+    struct init_out *out = (struct init_out *)(header + 1);
+    if (header->error || header->len < sizeof *header + sizeof *out)
+        return;
+    /* Without it lookups in one directory wait for each other. The kernel ignores what it does not
+     * know. */
+    out->flags |= INIT_PARALLEL_DIROPS | INIT_CACHE_SYMLINKS;
+    /* Reading ahead counts as background; the default is 12 in all, for all readers. */
+    out->max_background = 256;
+    out->congestion_threshold = 192;
+    if (LOAD(path->passthrough)) {
+        out->flags |= INIT_EXT;
+        out->flags2 |= INIT2_PASSTHROUGH;
+        out->max_stack_depth = 1;
+    }
+}
+
+/* Python's answer to an open: hand out what it has bound the inode to. */
+static void answer_open(struct datapath *path, const struct pending *what,
+                        struct out_header *header) {
+    struct open_out *out = (struct open_out *)(header + 1);
+    if (header->error || header->len < sizeof *header + sizeof *out) {
+        drop_open(path, what->ino, false);
+    } else if (what->answered) {
+        /* Its caller is gone. */
+        drop_open(path, what->ino, false);
+        tell(path, what->ino, EVENT_ABANDONED, NULL);
+    } else {
+        bool bound = opens_answered(&path->opens, what->entry);
+        if (bound)
+            *out = handle_of(what->entry, out->open_flags & FOPEN_KEEP_CACHE);
+        header->unique = what->unique;
+        if (write(what->device, header, header->len) < 0) {
+            drop_open(path, what->ino, !bound);
+            tell(path, what->ino, EVENT_ABANDONED, NULL);
+        }
+        return;
+    }
+    if (!what->answered) {
+        header->unique = what->unique;
+        if (write(what->device, header, header->len) < 0) {
+            /* The caller is gone, and so is the error. */
+        }
+    }
+}
+
+static void carry_back(struct datapath *path, struct out_header *header) {
+    struct pending what;
+    if (header->unique == 0) {
+        /* A notification. What it is about may be gone; nobody can do anything about that. */
+        if (write(path->device, header, header->len) < 0)
+            return;
+        return;
+    }
+    if (!unpend(path, header->unique, &what))
+        return;
+    if (what.opcode == OP_OPEN) {
+        answer_open(path, &what, header);
+        return;
+    }
+    if (what.answered)
+        return;
+    if (what.opcode == OP_INIT) {
+        agree_on_answers(path, header);
+        STORE(path->serving, 1);
+    }
+    header->unique = what.unique;
+    if (write(what.device, header, header->len) < 0) {
+        /* ENOENT: the caller was let go. EINVAL: the kernel takes no such answer. */
+        if (errno != ENOENT && header->error == 0)
+            write_out(what.device, what.unique, EIO, NULL, 0);
+    }
+}
+
+static void *replier_main(void *argument) {
+    struct datapath *path = argument;
+    uint8_t *reply = malloc(REPLY_BYTES);
+    uint64_t looked = 0;
+    while (reply) {
+        ssize_t size = recv(path->channel, reply, REPLY_BYTES, MSG_TRUNC);
+        bool nothing = size < 0 && (errno == EAGAIN || errno == EINTR);
+        if (size <= 0 && !nothing)
+            break;
+        /* Once a second: who was sent a signal may have been killed since. */
+        uint64_t now = now_ns();
+        if (now - looked > 1000000000) {
+            looked = now;
+            free_killed(path);
+        }
+        struct out_header *header = (struct out_header *)reply;
+        if (nothing || (size_t)size < sizeof *header)
+            continue;
+        /* The kernel would refuse such an answer and leave its caller waiting. */
+        if (size > REPLY_BYTES || header->len != (size_t)size ||
+            (header->unique != 0 && (header->error > 0 || header->error < -MAX_ERROR))) {
+            if (header->unique == 0)
+                continue;
+            *header = (struct out_header){sizeof *header, -EIO, header->unique};
+        }
+        carry_back(path, header);
+    }
+    free(reply);
+    return NULL;
+}
+
+/* -- beginning and end ------------------------------------------------------------------------- */
+
+static void on_wake_signal(int number) { (void)number; }
+
+/* Further descriptors of the same device, so that readers do not wait for each other's. */
+static void open_clones(struct datapath *path, int count) {
+    while (path->clone_count < count && path->clone_count < MAX_CLONES) {
+        int clone = open("/dev/fuse", O_RDWR | O_CLOEXEC);
+        uint32_t original = (uint32_t)path->clones[0];
+        if (clone < 0 || ioctl(clone, DEV_IOC_CLONE, &original)) {
+            /* The readers share what there is. */
+            if (clone >= 0)
+                close(clone);
+            return;
+        }
+        path->clones[path->clone_count++] = clone;
+    }
+}
+
+int start(struct datapath *path, int device, int channel, int threads) {
+    struct sigaction action = {.sa_handler = on_wake_signal};
+    struct timeval second = {.tv_sec = 1};
+    if (sigaction(WAKE_SIGNAL, &action, NULL) ||
+        setsockopt(channel, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second))
+        return errno;
+    path->idle_target = threads;
+    path->clones[0] = device;
+    path->clone_count = 1;
+    open_clones(path, threads);
+    path->device = device;
+    path->channel = channel;
+    int error = start_thread(&path->replier, replier_main, path);
+    path->started = error == 0;
+    for (int i = 0; i < threads && !error; i++)
+        if (!spawn(path) && i == 0)
+            error = EAGAIN;
+    if (error) {
+        /* What was given stays the caller's. */
+        while (path->clone_count > 1)
+            close(path->clones[--path->clone_count]);
+        if (path->started)
+            stop(path);
+        path->started = false;
+        path->device = path->channel = -1;
+    }
+    return error;
+}
+
+void stop(struct datapath *path) {
+    /* Who starts a thread holds the lock: all of them are seen below. */
+    pthread_mutex_lock(&path->threads_lock);
+    STORE(path->stopping, 1);
+    pthread_mutex_unlock(&path->threads_lock);
+    for (int i = 0; i < LOAD(path->thread_count); i++) {
+        struct thread *thread = &path->threads[i];
+        /* A signal that comes just before the thread waits is lost: so again, until it has ended.
+         * One that hangs in the source cannot be waited for; the process ends around it. */
+        for (int tries = 0;
+             LOAD(thread->state) == THREAD_RUNS && !LOAD(thread->reading) && tries < 5000;
+             tries++) {
+            pthread_kill(thread->id, WAKE_SIGNAL);
+            usleep(tries < 10 ? 100 : 1000);
+        }
+        if (LOAD(thread->state) == THREAD_ENDED) {
+            pthread_join(thread->id, NULL);
+            STORE(thread->state, THREAD_NONE);
+        }
+    }
+    shutdown(path->channel, SHUT_RDWR);
+    pthread_join(path->replier, NULL);
+}
+
+bool still_runs(struct datapath *path) {
+    for (int i = 0; i < path->thread_count; i++)
+        if (LOAD(path->threads[i].state) == THREAD_RUNS)
+            return true;
+    return false;
+}
+
+/* Let go of the device, so that the kernel answers whoever still waits, and of all else. */
+void close_all(struct datapath *path) {
+    struct open_remains remains;
+    bool hangs = still_runs(path);
+    int nothing = hangs ? open("/dev/null", O_RDWR | O_CLOEXEC) : -1;
+    while (!hangs && opens_pop(&path->opens, &remains))
+        close_remains(path, &remains);
+    for (int i = 0; i < path->clone_count; i++) {
+        /* A thread that hangs in the source will write its answer to what has this number. */
+        if (hangs)
+            dup2(nothing, path->clones[i]);
+        else
+            close(path->clones[i]);
+    }
+    if (path->channel >= 0)
+        close(path->channel);
+    if (nothing >= 0)
+        close(nothing);
+    path->channel = -1;
+    if (!hangs) {
+        path->device = -1;
+        path->clone_count = 0;
+    }
+}

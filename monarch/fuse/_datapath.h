@@ -1,0 +1,223 @@
+/* The datapath: answers the kernel for what is known, without the interpreter.
+ *
+ *      kernel  <-- device (and its clones) -->  readers  -- what Python must decide -->  pyfuse3
+ *                                                  |                                        |
+ *                      pread + write, or a         |                                        |
+ *                      backing file's number       '-- snapshot blocks, residency table     |
+ *              <-----------------------------------  replier  <-------- its answers --------'
+ *
+ * Readers take requests from the device. What they can answer they answer: names and attributes
+ * from the snapshot's mapped blocks (_names.c), opens and reads of resident files from the tiers'
+ * directories (_opens.c). All else goes whole, as one message, over a socket pair to pyfuse3, whose
+ * end libfuse takes for the device itself; the replier carries its answers back. An answer must be
+ * written to the very descriptor that its request was read from, so what was passed on is kept in a
+ * table (struct pending), and its number there stands in for the kernel's ``unique`` on the way.
+ *
+ * Who may wait: a reader waits for the tiers' disks and, reading a large file that is not resident,
+ * for the source. When no reader is idle, another one is started, so none of them holds up the
+ * rest.
+ *
+ * Memory shared with Python: the residency table and the marks, a byte for each inode, written
+ * under the interpreter's lock and read here; no reader takes that lock. A read takes no lock at
+ * all and allocates nothing. All lengths and numbers from the kernel are checked before use.
+ *
+ *   _datapath.c  the threads: readers and the replier, their beginning and end
+ *   _requests.c  what a reader answers: opens, reads, names
+ *   _pending.c   what is with Python, and answers to the kernel
+ *   _books.c     what was served, for Python to hear of
+ *   _names.c, _opens.c, _fetch.c: each knows its own subject and nothing of the rest
+ *   _python.c    what Python sees of all this
+ */
+#ifndef MONARCH_DATAPATH_H
+#define MONARCH_DATAPATH_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <time.h>
+
+#include "_fetch.h"
+#include "_names.h"
+#include "_opens.h"
+#include "_wire.h"
+
+#define KIB 1024
+#define MIB (1024 * KIB)
+
+enum {
+    MAX_TIERS = 17, /* the source is 0 */
+    MAX_THREADS = 512,
+    MAX_ERROR = 511, /* that the kernel takes */
+    MAX_CLONES = 8,
+    BUCKETS = 32,
+    SHARDS = 16,
+    EVENTS = 1 << 16,
+    PENDING_CHUNK = 1024,
+    PENDING_CHUNKS = 64,
+    EARLY = 64,
+    LISTING_BYTES = 64 * KIB, /* of a listing that Python answers: it goes through the socket */
+    MAX_FETCH = 256 * MIB,    /* the largest file that is fetched whole */
+    DATA_BYTES = MIB,         /* the largest read of the kernel */
+    MESSAGE_BYTES = MIB + 64 * KIB, /* the largest request */
+    REPLY_BYTES = 256 * KIB,        /* the largest answer of Python's, but for the data of reads */
+    WAKE_SIGNAL = SIGURG,           /* ignored unless somebody asks for it, so it harms nobody */
+};
+
+/* File handles that are ours: pyfuse3's are inode numbers. */
+#define HANDLE_FAST (1ull << 63)
+#define HANDLE_BOUND (1ull << 62)
+/* Where a read that Python answers has its place in the table of the pending, behind the inode. */
+#define TOKEN_SHIFT 40
+#define INO_MASK ((1ull << TOKEN_SHIFT) - 1)
+
+struct histogram {
+    uint64_t counts[BUCKETS], total_ns;
+};
+
+struct tally {
+    uint64_t opens, reads, bytes;
+    struct histogram open, read;
+};
+
+/* A request that is with Python. */
+struct pending {
+    uint64_t unique, ino;
+    struct open_inode *entry; /* of an open */
+    uint32_t opcode, pid, generation, next_free;
+    int device;
+    bool used, answered;
+    bool interrupted; /* somebody sent its caller a signal */
+};
+
+/* In the place of a tier: an open that Python has answered did not come about; a file was fetched
+ * from the source; the last open of an outdated copy was released. */
+enum { EVENT_ABANDONED = 0xfd, EVENT_FETCHED = 0xfe, EVENT_RELEASED = 0xff };
+
+struct event {
+    uint64_t turn; /* atomic: whose turn the place is, see put_event */
+    uint64_t what;
+    struct content *content; /* what was fetched, of which the event is a user */
+};
+
+struct tier {
+    int directory;
+    int refuses; /* passthrough; atomic */
+};
+
+enum thread_state { THREAD_NONE, THREAD_RUNS, THREAD_ENDED };
+
+struct thread {
+    struct datapath *path;
+    pthread_t id;
+    int state;  /* atomic */
+    int device; /* atomic */
+    unsigned shard;
+    uint64_t reading;     /* unique of a read that waits for the source; atomic */
+    uint32_t reading_pid; /* atomic */
+    uint64_t interrupted; /* as ``reading``, if somebody sent its caller a signal; atomic */
+    uint8_t *message, *data;
+};
+
+struct datapath {
+    /* As it was made. */
+    struct names names;
+    const uint8_t *residency, *marks;
+    uint8_t unusable; /* marks of an inode whose copy Python must look at first */
+    uint8_t copying;  /* the mark of an inode of which a copy is under way */
+    int source;       /* its directory; -1: Python fetches */
+    uint64_t fetch_max;
+    int64_t hold_max, wait_max;
+    struct tier tiers[MAX_TIERS];
+    uint64_t bounds_ns[BUCKETS];
+    int bounds;
+
+    /* As it was started. */
+    int device, channel, wake;
+    int clones[MAX_CLONES], clone_count;
+    bool no_open, cache_listings, decide_opens, want_passthrough;
+    int idle_target;
+
+    /* As the kernel has agreed. */
+    int serving, passthrough, no_open_agreed, no_opendir_agreed; /* atomic */
+
+    uint8_t *given; /* a bit for each inode of which bytes were given without an open; atomic */
+    struct opens opens;
+    struct tally (*tallies)[MAX_TIERS];                /* SHARDS of them, atomic */
+    uint64_t source_opens, source_reads, source_bytes; /* atomic */
+    int64_t source_waiting, held;                      /* atomic */
+
+    struct event *events;
+    uint64_t event_head, event_tail; /* head: atomic */
+    int awake, ended, stopping;      /* atomic */
+    int refusal;                     /* errno of a refused passthrough; atomic */
+
+    pthread_mutex_t pending_lock;
+    struct pending *pending[PENDING_CHUNKS];
+    uint32_t pending_count, pending_free;
+    int pending_interrupted;
+    /* Interrupts that came before what they are about was seen to wait, the last of them. */
+    uint64_t early[EARLY];
+    unsigned early_next;
+
+    pthread_mutex_t threads_lock;
+    struct thread threads[MAX_THREADS];
+    int thread_count, idle; /* atomic */
+    pthread_t replier;
+    bool started;
+};
+
+/* The end of the list of free places in the table of the pending. */
+#define NO_PENDING UINT32_MAX
+
+#define LOAD(x) __atomic_load_n(&(x), __ATOMIC_ACQUIRE)
+#define STORE(x, v) __atomic_store_n(&(x), (v), __ATOMIC_RELEASE)
+#define ADD(x, v) __atomic_add_fetch(&(x), (v), __ATOMIC_RELAXED)
+
+static inline uint64_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+}
+
+/* -- _books.c ---------------------------------------------------------------------------------- */
+
+void wake_python(struct datapath *path);
+bool put_event(struct datapath *path, uint64_t ino, uint8_t tier, struct content *content);
+bool next_event(struct datapath *path, struct event *event);
+void tell(struct datapath *path, uint64_t ino, uint8_t what, struct content *content);
+struct tally *tally_of(struct thread *thread, uint8_t tier);
+void count_open(struct thread *thread, uint8_t tier, uint64_t begin);
+void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin);
+
+/* -- _pending.c -------------------------------------------------------------------------------- */
+
+int write_out(int device, uint64_t unique, int error, const void *data, size_t size);
+int answer(struct thread *thread, const struct in_header *request, const void *data, size_t size);
+void refuse(struct thread *thread, const struct in_header *request, int error);
+struct pending *pending_at(struct datapath *path, uint32_t index);
+bool came_early(const struct datapath *path, uint64_t unique);
+bool unpend(struct datapath *path, uint64_t unique, struct pending *what);
+void close_remains(struct datapath *path, const struct open_remains *remains);
+bool drop_open(struct datapath *path, uint64_t ino, bool plain);
+void pass_on(struct thread *thread, struct in_header *request, struct open_inode *entry);
+void free_killed(struct datapath *path);
+void interrupt(struct datapath *path, uint64_t unique);
+
+/* -- _requests.c ------------------------------------------------------------------------------- */
+
+int32_t register_backing(struct datapath *path, int fd, uint8_t tier);
+bool store_pages(struct datapath *path, uint64_t ino, const void *data, size_t size);
+struct open_out handle_of(const struct open_inode *entry, bool keep_pages);
+void dispatch(struct thread *thread, struct in_header *request, uint64_t begin);
+
+/* -- _datapath.c ------------------------------------------------------------------------------- */
+
+void spawn_if_none_is_idle(struct datapath *path);
+/* Talk with the kernel over ``device`` and with pyfuse3 over ``channel``: 0, or an errno. */
+int start(struct datapath *path, int device, int channel, int threads);
+void stop(struct datapath *path);
+bool still_runs(struct datapath *path);
+void close_all(struct datapath *path);
+
+#endif

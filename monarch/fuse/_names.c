@@ -1,0 +1,278 @@
+#include "_names.h"
+
+#include <endian.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+enum { SHIFT = 12, BLOCK = 1 << SHIFT, MASK = BLOCK - 1, RECORD_BYTES = 64, ALIAS = 1 };
+
+struct record {
+    uint32_t parent, mode, uid, gid, nlink, flags;
+    uint64_t size, mtime_ns, ctime_ns, source_ino, extra;
+};
+_Static_assert(sizeof(struct record) == RECORD_BYTES, "record");
+
+struct text {
+    const uint8_t *bytes;
+    size_t length;
+};
+
+static uint32_t u32_at(const uint8_t *bytes) {
+    uint32_t value;
+    memcpy(&value, bytes, sizeof value);
+    return le32toh(value);
+}
+
+bool names_prepare(struct names *names, uint64_t entries, uint64_t directories) {
+    names->entries = entries;
+    names->blocks[NAMES_INODES] = names->blocks[NAMES_NAMES] = (entries + MASK) >> SHIFT;
+    names->blocks[NAMES_CHILDREN] = (directories + MASK) >> SHIFT;
+    for (int table = 0; table < NAMES_TABLES; table++) {
+        names->table[table] = calloc(names->blocks[table] + 1, sizeof(struct names_block));
+        if (!names->table[table])
+            return false;
+    }
+    return true;
+}
+
+void names_free(struct names *names) {
+    for (int table = 0; table < NAMES_TABLES; table++)
+        free(names->table[table]);
+}
+
+bool names_publish(struct names *names, unsigned table, size_t number, const uint8_t *bytes,
+                   size_t size) {
+    if (table >= NAMES_TABLES || number >= names->blocks[table])
+        return false;
+    struct names_block *block = &names->table[table][number];
+    block->size = size;
+    __atomic_store_n(&block->bytes, bytes, __ATOMIC_RELEASE);
+    return true;
+}
+
+static const uint8_t *block_at(const struct names *names, enum names_table table, uint64_t number,
+                               size_t *size) {
+    if (number >= names->blocks[table])
+        return NULL;
+    const struct names_block *block = &names->table[table][number];
+    const uint8_t *bytes = __atomic_load_n(&block->bytes, __ATOMIC_ACQUIRE);
+    *size = bytes ? block->size : 0;
+    return bytes;
+}
+
+static bool differs(const struct names *names, uint64_t ino) {
+    return __atomic_load_n(&names->marks[ino], __ATOMIC_ACQUIRE) & names->differs;
+}
+
+static bool record_at(const struct names *names, uint64_t slot, struct record *record) {
+    if (slot < 1 || slot > names->entries)
+        return false;
+    size_t size, at = ((slot - 1) & MASK) * RECORD_BYTES;
+    const uint8_t *block = block_at(names, NAMES_INODES, (slot - 1) >> SHIFT, &size);
+    if (!block || at + RECORD_BYTES > size)
+        return false;
+    memcpy(record, block + at, RECORD_BYTES);
+#if __BYTE_ORDER != __LITTLE_ENDIAN
+#error "the records of a snapshot are little-endian; write the conversion before building here"
+#endif
+    return true;
+}
+
+static bool name_at(const struct names *names, uint64_t slot, struct text *name) {
+    size_t size, at = ((slot - 1) & MASK) * 4;
+    const uint8_t *block = block_at(names, NAMES_NAMES, (slot - 1) >> SHIFT, &size);
+    if (!block || at + 8 > size)
+        return false;
+    uint32_t start = u32_at(block + at), stop = u32_at(block + at + 4);
+    if (start > stop || stop > size)
+        return false;
+    *name = (struct text){block + start, stop - start};
+    return true;
+}
+
+/* The record behind a place in the table: of an alias, that of the file's first name. */
+static bool resolved(const struct names *names, uint64_t slot, uint64_t *ino,
+                     struct record *record) {
+    if (!record_at(names, slot, record))
+        return false;
+    *ino = slot;
+    if (record->flags & ALIAS) {
+        *ino = record->extra;
+        return record_at(names, *ino, record);
+    }
+    return true;
+}
+
+static bool children_of(const struct names *names, uint64_t ino, uint64_t *first, uint64_t *end) {
+    struct record record;
+    if (!record_at(names, ino, &record))
+        return false;
+    *first = *end = 1;
+    if (!S_ISDIR(record.mode))
+        return true;
+    size_t size, at = (record.extra & MASK) * 4;
+    const uint8_t *block = block_at(names, NAMES_CHILDREN, record.extra >> SHIFT, &size);
+    if (!block || at + 8 > size)
+        return false;
+    *first = u32_at(block + at);
+    *end = u32_at(block + at + 4);
+    return *first >= 1 && *first <= *end && *end <= names->entries + 1;
+}
+
+static void fill(struct attr *attr, uint64_t ino, const struct record *record) {
+    *attr = (struct attr){
+        .ino = ino,
+        .size = record->size,
+        .mode = record->mode,
+        .nlink = record->nlink,
+        .uid = record->uid,
+        .gid = record->gid,
+        .blksize = 4096,
+    };
+    /* Times before 1970 are negative: what is left behind the seconds is not. */
+    int64_t mtime = (int64_t)record->mtime_ns, ctime = (int64_t)record->ctime_ns;
+    int64_t mtime_ns = (mtime % 1000000000 + 1000000000) % 1000000000;
+    int64_t ctime_ns = (ctime % 1000000000 + 1000000000) % 1000000000;
+    attr->mtime = attr->atime = (uint64_t)((mtime - mtime_ns) / 1000000000);
+    attr->ctime = (uint64_t)((ctime - ctime_ns) / 1000000000);
+    attr->mtimensec = attr->atimensec = (uint32_t)mtime_ns;
+    attr->ctimensec = (uint32_t)ctime_ns;
+    if (S_ISREG(record->mode))
+        attr->blocks = record->extra;
+    else if (S_ISDIR(record->mode))
+        attr->blocks = (record->size + 511) / 512;
+    else if (S_ISCHR(record->mode) || S_ISBLK(record->mode))
+        attr->rdev = (uint32_t)record->extra;
+}
+
+static void fill_entry(struct entry_out *entry, uint64_t ino, const struct record *record) {
+    memset(entry, 0, sizeof *entry);
+    entry->nodeid = ino;
+    entry->entry_valid = entry->attr_valid = NAMES_VALID_S;
+    fill(&entry->attr, ino, record);
+}
+
+enum names_answer names_file_size(const struct names *names, uint64_t ino, uint64_t *size) {
+    struct record record;
+    if (!record_at(names, ino, &record) || differs(names, ino))
+        return NAMES_ASK;
+    *size = record.size;
+    return S_ISREG(record.mode) && !(record.flags & ALIAS) ? NAMES_YES : NAMES_NONE;
+}
+
+/* Written from its end: the name, and before it those of the directories. */
+static const char *path_of(const struct names *names, uint64_t ino, char *buffer, size_t room) {
+    char *at = buffer + room - 1;
+    *at = 0;
+    while (ino != 1) {
+        struct record record;
+        struct text name;
+        if (!record_at(names, ino, &record) || !name_at(names, ino, &name) || name.length == 0 ||
+            (size_t)(at - buffer) < name.length + 1)
+            return NULL;
+        if (*at)
+            *--at = '/';
+        at -= name.length;
+        memcpy(at, name.bytes, name.length);
+        ino = record.parent;
+    }
+    return at;
+}
+
+enum names_answer names_file(const struct names *names, uint64_t ino, struct identity *identity,
+                             char *path, size_t room) {
+    struct record record;
+    if (!record_at(names, ino, &record) || differs(names, ino) || record.flags & ALIAS ||
+        !S_ISREG(record.mode))
+        return NAMES_ASK;
+    char buffer[4096];
+    const char *found = path_of(names, ino, buffer, sizeof buffer);
+    size_t length = found ? strlen(found) : room;
+    if (length >= room)
+        return NAMES_ASK;
+    memcpy(path, found, length + 1);
+    *identity = (struct identity){record.size, record.source_ino, (int64_t)record.mtime_ns,
+                                  (int64_t)record.ctime_ns};
+    return NAMES_YES;
+}
+
+enum names_answer names_attributes(const struct names *names, uint64_t ino, struct attr *attr) {
+    struct record record;
+    if (!record_at(names, ino, &record) || differs(names, ino) || record.flags & ALIAS)
+        return NAMES_ASK;
+    fill(attr, ino, &record);
+    return NAMES_YES;
+}
+
+static int compare(struct text a, const char *bytes, size_t length) {
+    int order = memcmp(a.bytes, bytes, a.length < length ? a.length : length);
+    if (order)
+        return order;
+    return (a.length > length) - (a.length < length);
+}
+
+enum names_answer names_lookup(const struct names *names, uint64_t parent, const char *name,
+                               size_t length, struct entry_out *entry) {
+    uint64_t low, high;
+    if (!children_of(names, parent, &low, &high) || differs(names, parent))
+        return NAMES_ASK;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        struct text found;
+        if (!name_at(names, middle, &found))
+            return NAMES_ASK;
+        int order = compare(found, name, length);
+        if (order == 0) {
+            uint64_t ino;
+            struct record record;
+            if (!resolved(names, middle, &ino, &record) || differs(names, ino))
+                return NAMES_ASK;
+            fill_entry(entry, ino, &record);
+            return NAMES_YES;
+        }
+        if (order < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    /* An entry without an inode number: the kernel remembers that there is none. */
+    memset(entry, 0, sizeof *entry);
+    entry->entry_valid = NAMES_VALID_S;
+    return NAMES_NONE;
+}
+
+enum names_answer names_list(const struct names *names, uint64_t ino, uint64_t offset, bool plus,
+                             uint8_t *buffer, size_t size, size_t *used) {
+    uint64_t first, end;
+    *used = 0;
+    if (!children_of(names, ino, &first, &end) || differs(names, ino))
+        return NAMES_ASK;
+    size_t head = plus ? sizeof(struct direntplus_out) : sizeof(struct dirent_out);
+    for (uint64_t index = offset; index < end - first; index++) {
+        uint64_t found;
+        struct record record;
+        struct text name;
+        if (!name_at(names, first + index, &name) ||
+            !resolved(names, first + index, &found, &record) || differs(names, found))
+            /* Python goes on from here when it is asked for the rest. */
+            return *used ? NAMES_YES : NAMES_ASK;
+        size_t length = (head + name.length + 7) & ~(size_t)7;
+        if (length > size - *used)
+            break;
+        struct direntplus_out out = {
+            .dirent = {found, index + 1, (uint32_t)name.length, (record.mode & S_IFMT) >> 12},
+        };
+        uint8_t *at = buffer + *used;
+        memset(at + length - 8, 0, 8);
+        if (plus) {
+            fill_entry(&out.entry, found, &record);
+            memcpy(at, &out, sizeof out);
+        } else {
+            memcpy(at, &out.dirent, sizeof out.dirent);
+        }
+        memcpy(at + head, name.bytes, name.length);
+        *used += length;
+    }
+    return NAMES_YES;
+}

@@ -1,0 +1,272 @@
+#include "_opens.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static struct opens_stripe *stripe_of(struct opens *opens, uint64_t ino) {
+    return &opens->stripes[ino % OPENS_STRIPES];
+}
+
+/* An entry keeps its place whatever inode it is of. */
+static struct opens_stripe *stripe_with(struct opens *opens, const struct open_inode *entry) {
+    return &opens->stripes[entry->slot % OPENS_STRIPES];
+}
+
+static struct open_inode **bucket_of(struct opens_stripe *stripe, uint64_t ino) {
+    return &stripe->buckets[ino / OPENS_STRIPES % OPENS_BUCKETS];
+}
+
+static struct open_inode *find(struct opens_stripe *stripe, uint64_t ino) {
+    struct open_inode *entry = *bucket_of(stripe, ino);
+    while (entry && entry->ino != ino)
+        entry = entry->next;
+    return entry;
+}
+
+bool opens_prepare(struct opens *opens) {
+    for (int i = 0; i < OPENS_STRIPES; i++)
+        if (pthread_mutex_init(&opens->stripes[i].lock, NULL) ||
+            pthread_cond_init(&opens->stripes[i].settled, NULL))
+            return false;
+    return true;
+}
+
+void opens_free(struct opens *opens) {
+    for (int i = 0; i < OPENS_STRIPES; i++) {
+        for (int chunk = 0; chunk < OPENS_CHUNKS; chunk++)
+            free(opens->stripes[i].chunks[chunk]);
+        pthread_mutex_destroy(&opens->stripes[i].lock);
+        pthread_cond_destroy(&opens->stripes[i].settled);
+    }
+}
+
+/* A free entry; the stripe's lock is held. A new chunk is needed once in 256 * 16 open inodes. */
+static struct open_inode *allocate(struct opens *opens, struct opens_stripe *stripe) {
+    struct open_inode *entry = stripe->free;
+    if (entry) {
+        stripe->free = entry->next;
+        return entry;
+    }
+    uint32_t local = stripe->count, chunk = local / OPENS_CHUNK;
+    if (chunk >= OPENS_CHUNKS)
+        return NULL;
+    if (!stripe->chunks[chunk]) {
+        struct open_inode *fresh = calloc(OPENS_CHUNK, sizeof *fresh);
+        if (!fresh)
+            return NULL;
+        __atomic_store_n(&stripe->chunks[chunk], fresh, __ATOMIC_RELEASE);
+    }
+    stripe->count++;
+    entry = &stripe->chunks[chunk][local % OPENS_CHUNK];
+    entry->slot = local * OPENS_STRIPES + (uint32_t)(stripe - opens->stripes);
+    return entry;
+}
+
+struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    *fresh = false;
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    if (entry) {
+        entry->users++;
+    } else if ((entry = allocate(opens, stripe))) {
+        struct open_inode **bucket = bucket_of(stripe, ino);
+        *fresh = true;
+        entry->next = *bucket;
+        *bucket = entry;
+        entry->users = 1;
+        entry->plain = 0;
+        entry->bound = entry->outdated = false;
+        entry->backing_id = 0;
+        __atomic_store_n(&entry->tier, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->reached, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->kind, OPEN_SETTLING, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->ino, ino, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    if (entry)
+        __atomic_add_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+    return entry;
+}
+
+void opens_wait(struct opens *opens, struct open_inode *entry) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    while (entry->kind == OPEN_SETTLING)
+        pthread_cond_wait(&stripe->settled, &stripe->lock);
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+void opens_hold(struct opens *opens, struct open_inode *entry) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    entry->users++;
+    pthread_mutex_unlock(&stripe->lock);
+    __atomic_add_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+}
+
+static void settle(struct open_inode *entry, enum open_kind kind, int fd, int32_t backing_id,
+                   uint8_t tier, uint64_t size) {
+    entry->backing_id = backing_id;
+    __atomic_store_n(&entry->tier, tier, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->size, size, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->fd, fd, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->kind, kind, __ATOMIC_RELEASE);
+}
+
+void opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
+                  int32_t backing_id, uint8_t tier, uint64_t size) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    settle(entry, kind, fd, backing_id, tier, size);
+    pthread_cond_broadcast(&stripe->settled);
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+void opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    __atomic_store_n(&entry->content, content, __ATOMIC_RELEASE);
+    settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
+    pthread_cond_broadcast(&stripe->settled);
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    bool has = entry->ino == ino && entry->kind == OPEN_CONTENT && entry->content;
+    struct content *content = has ? content_retain(entry->content) : NULL;
+    pthread_mutex_unlock(&stripe->lock);
+    return content;
+}
+
+struct open_inode *opens_at(struct opens *opens, uint32_t slot, uint64_t ino) {
+    struct opens_stripe *stripe = &opens->stripes[slot % OPENS_STRIPES];
+    uint32_t local = slot / OPENS_STRIPES;
+    if (local / OPENS_CHUNK >= OPENS_CHUNKS)
+        return NULL;
+    struct open_inode *chunk =
+        __atomic_load_n(&stripe->chunks[local / OPENS_CHUNK], __ATOMIC_ACQUIRE);
+    if (!chunk)
+        return NULL;
+    struct open_inode *entry = &chunk[local % OPENS_CHUNK];
+    return __atomic_load_n(&entry->ino, __ATOMIC_ACQUIRE) == ino ? entry : NULL;
+}
+
+static bool can_bind(const struct open_inode *entry) {
+    return entry && entry->kind == OPEN_PYTHON && entry->plain == 0;
+}
+
+bool opens_can_bind(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    bool can = can_bind(find(stripe, ino));
+    pthread_mutex_unlock(&stripe->lock);
+    return can;
+}
+
+bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, int32_t backing_id,
+                uint8_t tier, uint64_t size) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool can = can_bind(entry);
+    if (can) {
+        entry->bound = true;
+        settle(entry, kind, fd, backing_id, tier, size);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    return can;
+}
+
+bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool bound = entry && entry->bound;
+    if (bound)
+        __atomic_store_n(&entry->size, size, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&stripe->lock);
+    return bound;
+}
+
+bool opens_outdate(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    /* One that somebody is finding out about may become such a one. Nobody waits for that: he may
+     * wait for the source. */
+    bool held =
+        entry && (entry->tier > 0 || entry->kind == OPEN_CONTENT || entry->kind == OPEN_SETTLING);
+    if (held)
+        entry->outdated = true;
+    pthread_mutex_unlock(&stripe->lock);
+    return held;
+}
+
+bool opens_answered(struct opens *opens, struct open_inode *entry) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    bool bound = entry->bound;
+    if (!bound)
+        entry->plain++;
+    pthread_mutex_unlock(&stripe->lock);
+    return bound;
+}
+
+/* Out of its bucket and back to the free ones; the stripe's lock is held. */
+static void forget(struct opens_stripe *stripe, struct open_inode *entry,
+                   struct open_remains *remains) {
+    struct open_inode **link = bucket_of(stripe, entry->ino);
+    while (*link != entry)
+        link = &(*link)->next;
+    *link = entry->next;
+    *remains = (struct open_remains){entry->fd, entry->backing_id, entry->outdated, entry->content};
+    __atomic_store_n(&entry->content, NULL, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->ino, 0, __ATOMIC_RELEASE);
+    entry->next = stripe->free;
+    stripe->free = entry;
+}
+
+bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remains *remains) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    *remains = (struct open_remains){-1, 0, false, NULL};
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool known = entry && entry->users && (!plain || entry->plain);
+    if (known) {
+        if (plain)
+            entry->plain--;
+        if (--entry->users == 0)
+            forget(stripe, entry, remains);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    if (known)
+        __atomic_sub_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+    return known;
+}
+
+int64_t opens_reached(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    int64_t reached = entry ? __atomic_load_n(&entry->reached, __ATOMIC_RELAXED) : 0;
+    pthread_mutex_unlock(&stripe->lock);
+    return reached;
+}
+
+bool opens_pop(struct opens *opens, struct open_remains *remains) {
+    for (int i = 0; i < OPENS_STRIPES; i++) {
+        struct opens_stripe *stripe = &opens->stripes[i];
+        for (int bucket = 0; bucket < OPENS_BUCKETS; bucket++) {
+            if (stripe->buckets[bucket]) {
+                forget(stripe, stripe->buckets[bucket], remains);
+                return true;
+            }
+        }
+    }
+    return false;
+}

@@ -1,0 +1,106 @@
+/* The open inodes: what each is bound to, and how many opens share it.
+ *
+ * All opens of an inode share the first one's binding until the last is released: the kernel
+ * demands it of passthrough, and so readers see one version. An inode whose open Python decided is
+ * counted here too, so that the two never bind it differently at once.
+ *
+ * Entries lie in chunks that never move, so a read finds its own by the number in its file handle,
+ * without a lock; the kernel lets no handle go while it reads through it.
+ */
+#ifndef MONARCH_OPENS_H
+#define MONARCH_OPENS_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "_fetch.h"
+
+enum open_kind {
+    OPEN_SETTLING,    /* somebody is finding out; others wait */
+    OPEN_PYTHON,      /* pyfuse3 answers its reads */
+    OPEN_RELAY,       /* we read ``fd``, or the copy by its name if that is -1 */
+    OPEN_PASSTHROUGH, /* the kernel reads ``backing_id`` */
+    OPEN_CONTENT,     /* we have all its bytes */
+};
+
+struct open_inode {
+    uint64_t ino;    /* 0: free; atomic */
+    uint64_t size;   /* bytes that the file must have */
+    int64_t reached; /* how far a reader has gone through from the start; atomic */
+    struct open_inode *next;
+    struct content *content; /* atomic */
+    uint32_t slot;
+    uint32_t users; /* opens not released yet, those under way included */
+    uint32_t plain; /* of these, answered with a handle of Python's own */
+    int32_t backing_id;
+    int fd;        /* atomic */
+    uint8_t kind;  /* atomic */
+    uint8_t tier;  /* 0: the source */
+    bool bound;    /* Python decided and wants to hear of the release */
+    bool outdated; /* the source has another version: Python wants to hear of the last release */
+};
+
+enum { OPENS_STRIPES = 16, OPENS_BUCKETS = 256, OPENS_CHUNK = 256, OPENS_CHUNKS = 1024 };
+
+struct opens_stripe {
+    pthread_mutex_t lock;
+    pthread_cond_t settled;
+    struct open_inode *buckets[OPENS_BUCKETS];
+    struct open_inode *free;
+    struct open_inode *chunks[OPENS_CHUNKS]; /* atomic */
+    uint32_t count;
+};
+
+struct opens {
+    struct opens_stripe stripes[OPENS_STRIPES];
+    int64_t users;       /* opens not released, Python's included; atomic */
+    int64_t backing_ids; /* registered with the kernel; atomic */
+};
+
+/* What the last release leaves to be closed: -1 and 0 stand for nothing. */
+struct open_remains {
+    int fd;
+    int32_t backing_id;
+    bool outdated;
+    struct content *content;
+};
+
+bool opens_prepare(struct opens *opens);
+void opens_free(struct opens *opens);
+
+/* One more open of ``ino``; with ``*fresh`` the caller settles the entry, else it may have to wait
+ * for who does. NULL if there is no room. */
+struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh);
+void opens_wait(struct opens *opens, struct open_inode *entry);
+/* The bytes of an entry of ``ino`` that has them, with one more user; NULL if it is none. */
+struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino);
+/* One more for an entry that the caller has a share of. */
+void opens_hold(struct opens *opens, struct open_inode *entry);
+void opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
+                  int32_t backing_id, uint8_t tier, uint64_t size);
+/* The same with all the bytes, of which the entry becomes a user. */
+void opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content);
+/* The entry that a handle names, if it is of that inode; takes no lock. */
+struct open_inode *opens_at(struct opens *opens, uint32_t slot, uint64_t ino);
+/* Binds an inode that Python opens. False if it has readers that must stay with Python. The kind
+ * and what is bound are the caller's until then, and the entry's after. */
+bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, int32_t backing_id,
+                uint8_t tier, uint64_t size);
+/* The file behind an inode that Python bound has ``size`` bytes by now. False if it is not bound.
+ */
+bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size);
+/* Have the last release told; false if the inode is not open with a copy of a tier. */
+bool opens_outdate(struct opens *opens, uint64_t ino);
+/* Whether opens_bind would be of use now. */
+bool opens_can_bind(struct opens *opens, uint64_t ino);
+/* Python's answer to an open goes out: true if it is bound, else one more plain handle. */
+bool opens_answered(struct opens *opens, struct open_inode *entry);
+/* One open less. False if the inode is not open at all. */
+bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remains *remains);
+/* How far a reader has gone through an open file from its start, in bytes. */
+int64_t opens_reached(struct opens *opens, uint64_t ino);
+/* Takes out whatever is left, one entry a call; false at the end. */
+bool opens_pop(struct opens *opens, struct open_remains *remains);
+
+#endif

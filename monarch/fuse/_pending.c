@@ -1,0 +1,210 @@
+/* Requests that are with Python: passed on, answered late, or let go when their caller is killed.
+ */
+#include "_datapath.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+/* -- answering the kernel ---------------------------------------------------------------------- */
+
+int write_out(int device, uint64_t unique, int error, const void *data, size_t size) {
+    struct out_header header = {(uint32_t)(sizeof header + size), -error, unique};
+    struct iovec parts[] = {{&header, sizeof header}, {(void *)data, size}};
+    return writev(device, parts, size ? 2 : 1) < 0 ? errno : 0;
+}
+
+int answer(struct thread *thread, const struct in_header *request, const void *data, size_t size) {
+    return write_out(thread->device, request->unique, 0, data, size);
+}
+
+void refuse(struct thread *thread, const struct in_header *request, int error) {
+    write_out(thread->device, request->unique, error, NULL, 0);
+}
+
+/* -- what is with Python ----------------------------------------------------------------------- */
+
+/* The pending at ``index``; the lock is held. */
+struct pending *pending_at(struct datapath *path, uint32_t index) {
+    return &path->pending[index / PENDING_CHUNK][index % PENDING_CHUNK];
+}
+
+/* Even and not 0, as those of the kernel are. */
+static uint64_t stand_in(uint32_t index, uint32_t generation) {
+    return ((uint64_t)generation << 24 | (index + 1)) << 1;
+}
+
+/* Whether an interrupt of this request has come already; the lock is held. */
+bool came_early(const struct datapath *path, uint64_t unique) {
+    for (int i = 0; i < EARLY; i++)
+        if (path->early[i] == unique)
+            return true;
+    return false;
+}
+
+/* A place for a request, and what stands for its ``unique``; NO_PENDING if there is none. */
+static uint32_t pend(struct datapath *path, const struct pending *what, uint64_t *unique) {
+    uint32_t index = NO_PENDING;
+    pthread_mutex_lock(&path->pending_lock);
+    if (path->pending_free != NO_PENDING) {
+        index = path->pending_free;
+        path->pending_free = pending_at(path, index)->next_free;
+    } else if (path->pending_count < PENDING_CHUNK * PENDING_CHUNKS) {
+        uint32_t chunk = path->pending_count / PENDING_CHUNK;
+        if (!path->pending[chunk])
+            path->pending[chunk] = calloc(PENDING_CHUNK, sizeof(struct pending));
+        if (path->pending[chunk])
+            index = path->pending_count++;
+    }
+    if (index != NO_PENDING) {
+        struct pending *place = pending_at(path, index);
+        uint32_t generation = place->generation + 1;
+        *place = *what;
+        place->generation = generation;
+        place->used = true;
+        if (came_early(path, place->unique)) {
+            place->interrupted = true;
+            path->pending_interrupted++;
+        }
+        *unique = stand_in(index, generation);
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    return index;
+}
+
+/* Takes a pending out; false for an answer that nobody waits for. */
+bool unpend(struct datapath *path, uint64_t unique, struct pending *what) {
+    uint64_t index = (unique >> 1 & 0xffffff) - 1;
+    pthread_mutex_lock(&path->pending_lock);
+    bool known = index < path->pending_count;
+    if (known) {
+        struct pending *place = pending_at(path, (uint32_t)index);
+        known = place->used && stand_in((uint32_t)index, place->generation) == unique;
+        if (known) {
+            *what = *place;
+            place->used = false;
+            place->next_free = path->pending_free;
+            path->pending_free = (uint32_t)index;
+            path->pending_interrupted -= place->interrupted;
+        }
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    return known;
+}
+
+void close_remains(struct datapath *path, const struct open_remains *remains) {
+    if (remains->backing_id > 0) {
+        uint32_t id = (uint32_t)remains->backing_id;
+        ioctl(path->device, DEV_IOC_BACKING_CLOSE, &id);
+        ADD(path->opens.backing_ids, -1);
+    }
+    if (remains->fd >= 0)
+        close(remains->fd);
+    content_release(remains->content);
+}
+
+bool drop_open(struct datapath *path, uint64_t ino, bool plain) {
+    struct open_remains remains;
+    bool known = opens_drop(&path->opens, ino, plain, &remains);
+    close_remains(path, &remains);
+    if (remains.outdated)
+        tell(path, ino, EVENT_RELEASED, NULL);
+    return known;
+}
+
+/* Pass a request on, whole. ``entry``: the open that it is about. */
+void pass_on(struct thread *thread, struct in_header *request, struct open_inode *entry) {
+    struct datapath *path = thread->path;
+    struct pending what = {
+        .unique = request->unique,
+        .ino = request->nodeid,
+        .entry = entry,
+        .opcode = request->opcode,
+        .pid = request->pid,
+        .device = thread->device,
+    };
+    uint64_t unique = request->unique;
+    uint32_t index = pend(path, &what, &request->unique);
+    if (index != NO_PENDING) {
+        if (request->opcode == OP_READ) {
+            struct read_in *in = (struct read_in *)(request + 1);
+            in->fh = (uint64_t)(index + 1) << TOKEN_SHIFT | (request->nodeid & INO_MASK);
+        }
+        if (send(path->channel, request, request->len, MSG_NOSIGNAL) >= 0)
+            return;
+        unpend(path, request->unique, &what);
+        request->unique = unique;
+    }
+    if (entry)
+        drop_open(path, request->nodeid, false);
+    refuse(thread, request, EIO);
+}
+
+/* -- signals to those who wait ----------------------------------------------------------------- */
+
+/* Whether the kernel has decided to end a thread: then it only waits for our answer. */
+static bool is_killed(uint32_t pid) {
+    char name[32], text[4096];
+    snprintf(name, sizeof name, "/proc/%u/status", pid);
+    int fd = pid ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd < 0)
+        return false;
+    ssize_t size = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (size <= 0)
+        return false;
+    text[size] = 0;
+    const char *line = strstr(text, "\nSigPnd:");
+    return line && strtoull(line + 8, NULL, 16) >> (SIGKILL - 1) & 1;
+}
+
+/* Lets callers go that were killed while they wait for Python or for the source. */
+void free_killed(struct datapath *path) {
+    pthread_mutex_lock(&path->pending_lock);
+    for (uint32_t index = 0; path->pending_interrupted && index < path->pending_count; index++) {
+        struct pending *place = pending_at(path, index);
+        if (!place->used || !place->interrupted || place->answered || !is_killed(place->pid))
+            continue;
+        place->answered = true;
+        write_out(place->device, place->unique, EINTR, NULL, 0);
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    for (int i = 0; i < LOAD(path->thread_count); i++) {
+        struct thread *thread = &path->threads[i];
+        uint64_t unique = LOAD(thread->interrupted);
+        if (unique == 0 || LOAD(thread->reading) != unique || !is_killed(LOAD(thread->reading_pid)))
+            continue;
+        /* If it has answered meanwhile, the kernel knows the number no more. */
+        STORE(thread->interrupted, 0);
+        write_out(LOAD(thread->device), unique, EINTR, NULL, 0);
+    }
+}
+
+void interrupt(struct datapath *path, uint64_t unique) {
+    bool found = false;
+    pthread_mutex_lock(&path->pending_lock);
+    for (uint32_t index = 0; index < path->pending_count; index++) {
+        struct pending *place = pending_at(path, index);
+        if (place->used && place->unique == unique) {
+            path->pending_interrupted += !place->interrupted;
+            place->interrupted = found = true;
+        }
+    }
+    for (int i = 0; i < LOAD(path->thread_count); i++) {
+        struct thread *thread = &path->threads[i];
+        if (LOAD(thread->reading) == unique) {
+            STORE(thread->interrupted, unique);
+            found = true;
+        }
+    }
+    if (!found)
+        path->early[path->early_next++ % EARLY] = unique;
+    pthread_mutex_unlock(&path->pending_lock);
+    free_killed(path);
+}

@@ -1,0 +1,501 @@
+/* What Python sees of the datapath: one type, and the bytes that were fetched. */
+#define PY_SSIZE_T_CLEAN
+#include "_datapath.h"
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+typedef struct {
+    PyObject_HEAD struct datapath *path;
+    Py_buffer residency, marks;
+    PyObject *blocks; /* a list of what the published blocks lie in */
+} Datapath;
+
+static PyObject *failed(int error) {
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keys[] = {"residency", "marks",       "differs",   "unusable", "copying",
+                           "entries",   "directories", "bounds_ns", NULL};
+    Py_buffer residency, marks;
+    unsigned char differs, unusable, copying;
+    unsigned long long entries, directories;
+    PyObject *bounds;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$y*y*bbbKKO", keys, &residency, &marks,
+                                     &differs, &unusable, &copying, &entries, &directories,
+                                     &bounds))
+        return NULL;
+    Datapath *self = (Datapath *)type->tp_alloc(type, 0);
+    if (!self) {
+        PyBuffer_Release(&residency);
+        PyBuffer_Release(&marks);
+        return NULL;
+    }
+    self->residency = residency;
+    self->marks = marks;
+    self->blocks = PyList_New(0);
+    struct datapath *path = self->path = calloc(1, sizeof *path);
+    if (!self->blocks || !path) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    path->device = path->channel = path->wake = path->source = -1;
+    path->pending_free = NO_PENDING;
+    for (int tier = 0; tier < MAX_TIERS; tier++)
+        path->tiers[tier].directory = -1;
+    PyObject *sequence = PySequence_Fast(bounds, "bounds_ns must be a sequence");
+    Py_ssize_t count = sequence ? PySequence_Fast_GET_SIZE(sequence) : -1;
+    if (count < 0 || count >= BUCKETS || (uint64_t)residency.len != entries + 1 ||
+        marks.len != residency.len || entries > INO_MASK) {
+        Py_XDECREF(sequence);
+        Py_DECREF(self);
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "tables and entries do not agree");
+        return NULL;
+    }
+    for (path->bounds = 0; path->bounds < count; path->bounds++)
+        path->bounds_ns[path->bounds] =
+            PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(sequence, path->bounds));
+    Py_DECREF(sequence);
+    path->residency = residency.buf;
+    path->marks = path->names.marks = marks.buf;
+    path->names.differs = differs;
+    path->unusable = unusable;
+    path->copying = copying;
+    path->tallies = calloc(SHARDS, sizeof *path->tallies);
+    path->events = calloc(EVENTS, sizeof *path->events);
+    path->given = calloc(1, entries / 8 + 1);
+    if (path->events)
+        for (uint64_t i = 0; i < EVENTS; i++)
+            path->events[i].turn = i;
+    path->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (!path->tallies || !path->events || !path->given ||
+        !names_prepare(&path->names, entries, directories) || !opens_prepare(&path->opens) ||
+        pthread_mutex_init(&path->pending_lock, NULL) ||
+        pthread_mutex_init(&path->threads_lock, NULL)) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    if (path->wake < 0 || PyErr_Occurred()) {
+        if (!PyErr_Occurred())
+            PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *datapath_stop(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *path = self->path;
+    Py_BEGIN_ALLOW_THREADS;
+    if (path->started) {
+        stop(path);
+        close_all(path);
+    }
+    path->started = false;
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static void datapath_dealloc(Datapath *self) {
+    struct datapath *path = self->path;
+    if (path) {
+        if (path->started) {
+            Py_BEGIN_ALLOW_THREADS;
+            stop(path);
+            close_all(path);
+            Py_END_ALLOW_THREADS;
+        }
+        if (still_runs(path)) {
+            /* A thread hangs in the source and will come back to this memory. */
+            Py_TYPE(self)->tp_free((PyObject *)self);
+            return;
+        }
+        if (path->wake >= 0)
+            close(path->wake);
+        for (int tier = 0; tier < MAX_TIERS; tier++)
+            if (path->tiers[tier].directory >= 0)
+                close(path->tiers[tier].directory);
+        names_free(&path->names);
+        opens_free(&path->opens);
+        for (int chunk = 0; chunk < PENDING_CHUNKS; chunk++)
+            free(path->pending[chunk]);
+        struct event event;
+        while (path->events && next_event(path, &event))
+            content_release(event.content);
+        if (path->source >= 0)
+            close(path->source);
+        free(path->tallies);
+        free(path->events);
+        free(path->given);
+        free(path);
+    }
+    Py_XDECREF(self->blocks);
+    PyBuffer_Release(&self->residency);
+    PyBuffer_Release(&self->marks);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
+    int number, directory;
+    if (!PyArg_ParseTuple(args, "ii", &number, &directory))
+        return NULL;
+    if (number < 1 || number >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    int own = fcntl(directory, F_DUPFD_CLOEXEC, 0);
+    if (own < 0)
+        return failed(errno);
+    self->path->tiers[number].directory = own;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    int directory;
+    unsigned long long fetch_max;
+    long long hold_max, wait_max;
+    if (!PyArg_ParseTuple(args, "iKLL", &directory, &fetch_max, &hold_max, &wait_max))
+        return NULL;
+    if (path->source >= 0 || path->started) {
+        PyErr_SetString(PyExc_ValueError, "cannot be set now");
+        return NULL;
+    }
+    int own = fcntl(directory, F_DUPFD_CLOEXEC, 0);
+    if (own < 0)
+        return failed(errno);
+    path->source = own;
+    /* The kernel takes the bytes in one message whose length is a 32-bit number. */
+    path->fetch_max = fetch_max < MAX_FETCH ? fetch_max : MAX_FETCH;
+    path->hold_max = hold_max;
+    path->wait_max = wait_max;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_publish(Datapath *self, PyObject *args) {
+    unsigned table;
+    Py_ssize_t number;
+    PyObject *block;
+    if (!PyArg_ParseTuple(args, "InO", &table, &number, &block))
+        return NULL;
+    PyObject *view = PyMemoryView_FromObject(block);
+    if (!view)
+        return NULL;
+    Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
+    /* Kept as long as a reader may look at it. */
+    bool kept = PyBuffer_IsContiguous(buffer, 'C') && PyList_Append(self->blocks, view) == 0;
+    Py_DECREF(view);
+    if (!kept || number < 0 ||
+        !names_publish(&self->path->names, table, (size_t)number, buffer->buf,
+                       (size_t)buffer->len)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "no such block");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs) {
+    static char *keys[] = {"device",       "channel",        "passthrough", "no_open",
+                           "decide_opens", "cache_listings", "threads",     NULL};
+    struct datapath *path = self->path;
+    int device, channel, passthrough, no_open, decide_opens, cache_listings, threads;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iippppi", keys, &device, &channel,
+                                     &passthrough, &no_open, &decide_opens, &cache_listings,
+                                     &threads))
+        return NULL;
+    if (path->started || path->device >= 0 || threads < 1 || threads > MAX_THREADS) {
+        PyErr_SetString(PyExc_ValueError, "cannot be started so");
+        return NULL;
+    }
+    path->want_passthrough = passthrough;
+    path->no_open = no_open;
+    path->decide_opens = decide_opens;
+    path->cache_listings = cache_listings;
+    path->idle_target = threads;
+    int error = start(path, device, channel, threads);
+    if (error)
+        return failed(error);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_bind(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    unsigned long long ino, size;
+    int fd, tier;
+    if (!PyArg_ParseTuple(args, "KiiK", &ino, &fd, &tier, &size))
+        return NULL;
+    if (tier < 0 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    if (!path->started)
+        Py_RETURN_FALSE;
+    if (opens_resize(&path->opens, ino, size))
+        Py_RETURN_TRUE;
+    if (!opens_can_bind(&path->opens, ino))
+        Py_RETURN_FALSE;
+    /* The source is relayed: so its reads are counted, and those that copy know who reads. */
+    int32_t backing_id = tier ? register_backing(path, fd, (uint8_t)tier) : 0;
+    int own = backing_id ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    bool bound = backing_id || own >= 0;
+    if (bound)
+        bound = opens_bind(&path->opens, ino, backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY, own,
+                           backing_id, (uint8_t)tier, size);
+    if (!bound) {
+        struct open_remains remains = {own, backing_id, false, NULL};
+        close_remains(path, &remains);
+    }
+    return PyBool_FromLong(bound);
+}
+
+static PyObject *datapath_outdate(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(opens_outdate(&self->path->opens, ino));
+}
+
+static PyObject *datapath_answer(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    unsigned long long token;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "Ky*", &token, &data))
+        return NULL;
+    int device = -1;
+    uint64_t unique = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_mutex_lock(&path->pending_lock);
+    if (path->started && token >= 1 && token <= path->pending_count) {
+        struct pending *place = pending_at(path, (uint32_t)token - 1);
+        if (place->used && !place->answered && place->opcode == OP_READ) {
+            place->answered = true;
+            device = place->device;
+            unique = place->unique;
+        }
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    if (device >= 0) {
+        int error = write_out(device, unique, 0, data.buf, (size_t)data.len);
+        if (error && error != ENOENT)
+            write_out(device, unique, EIO, NULL, 0);
+    }
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&data);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_store(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "Ky*", &ino, &data))
+        return NULL;
+    bool stored;
+    Py_BEGIN_ALLOW_THREADS;
+    stored = store_pages(self->path, ino, data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&data);
+    return PyBool_FromLong(stored);
+}
+
+/* Bytes that were fetched, for Python to read; freed with the last user. */
+typedef struct {
+    PyObject_HEAD struct content *content;
+    PyObject *path; /* which counts the bytes held, so it must stay */
+} Content;
+
+static int content_buffer(Content *self, Py_buffer *view, int flags) {
+    return PyBuffer_FillInfo(view, (PyObject *)self, self->content->bytes,
+                             (Py_ssize_t)self->content->size, 1, flags);
+}
+
+static void content_dealloc(Content *self) {
+    content_release(self->content);
+    Py_DECREF(self->path);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyBufferProcs content_as_buffer = {.bf_getbuffer = (getbufferproc)content_buffer};
+
+static PyTypeObject content_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "monarch.fuse._datapath.Content",
+    .tp_basicsize = sizeof(Content),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_dealloc = (destructor)content_dealloc,
+    .tp_as_buffer = &content_as_buffer,
+};
+
+static PyObject *view_of(Datapath *self, struct content *content) {
+    if (!content)
+        Py_RETURN_NONE;
+    Content *made = PyObject_New(Content, &content_type);
+    if (!made)
+        return NULL;
+    made->content = content_retain(content);
+    Py_INCREF(self);
+    made->path = (PyObject *)self;
+    PyObject *view = PyMemoryView_FromObject((PyObject *)made);
+    Py_DECREF(made);
+    return view;
+}
+
+/* A list of (inode, tier or what happened, bytes or None). */
+static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *path = self->path;
+    uint64_t count;
+    if (read(path->wake, &count, sizeof count) < 0) {
+        /* Nobody has called. */
+    }
+    STORE(path->awake, 0);
+    PyObject *list = PyList_New(0);
+    struct event event;
+    while (list && next_event(path, &event)) {
+        PyObject *item = Py_BuildValue("(KiN)", (unsigned long long)(event.what & INO_MASK),
+                                       (int)(event.what >> 56), view_of(self, event.content));
+        content_release(event.content);
+        if (!item || PyList_Append(list, item))
+            Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* Python has heard of what was fetched, and has it if it wants it. */
+static PyObject *datapath_taken(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    drop_open(self->path, ino, false);
+    Py_RETURN_NONE;
+}
+
+static PyObject *numbers(const uint64_t *values, int count) {
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list && i < count; i++)
+        PyList_SET_ITEM(list, i, PyLong_FromUnsignedLongLong(values[i]));
+    return list;
+}
+
+/* For each tier: opens, reads, bytes, counts and total of the opens' histogram, of the reads'. */
+static PyObject *datapath_tallies(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    int tiers;
+    if (!PyArg_ParseTuple(args, "i", &tiers))
+        return NULL;
+    if (tiers < 0 || tiers > MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    PyObject *list = PyList_New(tiers);
+    for (int tier = 0; list && tier < tiers; tier++) {
+        struct tally sum = {0};
+        for (int shard = 0; shard < SHARDS; shard++) {
+            const uint64_t *from = (const uint64_t *)&path->tallies[shard][tier];
+            uint64_t *to = (uint64_t *)&sum;
+            for (size_t i = 0; i < sizeof sum / sizeof *to; i++)
+                to[i] += __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+        }
+        int buckets = path->bounds + 1;
+        PyObject *row = Py_BuildValue("(KKKNKNK)", sum.opens, sum.reads, sum.bytes,
+                                      numbers(sum.open.counts, buckets), sum.open.total_ns,
+                                      numbers(sum.read.counts, buckets), sum.read.total_ns);
+        if (!row) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, tier, row);
+    }
+    return list;
+}
+
+static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *path = self->path;
+    return Py_BuildValue("(KKKL)", LOAD(path->source_opens), LOAD(path->source_reads),
+                         LOAD(path->source_bytes), LOAD(path->source_waiting));
+}
+
+static PyObject *datapath_reached(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyLong_FromLongLong(opens_reached(&self->path->opens, ino));
+}
+
+static PyObject *datapath_was_given(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(ino <= path->names.entries &&
+                           LOAD(path->given[ino >> 3]) >> (ino & 7) & 1);
+}
+
+static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *path = self->path;
+    int threads = 0;
+    for (int i = 0; i < LOAD(path->thread_count); i++)
+        threads += LOAD(path->threads[i].state) == THREAD_RUNS;
+    return Py_BuildValue("{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i}", "serving",
+                         LOAD(path->serving) ? Py_True : Py_False, "open_files",
+                         LOAD(path->opens.users), "backing_ids", LOAD(path->opens.backing_ids),
+                         "passthrough", LOAD(path->passthrough) ? Py_True : Py_False, "no_open",
+                         LOAD(path->no_open_agreed) ? Py_True : Py_False, "refusal",
+                         LOAD(path->refusal), "ended", LOAD(path->ended), "threads", threads);
+}
+
+static PyObject *datapath_fileno(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    return PyLong_FromLong(self->path->wake);
+}
+
+static PyMethodDef methods[] = {
+    {"add_tier", (PyCFunction)datapath_add_tier, METH_VARARGS, NULL},
+    {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
+    {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
+    {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
+    {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"bind", (PyCFunction)datapath_bind, METH_VARARGS, NULL},
+    {"outdate", (PyCFunction)datapath_outdate, METH_VARARGS, NULL},
+    {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},
+    {"store", (PyCFunction)datapath_store, METH_VARARGS, NULL},
+    {"events", (PyCFunction)datapath_events, METH_NOARGS, NULL},
+    {"tallies", (PyCFunction)datapath_tallies, METH_VARARGS, NULL},
+    {"source", (PyCFunction)datapath_source, METH_NOARGS, NULL},
+    {"reached", (PyCFunction)datapath_reached, METH_VARARGS, NULL},
+    {"was_given", (PyCFunction)datapath_was_given, METH_VARARGS, NULL},
+    {"state", (PyCFunction)datapath_state, METH_NOARGS, NULL},
+    {"fileno", (PyCFunction)datapath_fileno, METH_NOARGS, NULL},
+    {"stop", (PyCFunction)datapath_stop, METH_NOARGS, NULL},
+    {0},
+};
+
+static PyTypeObject datapath_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "monarch.fuse._datapath.Datapath",
+    .tp_basicsize = sizeof(Datapath),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = datapath_new,
+    .tp_dealloc = (destructor)datapath_dealloc,
+    .tp_methods = methods,
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "monarch.fuse._datapath",
+    .m_doc = "Answers the kernel without the interpreter; see monarch/fuse/datapath.py.",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit__datapath(void) {
+    if (PyType_Ready(&datapath_type) < 0 || PyType_Ready(&content_type) < 0)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddObjectRef(made, "Datapath", (PyObject *)&datapath_type) < 0)
+        Py_CLEAR(made);
+    return made;
+}

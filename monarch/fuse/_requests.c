@@ -1,0 +1,563 @@
+/* The requests that a reader answers by itself, and what it passes on. */
+#include "_datapath.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+/* -- opening ----------------------------------------------------------------------------------- */
+
+/* The copy of ``ino`` in a tier; tiers/directory.py names it so. */
+static int open_copy(struct datapath *path, uint8_t tier, uint64_t ino) {
+    char name[32];
+    snprintf(name, sizeof name, "%02x/%llu", (unsigned)(ino & 0xff), (unsigned long long)ino);
+    /* The time of access is nobody's business, and noting it costs every small read. */
+    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW;
+    int fd = openat(path->tiers[tier].directory, name, flags | O_NOATIME);
+    return fd < 0 && errno == EPERM ? openat(path->tiers[tier].directory, name, flags) : fd;
+}
+
+/* The tier that has a copy which may be used as it is, 0 if there is none; ``*size`` in bytes. */
+static uint8_t usable_tier(struct datapath *path, uint64_t ino, uint64_t *size) {
+    if (ino < 1 || ino > path->names.entries)
+        return 0;
+    uint8_t tier = LOAD(path->residency[ino]);
+    if (tier == 0 || tier >= MAX_TIERS || path->tiers[tier].directory < 0)
+        return 0;
+    if (LOAD(path->marks[ino]) & path->unusable)
+        return 0;
+    return names_file_size(&path->names, ino, size) == NAMES_YES ? tier : 0;
+}
+
+/* A number for the kernel to read ``fd`` by, 0 if it will not. */
+int32_t register_backing(struct datapath *path, int fd, uint8_t tier) {
+    if (!LOAD(path->passthrough) || LOAD(path->tiers[tier].refuses))
+        return 0;
+    struct backing_map map = {.fd = fd};
+    int id = ioctl(path->device, DEV_IOC_BACKING_OPEN, &map);
+    if (id > 0) {
+        ADD(path->opens.backing_ids, 1);
+        return id;
+    }
+    if (errno != EMFILE && errno != ENFILE && errno != ENOMEM) {
+        /* What this file system is (overlayfs: ELOOP) will not change. */
+        STORE(path->refusal, errno);
+        STORE(path->tiers[tier].refuses, 1);
+    }
+    return 0;
+}
+
+/* Whether so many descriptors are held that the last ones are for those who need one to go on. The
+ * lowest free number is always taken, so a high one tells. */
+static bool is_scarce(int fd) {
+    struct rlimit limit;
+    return fd >= 128 && getrlimit(RLIMIT_NOFILE, &limit) == 0 &&
+           (rlim_t)fd >= limit.rlim_cur - limit.rlim_cur / 4;
+}
+
+/* Open the copy of a resident inode and settle its entry; false if that cannot be. */
+static bool open_resident(struct datapath *path, struct open_inode *entry, uint64_t ino) {
+    uint64_t size;
+    uint8_t tier = path->decide_opens ? 0 : usable_tier(path, ino, &size);
+    int fd = tier ? open_copy(path, tier, ino) : -1;
+    bool by_name = tier && fd < 0 && (errno == EMFILE || errno == ENFILE);
+    struct stat status;
+    if (fd >= 0 && (fstat(fd, &status) || (uint64_t)status.st_size != size)) {
+        close(fd);
+        fd = -1;
+    }
+    /* Looked at again: what it was when it was opened is what counts. */
+    uint64_t size_now;
+    if ((fd < 0 && !by_name) || usable_tier(path, ino, &size_now) != tier || size_now != size) {
+        if (fd >= 0)
+            close(fd);
+        return false;
+    }
+    int32_t backing_id = fd >= 0 ? register_backing(path, fd, tier) : 0;
+    if (fd >= 0 && !backing_id && is_scarce(fd)) {
+        close(fd);
+        fd = -1;
+    }
+    if (backing_id) {
+        close(fd);
+        opens_settle(&path->opens, entry, OPEN_PASSTHROUGH, -1, backing_id, tier, size);
+    } else {
+        opens_settle(&path->opens, entry, OPEN_RELAY, fd, 0, tier, size);
+    }
+    return true;
+}
+
+/* Around a call of the source, which may hang: who is killed meanwhile is let go. */
+static void begin_waiting(struct thread *thread, const struct in_header *request) {
+    struct datapath *path = thread->path;
+    STORE(thread->reading_pid, request->pid);
+    STORE(thread->reading, request->unique);
+    pthread_mutex_lock(&path->pending_lock);
+    if (came_early(path, request->unique))
+        STORE(thread->interrupted, request->unique);
+    pthread_mutex_unlock(&path->pending_lock);
+    ADD(path->source_waiting, 1);
+}
+
+static void end_waiting(struct thread *thread) {
+    ADD(thread->path->source_waiting, -1);
+    STORE(thread->reading, 0);
+}
+
+/* Wait until the entry is settled. He who settles it may wait for the source. */
+static void wait_for_entry(struct thread *thread, const struct in_header *request,
+                           struct open_inode *entry) {
+    if (LOAD(entry->kind) != OPEN_SETTLING)
+        return;
+    begin_waiting(thread, request);
+    opens_wait(&thread->path->opens, entry);
+    end_waiting(thread);
+}
+
+/* Fetch a small file that has no copy, whole, and settle its entry with the bytes. Python is to be
+ * told, and decides whether they are kept. False if Python has to look at it first. */
+static bool open_fetched(struct thread *thread, const struct in_header *request,
+                         struct open_inode *entry) {
+    struct datapath *path = thread->path;
+    uint64_t ino = request->nodeid;
+    char name[4096];
+    struct identity identity;
+    if (path->source < 0 || path->decide_opens || ino < 1 || ino > path->names.entries ||
+        LOAD(path->residency[ino]) || LOAD(path->marks[ino]) & (path->unusable | path->copying) ||
+        LOAD(path->source_waiting) >= path->wait_max ||
+        names_file(&path->names, ino, &identity, name, sizeof name) != NAMES_YES ||
+        identity.size > path->fetch_max ||
+        LOAD(path->held) + (int64_t)identity.size > path->hold_max)
+        return false;
+    struct fetch_cost cost;
+    begin_waiting(thread, request);
+    struct content *content = fetch(path->source, name, &identity, &path->held, &cost);
+    end_waiting(thread);
+    ADD(path->source_opens, cost.opens);
+    ADD(path->source_reads, cost.reads);
+    ADD(path->source_bytes, cost.bytes);
+    if (!content)
+        return false;
+    if (LOAD(path->marks[ino]) & path->unusable) {
+        content_release(content);
+        return false;
+    }
+    opens_settle_content(&path->opens, entry, content);
+    return true;
+}
+
+/* Give the kernel the first bytes of an inode that no read can be waiting for. */
+bool store_pages(struct datapath *path, uint64_t ino, const void *data, size_t size) {
+    struct store_out out = {.nodeid = ino, .size = (uint32_t)size};
+    struct out_header header = {(uint32_t)(sizeof header + sizeof out + size), NOTIFY_STORE, 0};
+    struct iovec parts[] = {{&header, sizeof header}, {&out, sizeof out}, {(void *)data, size}};
+    return writev(path->device, parts, 3) >= 0;
+}
+
+/* Settle the entry of a first open by what can be had without Python. */
+static void settle_open(struct thread *thread, const struct in_header *request,
+                        struct open_inode *entry) {
+    struct datapath *path = thread->path;
+    if (open_resident(path, entry, request->nodeid))
+        return;
+    if (!open_fetched(thread, request, entry)) {
+        opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
+        return;
+    }
+    struct content *content = opens_content(&path->opens, entry, request->nodeid);
+    if (!content)
+        return;
+    /* Whoever opens it before Python has heard of it finds the bytes: see datapath_taken. */
+    opens_hold(&path->opens, entry);
+    tell(path, request->nodeid, EVENT_FETCHED, content_retain(content));
+    /* With its bytes in the kernel's pages before it is open, no read will come. */
+    if (content->size && store_pages(path, request->nodeid, content->bytes, content->size)) {
+        struct tally *tally = tally_of(thread, 0);
+        ADD(tally->reads, 1);
+        ADD(tally->bytes, content->size);
+    }
+    content_release(content);
+}
+
+struct open_out handle_of(const struct open_inode *entry, bool keep_pages) {
+    struct open_out out = {.fh = HANDLE_FAST | entry->slot};
+    if (entry->bound)
+        out.fh |= HANDLE_BOUND;
+    if (LOAD(entry->kind) == OPEN_PASSTHROUGH) {
+        out.open_flags = FOPEN_PASSTHROUGH | FOPEN_NOFLUSH;
+        out.backing_id = entry->backing_id;
+    } else {
+        out.open_flags = FOPEN_NOFLUSH | (keep_pages ? FOPEN_KEEP_CACHE : 0);
+    }
+    return out;
+}
+
+static void do_open(struct thread *thread, struct in_header *request, uint64_t begin) {
+    struct datapath *path = thread->path;
+    if (LOAD(path->no_open_agreed)) {
+        refuse(thread, request, ENOSYS);
+        return;
+    }
+    bool fresh;
+    struct open_inode *entry = opens_take(&path->opens, request->nodeid, &fresh);
+    if (!entry) {
+        refuse(thread, request, ENFILE);
+        return;
+    }
+    if (fresh)
+        settle_open(thread, request, entry);
+    else
+        wait_for_entry(thread, request, entry);
+    uint8_t kind = LOAD(entry->kind);
+    if (kind == OPEN_PYTHON || entry->bound) {
+        pass_on(thread, request, entry);
+        return;
+    }
+    uint8_t tier = LOAD(entry->tier);
+    if (!fresh || kind != OPEN_CONTENT)
+        tell(path, request->nodeid, tier, NULL);
+    struct open_out out = handle_of(entry, true);
+    if (answer(thread, request, &out, sizeof out))
+        drop_open(path, request->nodeid, false);
+    else
+        count_open(thread, tier, begin);
+}
+
+static void do_release(struct thread *thread, struct in_header *request, size_t size) {
+    struct datapath *path = thread->path;
+    struct release_in *in = (struct release_in *)(request + 1);
+    if (size < sizeof *in) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    bool fast = in->fh & HANDLE_FAST;
+    bool known = drop_open(path, request->nodeid, !fast);
+    if (!fast || in->fh & HANDLE_BOUND) {
+        in->fh = request->nodeid;
+        if (known)
+            pass_on(thread, request, NULL);
+        else
+            refuse(thread, request, EBADF);
+        return;
+    }
+    refuse(thread, request, known ? 0 : EBADF);
+}
+
+/* -- reading ----------------------------------------------------------------------------------- */
+
+/* Up to ``size`` bytes, fewer only at the end of the file; -1 on failure. */
+static ssize_t read_all(int fd, uint8_t *data, size_t size, uint64_t offset) {
+    size_t got = 0;
+    while (got < size) {
+        ssize_t n = pread(fd, data + got, size - got, (off_t)(offset + got));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return -1;
+        if (n == 0)
+            break;
+        got += (size_t)n;
+    }
+    return (ssize_t)got;
+}
+
+/* Reads from a source that may hang: others go on, and who is killed meanwhile is let go. */
+static ssize_t read_source(struct thread *thread, const struct in_header *request, int fd,
+                           uint8_t *data, size_t size, uint64_t offset) {
+    struct datapath *path = thread->path;
+    begin_waiting(thread, request);
+    ssize_t got = read_all(fd, data, size, offset);
+    int error = errno;
+    end_waiting(thread);
+    if (got >= 0) {
+        ADD(path->source_reads, 1);
+        ADD(path->source_bytes, (uint64_t)got);
+    }
+    errno = error;
+    return got;
+}
+
+/* Read from ``fd``, the file of ``tier`` that must hold ``whole`` bytes; false if it does not.
+ * ``first``: the kernel told no open, this stands for it; false then also if Python must see it. */
+static bool relay(struct thread *thread, struct in_header *request, int fd, uint8_t tier,
+                  uint64_t whole, uint64_t begin, struct open_inode *entry, bool first) {
+    struct read_in *in = (struct read_in *)(request + 1);
+    uint64_t left = in->offset < whole ? whole - in->offset : 0;
+    size_t wanted = in->size < left ? in->size : (size_t)left;
+    /* A file of the source may have grown since it was opened; a copy is what it is. */
+    ssize_t got = tier ? read_all(fd, thread->data, wanted, in->offset)
+                       : read_source(thread, request, fd, thread->data, in->size, in->offset);
+    if (got < 0 || (size_t)got < wanted)
+        return false;
+    if (first && !put_event(thread->path, request->nodeid, tier, NULL))
+        return false;
+    if (entry && tier == 0) {
+        /* A copy that follows the reader wants to know how far it has come. */
+        int64_t reached = LOAD(entry->reached);
+        int64_t end = (int64_t)in->offset + got;
+        if ((int64_t)in->offset <= reached && end > reached)
+            STORE(entry->reached, end);
+    }
+    answer(thread, request, thread->data, (size_t)got);
+    if (first)
+        count_open(thread, tier, begin);
+    count_read(thread, tier, (size_t)got, begin);
+    return true;
+}
+
+/* Somebody may have a part of this version from now on. */
+static void mark_given(struct datapath *path, uint64_t ino) {
+    uint8_t bit = (uint8_t)(1 << (ino & 7));
+    if (!(LOAD(path->given[ino >> 3]) & bit))
+        __atomic_fetch_or(&path->given[ino >> 3], bit, __ATOMIC_RELEASE);
+}
+
+/* Read the copy of a resident inode that nobody has opened for us. */
+static bool relay_by_name(struct thread *thread, struct in_header *request, bool first,
+                          uint64_t begin) {
+    struct datapath *path = thread->path;
+    uint64_t size, size_now, ino = request->nodeid;
+    uint8_t tier = usable_tier(path, ino, &size);
+    int fd = tier ? open_copy(path, tier, ino) : -1;
+    if (fd < 0)
+        return false;
+    mark_given(path, ino);
+    struct stat status;
+    bool served = fstat(fd, &status) == 0 && (uint64_t)status.st_size == size &&
+                  usable_tier(path, ino, &size_now) == tier && size_now == size &&
+                  relay(thread, request, fd, tier, size, begin, NULL, first);
+    close(fd);
+    return served;
+}
+
+/* Answer a read from bytes that are here. */
+static void give(struct thread *thread, const struct in_header *request,
+                 const struct content *content, uint64_t begin) {
+    const struct read_in *in = (const struct read_in *)(request + 1);
+    uint64_t left = in->offset < content->size ? content->size - in->offset : 0;
+    size_t size = in->size < left ? in->size : (size_t)left;
+    answer(thread, request, left ? content->bytes + in->offset : NULL, size);
+    count_read(thread, 0, size, begin);
+}
+
+/* A read of a small file that has no copy, from a kernel that only reads. */
+static bool give_fetched(struct thread *thread, const struct in_header *request, bool first,
+                         uint64_t begin) {
+    struct datapath *path = thread->path;
+    uint64_t ino = request->nodeid;
+    if (path->source < 0 || ino < 1 || ino > path->names.entries || LOAD(path->residency[ino]))
+        return false;
+    bool fresh;
+    struct open_inode *entry = opens_take(&path->opens, ino, &fresh);
+    if (!entry)
+        return false;
+    if (!fresh)
+        wait_for_entry(thread, request, entry);
+    else if (!open_fetched(thread, request, entry))
+        opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
+    struct content *content = opens_content(&path->opens, entry, ino);
+    if (content) {
+        /* What was fetched stays until Python has heard of it, which then drops it: see
+         * datapath_taken. */
+        if (fresh)
+            tell(path, ino, EVENT_FETCHED, content_retain(content));
+        else
+            drop_open(path, ino, false);
+        mark_given(path, ino);
+        if (first && !fresh)
+            tell(path, ino, 0, NULL);
+        give(thread, request, content, begin);
+        if (first)
+            count_open(thread, 0, begin);
+        content_release(content);
+    } else {
+        drop_open(path, ino, false);
+    }
+    return content;
+}
+
+static void do_read(struct thread *thread, struct in_header *request, size_t size, uint64_t begin) {
+    struct datapath *path = thread->path;
+    const struct read_in *in = (const struct read_in *)(request + 1);
+    if (size < sizeof *in || in->size > DATA_BYTES || in->offset > INT64_MAX - DATA_BYTES) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    if (in->fh & HANDLE_FAST) {
+        struct open_inode *entry = opens_at(&path->opens, (uint32_t)in->fh, request->nodeid);
+        if (!entry) {
+            refuse(thread, request, EBADF);
+            return;
+        }
+        if (LOAD(entry->kind) == OPEN_CONTENT) {
+            struct content *content = opens_content(&path->opens, entry, request->nodeid);
+            if (content)
+                give(thread, request, content, begin);
+            else
+                refuse(thread, request, EBADF);
+            content_release(content);
+            return;
+        }
+        int fd = LOAD(entry->fd);
+        uint64_t whole = LOAD(entry->size);
+        if (fd >= 0 && relay(thread, request, fd, LOAD(entry->tier), whole, begin, entry, false))
+            return;
+        if (fd < 0 && relay_by_name(thread, request, false, begin))
+            return;
+        if (opens_at(&path->opens, (uint32_t)in->fh, request->nodeid) != entry ||
+            LOAD(entry->fd) != fd) {
+            /* Its caller was killed meanwhile and has closed the file. */
+            refuse(thread, request, EIO);
+            return;
+        }
+    } else if (LOAD(path->no_open_agreed)) {
+        bool first = in->offset == 0;
+        if (relay_by_name(thread, request, first, begin) ||
+            give_fetched(thread, request, first, begin))
+            return;
+    }
+    pass_on(thread, request, NULL);
+}
+
+/* -- names ------------------------------------------------------------------------------------- */
+
+static void do_lookup(struct thread *thread, struct in_header *request, size_t size) {
+    const char *name = (const char *)(request + 1);
+    size_t length = strnlen(name, size);
+    struct entry_out entry;
+    bool usual = length < size && length <= 255 && strcmp(name, ".") && strcmp(name, "..");
+    if (usual &&
+        names_lookup(&thread->path->names, request->nodeid, name, length, &entry) != NAMES_ASK)
+        answer(thread, request, &entry, sizeof entry);
+    else if (length < size)
+        pass_on(thread, request, NULL);
+    else
+        refuse(thread, request, EINVAL);
+}
+
+static void do_getattr(struct thread *thread, struct in_header *request) {
+    struct attr_out out = {.attr_valid = NAMES_VALID_S};
+    if (names_attributes(&thread->path->names, request->nodeid, &out.attr) == NAMES_YES)
+        answer(thread, request, &out, sizeof out);
+    else
+        pass_on(thread, request, NULL);
+}
+
+static void do_readdir(struct thread *thread, struct in_header *request, size_t size) {
+    struct read_in *in = (struct read_in *)(request + 1);
+    if (size < sizeof *in) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    size_t room = in->size < DATA_BYTES ? in->size : DATA_BYTES, used;
+    bool plus = request->opcode == OP_READDIRPLUS;
+    if (names_list(&thread->path->names, request->nodeid, in->offset, plus, thread->data, room,
+                   &used) == NAMES_YES) {
+        answer(thread, request, thread->data, used);
+        return;
+    }
+    in->fh = request->nodeid;
+    if (in->size > LISTING_BYTES)
+        in->size = LISTING_BYTES;
+    pass_on(thread, request, NULL);
+}
+
+static void do_opendir(struct thread *thread, struct in_header *request) {
+    struct open_out out = {.fh = request->nodeid};
+    if (LOAD(thread->path->no_opendir_agreed))
+        refuse(thread, request, ENOSYS);
+    else
+        answer(thread, request, &out, sizeof out);
+}
+
+/* A file tells of itself by names of ours alone; others are often asked for, one by one. */
+static void do_getxattr(struct thread *thread, struct in_header *request, size_t size) {
+    static const char ours[] = "user.monarch.";
+    const char *name = (const char *)(request + 1) + sizeof(struct getxattr_in);
+    if (size > sizeof(struct getxattr_in) && strncmp(name, ours, sizeof ours - 1))
+        refuse(thread, request, ENODATA);
+    else
+        pass_on(thread, request, NULL);
+}
+
+static void do_listxattr(struct thread *thread, struct in_header *request, size_t size) {
+    const struct getxattr_in *in = (const struct getxattr_in *)(request + 1);
+    struct getxattr_out out = {0};
+    if (size < sizeof *in)
+        refuse(thread, request, EINVAL);
+    else
+        answer(thread, request, &out, in->size ? 0 : sizeof out);
+}
+
+/* -- all of them ------------------------------------------------------------------------------- */
+
+static void agree_on_requests(struct datapath *path, const struct in_header *request, size_t size) {
+    const struct init_in *in = (const struct init_in *)(request + 1);
+    /* Kernels of before 5.17 send less; they know no second word. */
+    if (size < 16)
+        return;
+    bool ext = in->flags & INIT_EXT && size >= 20;
+    STORE(path->no_open_agreed, path->no_open && in->flags & INIT_NO_OPEN_SUPPORT);
+    STORE(path->no_opendir_agreed, path->cache_listings && in->flags & INIT_NO_OPENDIR_SUPPORT);
+    STORE(path->passthrough,
+          path->want_passthrough && ext && in->flags2 & INIT2_PASSTHROUGH ? 1 : 0);
+}
+
+void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) {
+    size_t size = request->len - sizeof *request;
+    switch (request->opcode) {
+    case OP_LOOKUP:
+        do_lookup(thread, request, size);
+        break;
+    case OP_GETATTR:
+        do_getattr(thread, request);
+        break;
+    case OP_OPEN:
+        do_open(thread, request, begin);
+        break;
+    case OP_READ:
+        do_read(thread, request, size, begin);
+        break;
+    case OP_RELEASE:
+        do_release(thread, request, size);
+        break;
+    case OP_FLUSH:
+        refuse(thread, request, ENOSYS);
+        break;
+    case OP_OPENDIR:
+        do_opendir(thread, request);
+        break;
+    case OP_READDIR:
+    case OP_READDIRPLUS:
+        do_readdir(thread, request, size);
+        break;
+    case OP_RELEASEDIR:
+        refuse(thread, request, 0);
+        break;
+    case OP_GETXATTR:
+        do_getxattr(thread, request, size);
+        break;
+    case OP_LISTXATTR:
+        do_listxattr(thread, request, size);
+        break;
+    case OP_INTERRUPT:
+        if (size >= sizeof(struct interrupt_in))
+            interrupt(thread->path, ((struct interrupt_in *)(request + 1))->unique);
+        break;
+    case OP_FORGET:
+    case OP_BATCH_FORGET:
+        /* Nothing is kept for an inode, and nobody waits for an answer. */
+        break;
+    case OP_INIT:
+        agree_on_requests(thread->path, request, size);
+        pass_on(thread, request, NULL);
+        break;
+    default:
+        pass_on(thread, request, NULL);
+    }
+}

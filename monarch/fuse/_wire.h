@@ -1,0 +1,159 @@
+/* The FUSE protocol, as far as the datapath speaks it (linux/fuse.h, 7.40).
+ *
+ * Written out here because the header of the machine that compiles may be older than the kernel
+ * that runs. All numbers are the host's; a message is a header and, behind it, the operation's own.
+ */
+#ifndef MONARCH_WIRE_H
+#define MONARCH_WIRE_H
+
+#include <stdint.h>
+#include <sys/ioctl.h>
+
+enum opcode {
+    OP_LOOKUP = 1,
+    OP_FORGET = 2,
+    OP_GETATTR = 3,
+    OP_OPEN = 14,
+    OP_READ = 15,
+    OP_RELEASE = 18,
+    OP_GETXATTR = 22,
+    OP_LISTXATTR = 23,
+    OP_FLUSH = 25,
+    OP_INIT = 26,
+    OP_OPENDIR = 27,
+    OP_READDIR = 28,
+    OP_RELEASEDIR = 29,
+    OP_INTERRUPT = 36,
+    OP_BATCH_FORGET = 42,
+    OP_READDIRPLUS = 44,
+};
+
+enum {
+    NOTIFY_STORE = 4,
+};
+
+enum open_flag {
+    FOPEN_KEEP_CACHE = 1 << 1,
+    FOPEN_CACHE_DIR = 1 << 3,
+    FOPEN_NOFLUSH = 1 << 5,
+    FOPEN_PASSTHROUGH = 1 << 7,
+};
+
+/* INIT's flags; the second word counts from bit 32. */
+enum {
+    INIT_NO_OPEN_SUPPORT = 1 << 17,
+    INIT_PARALLEL_DIROPS = 1 << 18,
+    INIT_CACHE_SYMLINKS = 1 << 23,
+    INIT_NO_OPENDIR_SUPPORT = 1 << 24,
+    INIT_EXT = 1 << 30,
+    INIT2_PASSTHROUGH = 1 << (37 - 32),
+};
+
+struct in_header {
+    uint32_t len, opcode;
+    uint64_t unique, nodeid;
+    uint32_t uid, gid, pid;
+    uint16_t total_extlen, padding;
+};
+
+struct out_header {
+    uint32_t len;
+    int32_t error;
+    uint64_t unique;
+};
+
+struct attr {
+    uint64_t ino, size, blocks, atime, mtime, ctime;
+    uint32_t atimensec, mtimensec, ctimensec;
+    uint32_t mode, nlink, uid, gid, rdev, blksize, flags;
+};
+
+struct entry_out {
+    uint64_t nodeid, generation, entry_valid, attr_valid;
+    uint32_t entry_valid_nsec, attr_valid_nsec;
+    struct attr attr;
+};
+
+struct attr_out {
+    uint64_t attr_valid;
+    uint32_t attr_valid_nsec, dummy;
+    struct attr attr;
+};
+
+struct open_out {
+    uint64_t fh;
+    uint32_t open_flags;
+    int32_t backing_id;
+};
+
+struct release_in {
+    uint64_t fh;
+    uint32_t flags, release_flags;
+    uint64_t lock_owner;
+};
+
+struct read_in {
+    uint64_t fh, offset;
+    uint32_t size, read_flags;
+    uint64_t lock_owner;
+    uint32_t flags, padding;
+};
+
+struct getxattr_in {
+    uint32_t size, padding;
+};
+
+struct getxattr_out {
+    uint32_t size, padding;
+};
+
+struct interrupt_in {
+    uint64_t unique;
+};
+
+struct dirent_out {
+    uint64_t ino, off;
+    uint32_t namelen, type;
+};
+
+struct direntplus_out {
+    struct entry_out entry;
+    struct dirent_out dirent;
+};
+
+struct init_in {
+    uint32_t major, minor, max_readahead, flags, flags2, unused[11];
+};
+
+struct init_out {
+    uint32_t major, minor, max_readahead, flags;
+    uint16_t max_background, congestion_threshold;
+    uint32_t max_write, time_gran;
+    uint16_t max_pages, map_alignment;
+    uint32_t flags2, max_stack_depth;
+    uint32_t unused[6];
+};
+
+struct store_out {
+    uint64_t nodeid, offset;
+    uint32_t size, padding;
+};
+
+struct backing_map {
+    int32_t fd;
+    uint32_t flags;
+    uint64_t padding;
+};
+
+#define DEV_IOC_CLONE _IOR(229, 0, uint32_t)
+#define DEV_IOC_BACKING_OPEN _IOW(229, 1, struct backing_map)
+#define DEV_IOC_BACKING_CLOSE _IOW(229, 2, uint32_t)
+
+_Static_assert(sizeof(struct in_header) == 40, "in_header");
+_Static_assert(sizeof(struct attr) == 88, "attr");
+_Static_assert(sizeof(struct entry_out) == 128, "entry_out");
+_Static_assert(sizeof(struct read_in) == 40, "read_in");
+_Static_assert(sizeof(struct init_in) == 64, "init_in");
+_Static_assert(sizeof(struct init_out) == 64, "init_out");
+
+#endif

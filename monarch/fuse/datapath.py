@@ -1,0 +1,236 @@
+"""The native datapath: the only module that knows the C extension between kernel and pyfuse3.
+
+The extension is optional. It answers what needs no decision (names, opens and reads of resident
+files) in threads of its own, without the interpreter, and tells afterwards what it has served;
+_datapath.c draws who talks to whom. Without it everything works through pyfuse3 alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from monarch.metrics import BUCKETS_S
+from monarch.namespace.schema import CHILDREN, INODES, NAMES
+from monarch.namespace.snapshot import Snapshot
+from monarch.placement.residency import COPYING, DIFFERS, UNUSABLE, Residency
+from monarch.settings import LimitSettings
+from monarch.tiers.directory import Tier
+from monarch.tiers.source import Source
+from monarch.transfer.readers import SourceTraffic
+from monarch.types import Ino
+from monarch.units import KiB, MiB
+from monarch.vfs.served import Served, Tally
+
+# The numbers of the tables in _names.h.
+_TABLES = {INODES: 0, NAMES: 1, CHILDREN: 2}
+# A file handle of a read that the extension passes on: the inode number, and behind it the token
+# by which the read is answered (_datapath.c, TOKEN_SHIFT).
+_TOKEN_SHIFT = 40
+_INO_MASK = (1 << _TOKEN_SHIFT) - 1
+# Threads that wait for requests. More of them than processors, since some wait for disks.
+_THREADS_PER_CPU = 2
+_MAX_THREADS = 32
+# What one end may have sent that the other has not taken yet. Above the largest message.
+_SOCKET_BYTES = 4 * MiB
+_LEAST_SOCKET_BYTES = 192 * KiB
+_SO_SNDBUFFORCE = 32
+
+
+def _extension() -> ModuleType:
+    return importlib.import_module("monarch.fuse._datapath")
+
+
+def built() -> bool:
+    """Whether the extension was compiled when Monarch was installed."""
+    try:
+        _extension()
+    except ImportError:
+        return False
+    return True
+
+
+def split_handle(fh: int) -> tuple[Ino, int]:
+    """The inode number of a read, and the token to answer it by, 0 if pyfuse3 is to answer."""
+    return Ino(fh & _INO_MASK), fh >> _TOKEN_SHIFT
+
+
+@dataclass(frozen=True, slots=True)
+class DatapathState:
+    """What the extension has open and agreed upon with the kernel.
+
+    ``serving``: it has begun to talk with the kernel. ``refusal`` is the errno with which the
+    kernel refused a file of a tier for passthrough, 0 if it did not. ``ended`` is not 0 when the
+    kernel has ended the session.
+    """
+
+    serving: bool
+    open_files: int
+    backing_ids: int
+    passthrough: bool
+    no_open: bool
+    refusal: int
+    ended: int
+    threads: int
+
+
+class Datapath:
+    """The extension, wired to one mount's tables. ``start`` gives it the device.
+
+    What ``limits`` says of fetching small files holds for the extension, too. ``passthrough``: let
+    the kernel read resident files itself where it will. ``no_open``: have the kernel open files
+    without asking. ``decide_opens``: Python looks at every open. ``cache_listings``: the kernel may
+    keep directory listings.
+    """
+
+    def __init__(
+        self,
+        *,
+        snapshot: Snapshot,
+        source: Source,
+        limits: LimitSettings,
+        residency: Residency,
+        tiers: Sequence[Tier],
+        passthrough: bool,
+        no_open: bool,
+        decide_opens: bool,
+        cache_listings: bool,
+    ) -> None:
+        self._options = {
+            "passthrough": passthrough,
+            "no_open": no_open,
+            "decide_opens": decide_opens,
+            "cache_listings": cache_listings,
+        }
+        self._tiers = len(tiers)
+        self._native: Any = _extension().Datapath(
+            residency=residency.tiers_table,
+            marks=residency.marks_table,
+            differs=DIFFERS,
+            unusable=UNUSABLE,
+            copying=COPYING,
+            entries=snapshot.entries,
+            directories=snapshot.info().directories,
+            bounds_ns=[round(bound * 1e9) for bound in BUCKETS_S],
+        )
+        self._native.set_source(
+            source.directory, limits.inline_max, limits.buffer_max, limits.source_concurrency
+        )
+        for tier in tiers:
+            self._native.add_tier(tier.number, tier.directory)
+        snapshot.on_load(self._publish)
+
+    def _publish(self, table: bytes, number: int, block: memoryview) -> None:
+        if table in _TABLES:
+            self._native.publish(_TABLES[table], number, block)
+
+    # -- its life --------------------------------------------------------------------------------
+
+    def start(self, device: int) -> int:
+        """Answer what comes from ``device``; the descriptor that pyfuse3 takes for it.
+
+        ``device`` belongs to the datapath from now on. Raises OSError.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            _widen(end)
+        cpus = len(os.sched_getaffinity(0))
+        threads = min(_MAX_THREADS, 2 + _THREADS_PER_CPU * cpus)
+        channel = ours.detach()
+        try:
+            self._native.start(device=device, channel=channel, threads=threads, **self._options)
+        except BaseException:
+            os.close(channel)
+            theirs.close()
+            raise
+        return theirs.detach()
+
+    def stop(self) -> None:
+        """Let go of the device. Waits for the threads, but for those that hang in the source."""
+        self._native.stop()
+
+    def fileno(self) -> int:
+        """Readable when something was served, or when the session has ended."""
+        return int(self._native.fileno())
+
+    def state(self) -> DatapathState:
+        return DatapathState(**self._native.state())
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._native.state()["ended"])
+
+    # -- what Python decides ---------------------------------------------------------------------
+
+    def bind(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool:
+        """Serve an inode that is being opened from ``fd``, of which it keeps a duplicate.
+
+        ``tier`` 0 is the source, ``size`` the bytes that the file must have. False if it is not
+        possible now; then reads come to Python.
+        """
+        return bool(self._native.bind(ino, fd, tier, size))
+
+    def outdate(self, ino: Ino) -> bool:
+        """The source has another version: whoever has the copy open keeps it whole.
+
+        Then ``served`` tells of its last release, and this returns True.
+        """
+        return bool(self._native.outdate(ino))
+
+    def answer(self, token: int, data: bytes | bytearray | memoryview) -> None:
+        """Answer a read that was passed on; without the interpreter's lock."""
+        self._native.answer(token, data)
+
+    def store(self, ino: Ino, data: bytes) -> bool:
+        """Give the kernel the first bytes of an inode that no read can be waiting for."""
+        return bool(self._native.store(ino, data))
+
+    # -- what it has served ----------------------------------------------------------------------
+
+    def served(self) -> list[Served]:
+        """What happened since the last call, in its order."""
+        happened: list[Served] = self._native.events()
+        return happened
+
+    def taken(self, ino: Ino) -> None:
+        """What was fetched of ``ino`` need not be held any longer for reads to come."""
+        self._native.taken(ino)
+
+    def was_given(self, ino: Ino) -> bool:
+        """Whether bytes of ``ino`` were read that no open came before."""
+        return bool(self._native.was_given(ino))
+
+    def tallies(self) -> list[Tally]:
+        """What was served so far, for each tier; place 0 is the source."""
+        return [Tally(*row) for row in self._native.tallies(self._tiers + 1)]
+
+    def source_traffic(self) -> SourceTraffic:
+        """What readers have asked of the source so far, past the event loop."""
+        return SourceTraffic(*self._native.source())
+
+    def open_files(self) -> int:
+        """Opens that were not released yet, those that Python answered included."""
+        return self.state().open_files
+
+    def backing_ids(self) -> int:
+        """Files that the kernel was given to read itself and has not given back."""
+        return self.state().backing_ids
+
+    def reached(self, ino: Ino) -> int:
+        """How far a reader has gone through an open file of the source, in bytes."""
+        return int(self._native.reached(ino))
+
+
+def _widen(end: socket.socket) -> None:
+    """Room for many messages. Only root may go beyond what the machine allows (wmem_max)."""
+    for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
+        try:
+            end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+        except OSError:
+            continue
+        return

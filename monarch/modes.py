@@ -1,0 +1,212 @@
+"""Which way reads take on this machine: what was configured, or the best that can be had here.
+
+The rules follow a measurement. Where the files are small and fit into memory with their copies,
+most of a read is its open, and a kernel that asks for none is quickest. Elsewhere most of it is
+moving bytes, and that is nobody's work with passthrough.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.errors import FuseError
+from monarch.fuse import datapath
+from monarch.fuse.datapath import DatapathState
+from monarch.namespace.schema import SnapshotSummary
+from monarch.report import Mode
+from monarch.settings import MountSettings
+from monarch.units import MiB, format_bytes
+
+# Below this mean size an open costs more than the read that follows it.
+SMALL_FILE_BYTES = MiB
+# In memory a file may be twice: as the mount's pages and as those of the tier below.
+_COPIES_IN_MEMORY = 2
+
+_CAP_SYS_ADMIN = 21
+_PASSTHROUGH_KERNEL = (6, 9)
+# Their listings never expired once cached; 6.13 has the correction.
+_STUCK_LISTINGS = ((6, 9), (6, 13))
+
+NOT_BUILT = "the native datapath is not built"
+BUILD_IT = "install gcc and the headers of Python, then install Monarch again"
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a machine and this process on it can do. ``release`` is the kernel's, in full."""
+
+    built: bool
+    release: str
+    may_pass_through: bool
+    memory_bytes: int
+
+    @classmethod
+    def here(cls) -> Abilities:
+        status = Path("/proc/self/status").read_text()
+        return cls(
+            built=datapath.built(),
+            release=platform.release(),
+            may_pass_through=bool(_effective_capabilities(status) >> _CAP_SYS_ADMIN & 1),
+            memory_bytes=memory_bytes(Path("/")),
+        )
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        found = re.match(r"(\d+)\.(\d+)", self.release)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+    @property
+    def cached_listings_expire(self) -> bool:
+        first, corrected = _STUCK_LISTINGS
+        return not first <= self.kernel < corrected
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a mount is served. ``why`` is a short sentence for the administrator.
+
+    ``open`` is "none" when the kernel is told to ask for no open at all. ``cache_listings``:
+    whether the kernel may keep the listings of directories.
+    """
+
+    datapath: str
+    open: str
+    why: str
+    cache_listings: bool
+
+    @property
+    def mode(self) -> Mode:
+        return Mode(self.datapath, self.open, self.why)
+
+
+def choose(settings: MountSettings, summary: SnapshotSummary, abilities: Abilities) -> Choice:
+    """The way reads take. Raises FuseError for a passthrough that cannot be had."""
+    check_possible(settings, abilities)
+    way, opens, why = _decided(settings, summary, abilities)
+    return Choice(way, opens, why, cache_listings=abilities.cached_listings_expire)
+
+
+def _decided(
+    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities
+) -> tuple[str, str, str]:
+    configured = f"the configuration says datapath: {settings.datapath}"
+    if settings.datapath == "python":
+        return "python", "open", configured
+    if not abilities.built:
+        return "python", "open", f"{NOT_BUILT}: {BUILD_IT}"
+    if settings.datapath == "passthrough":
+        return "passthrough", "open", configured
+    without, why = _without_opens(settings, summary, abilities)
+    if without:
+        return "relay", "none", why
+    if settings.datapath == "relay":
+        return "relay", "open", configured
+    if missing := without_passthrough(abilities):
+        return "relay", "open", missing
+    return "passthrough", "open", why
+
+
+def agreed(choice: Choice, state: DatapathState) -> Mode:
+    """The choice, corrected by what the kernel has agreed to."""
+    way, opens, why = choice.datapath, choice.open, choice.why
+    if way == "passthrough" and state.serving and not state.passthrough:
+        way, why = "relay", "the kernel does not offer passthrough"
+    elif way == "passthrough" and state.refusal:
+        name = errno.errorcode.get(state.refusal, str(state.refusal))
+        why += f"; the kernel refuses a tier's file system ({name}), so its files are relayed"
+    if opens == "none" and state.serving and not state.no_open:
+        opens, why = "open", "the kernel must be asked for opens"
+    return Mode(way, opens, why)
+
+
+def check_possible(settings: MountSettings, abilities: Abilities) -> None:
+    """FuseError if ``datapath: passthrough`` is asked of a machine that has none."""
+    if settings.datapath == "passthrough" and (why := without_passthrough(abilities)):
+        raise FuseError(
+            f"datapath: passthrough is not possible: {why}",
+            hint="set datapath: auto for the best there is here",
+        )
+
+
+def without_passthrough(abilities: Abilities) -> str:
+    """Why the kernel cannot read copies by itself here; empty if it can."""
+    first = ".".join(map(str, _PASSTHROUGH_KERNEL))
+    if not abilities.built:
+        return f"{NOT_BUILT}: {BUILD_IT}"
+    if abilities.kernel < _PASSTHROUGH_KERNEL:
+        return f"Linux {abilities.release} has no passthrough, it needs {first}"
+    if not abilities.may_pass_through:
+        return "passthrough needs root (the capability CAP_SYS_ADMIN)"
+    return ""
+
+
+def _without_opens(
+    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities
+) -> tuple[bool, str]:
+    """Whether the kernel is told to ask for no open, and why or why not."""
+    if settings.open != "auto":
+        return settings.open == "none", f"the configuration says open: {settings.open}"
+    if settings.verify == "open":
+        return False, "verify: open must see every open"
+    if settings.snapshot.ttl_s is not None:
+        return False, f"snapshot.freshness: {settings.snapshot.freshness} needs to see opens"
+    mean = summary.bytes_total / summary.files if summary.files else 0
+    files = f"files of {format_bytes(mean)} on average"
+    if mean >= SMALL_FILE_BYTES:
+        return False, f"{files} are large"
+    memory = format_bytes(abilities.memory_bytes)
+    if summary.bytes_total * _COPIES_IN_MEMORY > abilities.memory_bytes:
+        total = format_bytes(summary.bytes_total)
+        return False, f"{total} in {files} do not fit twice into {memory} of memory"
+    return True, f"{files} fit twice into {memory} of memory"
+
+
+def _effective_capabilities(status: str) -> int:
+    """The set that is in force, from the text of ``/proc/self/status``."""
+    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
+    return int(found[1], 16) if found else 0
+
+
+def memory_bytes(root: Path) -> int:
+    """What this process may use: the machine's memory, or less if a control group says so.
+
+    0 if even the first cannot be found out.
+    """
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", text, re.MULTILINE)
+    return min([int(found[1]) * 1024, *_group_limits(root)]) if found else 0
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for group in groups:
+        number, controllers, path = group.split(":", 2)
+        if number == "0":
+            tops, name = [mounted, mounted / "unified"], "memory.max"
+        elif "memory" in controllers.split(","):
+            tops, name = [mounted / "memory"], "memory.limit_in_bytes"
+        else:
+            continue
+        # A limit above ours holds as well. In a container the path may be that of the host, and
+        # then what is mounted is our own group: the last one looked at.
+        for top in tops:
+            for below in (Path(path), *Path(path).parents):
+                try:
+                    text = (top / below.relative_to("/") / name).read_text()
+                except OSError:
+                    continue
+                # Without a limit version 2 says "max", version 1 a number beyond all memory.
+                if text.strip().isdigit():
+                    yield int(text)

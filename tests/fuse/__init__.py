@@ -1,0 +1,1 @@
+"""The datapath alone, message by message, and real mounts under load."""

@@ -1,0 +1,270 @@
+"""Which way reads take: on machines of many kinds, and on this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch.errors import FuseError
+from monarch.fuse import datapath
+from monarch.modes import Abilities, check_possible, choose, memory_bytes
+from monarch.namespace.schema import SnapshotSummary
+from monarch.settings import MountSettings
+from monarch.units import GiB, KiB, MiB, TiB
+from tests.conftest import MonarchCommand, Tree, mounts
+
+ROOT = Path(__file__).parents[1]
+
+NODE = Abilities(built=True, release="6.18.1", may_pass_through=True, memory_bytes=64 * GiB)
+USER = dataclasses.replace(NODE, may_pass_through=False)
+OLD = dataclasses.replace(NODE, release="5.14.0-503.el9")
+BARE = dataclasses.replace(NODE, built=False)
+
+
+def settings(**keys: Any) -> MountSettings:
+    return MountSettings(name="m", source=Path("/pfs/s"), mountpoint=Path("/mnt/m"), **keys)
+
+
+def files(count: int, size: int) -> SnapshotSummary:
+    """The summary of a snapshot with ``count`` files of ``size`` bytes."""
+    return SnapshotSummary(
+        id="5f0c",
+        source=b"/pfs/s",
+        created_ns=0,
+        entries=count + 1,
+        files=count,
+        directories=1,
+        symlinks=0,
+        others=0,
+        aliases=0,
+        bytes_total=count * size,
+        largest=size,
+        sizes=((size.bit_length(), count),),
+        unreadable=0,
+        unreadable_paths=(),
+        one_file_system=False,
+        scan_seconds=0.0,
+    )
+
+
+SMALL = files(100_000, 112 * KiB)
+LARGE = files(1000, 150 * MiB)
+MANY = files(1_300_000, 112 * KiB)
+
+
+@pytest.mark.parametrize(
+    ("machine", "summary", "keys", "expected", "why"),
+    [
+        (
+            *(NODE, SMALL, {}, ("relay", "none")),
+            "files of 112 KiB on average fit twice into 64 GiB of memory",
+        ),
+        (USER, SMALL, {}, ("relay", "none"), "fit twice into 64 GiB"),
+        (OLD, SMALL, {}, ("relay", "none"), "fit twice into 64 GiB"),
+        (NODE, LARGE, {}, ("passthrough", "open"), "files of 150 MiB on average are large"),
+        (
+            *(NODE, MANY, {}, ("passthrough", "open")),
+            "139 GiB in files of 112 KiB on average do not fit twice into 64 GiB of memory",
+        ),
+        (
+            *(OLD, MANY, {}, ("relay", "open")),
+            "Linux 5.14.0-503.el9 has no passthrough, it needs 6.9",
+        ),
+        (
+            *(USER, LARGE, {}, ("relay", "open")),
+            "passthrough needs root (the capability CAP_SYS_ADMIN)",
+        ),
+        (BARE, SMALL, {}, ("python", "open"), "the native datapath is not built: install gcc"),
+        (NODE, SMALL, {"verify": "open"}, ("passthrough", "open"), "verify: open must see every"),
+        (USER, SMALL, {"verify": "open"}, ("relay", "open"), "passthrough needs root"),
+        (NODE, SMALL, {"open": "open"}, ("passthrough", "open"), "configuration says open: open"),
+        (NODE, LARGE, {"open": "none"}, ("relay", "none"), "the configuration says open: none"),
+        (NODE, SMALL, {"datapath": "relay"}, ("relay", "none"), "fit twice"),
+        (
+            *(NODE, LARGE, {"datapath": "relay"}, ("relay", "open")),
+            "the configuration says datapath: relay",
+        ),
+        (
+            *(NODE, SMALL, {"datapath": "passthrough"}, ("passthrough", "open")),
+            "the configuration says datapath: passthrough",
+        ),
+        (
+            *(NODE, SMALL, {"datapath": "python"}, ("python", "open")),
+            "the configuration says datapath: python",
+        ),
+        (BARE, SMALL, {"datapath": "relay", "open": "none"}, ("python", "open"), "is not built"),
+        (BARE, SMALL, {"datapath": "python"}, ("python", "open"), "configuration says"),
+    ],
+)
+def test_reads_take_the_best_way_there_is_and_the_reason_is_told(
+    machine: Abilities,
+    summary: SnapshotSummary,
+    keys: dict[str, str],
+    expected: tuple[str, str],
+    why: str,
+) -> None:
+    choice = choose(settings(**keys), summary, machine)
+    assert (choice.datapath, choice.open) == expected
+    assert why in choice.why
+    assert (choice.mode.datapath, choice.mode.open, choice.mode.why) == (*expected, choice.why)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "memory", "opens"),
+    [
+        (1000, MiB - 1, TiB, "none"),
+        (1000, MiB, TiB, "open"),
+        (1024, 512 * KiB, GiB, "none"),
+        (1024, 512 * KiB, GiB - 1, "open"),
+        (0, 0, GiB, "none"),
+    ],
+)
+def test_files_are_small_below_a_mebibyte_and_fit_when_memory_holds_them_twice(
+    count: int, size: int, memory: int, opens: str
+) -> None:
+    machine = dataclasses.replace(NODE, memory_bytes=memory)
+    assert choose(settings(), files(count, size), machine).open == opens
+
+
+@pytest.mark.parametrize(
+    ("machine", "why"), [(OLD, "it needs 6.9"), (USER, "needs root"), (BARE, "is not built")]
+)
+def test_a_passthrough_that_cannot_be_had_is_one_clear_line(machine: Abilities, why: str) -> None:
+    asked = settings(datapath="passthrough")
+    for attempt in (
+        lambda: choose(asked, LARGE, machine),
+        lambda: check_possible(asked, machine),
+    ):
+        with pytest.raises(FuseError) as caught:
+            attempt()
+        assert str(caught.value).startswith("datapath: passthrough is not possible: ")
+        assert why in str(caught.value)
+        assert str(caught.value).endswith("; set datapath: auto for the best there is here")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("release", "cached"),
+    [("6.8.12", True), ("6.9.0", False), ("6.12.41+deb13", False), ("6.13.0", True)],
+)
+def test_listings_are_cached_only_where_they_expire(release: str, cached: bool) -> None:
+    machine = dataclasses.replace(NODE, release=release)
+    assert choose(settings(), SMALL, machine).cache_listings is cached
+
+
+# --- What this machine is -------------------------------------------------------------------------
+
+
+def test_this_machine_knows_what_it_can_do() -> None:
+    here = Abilities.here()
+    assert here.kernel >= (4, 0)
+    assert here.built == datapath.built()
+    assert here.memory_bytes > 64 * MiB
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what it may do")
+def test_whoever_may_not_mount_may_not_pass_through() -> None:
+    ask = "from monarch.modes import Abilities; print(Abilities.here().may_pass_through)"
+    drop = "import ctypes, sys; assert ctypes.CDLL(None).prctl(24, int(sys.argv[1])) == 0; "
+    again = "import os; os.execv(sys.executable, [sys.executable, '-c', sys.argv[2]])"
+    told = {
+        # What a program may do after execve is bounded by this set; 1 is CAP_DAC_OVERRIDE.
+        capability: subprocess.run(
+            [sys.executable, "-c", drop + again, str(capability), ask],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for capability in (21, 1)
+    }
+    assert told == {21: "False", 1: "True"}
+
+
+def a_root(directory: Path, groups: str, limits: dict[str, str]) -> Path:
+    """A machine with 64 GiB whose process is in ``groups``, as far as memory is asked for."""
+    written = {
+        "proc/meminfo": "MemTotal:       67108864 kB\nMemFree: 1 kB\n",
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": f"{limit}\n" for name, limit in limits.items()},
+    }
+    for name, content in written.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "memory"),
+    [
+        ("0::/job\n", {}, 64 * GiB),
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "max"}, 64 * GiB),
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "8589934592"}, 8 * GiB),
+        ("0::/job/step\n", {"job/step/memory.max": "1073741824"}, GiB),
+        ("0::/job\n", {"job/memory.max": "1099511627776"}, 64 * GiB),
+        ("0::/host/path\n", {"memory.max": "1073741824"}, GiB),
+        ("0::/a:b\n", {"a:b/memory.max": "1073741824"}, GiB),
+        ("0::/job\n", {"unified/job/memory.max": "1073741824"}, GiB),
+        (
+            "5:cpu:/\n4:rss,memory:/job\n0::/\n",
+            {"memory/job/memory.limit_in_bytes": "1073741824"},
+            GiB,
+        ),
+        (
+            "4:memory:/job\n",
+            {"memory/job/memory.limit_in_bytes": "9223372036854771712"},
+            64 * GiB,
+        ),
+        ("4:memory:/host\n", {"memory/memory.limit_in_bytes": "1073741824"}, GiB),
+        ("3:cpuset,memory2:/job\n", {"memory/job/memory.limit_in_bytes": "1"}, 64 * GiB),
+    ],
+)
+def test_memory_is_the_machines_or_what_a_control_group_leaves_of_it(
+    groups: str, limits: dict[str, str], memory: int, tmp_path: Path
+) -> None:
+    assert memory_bytes(a_root(tmp_path, groups, limits)) == memory
+
+
+def test_a_machine_that_does_not_tell_its_memory_holds_no_file_in_it(tmp_path: Path) -> None:
+    assert memory_bytes(tmp_path) == 0
+    (a_root(tmp_path, "", {}) / "proc/self/cgroup").unlink()
+    assert memory_bytes(tmp_path) == 64 * GiB
+
+
+# --- A mount --------------------------------------------------------------------------------------
+
+
+@pytest.mark.modes("auto")
+def test_status_tells_the_way_of_reads_and_why(monarch: MonarchCommand, tree: Tree) -> None:
+    made = monarch.mount(tree({"a": 10}), options=["datapath=python"])
+    assert made.status()["mode"] == {
+        "datapath": "python",
+        "open": "open",
+        "why": "the configuration says datapath: python",
+    }
+    shown = monarch("status", str(made.path)).stdout
+    assert "python (the configuration says datapath: python)" in shown
+
+
+@pytest.mark.modes("auto")
+def test_a_contradiction_of_the_command_line_is_told_before_anything_is_done(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    mountpoint = tmp_path / "mnt"
+    mountpoint.mkdir()
+    done = monarch(
+        *("mount", str(tree({"a": 10})), str(mountpoint), "--state", str(tmp_path / "state")),
+        *("-o", "datapath=passthrough,open=none"),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "open: none and datapath: passthrough exclude each other" in done.stderr
+    assert str(mountpoint) not in mounts()
+    assert not (tmp_path / "state").exists()
