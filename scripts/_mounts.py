@@ -29,8 +29,18 @@ def monarch(*arguments: object) -> str:
     return done.stdout
 
 
+def is_mounted(path: Path) -> bool:
+    # realpath of the parent: a stat of the mount itself may hang.
+    where = str(path.parent.resolve() / path.name)
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+        return any(line.split(" ")[1].replace(r"\040", " ") == where for line in mounts)
+
+
 class Mount:
-    """``source`` mounted at ``path`` over one tier. Everything else lies in ``state``."""
+    """``source`` mounted at ``path`` over one tier. Everything else lies in ``state``.
+
+    ``options`` are keys of the configuration file, as ``-o`` takes them.
+    """
 
     def __init__(
         self,
@@ -41,6 +51,7 @@ class Mount:
         capacity: str,
         state: Path,
         snapshot: Path | None = None,
+        options: str = "",
     ) -> None:
         self.path = path
         self.tier = tier
@@ -51,10 +62,18 @@ class Mount:
         self._command += ["--state", state]
         if snapshot is not None:
             self._command += ["--snapshot", snapshot]
+        if options:
+            self._command += ["-o", options]
 
     def __enter__(self) -> Mount:
         begin = time.monotonic()
-        monarch(*self._command)
+        try:
+            monarch(*self._command)
+        except BaseException:
+            # Ctrl-C, for one, comes when the mount may be there already.
+            if is_mounted(self.path):
+                self.umount()
+            raise
         self.seconds = time.monotonic() - begin
         return self
 

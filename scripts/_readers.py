@@ -1,0 +1,273 @@
+"""Reads as training does, in processes of its own, and times it from the common start to the end.
+
+The readers are forked and wait for each other at a barrier, so that neither starting a process nor
+importing a library is in the time. A rate is what all of them read, over the time from the barrier
+to the last one's end.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Barrier
+
+from _bench import BenchError
+
+BUFFER_BYTES = 1 << 20
+RANDOM_READS = 20_000
+# Reads between two looks at the clock: it must not cost what a read of 4 KiB costs.
+RANDOM_BATCH = 64
+BARRIER_S = 60.0
+DROP = Path("/proc/sys/vm/drop_caches")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read: files, entries, reads or passes (``count``), their bytes, and how long."""
+
+    count: int
+    bytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.count / self.seconds
+
+    @property
+    def megabytes_per_s(self) -> float:
+        return self.bytes / self.seconds / 1e6
+
+
+Counts = tuple[int, int]
+
+
+def _end(seconds: float | None) -> float:
+    return math.inf if seconds is None else time.perf_counter() + seconds
+
+
+def read_files(
+    paths: Sequence[str], readers: int, *, seconds: float | None = None, again: bool = False
+) -> Reading:
+    """Every file once, each reader its own part of them; at most for ``seconds``.
+
+    ``again``: over and over until ``seconds`` are over.
+    """
+    shares = [paths[number::readers] for number in range(readers)]
+    return _together([partial(_read_share, share, seconds, again) for share in shares])
+
+
+def _read_share(paths: Sequence[str], seconds: float | None, again: bool) -> Counts:
+    buffers = [bytearray(BUFFER_BYTES)]
+    count = size = 0
+    end = _end(seconds)
+    while True:
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                while got := os.readv(fd, buffers):
+                    size += got
+            finally:
+                os.close(fd)
+            count += 1
+            if time.perf_counter() > end:
+                return count, size
+        if not again:
+            return count, size
+
+
+def read_through(path: Path, *, seconds: float | None = None, again: bool = False) -> Reading:
+    """One file from its begin to its end, in blocks of a megabyte; at most for ``seconds``."""
+    return _together([partial(_read_through, path, seconds, again)])
+
+
+def _read_through(path: Path, seconds: float | None, again: bool) -> Counts:
+    buffers = [bytearray(BUFFER_BYTES)]
+    size = 0
+    end = _end(seconds)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        while time.perf_counter() < end:
+            if got := os.readv(fd, buffers):
+                size += got
+            elif again:
+                os.lseek(fd, 0, os.SEEK_SET)
+            else:
+                break
+    finally:
+        os.close(fd)
+    return 1, size
+
+
+def read_randomly(path: Path, block: int, *, seconds: float, seed: int = 1) -> Reading:
+    """Blocks of one file at places that are the same for each seed, over and over."""
+    return _together([partial(_read_randomly, path, block, seconds, seed)])
+
+
+def _read_randomly(path: Path, block: int, seconds: float, seed: int) -> Counts:
+    chance = random.Random(seed)
+    blocks = os.stat(path).st_size // block
+    offsets = [chance.randrange(blocks) * block for _ in range(RANDOM_READS)]
+    buffers = [bytearray(block)]
+    count = 0
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            begin = count % RANDOM_READS
+            for offset in offsets[begin : begin + RANDOM_BATCH]:
+                os.preadv(fd, buffers, offset)
+                count += 1
+    finally:
+        os.close(fd)
+    return count, count * block
+
+
+def scan_mapped(path: Path, *, seconds: float) -> Reading:
+    """One file through a mapping, copied out a megabyte at a time; mapped anew for each pass."""
+    return _together([partial(_scan_mapped, path, seconds)])
+
+
+def _scan_mapped(path: Path, seconds: float) -> Counts:
+    target = memoryview(bytearray(BUFFER_BYTES))
+    count = size = 0
+    end = time.perf_counter() + seconds
+    with open(path, "rb") as file:
+        while time.perf_counter() < end:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                with memoryview(mapped) as view:
+                    for offset in range(0, len(view), BUFFER_BYTES):
+                        part = view[offset : offset + BUFFER_BYTES]
+                        target[: len(part)] = part
+                        size += len(part)
+                        part.release()
+            count += 1
+    return count, size
+
+
+def list_and_stat(
+    directories: Sequence[str], *, seconds: float | None = None
+) -> tuple[Reading, int]:
+    """scandir and a stat of every entry, and how many of the directories were done in time."""
+    reading = _together([partial(_list_and_stat, directories, seconds)])
+    # The second number of this reading are directories, not bytes.
+    return Reading(reading.count, 0, reading.seconds), reading.bytes
+
+
+def _list_and_stat(directories: Sequence[str], seconds: float | None) -> Counts:
+    count = done = 0
+    end = _end(seconds)
+    for directory in directories:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                entry.stat(follow_symlinks=False)
+                count += 1
+        done += 1
+        if time.perf_counter() > end:
+            break
+    return count, done
+
+
+def _together(tasks: Sequence[Callable[[], Counts]]) -> Reading:
+    """Run each task in a process of its own, all from the same moment on."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(len(tasks))
+    processes, ends = [], []
+    try:
+        for task in tasks:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_reader, args=(task, barrier, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends.append(ours)
+        answers = [_answer(end) for end in ends]
+    finally:
+        for end in ends:
+            end.close()
+        for process in processes:
+            # After an answer it is about to end; without one it shall.
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return Reading(
+        sum(count for _, _, (count, _) in answers),
+        sum(size for _, _, (_, size) in answers),
+        max(end for _, end, _ in answers) - min(begin for begin, _, _ in answers),
+    )
+
+
+def _reader(task: Callable[[], Counts], barrier: Barrier, end: Connection) -> None:
+    try:
+        barrier.wait(BARRIER_S)
+        begin = time.perf_counter()
+        counts = task()
+        end.send((begin, time.perf_counter(), counts))
+    except KeyboardInterrupt:
+        os._exit(130)
+    except Exception as error:
+        end.send(str(error))
+
+
+def _answer(end: Connection) -> tuple[float, float, Counts]:
+    try:
+        answer = end.recv()
+    except EOFError:
+        raise BenchError("a reader ended without an answer") from None
+    if isinstance(answer, str):
+        raise BenchError(f"a reader failed: {answer}")
+    times: tuple[float, float, Counts] = answer
+    return times
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def can_drop() -> bool:
+    return os.geteuid() == 0 and os.access(DROP, os.W_OK)
+
+
+def drop_pages() -> None:
+    """Forget the contents of all files; names and attributes stay."""
+    os.sync()
+    DROP.write_text("1")
+
+
+def drop_all() -> None:
+    """Forget contents, names and attributes."""
+    os.sync()
+    DROP.write_text("3")
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started, and those started."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += family(int(child))
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process, its threads and its children, to the microsecond."""
+    # The clock of another process, as clock_getcpuclockid(3) makes it.
+    return sum(time.clock_gettime(~member << 3 | 2) for member in family(pid))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of its own (RssAnon) of a process and its children."""
+    total = 0
+    for member in family(pid):
+        for line in Path(f"/proc/{member}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                total += int(line.split()[1]) * 1024
+    return total
