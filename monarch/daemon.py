@@ -35,7 +35,7 @@ from monarch.fuse.datapath import Datapath
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
 from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
-from monarch.modes import Abilities, Choice, agreed, check_possible, choose
+from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
@@ -134,9 +134,7 @@ def run(
             with interruptible():
                 snapshot, just_built = snapshot_for(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
-            choice = choose(settings, snapshot.info(), Abilities.here())
-            log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
-            parts = _Parts(settings, state, source, threads, snapshot, just_built, choice)
+            parts = _Parts(settings, state, source, threads, snapshot, just_built)
             _run_loop(parts, ready)
         except MonarchError as error:
             log.error("%s", error)
@@ -173,7 +171,6 @@ class _Parts:
     source_threads: Threads
     snapshot: Snapshot
     just_built: bool
-    choice: Choice
 
 
 def _run_loop(parts: _Parts, ready: Callable[[], None]) -> None:
@@ -239,7 +236,10 @@ class _Mount:
             self._residency.mark_all_unverified()
         metrics = Metrics([tier.name for tier in tiers])
         epochs = Epochs(snapshot.entries)
-        choice = self._choice = parts.choice
+        choice = self._choice = choose(
+            settings, snapshot.info(), Abilities.here(), capacity=sum(capacities)
+        )
+        log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
         self._datapath = (
             None
             if choice.datapath == "python"

@@ -84,15 +84,20 @@ class Choice:
         return Mode(self.datapath, self.open, self.why)
 
 
-def choose(settings: MountSettings, summary: SnapshotSummary, abilities: Abilities) -> Choice:
-    """The way reads take. Raises FuseError for a passthrough that cannot be had."""
+def choose(
+    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities, *, capacity: int
+) -> Choice:
+    """The way reads take; ``capacity`` is what all tiers may take, in bytes.
+
+    Raises FuseError for a passthrough that cannot be had.
+    """
     check_possible(settings, abilities)
-    way, opens, why = _decided(settings, summary, abilities)
+    way, opens, why = _decided(settings, summary, abilities, capacity)
     return Choice(way, opens, why, cache_listings=abilities.cached_listings_expire)
 
 
 def _decided(
-    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities
+    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities, capacity: int
 ) -> tuple[str, str, str]:
     configured = f"the configuration says datapath: {settings.datapath}"
     if settings.datapath == "python":
@@ -101,7 +106,7 @@ def _decided(
         return "python", "open", f"{NOT_BUILT}: {BUILD_IT}"
     if settings.datapath == "passthrough":
         return "passthrough", "open", configured
-    without, why = _without_opens(settings, summary, abilities)
+    without, why = _without_opens(settings, summary, abilities, capacity)
     if without:
         return "relay", "none", why
     if settings.datapath == "relay":
@@ -146,7 +151,7 @@ def without_passthrough(abilities: Abilities) -> str:
 
 
 def _without_opens(
-    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities
+    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities, capacity: int
 ) -> tuple[bool, str]:
     """Whether the kernel is told to ask for no open, and why or why not."""
     if settings.open != "auto":
@@ -159,9 +164,12 @@ def _without_opens(
     files = f"files of {format_bytes(mean)} on average"
     if mean >= SMALL_FILE_BYTES:
         return False, f"{files} are large"
+    total = format_bytes(summary.bytes_total)
+    if summary.bytes_total > capacity:
+        # What has no copy is where a source that changes is noticed, at the next open.
+        return False, f"{total} do not fit into the tiers' {format_bytes(capacity)}"
     memory = format_bytes(abilities.memory_bytes)
     if summary.bytes_total * _COPIES_IN_MEMORY > abilities.memory_bytes:
-        total = format_bytes(summary.bytes_total)
         return False, f"{total} in {files} do not fit twice into {memory} of memory"
     return True, f"{files} fit twice into {memory} of memory"
 

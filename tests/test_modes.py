@@ -109,7 +109,7 @@ def test_reads_take_the_best_way_there_is_and_the_reason_is_told(
     expected: tuple[str, str],
     why: str,
 ) -> None:
-    choice = choose(settings(**keys), summary, machine)
+    choice = choose(settings(**keys), summary, machine, capacity=TiB)
     assert (choice.datapath, choice.open) == expected
     assert why in choice.why
     assert (choice.mode.datapath, choice.mode.open, choice.mode.why) == (*expected, choice.why)
@@ -129,7 +129,7 @@ def test_files_are_small_below_a_mebibyte_and_fit_when_memory_holds_them_twice(
     count: int, size: int, memory: int, opens: str
 ) -> None:
     machine = dataclasses.replace(NODE, memory_bytes=memory)
-    assert choose(settings(), files(count, size), machine).open == opens
+    assert choose(settings(), files(count, size), machine, capacity=TiB).open == opens
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_files_are_small_below_a_mebibyte_and_fit_when_memory_holds_them_twice(
 def test_a_passthrough_that_cannot_be_had_is_one_clear_line(machine: Abilities, why: str) -> None:
     asked = settings(datapath="passthrough")
     for attempt in (
-        lambda: choose(asked, LARGE, machine),
+        lambda: choose(asked, LARGE, machine, capacity=TiB),
         lambda: check_possible(asked, machine),
     ):
         with pytest.raises(FuseError) as caught:
@@ -155,7 +155,7 @@ def test_a_passthrough_that_cannot_be_had_is_one_clear_line(machine: Abilities, 
 )
 def test_listings_are_cached_only_where_they_expire(release: str, cached: bool) -> None:
     machine = dataclasses.replace(NODE, release=release)
-    assert choose(settings(), SMALL, machine).cache_listings is cached
+    assert choose(settings(), SMALL, machine, capacity=TiB).cache_listings is cached
 
 
 # --- What this machine is -------------------------------------------------------------------------
@@ -268,3 +268,11 @@ def test_a_contradiction_of_the_command_line_is_told_before_anything_is_done(
     assert "open: none and datapath: passthrough exclude each other" in done.stderr
     assert str(mountpoint) not in mounts()
     assert not (tmp_path / "state").exists()
+
+
+def test_small_files_that_the_tiers_cannot_all_take_are_opened() -> None:
+    room = SMALL.bytes_total
+    assert choose(settings(), SMALL, NODE, capacity=room).open == "none"
+    choice = choose(settings(), SMALL, NODE, capacity=room - 1)
+    assert (choice.datapath, choice.open) == ("passthrough", "open")
+    assert "do not fit into the tiers'" in choice.why
