@@ -68,6 +68,7 @@ struct tally *tally_of(struct thread *thread, uint8_t tier) {
     return &thread->path->tallies[thread->shard][tier];
 }
 
+/* Count before the answer goes out: who asks right after it must find it counted. */
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin) {
     struct tally *tally = tally_of(thread, tier);
     ADD(tally->opens, 1);

@@ -222,10 +222,9 @@ static void do_open(struct thread *thread, struct in_header *request, uint64_t b
     if (!fresh || kind != OPEN_CONTENT)
         tell(path, request->nodeid, tier, NULL);
     struct open_out out = handle_of(entry, true);
+    count_open(thread, tier, begin);
     if (answer(thread, request, &out, sizeof out))
         drop_open(path, request->nodeid, false);
-    else
-        count_open(thread, tier, begin);
 }
 
 static void do_release(struct thread *thread, struct in_header *request, size_t size) {
@@ -303,10 +302,10 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
         if ((int64_t)in->offset <= reached && end > reached)
             STORE(entry->reached, end);
     }
-    answer(thread, request, thread->data, (size_t)got);
     if (first)
         count_open(thread, tier, begin);
     count_read(thread, tier, (size_t)got, begin);
+    answer(thread, request, thread->data, (size_t)got);
     return true;
 }
 
@@ -341,8 +340,8 @@ static void give(struct thread *thread, const struct in_header *request,
     const struct read_in *in = (const struct read_in *)(request + 1);
     uint64_t left = in->offset < content->size ? content->size - in->offset : 0;
     size_t size = in->size < left ? in->size : (size_t)left;
-    answer(thread, request, left ? content->bytes + in->offset : NULL, size);
     count_read(thread, 0, size, begin);
+    answer(thread, request, left ? content->bytes + in->offset : NULL, size);
 }
 
 /* A read of a small file that has no copy, from a kernel that only reads. */
@@ -371,9 +370,9 @@ static bool give_fetched(struct thread *thread, const struct in_header *request,
         mark_given(path, ino);
         if (first && !fresh)
             tell(path, ino, 0, NULL);
-        give(thread, request, content, begin);
         if (first)
             count_open(thread, 0, begin);
+        give(thread, request, content, begin);
         content_release(content);
     } else {
         drop_open(path, ino, false);
