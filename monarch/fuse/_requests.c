@@ -544,6 +544,10 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
     case OP_LISTXATTR:
         do_listxattr(thread, request, size);
         break;
+    case OP_IOCTL:
+        /* Python's open() asks each file whether it is a terminal. */
+        refuse(thread, request, ENOTTY);
+        break;
     case OP_INTERRUPT:
         if (size >= sizeof(struct interrupt_in))
             interrupt(thread->path, ((struct interrupt_in *)(request + 1))->unique);

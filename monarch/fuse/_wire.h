@@ -24,6 +24,7 @@ enum opcode {
     OP_READDIR = 28,
     OP_RELEASEDIR = 29,
     OP_INTERRUPT = 36,
+    OP_IOCTL = 39,
     OP_BATCH_FORGET = 42,
     OP_READDIRPLUS = 44,
 };

@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -250,6 +251,12 @@ def test_attributes_that_are_not_ours_are_refused_without_python(made: Rig) -> N
     assert made.is_quiet()
     made.send(Op.GETXATTR, ino, wire.GETXATTR_IN.pack(100, 0) + b"user.monarch.tier\0")
     assert made.passed().body.endswith(b"user.monarch.tier\0")
+
+
+def test_whether_a_file_is_a_terminal_is_answered_without_python(made: Rig) -> None:
+    tcgets = struct.pack("=QIIQII", 0, 0, 0x5401, 0, 0, 60)
+    assert made.ask(Op.IOCTL, made.ino("a"), tcgets).error == errno.ENOTTY
+    assert made.is_quiet()
 
 
 def test_the_kernel_is_told_what_libfuse_does_not_know(tree: Tree, tmp_path: Path) -> None:

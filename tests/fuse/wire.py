@@ -58,6 +58,7 @@ class Op(IntEnum):
     RELEASEDIR = 29
     INTERRUPT = 36
     DESTROY = 38
+    IOCTL = 39
     BATCH_FORGET = 42
     READDIRPLUS = 44
 
