@@ -40,30 +40,15 @@ _SCAN_INODES = 1 << 16
 
 
 class Residency:
-    """The table for the inodes 1 to ``entries``.
+    """The table for the inodes 1 to ``entries``; a number above raises IndexError."""
 
-    ``table`` is writable, of ``entries + 1`` bytes, indexed by inode number; what it holds already
-    is taken as it is. An inode number above ``entries`` raises IndexError.
-    """
-
-    def __init__(self, entries: int, table: bytearray | memoryview | None = None) -> None:
-        if table is not None and len(table) != entries + 1:
-            raise ValueError(f"a table of {len(table)} bytes for {entries} entries")
-        self._tiers = bytearray(entries + 1) if table is None else table
+    def __init__(self, entries: int) -> None:
+        self._tiers = bytearray(entries + 1)
         self._flags = bytearray(entries + 1)
         self._tiers_array: npt.NDArray[np.uint8] = np.frombuffer(self._tiers, dtype=np.uint8)
         self._flags_array: npt.NDArray[np.uint8] = np.frombuffer(self._flags, dtype=np.uint8)
         self._files = [0] * (MAX_TIER + 1)
         self._wanted = 0
-        if table is not None:
-            self._count_files()
-
-    def _count_files(self) -> None:
-        # In parts: numpy counts bytes by way of eight-byte integers.
-        for start in range(0, len(self._tiers), _SCAN_INODES):
-            part = np.bincount(self._tiers_array[start : start + _SCAN_INODES])
-            for tier in np.flatnonzero(part[1:]) + 1:
-                self._files[tier] += int(part[tier])
 
     @property
     def entries(self) -> int:

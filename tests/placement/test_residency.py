@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
 from itertools import islice
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarch.placement.residency import Residency
+from monarch.placement.residency import DIFFERS, Residency
 from monarch.types import Ino
 
 A, B, C = Ino(2), Ino(3), Ino(70_000)
@@ -122,16 +121,15 @@ def test_loading_many_counts_them() -> None:
         residency.load(np.array([0]), 1)
 
 
-def test_the_table_may_live_in_shared_memory() -> None:
-    with mmap.mmap(-1, 11) as memory:
-        memory[4] = 2
-        view = memoryview(memory)
-        residency = Residency(10, view)
-        residency.place(A, 1)
-        assert bytes(memory) == bytes([0, 0, 1, 0, 2, 0, 0, 0, 0, 0, 0])
-        assert residency.resident_files(2) == 1
-        del residency
-        view.release()
+def test_who_reads_the_tables_sees_every_change_and_cannot_make_one() -> None:
+    residency = Residency(10)
+    tiers, marks = residency.tiers_table, residency.marks_table
+    residency.place(A, 1)
+    residency.mark_differing(A)
+    assert tiers.tolist() == [int(ino == A) for ino in range(11)]
+    assert marks[A] == DIFFERS
+    with pytest.raises(TypeError):
+        tiers[A] = 0
 
 
 @pytest.mark.parametrize("tier", [0, -1, 256])
@@ -141,11 +139,6 @@ def test_a_copy_cannot_be_in_a_tier_that_is_none(tier: int) -> None:
         residency.place(A, tier)
     with pytest.raises(ValueError, match="no tier"):
         residency.load(np.array([2]), tier)
-
-
-def test_a_table_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="a table of 10 bytes for 10 entries"):
-        Residency(10, bytearray(10))
 
 
 def test_an_inode_beyond_the_table_is_refused() -> None:
