@@ -124,7 +124,12 @@ class SlowSource:
 
     def counters(self) -> dict[str, int]:
         """Calls of each operation since the start, with ``read_bytes`` and ``loads``."""
-        lines = (self.path / _STATS).read_text().splitlines()
+        # In one read: each is answered with the counts of its moment, and two do not fit together.
+        fd = os.open(self.path / _STATS, os.O_RDONLY)
+        try:
+            lines = os.read(fd, 1 << 16).decode().splitlines()
+        finally:
+            os.close(fd)
         return {name: int(count) for name, count in (line.split() for line in lines)}
 
     def kill(self) -> None:
