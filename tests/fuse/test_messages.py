@@ -34,8 +34,6 @@ from tests.fuse import wire
 from tests.fuse.rig import Nothing, Rig, rig
 from tests.fuse.wire import Op
 
-pytestmark = pytest.mark.skipif(not built(), reason="the native datapath is not built")
-
 ROOT = Path(__file__).parents[2]
 SIZE = 300_000
 
@@ -62,6 +60,11 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
+
+
+def test_the_extension_is_built() -> None:
+    """Without it the modes of the other tests would all be the interpreter's."""
+    assert built()
 
 
 # -- names -----------------------------------------------------------------------------------------
