@@ -79,6 +79,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("mode", chosen)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``-k S1`` chooses the tests of a row of the table of faults, ``-k promise_3`` of a promise."""
+    for item in items:
+        for mark in item.iter_markers("fault"):
+            item.extra_keyword_matches.update(mark.args)
+        for mark in item.iter_markers("promise"):
+            item.extra_keyword_matches.update(f"promise_{number}" for number in mark.args)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[_RUN_VARIABLE] = uuid.uuid4().hex
 

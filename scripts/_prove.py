@@ -1,0 +1,95 @@
+"""Removes the protections against faults one at a time and demands that their tests turn red.
+
+Each is removed in a copy of the checkout, which stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from _launch import ROOT
+from rich.console import Console
+
+from tests.faults.protections import Protection, protections
+
+# pytest ended with tests that failed; every other code is a run that did not take place.
+_TESTS_FAILED = 1
+_TAIL_LINES = 15
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/prove",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  scripts/prove\n  scripts/prove --rows T3,T4 tiers",
+    )
+    parser.add_argument("areas", nargs="*", metavar="AREA", help="only these files of protections")
+    parser.add_argument("--rows", default="", help="only these rows of the table, by commas")
+    parser.add_argument("--workers", default="2", help="tests at the same time (default 2)")
+    options = parser.parse_args(arguments)
+    rows = set(filter(None, options.rows.split(",")))
+    chosen = [
+        p
+        for p in protections()
+        if (not options.areas or p.area in options.areas) and (not rows or rows & set(p.rows))
+    ]
+    console = Console()
+    green = []
+    for number, protection in enumerate(chosen, start=1):
+        title = f"{number}/{len(chosen)} {','.join(protection.rows)}: {protection.what}"
+        done = _run_without(protection, options.workers)
+        if done.returncode == _TESTS_FAILED:
+            console.print(f"[green]red, as it must be[/]  {title}", highlight=False)
+            continue
+        green.append(title)
+        console.print(f"[red]exit code {done.returncode}[/]  {title}", highlight=False)
+        console.print(*done.stdout.splitlines()[-_TAIL_LINES:], sep="\n", markup=False)
+    console.print(f"{len(chosen) - len(green)} of {len(chosen)} protections are needed")
+    return 1 if green or not chosen else 0
+
+
+def _run_without(protection: Protection, workers: str) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory(prefix="prove-") as name:
+        checkout = Path(name) / "c"
+        shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache"))
+        file = checkout / protection.file
+        text = file.read_text()
+        if text.count(protection.text) != 1:
+            sys.exit(f"{protection.file}: {protection.what}: its text is not there exactly once")
+        file.write_text(text.replace(protection.text, protection.instead))
+        if file.suffix in (".c", ".h"):
+            _compile(checkout)
+        return subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-x", "-n", workers),
+                *("-p", "no:cacheprovider", "--basetemp", f"{name}/t", *protection.tests),
+            ],
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def _compile(checkout: Path) -> None:
+    """The datapath, in the place of the one that came with the copy."""
+    target = checkout / "monarch/fuse" / f"_datapath{sysconfig.get_config_var('EXT_SUFFIX')}"
+    target.unlink(missing_ok=True)
+    sources = [str(path) for path in sorted((checkout / "monarch/fuse").glob("*.c"))]
+    include = sysconfig.get_path("include")
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-shared", "-fPIC", "-pthread"]
+    subprocess.run(
+        [os.environ.get("CC", "gcc"), *flags, f"-I{include}", *sources, "-o", str(target)],
+        check=True,
+    )
