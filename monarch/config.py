@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -53,6 +54,9 @@ __all__ = [
     "state_directory",
     "state_root",
 ]
+
+# How long a network file system may take to say where one of its directories is. Seconds.
+_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +459,18 @@ def _resolved(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def _resolved_remote(path: Path) -> Path:
+    """As ``_resolved``; as written if its file system hangs: other mounts of the file need it not.
+
+    Then the thread that asked is left behind.
+    """
+    found: list[Path] = []
+    asking = threading.Thread(target=lambda: found.append(_resolved(path)), daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_S)
+    return found[0] if found else Path(os.path.normpath(path))
+
+
 def _resolved_mountpoint(path: Path) -> Path:
     # Its last component is not looked at: a daemon that hangs there would hang `umount`, too.
     return _resolved(path.parent) / path.name
@@ -463,7 +479,7 @@ def _resolved_mountpoint(path: Path) -> Path:
 def _places(mount: MountSettings) -> list[tuple[_Loc, str, Path]]:
     """The directories of a mount: where they are set, what they are, where they really are."""
     return [
-        (("source",), "source", _resolved(mount.source)),
+        (("source",), "source", _resolved_remote(mount.source)),
         (("mountpoint",), "mount point", _resolved_mountpoint(mount.mountpoint)),
         *((("tiers", i), "tier", _resolved(t.path)) for i, t in enumerate(mount.tiers)),
         (("state",), "state directory", _resolved(state_directory(mount))),
@@ -486,7 +502,7 @@ def _conflicts(mount: MountSettings) -> Iterator[tuple[_Loc, str]]:
     ]
     mountpoint = _resolved_mountpoint(mount.mountpoint)
     for loc, file in files:
-        if file is not None and _resolved(file).is_relative_to(mountpoint):
+        if file is not None and _resolved_remote(file).is_relative_to(mountpoint):
             yield loc, f"{_dotted(loc)} {file} is inside the mount point; move it out"
 
 

@@ -18,7 +18,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +28,15 @@ import numpy as np
 import trio
 
 from monarch import log as log_setup
+from monarch import points
+from monarch.checkup import Checkup
 from monarch.control.server import Server
 from monarch.errors import MonarchError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath import Datapath
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
+from monarch.log import Logbook
 from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
 from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
@@ -49,15 +52,20 @@ from monarch.placement.residency import Residency
 from monarch.places import default_tier, state_directory, state_root
 from monarch.registry import MountRecord, Registry, process_started
 from monarch.report import Mode, StatusReport
+from monarch.scrub import Scrub
 from monarch.settings import MountSettings
-from monarch.snapshots import snapshot_for
-from monarch.state import hold_state
+from monarch.snapshots import snapshot_for, tell_unreadable
+from monarch.state import hold_state, write_note
 from monarch.status import Status
+from monarch.supervision import Supervisor
+from monarch.symptoms import Symptoms
 from monarch.threads import Threads, batches
-from monarch.tiers.hierarchy import Hierarchy
-from monarch.tiers.source import Source
+from monarch.tiers.directory import Tier
+from monarch.tiers.hierarchy import Hierarchy, require_known
+from monarch.tiers.source import Source, let_go
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
+from monarch.transfer.ward import Served, Ward
 from monarch.types import Ino, Progress
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
@@ -78,6 +86,8 @@ _STRIDE = 64
 _SYNC_DEADLINE_S = 10.0
 # How long the end may wait for copies whose bytes are already here. Seconds.
 _LAST_COPIES_S = 10.0
+# As conf/monarch@.service has it.
+_OOM_SCORE_ADJUST = -500
 # How long the end may wait for requests that are being answered. Seconds.
 _LAST_ANSWERS_S = 1.0
 
@@ -87,7 +97,10 @@ def prepare(settings: MountSettings) -> MountSettings:
 
     A mount that a dead daemon left behind is taken away. Raises MonarchError.
     """
-    check_possible(settings, Abilities.here())
+    abilities = Abilities.here()
+    check_possible(settings, abilities)
+    limits = settings.limits.within(abilities.memory_bytes)
+    settings = settings.model_copy(update={"limits": limits})
     if not settings.tiers:
         settings = settings.model_copy(update={"tiers": (default_tier(settings),)})
     _clear_stale_mount(settings.mountpoint)
@@ -116,11 +129,12 @@ def run(
     ``refreshed``: bring an existing snapshot up to date first. Raises MonarchError.
     """
     _allow_descriptors()
+    _be_spared()
     state = state_directory(settings)
     with hold_state(settings, state), ExitStack() as cleanup:
         path = settings.log.file or state / "daemon.log"
         try:
-            log_setup.setup(settings.log, path=path, foreground=foreground)
+            logbook = log_setup.setup(settings.log, path=path, foreground=foreground)
         except OSError as error:
             raise TierError(
                 f"log file {os.fspath(path)!r}: {error.strerror}",
@@ -128,13 +142,17 @@ def run(
             ) from error
         log.info("mounting %s at %s", settings.source, settings.mountpoint)
         try:
-            threads = Threads(settings.limits.source_concurrency, "source", abandon=True)
+            threads = Threads(
+                settings.limits.source_concurrency, "source", abandon=True, discard=let_go
+            )
             source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
             cleanup.callback(source.close)
+            require_known(settings.tiers, state)
             with interruptible():
                 snapshot, just_built = snapshot_for(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
-            parts = _Parts(settings, state, source, threads, snapshot, just_built)
+            tell_unreadable(snapshot)
+            parts = _Parts(settings, state, source, threads, snapshot, just_built, logbook)
             _run_loop(parts, ready)
         except MonarchError as error:
             log.error("%s", error)
@@ -147,6 +165,17 @@ def _allow_descriptors() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _be_spared() -> None:
+    """Have the kernel kill others first when memory is short: jobs lose their reads with us.
+
+    Only root may, and who started us may have said otherwise already.
+    """
+    with suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as file:
+        if int(file.read()) == 0:
+            file.seek(0)
+            file.write(str(_OOM_SCORE_ADJUST))
 
 
 @contextmanager
@@ -171,6 +200,7 @@ class _Parts:
     source_threads: Threads
     snapshot: Snapshot
     just_built: bool
+    logbook: Logbook
 
 
 def _run_loop(parts: _Parts, ready: Callable[[], None]) -> None:
@@ -201,6 +231,7 @@ class _Mount:
     def __init__(self, parts: _Parts) -> None:
         settings, state, snapshot = parts.settings, parts.state, parts.snapshot
         source, source_threads = parts.source, parts.source_threads
+        self._source_threads = source_threads
         self._settings = settings
         self._state = state
         self._started_ns = time.time_ns()
@@ -232,8 +263,9 @@ class _Mount:
                 self._hierarchy.records.clear(Ino(ino))
                 tier.remove(Ino(ino))
             self._controller.load(copies.inos[fits], copies.sizes[fits], tier=tier.number)
-        if not self._hierarchy.trusted and settings.verify != "never":
-            self._residency.mark_all_unverified()
+        if settings.verify != "never":
+            for inos in self._hierarchy.records.doubted():
+                self._residency.mark_unverified(inos)
         metrics = Metrics([tier.name for tier in tiers])
         epochs = Epochs(snapshot.entries)
         choice = self._choice = choose(
@@ -256,26 +288,40 @@ class _Mount:
             )
         )
         readers = Readers(self._datapath)
-        tier_threads = Threads(max(2, settings.limits.copy_workers), "tier", abandon=False)
-        self._engine = Engine(
-            source=source,
+        self._ward = Ward(
             tiers=tiers,
             keep_free=[
                 tier.keep_free_within(space.total)
                 for tier, space in zip(settings.tiers, spaces, strict=True)
             ],
+            ledger=ledger,
+            metrics=metrics,
+            limits=settings.limits,
+            shun=self._shun,
+            moved=self._moved,
+            returned=self._returned,
+            served=self._served,
+        )
+        self._engine = Engine(
+            source=source,
+            ward=self._ward,
             records=self._hierarchy.records,
             names=names,
             controller=self._controller,
-            ledger=ledger,
             metrics=metrics,
             limits=settings.limits,
             readers=readers,
             source_threads=source_threads,
-            tier_threads=tier_threads,
             changed=self._changed,
         )
-        inquiry = Inquiry(source, source_threads, names=names, metrics=metrics)
+        inquiry = self._inquiry = Inquiry(
+            source,
+            source_threads,
+            names=names,
+            metrics=metrics,
+            timeout_s=settings.limits.source_timeout,
+            oldest_elsewhere_s=self._oldest_source_call_s,
+        )
         self.filesystem = FileSystem(
             names=names,
             inquiry=inquiry,
@@ -288,13 +334,36 @@ class _Mount:
             metrics=metrics,
             limits=settings.limits,
             readers=readers,
-            tier_threads=tier_threads,
             verify=settings.verify,
             attributes_changed=self._attributes_changed,
             names_changed=self._names_changed,
             store_pages=self._store_pages,
+            forget_pages=self._forget_pages,
             fast=self._datapath,
             opens_are_told=choice.open == "open",
+            kernel_reads=choice.datapath == "passthrough",
+        )
+        # Of its own: a disk that does not answer must hold up nothing else.
+        self._scrub_threads = Threads(1, "scrub", abandon=True)
+        self._scrub = Scrub(
+            tiers=tiers,
+            is_read=self._engine.is_read,
+            records=self._hierarchy.records,
+            residency=self._residency,
+            filesystem=self.filesystem,
+            threads=self._scrub_threads,
+            bandwidth=settings.limits.scrub_bandwidth,
+        )
+        self._checkup = Checkup(
+            state=state,
+            mountpoint=settings.mountpoint,
+            hierarchy=self._hierarchy,
+            names=names,
+            residency=self._residency,
+            ledger=ledger,
+            engine=self._engine,
+            filesystem=self.filesystem,
+            threads=Threads(1, "fsck", abandon=True),
         )
         self._watch = Watch(
             names=names,
@@ -322,11 +391,24 @@ class _Mount:
             epochs=epochs,
             engine=self._engine,
             filesystem=self.filesystem,
-            inquiry=inquiry,
             metrics=metrics,
             watch=self._watch,
+            scrub=self._scrub,
+            symptoms=Symptoms(
+                settings=settings,
+                tiers=tiers,
+                residency=self._residency,
+                engine=self._engine,
+                inquiry=inquiry,
+                metrics=metrics,
+                watch=self._watch,
+                logbook=parts.logbook,
+            ),
         )
         self._metrics = metrics
+        self._supervisor = Supervisor(metrics.error)
+        self._ready = trio.Event()
+        self._timed_out = 0
         self._answering = trio.CancelScope()
         self._changes, self._changed_inos = trio.open_memory_channel[Ino](1024)
 
@@ -334,6 +416,9 @@ class _Mount:
         """How reads are served now: as chosen, unless the kernel turned out not to agree."""
         state = self._datapath.state() if self._datapath is not None else None
         return self._choice.mode if state is None else agreed(self._choice, state)
+
+    def _oldest_source_call_s(self) -> float:
+        return self._datapath.state().oldest_wait_s if self._datapath is not None else 0.0
 
     def _changed(self, ino: Ino) -> None:
         """A copy found the source changed; ``_look_again`` refreshes the entry."""
@@ -346,35 +431,39 @@ class _Mount:
     def _names_changed(self, directory: Ino) -> None:
         self._session.names_changed(directory)
 
+    def _forget_pages(self, ino: Ino) -> None:
+        self._scrub_threads.start(self._session.forget_pages, self.filesystem.names.path(ino))
+
     def _store_pages(self, ino: Ino, content: bytes) -> None:
         self._session.store_pages(ino, content)
 
     async def serve(self, ready: Callable[[], None]) -> None:
+        write_note(self._state, self._settings, self.filesystem.names.snapshot.file)
         registry = Registry(state_root())
         mountpoint = os.fspath(self._settings.mountpoint)
         socket = self._state / "control.sock"
+        self._source_threads.prepare()
+        self._ward.prepare()
         async with trio.open_nursery() as service:
             verbs = Verbs(
                 filesystem=self.filesystem,
                 residency=self._residency,
                 status=self._status,
-                background=service,
+                checkup=self._checkup,
+                background=lambda task: service.start_soon(
+                    self._supervisor.attempt, "warm", task
+                ),
                 stop=self._stop,
             )
             await service.start(Server(socket, verbs.table()).serve)
             self._session.mount()
+            points.reached("mount-made")
             try:
                 registry.add(self._record(socket))
                 try:
-                    service.start_soon(self._signals)
                     service.start_soon(self._announce, ready)
-                    service.start_soon(self._engine.run)
-                    service.start_soon(self._look_again)
-                    service.start_soon(self.filesystem.expire_visits)
-                    service.start_soon(self._note_served)
-                    service.start_soon(self._sweep)
-                    if self._settings.snapshot.freshness != "never":
-                        service.start_soon(self._watch.run)
+                    for name, task in self._tasks().items():
+                        service.start_soon(self._supervisor.keep, name, task)
                     with self._metrics_page():
                         # What the start has made stays: the collector need not look at it again.
                         gc.collect()
@@ -391,6 +480,23 @@ class _Mount:
                     await self._engine.finish()
                 service.cancel_scope.cancel()
 
+    def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
+        """What goes on beside the answers, by name: each until it returns or the mount ends."""
+        tasks: dict[str, Callable[[], Awaitable[None]]] = {
+            "signals": self._signals,
+            "engine": self._engine.run,
+            "changes": self._look_again,
+            "visits": self.filesystem.expire_visits,
+            "books": self._note_served,
+            "sweep": self._sweep,
+            "scrub": self._scrub.run,
+            "readahead": self._widen_readahead,
+            "health": self._status.watch_health,
+        }
+        if self._settings.snapshot.freshness != "never":
+            tasks["watch"] = self._watch.run
+        return tasks
+
     def _stop(self) -> None:
         """End the mount. A request that waits for a source that hangs gets no answer any more."""
         self._session.stop()
@@ -401,6 +507,10 @@ class _Mount:
         self._status.state = "serving"
         log.info("ready")
         ready()
+        self._ready.set()
+
+    async def _widen_readahead(self) -> None:
+        await self._ready.wait()
         await trio.to_thread.run_sync(self._session.widen_readahead, abandon_on_cancel=True)
 
     async def _signals(self) -> None:
@@ -414,7 +524,10 @@ class _Mount:
         while self._datapath is not None:
             await trio.lowlevel.wait_readable(self._datapath.fileno())
             self.filesystem.note_served()
-            if self._datapath.ended:
+            state = self._datapath.state()
+            self._inquiry.timed_out_elsewhere(state.timed_out - self._timed_out)
+            self._timed_out = state.timed_out
+            if state.ended:
                 self._session.stop()
                 return
             await trio.sleep(_NOTE_STEP_S)
@@ -424,23 +537,54 @@ class _Mount:
             try:
                 await self.filesystem.changes.look_again(ino)
             except MonarchError as error:
-                log.info("%s", error)
+                # Its readers are told, and the first of many like it is in the log.
+                log.debug("%s", error)
 
     async def _sweep(self) -> None:
         for tier in self._hierarchy.tiers:
-            sweep = partial(self._hierarchy.sweep, tier, before_ns=self._started_ns)
             try:
-                missing = await trio.to_thread.run_sync(sweep)
-            except OSError as error:
-                log.warning("tier %s: not swept: %s", tier.name, error.strerror)
-                continue
-            # A tier that somebody has emptied may miss a million copies: readers come between.
-            for batch in batches(missing, _STRIDE):
-                for ino in batch:
-                    # A reader may have missed it before us, and it may be back by now.
-                    if self._residency.tier_of(ino) == tier.number and not tier.has(ino):
-                        self.filesystem.evict(ino)
-                await trio.sleep(0)
+                await self._sweep_tier(tier, before_ns=self._started_ns)
+            except TierError as error:
+                log.warning(
+                    "tier %s: not swept: %s; what no record knows stays until the next mount",
+                    tier.name,
+                    error,
+                )
+
+    async def _sweep_tier(self, tier: Tier, *, before_ns: int) -> None:
+        """Make the tier and the books agree. Raises TierError."""
+        files = self._residency.resident_files(tier.number)
+        sweep = partial(self._hierarchy.sweep, tier, before_ns=before_ns)
+        missing = await self._ward.call(tier, sweep, files=files)
+        # A tier that somebody has emptied may miss a million copies: readers come between.
+        for batch in batches(missing, _STRIDE):
+            # A reader may have missed it before us, and it may be back by now.
+            asked = [ino for ino in batch if self._residency.tier_of(ino) == tier.number]
+            for ino in await self._ward.call(tier, _missing, tier, asked):
+                if self._residency.tier_of(ino) == tier.number:
+                    self.filesystem.evict(ino)
+
+    async def _returned(self, tier: Tier) -> None:
+        """A tier is back where it was, perhaps after a power cut of its own. Raises TierError."""
+        files = self._residency.resident_files(tier.number)
+        inos = await self._ward.call(tier, self._hierarchy.doubt, tier, files=files)
+        if self._settings.verify != "never":
+            self._residency.mark_unverified(inos)
+        await self._sweep_tier(tier, before_ns=time.time_ns())
+
+    def _moved(self, tier: Tier) -> None:
+        if self._datapath is not None:
+            self._datapath.move(tier)
+
+    def _shun(self, tier: int, shunned: bool) -> None:
+        if self._datapath is not None:
+            self._datapath.shun(tier, shunned)
+
+    def _served(self, tier: int) -> Served:
+        if self._datapath is None:
+            return Served(0, 0.0)
+        tally = self._datapath.tallies()[tier]
+        return Served(tally.opens + tally.reads, (tally.open_ns + tally.read_ns) / 1e9)
 
     @contextmanager
     def _metrics_page(self) -> Iterator[None]:
@@ -477,9 +621,17 @@ class _Mount:
 
     async def close(self, *, clean: bool) -> None:
         self.filesystem.close()
+        if self._engine.is_stuck:
+            # What still hangs in a tier holds its descriptors, and may yet write a record.
+            log.warning("a tier hangs: copies will be verified at the next mount")
+            return
         await trio.to_thread.run_sync(
             partial(self._hierarchy.close, clean=clean), abandon_on_cancel=True
         )
+
+
+def _missing(tier: Tier, inos: list[Ino]) -> list[Ino]:
+    return [ino for ino in inos if not tier.has(ino)]
 
 
 def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) -> Policy:

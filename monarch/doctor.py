@@ -12,42 +12,40 @@ import re
 import resource
 import shutil
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from monarch import config, registry
-from monarch.errors import ConfigError, FuseError
-from monarch.modes import BUILD_IT, NOT_BUILT, Abilities, check_possible, without_passthrough
+from monarch.control.client import call
+from monarch.errors import ConfigError, MonarchError
+from monarch.health import KINDS
+from monarch.modes import (
+    BUILD_IT,
+    NOT_BUILT,
+    Abilities,
+    memory_groups,
+    pids_groups,
+    without_passthrough,
+)
 from monarch.places import MountedFileSystem, default_tier, mount_table
+from monarch.premises import PATIENCE_S, Check, bounded, check_mount, check_state, within
 from monarch.registry import MountRecord, Registry
-from monarch.settings import MountSettings, TierSettings
+from monarch.report import StatusReport
+from monarch.settings import MountSettings
 from monarch.text import escape_text
 from monarch.units import MiB, format_bytes
 
-CheckStatus = Literal["ok", "warn", "fail"]
-
 FUSE_TYPE = "fuse.monarch"
 
-_NETWORK = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "glusterfs", "9p", "afs"}
-)
 _LEAST_DESCRIPTORS = 4096
 _LEAST_MEMORY = 512 * MiB
-_PROBE_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One answer: what was looked at, how it is, and, unless it is well, what to do."""
-
-    name: str
-    status: CheckStatus
-    detail: str
-    advice: str = ""
+# Threads of the daemon at its busiest with the default limits, and some for the job beside it.
+_LEAST_THREADS = 256
+# A daemon answers from memory; longer than this it is in trouble.
+_ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +119,17 @@ def examine(
     yield check_datapath(machine)
     yield from check_packages()
     yield check_descriptors()
+    yield check_threads(machine)
     yield check_memory(machine)
-    yield check_state_root(state_root, mount_table())
-    yield from check_mounts(seen_mounts(Registry(state_root)))
+    yield from check_state_root(state_root, mount_table())
+    records = Registry(state_root)
+    seen = seen_mounts(records)
+    yield from check_mounts(seen)
+    yield from check_health(seen)
     if configuration is None:
         yield check_scratch(machine)
     else:
-        yield from check_configuration(configuration, machine.abilities)
+        yield from check_configuration(configuration, machine.abilities, records.all())
     yield from check_scheduler(machine)
 
 
@@ -254,6 +256,14 @@ def check_descriptors() -> Check:
 
 
 def check_memory(machine: Machine) -> Check:
+    leave = (
+        "the daemon takes some tens of MiB and a few bytes per file; leave it"
+        f" {format_bytes(_LEAST_MEMORY)}"
+    )
+    for group, limit in memory_groups(machine.root):
+        if limit < _LEAST_MEMORY:
+            shown = f"{format_bytes(limit)}, says the control group {group}"
+            return Check("memory", "warn", shown, leave)
     try:
         text = (machine.root / "proc/meminfo").read_text()
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
@@ -263,35 +273,30 @@ def check_memory(machine: Machine) -> Check:
         return Check("memory", "warn", "unknown", f"{machine.root / 'proc'} should be mounted")
     available = int(found[1]) * 1024
     if available < _LEAST_MEMORY:
-        return Check(
-            "memory",
-            "warn",
-            f"{format_bytes(available)} available",
-            "the daemon takes some tens of MiB and a few bytes per file; leave it"
-            f" {format_bytes(_LEAST_MEMORY)}",
-        )
+        return Check("memory", "warn", f"{format_bytes(available)} available", leave)
     return Check("memory", "ok", f"{format_bytes(available)} available")
 
 
-def check_state_root(state_root: Path, mounts: Sequence[MountedFileSystem]) -> Check:
+def check_threads(machine: Machine) -> Check:
+    """What the user and each control group may have, threads counted one by one."""
+    name = "threads"
+    advice = f"raise it to {_LEAST_THREADS} more: `ulimit -u`, limits.conf, TasksMax= of the unit"
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if machine.uid != 0 and soft != resource.RLIM_INFINITY and soft < _LEAST_THREADS:
+        return Check(name, "warn", f"a user may have {soft}", advice)
+    for group, limit in pids_groups(machine.root):
+        try:
+            left = limit - int((group / "pids.current").read_text())
+        except (OSError, ValueError):
+            continue
+        if left < _LEAST_THREADS:
+            return Check(name, "warn", f"{left} more, says the control group {group}", advice)
+    return Check(name, "ok", f"{_LEAST_THREADS} or more can be had")
+
+
+def check_state_root(state_root: Path, mounts: Sequence[MountedFileSystem]) -> list[Check]:
     name = "state directory"
-    existing = next((p for p in (state_root, *state_root.parents) if p.exists()), Path("/"))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Check(
-            name,
-            "fail",
-            f"{state_root} cannot be written",
-            "give each mount a `state:` directory, or set XDG_STATE_HOME",
-        )
-    kind = _kind_of(existing, mounts)
-    if kind in _NETWORK or (kind.startswith("fuse") and kind != "fuseblk"):
-        return Check(
-            name,
-            "warn",
-            f"{state_root} is on {kind}, a network file system",
-            "put it on a local disk: give each mount a `state:` directory or set XDG_STATE_HOME",
-        )
-    return Check(name, "ok", f"{state_root} on {kind}")
+    return bounded(name, state_root, lambda: check_state(name, state_root, mounts, None))
 
 
 def check_scratch(machine: Machine) -> Check:
@@ -324,7 +329,34 @@ def check_mounts(seen: Sequence[SeenMount]) -> Iterator[Check]:
         yield Check("mounts", "ok", f"{len(seen)} mounted")
 
 
-def check_configuration(path: Path, abilities: Abilities) -> Iterator[Check]:
+def check_health(seen: Sequence[SeenMount]) -> Iterator[Check]:
+    """What the daemons that run say of themselves."""
+    for mount in seen:
+        if mount.state != "served" or mount.record is None:
+            continue
+        where = escape_text(mount.mountpoint)
+        try:
+            answer = call(Path(mount.record.socket), "status", {}, timeout=_ANSWER_SECONDS)
+            health = StatusReport.from_dict(answer).health
+        except MonarchError as error:
+            advice = error.hint or f"look at {mount.record.log}"
+            yield Check("health", "fail", f"{where}: {error.args[0]}", advice)
+            continue
+        except ValueError as error:
+            advice = f"`monarch umount {where}` and mount it again with this version"
+            yield Check("health", "warn", f"{where}: is of another version: {error}", advice)
+            continue
+        for problem in health.problems:
+            grave = KINDS.get(problem.kind, "degraded") == "failing"
+            detail = f"{where}: {problem.kind}: {problem.what}"
+            yield Check("health", "fail" if grave else "warn", detail, problem.remedy)
+        if not health.problems:
+            yield Check("health", "ok", f"{where}: ok")
+
+
+def check_configuration(
+    path: Path, abilities: Abilities, records: Sequence[MountRecord] = ()
+) -> Iterator[Check]:
     """The file itself, then what each mount of it asks of this machine."""
     try:
         configuration = config.load(path)
@@ -334,40 +366,7 @@ def check_configuration(path: Path, abilities: Abilities) -> Iterator[Check]:
         return
     yield Check("configuration", "ok", f"{path}: {len(configuration.mounts)} mounts")
     for mount in configuration.mounts.values():
-        if not mount.source.is_dir():
-            yield Check(
-                f"{mount.name}: source",
-                "warn",
-                f"{mount.source} is not a directory here",
-                "mount the parallel file system first",
-            )
-        try:
-            check_possible(mount, abilities)
-        except FuseError as error:
-            yield Check(f"{mount.name}: datapath", "fail", error.args[0], error.hint)
-        for tier in mount.tiers:
-            yield _check_tier(mount, tier)
-
-
-def _check_tier(mount: MountSettings, tier: TierSettings) -> Check:
-    name = f"{mount.name}: tier {tier.name}"
-    existing = next((p for p in (tier.path, *tier.path.parents) if p.exists()), Path("/"))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Check(
-            name, "fail", f"{tier.path} cannot be written", "choose a directory of your own"
-        )
-    room = os.statvfs(existing)
-    free = room.f_bavail * room.f_frsize
-    usable = max(free - tier.keep_free_within(room.f_blocks * room.f_frsize), 0)
-    if tier.capacity is not None and tier.capacity > usable:
-        return Check(
-            name,
-            "warn",
-            f"{tier.path} may take {format_bytes(tier.capacity)}, but {format_bytes(usable)} are"
-            " left now, what it already holds not counted",
-            "copies stop when it is full; lower `capacity` or make room",
-        )
-    return Check(name, "ok", f"{tier.path}: {format_bytes(usable)} left for copies")
+        yield from check_mount(mount, abilities, records)
 
 
 def check_scheduler(machine: Machine) -> Iterator[Check]:
@@ -388,13 +387,6 @@ def _free(path: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
-def _kind_of(path: Path, mounts: Sequence[MountedFileSystem]) -> str:
-    resolved = path.resolve()
-    above = [m for m in mounts if resolved.is_relative_to(m.mount_point)]
-    # Of two mounts at one place the later hides the earlier.
-    return max(reversed(above), key=lambda m: len(m.mount_point.parts)).kind if above else "unknown"
-
-
 def _is_disconnected(mountpoint: str) -> bool:
     """Whether nobody serves the mount any more. One that hangs is served, badly."""
     outcome: list[int | None] = []
@@ -405,12 +397,4 @@ def _is_disconnected(mountpoint: str) -> bool:
         except OSError as error:
             outcome.append(error.errno)
 
-    return _within(_PROBE_SECONDS, probe) and outcome == [errno.ENOTCONN]
-
-
-def _within(seconds: float, task: Callable[[], None]) -> bool:
-    """Whether ``task`` ended in time; if not, its thread is left behind."""
-    thread = threading.Thread(target=task, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
+    return within(PATIENCE_S, probe) and outcome == [errno.ENOTCONN]

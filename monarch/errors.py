@@ -7,14 +7,17 @@
       SourceError           4  (own)   the source answered with an error
         SourceChanged       4  ESTALE  the source is not what the snapshot says
       SnapshotError         5  EIO     a snapshot that cannot be used
+        NewerSnapshot       5  EIO     written by a newer Monarch
       TierError             6  EIO     a tier or the state directory cannot be used
       LockedError           7  EBUSY   another daemon has the tier or the state
       FuseError             8  EIO     the kernel or fusermount3 would not mount; the daemon died
       NotMountedError       9  ENOTCONN  no Monarch daemon answers there
       BusyError            10  EBUSY   files are open; nothing was done
 
-Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``;
-130 is an interrupt from the keyboard.
+Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
+"something is wrong" of ``fsck``;
+11 and 12 are the answers "degraded" and "failing" of ``status --check``; 130 is an interrupt from
+the keyboard.
 """
 
 from __future__ import annotations
@@ -74,6 +77,10 @@ class SourceChanged(SourceError):
 
 class SnapshotError(MonarchError):
     exit_code = 5
+
+
+class NewerSnapshot(SnapshotError):
+    """A snapshot in a format that this Monarch does not know yet."""
 
 
 class TierError(MonarchError):

@@ -12,9 +12,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
 from monarch.settings import LogSettings
 from monarch.text import escape_text
@@ -23,6 +24,14 @@ from monarch.units import MiB
 # Three files of this size hold weeks of normal running, and cannot fill a state directory.
 _FILE_BYTES = 10 * MiB
 _OLD_FILES = 2
+# Of syslog, by the least level that has each.
+_PRIORITIES = (
+    (logging.CRITICAL, 2),
+    (logging.ERROR, 3),
+    (logging.WARNING, 4),
+    (logging.INFO, 6),
+    (logging.NOTSET, 7),
+)
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -34,8 +43,11 @@ class TextFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.000Z warning monarch.tiers: message``; a traceback is indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = escape_text(record.getMessage())
-        line = f"{_time(record)} {record.levelname.lower()} {record.name}: {message}"
+        return f"{_time(record)} {record.levelname.lower()} {self.event(record)}"
+
+    def event(self, record: logging.LogRecord) -> str:
+        """The part that the journal of systemd does not know by itself."""
+        line = f"{record.name}: {escape_text(record.getMessage())}"
         if record.exc_info:
             trace = self.formatException(record.exc_info).splitlines()
             # Indented, no line of a traceback can pass for an event.
@@ -59,8 +71,37 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(event)
 
 
+class JournalFormatter(logging.Formatter):
+    """``<4>monarch.tiers: message`` for the journal of systemd, which has a clock of its own.
+
+    Each line of an event bears its priority, in the numbers of syslog. A line of JSON stays one.
+    """
+
+    def __init__(self, form: Literal["text", "json"]) -> None:
+        super().__init__()
+        self._format = TextFormatter().event if form == "text" else JsonFormatter().format
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = next(number for least, number in _PRIORITIES if record.levelno >= least)
+        return "\n".join(f"<{priority}>{line}" for line in self._format(record).splitlines())
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritable:
+    """Why the log cannot be written, and since when."""
+
+    what: str
+    since_ns: int
+
+
 class _PrivateFile(logging.handlers.RotatingFileHandler):
-    """A log file that only its owner reads: it holds the names of the files."""
+    """A log file that only its owner reads: it holds the names of the files.
+
+    ``trouble`` is what it could not write the last line for; ``missing`` counts lines since then.
+    """
+
+    trouble: Unwritable | None = None
+    missing = 0
 
     def _open(self) -> Any:
         # `errors` for what an exception's text may still hold.
@@ -68,10 +109,48 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
             self.baseFilename, self.mode, encoding="utf-8", errors="backslashreplace", opener=_own
         )
 
+    def emit(self, record: logging.LogRecord) -> None:
+        missing = self.missing
+        super().emit(record)
+        if self.missing == missing:
+            self.trouble, self.missing = None, 0
+
     def handleError(self, record: logging.LogRecord) -> None:
-        # A disk that is full under the log is no reason to flood stderr with tracebacks.
-        if not isinstance(sys.exc_info()[1], OSError):
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
             super().handleError(record)
+            return
+        # A disk that is full under the log is no reason to flood stderr with tracebacks.
+        self.missing += 1
+        if self.trouble is None:
+            self.trouble = Unwritable(error.strerror or str(error), time.time_ns())
+
+
+class Logbook(logging.Handler):
+    """What the log knows of itself: where it is, whether it can be written, what it had to tell.
+
+    ``exceptions`` counts the tracebacks: each is an error that nobody foresaw.
+    """
+
+    def __init__(self, file: _PrivateFile) -> None:
+        super().__init__(logging.ERROR)
+        self._file = file
+        self.path = file.baseFilename
+        self.exceptions = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.exceptions += record.exc_info is not None
+
+    def trouble(self) -> Unwritable | None:
+        """Why lines are missing now. Tries again, so a disk that has room again is noticed."""
+        if self._file.trouble is not None:
+            told = "lines may be missing here: the log could not be written for a while (%s)"
+            self._file.handle(
+                logging.LogRecord(
+                    __name__, logging.WARNING, "", 0, told, (self._file.trouble.what,), None
+                )
+            )
+        return self._file.trouble
 
 
 def _own(path: str, flags: int) -> int:
@@ -87,29 +166,42 @@ def _own(path: str, flags: int) -> int:
     return fd
 
 
-def setup(settings: LogSettings, *, path: Path, foreground: bool) -> None:
+def setup(settings: LogSettings, *, path: Path, foreground: bool) -> Logbook:
     """Sends what the process logs to the file ``path`` and, in the foreground, to stderr too.
 
     Replaces what an earlier call set up. Raises OSError when the file cannot be written.
     """
-    handlers: list[logging.Handler] = [
-        _PrivateFile(path, maxBytes=_FILE_BYTES, backupCount=_OLD_FILES)
-    ]
-    if foreground:
-        handlers.append(logging.StreamHandler(sys.stderr))
     formatter = JsonFormatter() if settings.format == "json" else TextFormatter()
+    file = _PrivateFile(path, maxBytes=_FILE_BYTES, backupCount=_OLD_FILES)
+    file.setFormatter(formatter)
+    logbook = Logbook(file)
+    handlers: list[logging.Handler] = [file, logbook]
+    if foreground:
+        shown = logging.StreamHandler(sys.stderr)
+        journal = _is_journal(sys.stderr)
+        shown.setFormatter(JournalFormatter(settings.format) if journal else formatter)
+        handlers.append(shown)
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
         old.close()
     for handler in handlers:
-        handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(settings.level.upper())
+    return logbook
+
+
+def _is_journal(stream: TextIO) -> bool:
+    """Whether systemd has connected ``stream`` with its journal (systemd.exec(5))."""
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 class Limiter:
-    """Lets a warning through once per interval and key, with the number held back since.
+    """Lets an event through once per interval and key, with the number held back since.
 
     For faults that come with each read. Safe to use from any thread.
     """
@@ -126,6 +218,22 @@ class Limiter:
 
     def warning(self, logger: logging.Logger, key: Hashable, msg: str, *args: Any) -> None:
         """Logs ``msg % args`` unless ``key`` was logged less than an interval ago."""
+        self._log(logger, logging.WARNING, key, msg, args, exc_info=False)
+
+    def exception(self, logger: logging.Logger, key: Hashable, msg: str, *args: Any) -> None:
+        """The same as an error, with the traceback of the exception that is being handled."""
+        self._log(logger, logging.ERROR, key, msg, args, exc_info=True)
+
+    def _log(
+        self,
+        logger: logging.Logger,
+        level: int,
+        key: Hashable,
+        msg: str,
+        args: tuple[Any, ...],
+        *,
+        exc_info: bool,
+    ) -> None:
         now = self._clock()
         with self._lock:
             last, held_back = self._lines.get(key, (None, 0))
@@ -137,6 +245,5 @@ class Limiter:
             if len(self._lines) > self._MAX_KEYS:
                 self._lines.popitem(last=False)
         if held_back:
-            logger.warning(msg + " (%d more like this since the last)", *args, held_back)
-        else:
-            logger.warning(msg, *args)
+            msg, args = msg + " (%d more like this since the last)", (*args, held_back)
+        logger.log(level, msg, *args, exc_info=exc_info)

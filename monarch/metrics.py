@@ -24,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from monarch.errors import ConfigError, MonarchError
+from monarch.health import KINDS, STATES
 from monarch.report import Latency, Quantiles, SourceTotals, StatusReport, Traffic
 
 SOURCE = "source"
@@ -249,6 +250,17 @@ def _tier_in_service(_: Metrics, status: StatusReport) -> Iterator[Sample]:
         yield Sample((tier.name,), tier.in_service)
 
 
+def _health(_: Metrics, status: StatusReport) -> Iterator[Sample]:
+    for state in STATES:
+        yield Sample((state,), status.health.state == state)
+
+
+def _problems(_: Metrics, status: StatusReport) -> Iterator[Sample]:
+    found = Counter(problem.kind for problem in status.health.problems)
+    for kind in KINDS:
+        yield Sample((kind,), found[kind])
+
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         "monarch_opens_total",
@@ -342,6 +354,20 @@ FAMILIES: tuple[Family, ...] = (
         _by_kind(lambda m: m.errors),
     ),
     Family(
+        "monarch_scrubbed_bytes_total",
+        "counter",
+        "Bytes of copies read to see whether they are still what was recorded.",
+        (),
+        _one(lambda s: s.scrub.bytes),
+    ),
+    Family(
+        "monarch_scrub_found_total",
+        "counter",
+        "Copies that were found damaged in that way, and dropped.",
+        (),
+        _one(lambda s: s.scrub.found),
+    ),
+    Family(
         "monarch_promotions_running",
         "gauge",
         "Copies under way.",
@@ -412,11 +438,18 @@ FAMILIES: tuple[Family, ...] = (
         _one(lambda s: s.handles.open_files),
     ),
     Family(
+        "monarch_health",
+        "gauge",
+        "1 for the state that the mount is in (`ok`, `degraded`, `failing`), 0 for the others.",
+        ("state",),
+        _health,
+    ),
+    Family(
         "monarch_health_problems",
         "gauge",
-        "Problems that `monarch status` names; 0 is healthy.",
-        (),
-        _one(lambda s: len(s.health)),
+        "Problems that the mount has now, by kind (docs/operations.md).",
+        ("kind",),
+        _problems,
     ),
     Family(
         "monarch_snapshot_entries",

@@ -190,10 +190,22 @@ def memory_bytes(root: Path) -> int:
     except OSError:
         return 0
     found = re.search(r"^MemTotal:\s+(\d+) kB$", text, re.MULTILINE)
-    return min([int(found[1]) * 1024, *_group_limits(root)]) if found else 0
+    limits = [limit for _, limit in memory_groups(root)]
+    return min([int(found[1]) * 1024, *limits]) if found else 0
 
 
-def _group_limits(root: Path) -> Iterator[int]:
+def memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The control groups that limit the memory of this process: the directory and the bytes."""
+    return _groups(root, "memory", new="memory.max", old="memory.limit_in_bytes")
+
+
+def pids_groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The control groups that limit processes and threads: the directory and how many."""
+    return _groups(root, "pids", new="pids.max", old="pids.max")
+
+
+def _groups(root: Path, controller: str, *, new: str, old: str) -> Iterator[tuple[Path, int]]:
+    """Limits in the files ``new`` of version 2 and ``old`` of version 1."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -202,19 +214,20 @@ def _group_limits(root: Path) -> Iterator[int]:
     for group in groups:
         number, controllers, path = group.split(":", 2)
         if number == "0":
-            tops, name = [mounted, mounted / "unified"], "memory.max"
-        elif "memory" in controllers.split(","):
-            tops, name = [mounted / "memory"], "memory.limit_in_bytes"
+            tops, name = [mounted, mounted / "unified"], new
+        elif controller in controllers.split(","):
+            tops, name = [mounted / controller], old
         else:
             continue
         # A limit above ours holds as well. In a container the path may be that of the host, and
         # then what is mounted is our own group: the last one looked at.
         for top in tops:
             for below in (Path(path), *Path(path).parents):
+                directory = top / below.relative_to("/")
                 try:
-                    text = (top / below.relative_to("/") / name).read_text()
+                    text = (directory / name).read_text()
                 except OSError:
                     continue
                 # Without a limit version 2 says "max", version 1 a number beyond all memory.
                 if text.strip().isdigit():
-                    yield int(text)
+                    yield directory, int(text)

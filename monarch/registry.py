@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch import points
 from monarch.errors import NotMountedError, TierError
 from monarch.text import escape_text
 
@@ -62,7 +63,13 @@ class Registry:
             descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "w", encoding="ascii") as file:
                 file.write(text)
+                # A power cut leaves the record, or none: never an empty one.
+                file.flush()
+                os.fsync(file.fileno())
+            points.reached("registry-staged")
             staged.rename(target)
+            points.reached("registry-added")
+            self._sweep_stages()
         except OSError as error:
             with contextlib.suppress(OSError):
                 staged.unlink()
@@ -74,6 +81,14 @@ class Registry:
     def remove(self, mountpoint: str) -> None:
         """Forget the mount; one that is not there is forgotten already."""
         self._file(mountpoint).unlink(missing_ok=True)
+        points.reached("registry-removed")
+
+    def _sweep_stages(self) -> None:
+        """Remove what daemons that were killed have left behind."""
+        for path in self._directory.glob("*.part"):
+            pid = path.suffixes[-2].removeprefix(".") if len(path.suffixes) > 1 else ""
+            if not pid.isdecimal() or process_started(int(pid)) is None:
+                path.unlink(missing_ok=True)
 
     def all(self) -> list[MountRecord]:
         """Every record that can be read, in the order of mount points, dead ones too."""

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from monarch.health import Health
+
 State = Literal["starting", "serving", "stopping"]
 
 T = TypeVar("T")
@@ -168,8 +170,24 @@ class Handles:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """How far the reading of all copies has got. ``bytes`` and ``found`` (damaged copies) are of
+    all rounds; ``last_round_ns`` is when the last one ended, 0 before.
+    """
+
+    enabled: bool
+    done_files: int
+    total_files: int
+    bytes: int
+    rounds: int
+    found: int
+    started_ns: int
+    last_round_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReport(Report):
-    """One daemon, now. ``health`` names its problems in words; empty is healthy.
+    """One daemon, now.
 
     ``opens``, ``reads`` and ``bytes`` are what readers asked of the mount, wherever it was served.
     ``hit_ratio`` is the share of opens that a tier served, None before the first.
@@ -181,7 +199,7 @@ class StatusReport(Report):
     source: str
     state: State
     started_ns: int
-    health: list[str]
+    health: Health
     mode: Mode
     snapshot: SnapshotReport
     tiers: list[TierReport]
@@ -197,6 +215,7 @@ class StatusReport(Report):
     errors: dict[str, int]
     memory: Memory
     handles: Handles
+    scrub: ScrubReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +244,52 @@ class EvictReport(Report):
 
     files: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be. ``where`` is a tier's name, or ``state``.
+
+    ``kind`` is for programs (docs/operations.md lists them), ``path`` the file of the mount or of
+    the disk that it is about, ``remedy`` what a repair does, or a person can do where it ``mends``
+    nothing.
+    """
+
+    kind: str
+    where: str
+    path: str
+    what: str
+    remedy: str
+    mends: bool
+    repaired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FsckProgress(Report):
+    """Copies looked at, of all; and their bytes, of all, as far as they are to be read."""
+
+    done: int
+    total: int
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class FsckReport(Report):
+    """``files`` copies were looked at and ``bytes`` of them read; ``served`` by a daemon.
+
+    ``problems`` were found, of which ``repaired`` are mended. ``findings`` lists as many as an
+    answer has room for.
+    """
+
+    state: str
+    mountpoint: str
+    served: bool
+    files: int
+    bytes: int
+    problems: int
+    repaired: int
+    findings: list[Finding]
 
 
 def _decode(kind: type[T], raw: Any, where: str) -> T:

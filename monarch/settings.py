@@ -31,6 +31,10 @@ FREE_SHARE = 0.5
 # On a file system so small that the default `keep_free` would take most of it, this share instead.
 SMALL_KEEP_SHARE = 0.05
 
+# Of the memory that the daemon may use. Under a limit of its control group (MemoryMax of systemd,
+# a container, a job) the default of `buffer_max` could be all there is.
+BUFFER_SHARE = 1 / 8
+
 # Offsets and counters are signed 64-bit numbers everywhere below us.
 _LARGEST = 2**63 - 1
 
@@ -41,6 +45,14 @@ def _size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise ValueError("is not a size; write it like 500MB, 800GiB or 2T")
+
+
+def _duration(value: object) -> float:
+    if isinstance(value, str):
+        return parse_seconds(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError("is not a duration; write it like 250ms, 30s, 10m or 7d")
 
 
 def _count(value: object) -> object:
@@ -94,6 +106,8 @@ def _address(value: str) -> str:
 
 
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=_LARGEST)]
+# Beyond a year somebody means "for ever".
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=366 * 86400)]
 PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
 # A thread each; beyond this it is a slip of the keyboard.
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1, le=4096)]
@@ -182,12 +196,34 @@ class PlacementSettings(Section):
 
 
 class LimitSettings(Section):
-    copy_workers: Count = Field(default=4, description="Files copied into tiers at the same time.")
+    copy_workers: Count = Field(
+        default=4, description="Files copied into each tier at the same time."
+    )
     source_concurrency: Count = Field(default=32, description="Calls to the source in flight.")
+    source_timeout: Duration | None = Field(
+        default=None,
+        description="How long an open or a read waits for a source that hangs before it fails with"
+        " ETIMEDOUT, like 2m. null: as long as the source does, as without Monarch.",
+    )
     source_bandwidth: Size = Field(
         default=0,
         description="Bytes per second that copies read from the source; 0: no limit. Readers are"
         " never held back.",
+    )
+    scrub_bandwidth: Size = Field(
+        default=16 * MiB,
+        description="Bytes per second of the tiers' disks that go into reading all copies again and"
+        " again, to find those that are damaged; 0: they are not read.",
+    )
+    tier_timeout: Duration = Field(
+        default=5.0,
+        description="How long a tier may take to answer, and longer if it is asked for many files"
+        " or MiB at once, before it counts as slow: it is then neither written nor read.",
+    )
+    tier_probe: Duration = Field(
+        default=10.0,
+        description="How often tiers are looked after, and one that is out of service is tried: at"
+        " first so often, then less and less, down to once a minute.",
     )
     inline_max: Size = Field(
         default=4 * MiB,
@@ -195,8 +231,17 @@ class LimitSettings(Section):
         " copied behind the reader.",
     )
     buffer_max: PositiveSize = Field(
-        default=256 * MiB, description="Memory for files on their way from the source to a tier."
+        default=256 * MiB,
+        description="Memory for files on their way from the source to a tier. If not set, at most"
+        " an eighth of the memory that the daemon may use.",
     )
+
+    def within(self, memory: int) -> LimitSettings:
+        """These limits where so many bytes of memory may be used; 0: nobody knows."""
+        if "buffer_max" in self.model_fields_set or memory <= 0:
+            return self
+        share = max(self.inline_max, int(memory * BUFFER_SHARE))
+        return self.model_copy(update={"buffer_max": min(self.buffer_max, share)})
 
     @model_validator(mode="after")
     def _buffer_holds_an_inline_file(self) -> LimitSettings:

@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
-from monarch.errors import SnapshotError, SourceError
-from monarch.namespace.build import build
+from monarch.errors import NewerSnapshot, SnapshotError, SourceError
+from monarch.namespace.build import build, sweep_stages
 from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.snapshot import Snapshot
 from monarch.settings import MountSettings
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # How long a mount may take to see whether directories have changed since its snapshot. Seconds.
 _NEW_NAMES_PATIENCE_S = 0.4
+# So many names of entries that could not be read are told in the log.
+_TOLD = 5
 
 
 def snapshot_for(
@@ -28,11 +30,13 @@ def snapshot_for(
     """The snapshot to serve from, and whether it was made or brought up to date just now."""
     given = settings.snapshot.file
     path = given or state / "snapshot.lmdb"
+    if given is None:
+        sweep_stages(path)
     if path.exists():
         try:
             if refreshed:
                 refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
-            snapshot = Snapshot.open(path)
+            snapshot = _checked(path)
             reason = _other_source(snapshot, source)
             if not refreshed and (given is None or not reason):
                 _require_content(source, snapshot)
@@ -46,7 +50,8 @@ def snapshot_for(
                 hint="name another with --snapshot, or build it with: monarch snapshot build",
             )
         except SnapshotError as error:
-            if given is not None:
+            # What a newer Monarch has built may be all that it knows: it is not ours to replace.
+            if given is not None or isinstance(error, NewerSnapshot):
                 raise
             log.warning("building the snapshot anew: %s", error)
     build(
@@ -57,6 +62,32 @@ def snapshot_for(
         progress=progress,
     )
     return Snapshot.open(path), True
+
+
+def tell_unreadable(snapshot: Snapshot) -> None:
+    """One line in the log about what the source did not let us look at or list."""
+    told = snapshot.info()
+    if told.unreadable:
+        names = ", ".join(map(repr, told.unreadable_paths[:_TOLD]))
+        log.warning(
+            "%s of the source could not be read when its snapshot was made, opening them fails: %s",
+            counted(told.unreadable, "entry", "entries"),
+            names + (", ..." if told.unreadable > _TOLD else ""),
+        )
+
+
+def _checked(path: Path) -> Snapshot:
+    """The snapshot, every block of which is whole: a damaged one is found now, or by a reader.
+
+    Raises SnapshotError.
+    """
+    snapshot = Snapshot.open(path)
+    try:
+        snapshot.check()
+    except BaseException:
+        snapshot.close()
+        raise
+    return snapshot
 
 
 def _require_content(source: Source, snapshot: Snapshot) -> None:

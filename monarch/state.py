@@ -1,24 +1,31 @@
-"""The state directory of a mount: made, ours alone, and locked while a daemon uses it."""
+"""The state directory of a mount: made, ours alone, locked while a daemon uses it, and named."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.errors import TierError
+from monarch.footing import open_directory
+from monarch.report import Report
 from monarch.settings import MountSettings
 from monarch.tiers.lock import Lock
+
+NOTE = "mount.json"
+_NOTE_VERSION = 1
+# A few paths; anything longer was not written by us.
+_MAX_NOTE_BYTES = 256 * 1024
 
 
 @contextmanager
 def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
     """Hold the directory ``state`` for this mount. Raises TierError, LockedError."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory = os.open(state, flags)
+        directory = open_directory(state)
     except OSError as error:
         raise TierError(
             f"state directory {os.fspath(state)!r}: {error.strerror}",
@@ -45,3 +52,74 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
             lock.release()
     finally:
         os.close(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedTier:
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class MountNote(Report):
+    """What a state directory is of: written at each mount, for whoever has only the directory.
+
+    Paths are absolute text in which undecodable bytes are surrogate escapes.
+    """
+
+    version: int
+    source: str
+    mountpoint: str
+    snapshot: str
+    tiers: list[NotedTier]
+
+
+def write_note(state: Path, settings: MountSettings, snapshot: Path) -> None:
+    """Note the mount in its state directory, which is held. Raises TierError."""
+    note = MountNote(
+        version=_NOTE_VERSION,
+        source=os.fspath(settings.source),
+        mountpoint=os.fspath(settings.mountpoint),
+        snapshot=os.fspath(snapshot),
+        tiers=[NotedTier(tier.name, os.fspath(tier.path)) for tier in settings.tiers],
+    )
+    target = state / NOTE
+    staged = target.with_name(f"{NOTE}.part")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(staged, flags, 0o600), "w", encoding="ascii") as file:
+            json.dump(note.to_dict(), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.rename(target)
+    except OSError as error:
+        raise TierError(
+            f"state directory {os.fspath(state)!r}: {error.strerror}",
+            hint="make room, or name another with --state",
+        ) from error
+
+
+def read_note(state: Path) -> MountNote:
+    """What the state directory is of. Raises TierError if it does not tell."""
+    what = f"state directory {os.fspath(state)!r}"
+    try:
+        with open(state / NOTE, "rb") as file:
+            raw = json.loads(file.read(_MAX_NOTE_BYTES))
+        if not isinstance(raw, dict):
+            raise ValueError("it is no object")
+        if isinstance(raw.get("version"), int) and raw["version"] > _NOTE_VERSION:
+            raise TierError(
+                f"{what} is of a newer Monarch (version {raw['version']}, this one knows"
+                f" {_NOTE_VERSION})",
+                hint="use the Monarch that wrote it",
+            )
+        return MountNote.from_dict(raw)
+    except FileNotFoundError as error:
+        raise TierError(
+            f"{what} does not say which mount it is of: it has no {NOTE}",
+            hint="is it one? Mounting with it once writes that",
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TierError(
+            f"{what}: {NOTE} cannot be read: {error}", hint="mounting with it once mends that"
+        ) from error

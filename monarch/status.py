@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import trio
+
 from monarch import __version__
+from monarch.health import Health, health_of
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
 from monarch.placement.epochs import Epochs
@@ -25,13 +29,18 @@ from monarch.report import (
     TierReport,
 )
 from monarch.report import Residency as ResidencyReport
+from monarch.scrub import Scrub
 from monarch.settings import MountSettings
-from monarch.text import counted
+from monarch.symptoms import Symptoms
 from monarch.tiers.directory import Tier
 from monarch.transfer.engine import Engine
 from monarch.vfs.filesystem import FileSystem
-from monarch.vfs.inquiry import Inquiry
 from monarch.watch import Watch
+
+log = logging.getLogger(__name__)
+
+# How often the daemon looks at itself. Seconds.
+_LOOK_S = 10.0
 
 
 class Status:
@@ -49,9 +58,10 @@ class Status:
         epochs: Epochs,
         engine: Engine,
         filesystem: FileSystem,
-        inquiry: Inquiry,
         metrics: Metrics,
         watch: Watch,
+        scrub: Scrub,
+        symptoms: Symptoms,
     ) -> None:
         self._settings = settings
         self._mode = mode
@@ -62,11 +72,28 @@ class Status:
         self._epochs = epochs
         self._engine = engine
         self._filesystem = filesystem
-        self._inquiry = inquiry
         self._metrics = metrics
         self._watch = watch
+        self._scrub = scrub
+        self._symptoms = symptoms
         self._started_ns = time.time_ns()
         self.state: State = "starting"
+
+    def health(self) -> Health:
+        return health_of(self._symptoms.problems())
+
+    async def watch_health(self) -> None:
+        """Write down what becomes worse or better, whether or not anybody asks for it."""
+        known: set[str] = set()
+        while True:
+            health = self.health()
+            for problem in health.problems:
+                if problem.kind not in known:
+                    log.info("%s: %s; %s", health.state, problem.what, problem.remedy)
+            if known and not health.problems:
+                log.info("the mount is as it should be again")
+            known = {problem.kind for problem in health.problems}
+            await trio.sleep(_LOOK_S)
 
     def report(self) -> StatusReport:
         self._filesystem.note_served()
@@ -79,7 +106,7 @@ class Status:
             source=os.fspath(self._settings.source),
             state=self.state,
             started_ns=self._started_ns,
-            health=self._health(tiers),
+            health=self.health(),
             mode=self._mode(),
             snapshot=self._snapshot_report(),
             tiers=tiers,
@@ -109,6 +136,7 @@ class Status:
             errors=dict(metrics.errors),
             memory=Memory(_resident_bytes()),
             handles=Handles(self._filesystem.open_files, self._filesystem.backing_ids),
+            scrub=self._scrub.report(),
         )
 
     def _tier_reports(self) -> list[TierReport]:
@@ -126,7 +154,7 @@ class Status:
                 opens=self._metrics.opens[tier.number],
                 reads=self._metrics.reads[tier.number],
                 bytes=self._metrics.read_bytes[tier.number],
-                out_why=out.get(tier.number, ""),
+                out_why=out[tier.number].why if tier.number in out else "",
             )
             for tier in self._tiers
         ]
@@ -159,22 +187,6 @@ class Status:
             freshness=self._settings.snapshot.freshness,
             checks=self._watch.checks,
         )
-
-    def _health(self, tiers: Sequence[TierReport]) -> list[str]:
-        problems = [
-            f"tier {tier.name} takes no copies: {tier.out_why}"
-            for tier in tiers
-            if not tier.in_service
-        ]
-        since = "changed at the source since the snapshot; mount again with --refresh"
-        if changes := self._metrics.changes:
-            problems.append(f"{counted(changes, 'file', 'files')} {since}")
-        if changes := self._watch.changed_directories:
-            told = counted(changes, "directory", "directories")
-            problems.append(f"{told} {since} to see what is new")
-        if trouble := self._inquiry.trouble:
-            problems.append(f"the source answers with errors: {trouble}")
-        return problems
 
 
 def _size_of(path: Path) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 
 def escape_text(text: str) -> str:
     """``text`` on one line that a terminal shows as it is.
@@ -21,6 +24,13 @@ def _escape_character(character: str) -> str:
     if code < 0x80:
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character, f"\\x{code:02x}")
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def errno_words(number: int | None) -> str:
+    """``Input/output error (EIO)``: for a person, and for who looks it up."""
+    if not number:
+        return "an error without a number"
+    return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
 
 
 def counted(number: int, one: str, many: str) -> str:

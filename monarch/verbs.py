@@ -1,16 +1,20 @@
-"""What the control socket can be asked: ``status``, ``warm``, ``evict``, ``stop`` and ``ping``."""
+"""What the control socket can be asked: status, warm, evict, fsck, stop and ping."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import trio
 
+from monarch import points
+from monarch.checkup import Checkup
 from monarch.control.server import Send, Verb
-from monarch.errors import UsageError
+from monarch.errors import MonarchError, UsageError
 from monarch.placement.residency import SOURCE, Residency
+from monarch.report import FsckProgress
 from monarch.status import Status
 from monarch.types import ROOT_INO, Ino
 from monarch.vfs.filesystem import FileSystem
@@ -21,7 +25,10 @@ _LOOK_S = 0.1
 
 
 class Verbs:
-    """``background`` is where work goes on when its client has hung up; ``stop`` ends the mount."""
+    """``background`` goes on with work whose client may hang up; ``stop`` ends the mount.
+
+    What goes wrong in the background is written down there.
+    """
 
     def __init__(
         self,
@@ -29,13 +36,15 @@ class Verbs:
         filesystem: FileSystem,
         residency: Residency,
         status: Status,
-        background: trio.Nursery,
+        checkup: Checkup,
+        background: Callable[[Callable[[], Awaitable[None]]], None],
         stop: Callable[[], None],
     ) -> None:
         self._filesystem = filesystem
         self._names = filesystem.names
         self._residency = residency
         self._status = status
+        self._checkup = checkup
         self._background = background
         self._stop = stop
 
@@ -45,6 +54,7 @@ class Verbs:
             "status": self._report,
             "warm": self._warm,
             "evict": self._evict,
+            "fsck": self._check,
             "stop": self._end,
         }
 
@@ -70,15 +80,27 @@ class Verbs:
             if total % _STRIDE == 0:
                 await trio.sleep(0)
         work = _Warming(total, bytes_total)
-        self._background.start_soon(self._bring_in, roots, work)
+        self._background(partial(self._bring_in, roots, work))
         if params.get("wait") is True:
             while not work.done:
                 await send(work.progress())
                 await trio.sleep(_LOOK_S)
             await send(work.progress())
+            if work.failed:
+                raise MonarchError("not all was brought in", hint="the daemon's log says why")
         return {"files": total, "bytes": bytes_total, "refused": work.refused}
 
     async def _bring_in(self, roots: list[Ino], work: _Warming) -> None:
+        try:
+            points.reached("task-warm")
+            await self._bring_each(roots, work)
+        except BaseException:
+            work.failed = True
+            raise
+        finally:
+            work.done = True
+
+    async def _bring_each(self, roots: list[Ino], work: _Warming) -> None:
         """Ask for each file as soon as the engine has a place for it, and see them arrive."""
         arriving: list[tuple[Ino, int]] = []
         for ino, size in self._files(roots):
@@ -95,7 +117,6 @@ class Verbs:
         while arriving:
             await trio.sleep(_LOOK_S / 2)
             arriving = self._arrived(arriving, work)
-        work.done = True
 
     def _arrived(self, arriving: list[tuple[Ino, int]], work: _Warming) -> list[tuple[Ino, int]]:
         """Those that are still on their way; the others are counted as resident or refused."""
@@ -118,7 +139,19 @@ class Verbs:
             files += freed
             if seen % _STRIDE == 0:
                 await trio.sleep(0)
+        await self._filesystem.evicted()
         return {"files": files, "bytes": size}
+
+    async def _check(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Hold all that the daemon keeps against each other; ``digests``, ``repair``."""
+
+        async def tell(progress: FsckProgress) -> None:
+            await send(progress.to_dict())
+
+        report = await self._checkup.run(
+            digests=params.get("digests") is True, repair=params.get("repair") is True, tell=tell
+        )
+        return report.to_dict()
 
     def _roots(self, params: dict[str, Any]) -> list[Ino]:
         """The inodes of ``paths``, relative to the mount point; the root if there are none."""
@@ -127,7 +160,10 @@ class Verbs:
             raise UsageError("paths must be a list of texts")
         found = []
         for path in paths:
-            ino = self._names.resolve(os.fsencode(path))
+            try:
+                ino = self._names.resolve(os.fsencode(path))
+            except UnicodeEncodeError:
+                ino = None
             if ino is None:
                 raise UsageError(f"no such file in the mount: {path!r}")
             found.append(ino)
@@ -150,6 +186,7 @@ class _Warming:
         self.bytes_done = 0
         self.refused = 0
         self.done = False
+        self.failed = False
 
     def progress(self) -> dict[str, Any]:
         return {

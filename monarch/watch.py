@@ -65,7 +65,12 @@ class Watch:
             try:
                 await self._look()
             except MonarchError as error:
-                log.warning("could not compare with the source, will try again: %s", error)
+                log.warning(
+                    "could not compare with the source, will try again in %d s, and serves what"
+                    " the tiers have: %s",
+                    _PATIENCE_S,
+                    error,
+                )
                 await trio.sleep(_PATIENCE_S)
                 continue
             if self._every_s is None:
@@ -80,7 +85,11 @@ class Watch:
                 changed += len(await self._differing(batch))
             if changed and changed != self.changed_directories:
                 told = counted(changed, "directory", "directories")
-                log.warning("%s changed at the source since the snapshot", told)
+                log.warning(
+                    "%s changed at the source since the snapshot; what is new there is shown by"
+                    " `monarch mount --refresh` only",
+                    told,
+                )
             self.changed_directories = changed
         for tier in self._filesystem.tier_numbers:
             for batch in batches(self._residency.resident_in(tier), _BATCH):

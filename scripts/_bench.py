@@ -248,7 +248,16 @@ def plot(title: str, results: Sequence[Result[Lab]], path: Path) -> None:
 # -- command line ----------------------------------------------------------------------------------
 
 
-SUBJECTS = ("datapath", "epochs", "snapshot")
+SUBJECTS = ("datapath", "epochs", "hang", "snapshot")
+
+
+# The ways of reading, as options of a mount.
+WAYS = {
+    "python": "datapath=python",
+    "relay": "datapath=relay,open=open",
+    "passthrough": "datapath=passthrough,open=open",
+    "no_open": "datapath=relay,open=none",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -260,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
         "  scripts/bench\n"
         "  scripts/bench --quick --peers rclone,juicefs --install-peers\n"
         "  scripts/bench epochs --quick --json epochs.json --plot epochs.png\n"
+        "  scripts/bench hang --seconds 10 --modes relay\n"
         "  scripts/bench snapshot --files 1000000\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -308,6 +318,11 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument(
             "--bandwidth", type=float, default=50.0, help="MB/s of the slow source (50)"
         )
+    hang = subject("hang", "readers of copies while the source hangs", 2000, 500, 3)
+    hang.add_argument(
+        "--seconds", type=float, default=60.0, help="how long it hangs in each round (60)"
+    )
+    hang.add_argument("--modes", type=_names, default=list(WAYS), help=f"{','.join(WAYS)} (all)")
     snapshot = subject("snapshot", "what the names of a large tree cost", 1_000_000, 50_000)
     snapshot.add_argument("--latency", type=float, default=1.0, help="ms a call of the source (1)")
     snapshot.add_argument("--jobs", type=int, default=32, help="calls to the source at once (32)")

@@ -55,17 +55,23 @@ def _end(seconds: float | None) -> float:
 
 
 def read_files(
-    paths: Sequence[str], readers: int, *, seconds: float | None = None, again: bool = False
+    paths: Sequence[str],
+    readers: int,
+    *,
+    seconds: float | None = None,
+    again: bool = False,
+    forget: bool = False,
 ) -> Reading:
     """Every file once, each reader its own part of them; at most for ``seconds``.
 
-    ``again``: over and over until ``seconds`` are over.
+    ``again``: over and over until ``seconds`` are over. ``forget``: the kernel keeps no page of a
+    file that was read, so that the next read of it is asked for again.
     """
     shares = [paths[number::readers] for number in range(readers)]
-    return _together([partial(_read_share, share, seconds, again) for share in shares])
+    return _together([partial(_read_share, share, seconds, again, forget) for share in shares])
 
 
-def _read_share(paths: Sequence[str], seconds: float | None, again: bool) -> Counts:
+def _read_share(paths: Sequence[str], seconds: float | None, again: bool, forget: bool) -> Counts:
     buffers = [bytearray(BUFFER_BYTES)]
     count = size = 0
     end = _end(seconds)
@@ -75,6 +81,8 @@ def _read_share(paths: Sequence[str], seconds: float | None, again: bool) -> Cou
             try:
                 while got := os.readv(fd, buffers):
                     size += got
+                if forget:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
             count += 1

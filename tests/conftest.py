@@ -307,7 +307,8 @@ class MonarchCommand:
         """
         require_fuse()
         mountpoint = mountpoint or self.directory / "mnt"
-        mountpoint.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            mountpoint.mkdir()
         state = state or self.directory / "state"
         sizes = {"fast": "10MiB"} if tiers is None else tiers
         directories = {name: self.directory / "tiers" / name for name in sizes}

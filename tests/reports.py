@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+from monarch.health import Problem, health_of
 from monarch.report import (
     Copies,
     EpochReport,
@@ -15,6 +16,7 @@ from monarch.report import (
     Mode,
     Quantiles,
     Residency,
+    ScrubReport,
     SnapshotReport,
     SourceTotals,
     StatusReport,
@@ -22,6 +24,16 @@ from monarch.report import (
     Traffic,
 )
 from monarch.units import GiB, MiB
+
+
+def a_problem(**changes: Any) -> Problem:
+    problem = Problem(
+        kind="tier-out",
+        what="tier nvme is out of service: Input/output error",
+        since_ns=1_700_000_000_000_000_000,
+        remedy="repair /local/m; it comes back by itself",
+    )
+    return dataclasses.replace(problem, **changes)
 
 
 def a_report(**changes: Any) -> StatusReport:
@@ -32,7 +44,7 @@ def a_report(**changes: Any) -> StatusReport:
         source="/pfs/imagenet",
         state="serving",
         started_ns=1_700_000_000_000_000_000,
-        health=["tier nvme is out of service: Input/output error"],
+        health=health_of([a_problem()]),
         mode=Mode("relay", "none", "files of 150 KiB on average fit twice into 64 GiB of memory"),
         snapshot=SnapshotReport(
             file="/state/snapshot.lmdb",
@@ -68,5 +80,6 @@ def a_report(**changes: Any) -> StatusReport:
         errors={"tier:nvme:EIO": 10},
         memory=Memory(64 * MiB),
         handles=Handles(3, 1),
+        scrub=ScrubReport(True, 100, 400, 90 * MiB, 2, 1, 1_700_000_000_000_000_000, 0),
     )
     return dataclasses.replace(report, **changes)

@@ -23,8 +23,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "vocabulary",
         (
-            *("types", "errors", "units", "order", "text"),
-            *("beneath", "buckets", "registry", "report", "threads"),
+            *("types", "errors", "units", "order", "points", "text"),
+            *("beneath", "buckets", "footing", "health", "registry", "report", "threads"),
         ),
     ),
     ("settings", ("settings", "places", "config", "metrics", "log")),
@@ -34,7 +34,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("door", ("fuse",)),
     (
         "composition",
-        ("daemon", "doctor", "modes", "snapshots", "state", "status", "verbs", "watch"),
+        (
+            *("checkup", "daemon", "doctor", "fsck", "modes", "premises", "scrub"),
+            *("snapshots", "state", "status", "supervision", "symptoms", "verbs", "watch"),
+        ),
     ),
     ("command line", ("cli", "__main__")),
 )
@@ -59,7 +62,10 @@ CONFINED = {
 EXTENSION, ITS_MODULE = "monarch.fuse._datapath", "monarch.fuse.datapath"
 
 # Time is an argument here, and so is everything else that the machine could tell.
-PURE = ("monarch.placement", "monarch.transfer.throttle", "monarch.order")
+PURE = (
+    *("monarch.placement", "monarch.order"),
+    *("monarch.transfer.outages", "monarch.transfer.throttle"),
+)
 IMPURE = frozenset(
     (
         "asyncio",

@@ -209,6 +209,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("line", "told"), MISTAKES.values(), ids=MISTAKES.keys())
+@pytest.mark.fault("I1")
 def test_a_mistake_is_told_with_its_line(line: str, told: str, tmp_path: Path) -> None:
     (problem,) = mistakes(tmp_path, in_mount(line))
     assert problem.startswith("5: ")
@@ -268,6 +269,7 @@ DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "told"), DOCUMENTS.values(), ids=DOCUMENTS.keys())
+@pytest.mark.fault("I1")
 def test_a_document_that_is_none_is_told(content: str | bytes, told: str, tmp_path: Path) -> None:
     assert [p for p in mistakes(tmp_path, content) if p.startswith(told)]
 
@@ -323,6 +325,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         ("{source: /pfs/b, mountpoint: /mnt/b, state: /s}", "state directory /s is that of mount"),
     ],
 )
+@pytest.mark.fault("I1", "M1")
 def test_mounts_that_would_meet_are_refused(second: str, told: str, tmp_path: Path) -> None:
     first = in_mount("tiers: [/t]")
     if "/s}" in second:
@@ -341,6 +344,7 @@ def test_a_link_does_not_hide_that_a_tier_is_in_the_source(tmp_path: Path) -> No
     assert "is inside the source" in problem
 
 
+@pytest.mark.fault("I1")
 def test_what_is_no_readable_file_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
@@ -507,6 +511,7 @@ def test_a_name_of_the_source_need_not_be_utf8_nor_free_of_dollars(tmp_path: Pat
     assert mount.name == "d-HOME"
 
 
+@pytest.mark.fault("I1", "I2")
 def test_every_wrong_option_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
         config.from_options(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
 import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +21,13 @@ import pytest
 
 from monarch.cli import doctor as doctor_verb
 from monarch.doctor import (
-    Check,
     Machine,
     SeenMount,
     check_configuration,
     check_datapath,
     check_fuse_device,
     check_fusermount,
+    check_health,
     check_kernel,
     check_memory,
     check_mounts,
@@ -33,8 +40,17 @@ from monarch.doctor import (
 )
 from monarch.modes import Abilities
 from monarch.places import MountedFileSystem, mount_table
+from monarch.premises import Check
 from monarch.registry import MountRecord, Registry, process_started
+from monarch.tiers.lock import Lock
 from monarch.units import GiB
+from tests.conftest import MonarchCommand, Tree
+from tests.equipment import slowfs
+from tests.equipment.slowfs import SlowSource
+from tests.faults.limits import control_group
+from tests.mount.conftest import slow
+
+__all__ = ["slow"]
 
 _NOSUID_NODEV, _DETACH = 2 | 4, 2
 
@@ -162,16 +178,17 @@ def test_a_state_directory_on_a_network_file_system_is_a_warning(tmp_path: Path)
     root, network = tmp_path / "state", tmp_path / "home"
     network.mkdir()
     table = [MountedFileSystem(Path("/"), "ext4"), MountedFileSystem(network.resolve(), "nfs4")]
-    assert check_state_root(root, table).status == "ok"
-    check = check_state_root(network / "deep/state", table)
+    assert [c.status for c in check_state_root(root, table)] == ["ok"]
+    (check,) = check_state_root(network / "deep/state", table)
     assert (check.status, "nfs4" in check.detail) == ("warn", True)
     table.append(MountedFileSystem(network.resolve(), "xfs"))
-    assert check_state_root(network / "deep/state", table).status == "ok"
+    assert [c.status for c in check_state_root(network / "deep/state", table)] == ["ok"]
 
 
 def test_a_state_directory_under_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert check_state_root(tmp_path / "file/state", mount_table()).status == "fail"
+    (check,) = check_state_root(tmp_path / "file/state", mount_table())
+    assert (check.status, "is not a directory" in check.detail) == ("fail", True)
 
 
 def a_record(mountpoint: str, *, alive: bool) -> MountRecord:
@@ -220,6 +237,7 @@ def test_a_configuration_is_validated_and_its_tiers_are_measured(
     file = tmp_path / "monarch.yaml"
     source, tier = tmp_path / "source", tmp_path / "tier"
     source.mkdir()
+    (source / "file").touch()
     file.write_text(
         "mounts:\n"
         "  data:\n"
@@ -233,6 +251,10 @@ def test_a_configuration_is_validated_and_its_tiers_are_measured(
     found = {c.name: c.status for c in check_configuration(file, machine.abilities)}
     assert found == {
         "configuration": "ok",
+        "data: source": "ok",
+        "data: mount point": "fail",
+        "data: state": "ok",
+        "data: snapshot": "ok",
         "data: datapath": "fail",
         "data: tier fast": "ok",
         "data: tier vast": "warn",
@@ -297,3 +319,326 @@ def test_a_mount_that_hangs_costs_a_short_wait_and_a_dead_one_is_stale(tmp_path:
         libc.umount2(bytes(mountpoint), _DETACH)
         if device >= 0:
             os.close(device)
+
+
+# -- the places of a configured mount, each broken as it breaks in life ----------------------------
+
+
+@dataclasses.dataclass
+class Site:
+    """A configuration of one mount with one tier, and what the doctor says about it."""
+
+    directory: Path
+    abilities: Abilities
+    extra: str = ""
+    records: tuple[MountRecord, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("source", "mnt", "tier"):
+            (self.directory / name).mkdir(exist_ok=True)
+        (self.directory / "source/file").write_text("x")
+
+    @property
+    def snapshot(self) -> Path:
+        return self.directory / "state/snapshot.lmdb"
+
+    def found(self, what: str) -> Check:
+        """The only check whose name ends so."""
+        d = self.directory
+        file = d / "monarch.yaml"
+        file.write_text(
+            f"mounts:\n  data:\n    source: {d}/source\n    mountpoint: {d}/mnt\n"
+            f"    state: {d}/state\n"
+            f"    tiers: [{{path: {d}/tier, name: fast, capacity: 1MiB, keep_free: 0}}]\n"
+            f"    {self.extra}\n"
+        )
+        checks = list(check_configuration(file, self.abilities, self.records))
+        assert all(c.advice for c in checks if c.status != "ok"), checks
+        (check,) = [c for c in checks if c.name.endswith(what)]
+        return check
+
+    def is_told(self, what: str, status: str, *words: str) -> None:
+        check = self.found(what)
+        assert check.status == status, check
+        for word in words:
+            assert word in f"{check.detail}; {check.advice}", check
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path, Abilities(True, "6.18.1", True, 64 * GiB))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def on_disk(site: Site, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The tier's directory on a file system of its own: the arguments of its mkfs."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    image = site.directory / "image"
+    image.write_bytes(b"")
+    os.truncate(image, 8 << 20)
+    if shutil.which(request.param[0]) is None:
+        pytest.skip(f"{request.param[0]} is not installed")
+    subprocess.run([*request.param, str(image)], check=True, capture_output=True)
+    tier = site.directory / "tier"
+    mount("-o", "loop", str(image), str(tier))
+    yield tier
+    subprocess.run(["umount", "-l", str(tier)], check=True)
+
+
+def test_a_site_that_is_as_it_should_be_has_nothing_to_be_told(site: Site) -> None:
+    for what in ("source", "mount point", "state", "snapshot", "tier fast"):
+        assert site.found(what).status == "ok", site.found(what)
+    assert not (site.directory / "state").exists()
+    assert list((site.directory / "tier").iterdir()) == []
+
+
+def test_a_source_that_is_missing_a_file_or_empty_is_told(site: Site) -> None:
+    source = site.directory / "source"
+    (source / "file").unlink()
+    site.is_told("source", "warn", "is empty", "mounted?")
+    source.rmdir()
+    site.is_told("source", "fail", "does not exist", "mount its file system first")
+    source.write_text("")
+    site.is_told("source", "fail", "is not a directory")
+
+
+def test_a_source_that_hangs_costs_a_short_wait(
+    tmp_path_factory: pytest.TempPathFactory, site: Site
+) -> None:
+    if reason := slowfs.unavailable():
+        pytest.skip(reason)
+    source = site.directory / "source"
+    root = tmp_path_factory.mktemp("hung")
+    with SlowSource(root, source, attribute_s=0) as slow:
+        slow.rules("hang readdir .", "hang getattr .")
+        site.is_told("source", "fail", "has not answered for 2 s", "umount -l")
+        slow.rules("err getattr EIO .", "err readdir EIO .")
+        site.is_told("source", "fail", "Input/output error", "dmesg")
+
+
+def test_a_mount_point_that_cannot_be_used_is_told(site: Site) -> None:
+    (site.directory / "mnt/file").write_text("")
+    site.is_told("mount point", "fail", "empty")
+
+
+@pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q"]], indirect=True)
+def test_a_tier_on_a_disk_that_became_read_only_is_told(site: Site, on_disk: Path) -> None:
+    assert site.found("tier fast").status == "ok"
+    subprocess.run(["mount", "-o", "remount,ro", str(on_disk)], check=True)
+    site.is_told("tier fast", "fail", "is on a read-only file system", "remount,rw")
+
+
+@pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q", "-I", "128"]], indirect=True)
+def test_a_tier_whose_times_are_coarse_is_told(site: Site, on_disk: Path) -> None:
+    before = sorted(on_disk.iterdir())
+    site.is_told("tier fast", "warn", "does not keep times exactly", "mkfs.ext4 -I 256")
+    assert sorted(on_disk.iterdir()) == before
+
+
+@pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q", "-m", "0"]], indirect=True)
+def test_a_tier_that_is_full_or_has_no_inodes_is_told(site: Site, on_disk: Path) -> None:
+    with contextlib.suppress(OSError):
+        for number in range(1 << 20):
+            (on_disk / str(number)).touch()
+    site.is_told("tier fast", "warn", "no inode is free", "df -i")
+    for path in on_disk.iterdir():
+        if path.is_file():
+            path.unlink()
+    with (on_disk / "filler").open("wb", buffering=0) as file:
+        for size in (4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    site.is_told("tier fast", "warn", "is full", "make room there")
+
+
+@needs_root
+def test_a_tier_on_overlay_is_told_where_passthrough_could_be_had(site: Site) -> None:
+    d, tier = site.directory, site.directory / "tier"
+    for name in ("lower", "upper", "work"):
+        (d / name).mkdir()
+    layers = f"lowerdir={d}/lower,upperdir={d}/upper,workdir={d}/work"
+    mount("-t", "overlay", "-o", layers, "overlay", str(tier))
+    try:
+        site.is_told("tier fast", "warn", "is on overlay", "-v /local/nvme:/tier")
+        site.extra = "datapath: relay"
+        assert site.found("tier fast").status == "ok"
+    finally:
+        subprocess.run(["umount", "-l", str(tier)], check=True)
+
+
+@needs_root
+def test_a_tier_on_a_network_file_system_is_told(
+    tmp_path_factory: pytest.TempPathFactory, site: Site
+) -> None:
+    if reason := slowfs.unavailable():
+        pytest.skip(reason)
+    with SlowSource(tmp_path_factory.mktemp("net"), site.directory / "tier"):
+        site.is_told("tier fast", "warn", "fuse.slowfs, a network file system", "/dev/shm")
+
+
+def test_what_is_planted_in_a_tier_or_as_the_state_is_told(site: Site) -> None:
+    elsewhere = site.directory / "elsewhere"
+    elsewhere.mkdir()
+    (site.directory / "tier/monarch").symlink_to(elsewhere)
+    (site.directory / "state").symlink_to(elsewhere)
+    site.is_told("tier fast", "fail", "monarch is a symbolic link", "planted")
+    site.is_told(": state", "fail", "is a symbolic link", "--state")
+    (site.directory / "tier/monarch").unlink()
+    (site.directory / "tier/monarch").write_text("")
+    site.is_told("tier fast", "fail", "is not a directory", "remove it")
+
+
+@needs_root
+def test_what_belongs_to_somebody_else_is_told(site: Site) -> None:
+    private, state = site.directory / "tier/monarch", site.directory / "state"
+    for path in (private, state):
+        path.mkdir()
+        (path / "lock").touch()
+        os.chown(path, 12345, 12345)
+    site.is_told("tier fast", "fail", "belongs to uid 12345", "choose another directory")
+    site.is_told(": state", "fail", "belongs to uid 12345", "--state")
+
+
+@needs_root
+def test_what_the_user_may_not_write_or_read_is_told(site: Site) -> None:
+    (site.directory / "source").chmod(0o700)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            os.chmod(site.directory, 0o777)
+            os.setgroups([])
+            os.setgid(12345)
+            os.setuid(12345)
+            site.is_told("source", "fail", "cannot be read by uid 12345", "mount as a user")
+            site.is_told("tier fast", "fail", "cannot be written by uid 12345", "of your own")
+            code = 0
+        os._exit(code)
+    # Reachable for that user: the directories above are the test run's own.
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 1)
+
+
+def test_a_state_of_a_newer_version_is_told(site: Site) -> None:
+    state = site.directory / "state"
+    state.mkdir()
+    header = {"magic": "monarch residency", "version": 99, "generation": "x", "tiers": []}
+    (state / "residency-x").write_bytes(json.dumps(header).encode().ljust(4096))
+    site.is_told(": state", "fail", "is of version 99", "--state")
+
+
+def test_a_snapshot_that_cannot_be_read_is_told_and_who_builds_it_anew(site: Site) -> None:
+    site.snapshot.parent.mkdir()
+    site.snapshot.write_bytes(b"no snapshot" * 1000)
+    site.is_told("snapshot", "warn", "snapshot.lmdb", "the next mount builds it anew")
+    site.extra = f"snapshot: {{file: {site.snapshot}}}"
+    site.is_told("snapshot", "fail", "snapshot.lmdb", "monarch snapshot build")
+
+
+def test_another_daemon_with_the_tier_or_the_state_is_told(site: Site) -> None:
+    held = []
+    for directory in (site.directory / "tier/monarch", site.directory / "state"):
+        directory.mkdir()
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        held.append(Lock(fd, "it", "/mnt/other"))
+        os.close(fd)
+    try:
+        for what in ("tier fast", ": state"):
+            site.is_told(what, "fail", f"pid {os.getpid()}", "monarch umount /mnt/other")
+        # Its own mount may have them.
+        own = a_record(str(site.directory / "mnt"), alive=True)
+        site.records = (own,)
+        assert {site.found(what).status for what in ("tier fast", ": state")} == {"ok"}
+    finally:
+        for lock in held:
+            lock.release()
+    site.records = ()
+    # Dead, it leaves the file and no lock.
+    assert {site.found(what).status for what in ("tier fast", ": state")} == {"ok"}
+
+
+def test_a_port_that_is_in_use_is_told(site: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        site.extra = f'metrics: {{enabled: true, address: "127.0.0.1:{port}"}}'
+        site.is_told("metrics", "fail", "Address already in use", "metrics.address", "ss -ltnp")
+    assert site.found("metrics").status == "ok"
+
+
+# -- limits of this process ------------------------------------------------------------------------
+
+
+def test_a_control_group_with_little_memory_or_few_threads_is_told() -> None:
+    code = (
+        "import sys; from monarch.doctor import Machine, check_memory, check_threads;"
+        "sys.stdin.readline(); here = Machine.here();"
+        "print(check_memory(here)); print(check_threads(here))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with control_group("memory") as memory, control_group("pids") as pids:
+        memory.limit(256 << 20)
+        pids.limit(100)
+        for group in (memory, pids):
+            group.add(child.pid)
+        told, _ = child.communicate("\n", timeout=30)
+    first, second = told.splitlines()
+    assert "status='warn', detail='256 MiB, says the control group" in first
+    assert re.search(r"status='warn', detail='\d\d more, says the control group", second)
+
+
+def test_few_descriptors_are_told() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256));"
+        "from monarch.doctor import check_descriptors; print(check_descriptors())"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "status='warn'" in told.stdout and "limits.conf" in told.stdout
+
+
+# -- mounts that run -------------------------------------------------------------------------------
+
+
+@pytest.mark.modes("relay")
+@pytest.mark.promise(55)
+def test_a_mount_that_is_not_well_is_told_with_its_remedy(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("source: 'file': Input/output error")
+    tree({"file": 100})
+    mounted = monarch.mount(slow.path)
+
+    def told() -> dict[str, str]:
+        answer = json.loads(monarch("doctor", "--json", check=False).stdout)
+        (check,) = (c for c in answer["checks"] if c["name"] == "health")
+        return dict(check)
+
+    assert (told()["status"], told()["detail"]) == ("ok", f"{mounted.path}: ok")
+    slow.rules("err * EIO file")
+    with pytest.raises(OSError):
+        (mounted.path / "file").read_bytes()
+    check = told()
+    assert check["status"] == "fail"
+    assert f"{mounted.path}: source-errors: the source {slow.path} answers" in check["detail"]
+    assert f"ls {slow.path}" in check["advice"]
+    assert monarch("doctor", check=False).returncode == 1
+    slow.rules()
+
+
+def test_a_daemon_that_does_not_answer_is_told() -> None:
+    seen = SeenMount("/mnt/a", "served", a_record("/mnt/a", alive=True))
+    (check,) = check_health([seen])
+    assert check.status == "fail"
+    assert "/mnt/a: no daemon listens at" in check.detail
+    assert check.advice

@@ -21,6 +21,7 @@ from tests.equipment import slowfs, throttled
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.throttled import CappedDisk
+from tests.mount.observe import wait_until
 
 
 @pytest.fixture
@@ -103,6 +104,109 @@ def test_a_killed_slowfs_is_a_source_that_answers_enotconn(slow: SlowSource) -> 
     assert failed.value.errno == errno.ENOTCONN
 
 
+def test_a_slowfs_that_is_restarted_is_found_at_its_place_without_its_rules(
+    slow: SlowSource,
+) -> None:
+    slow.rules("err open EIO .*")
+    slow.restart()
+    assert (slow.path / "a").read_bytes() == b"a" * 1000
+    slow.kill()
+    slow.restart()
+    assert (slow.path / "a").read_bytes() == b"a" * 1000
+
+
+def test_slowfs_counts_the_calls_that_hang(slow: SlowSource) -> None:
+    slow.rules("hang open ^/a$", "hang read ^/b$")
+    readers = [threading.Thread(target=(slow.path / name).read_bytes) for name in ("a", "b")]
+    for reader in readers:
+        reader.start()
+    wait_until(lambda: slow.counters()["hanging"] == 2, "both hang")
+    slow.rules()
+    for reader in readers:
+        reader.join(10)
+    assert slow.counters()["hanging"] == 0
+
+
+def test_slowfs_knows_errors_by_name_and_of_two_rules_takes_the_last(slow: SlowSource) -> None:
+    slow.rules("err open ESTALE .*", "err open ENOTCONN ^/a$")
+    for name, number in (("a", errno.ENOTCONN), ("b", errno.ESTALE)):
+        with pytest.raises(OSError) as failed:
+            os.open(slow.path / name, os.O_RDONLY)
+        assert failed.value.errno == number
+
+
+def test_slowfs_answers_reads_with_half_of_what_was_asked_for(slow: SlowSource) -> None:
+    slow.rules("short read ^/a$")
+    with open(slow.path / "a", "rb", buffering=0) as file:
+        assert [len(file.read(1000)) for _ in range(3)] == [500, 500, 0]
+    assert (slow.path / "b").read_bytes() == b"b" * 1000
+
+
+def test_slowfs_reads_and_writes_one_bit_wrong(slow: SlowSource) -> None:
+    slow.rules("flip read ^/a$", "flip write ^/new$")
+    assert (slow.path / "a").read_bytes() == b"`" + b"a" * 999
+    assert (slow.path / "b").read_bytes() == b"b" * 1000
+    (slow.path / "new").write_bytes(b"a" * 1000)
+    assert (slow.root / "new").read_bytes() == b"`" + b"a" * 999
+    slow.rules()
+    assert (slow.path / "a").read_bytes() == b"a" * 1000
+
+
+def test_slowfs_cuts_what_it_reads_and_fails_behind_a_byte(slow: SlowSource) -> None:
+    (slow.root / "a").write_bytes(b"a" * 20_000)
+    slow.rules("cut 300 ^/a$")
+    with open(slow.path / "a", "rb", buffering=0) as file:
+        assert os.fstat(file.fileno()).st_size == 20_000
+        assert len(file.read(20_000)) == 300
+    slow.rules("bad 8192 ^/a$")
+    with open(slow.path / "a", "rb", buffering=0) as file:
+        assert len(os.pread(file.fileno(), 8192, 0)) == 8192
+        with pytest.raises(OSError) as failed:
+            os.pread(file.fileno(), 1, 8192)
+        assert failed.value.errno == errno.EIO
+
+
+def test_slowfs_is_full_after_the_bytes_it_was_told(slow: SlowSource) -> None:
+    slow.rules("free 8192")
+    assert os.statvfs(slow.path).f_bavail * os.statvfs(slow.path).f_frsize == 8192
+    with open(slow.path / "new", "wb", buffering=0) as file:
+        assert [file.write(b"x" * 3000) for _ in range(3)] == [3000, 3000, 2192]
+        with pytest.raises(OSError) as failed:
+            file.write(b"x" * 3000)
+    assert failed.value.errno == errno.ENOSPC
+    assert (slow.root / "new").stat().st_size == 8192
+    assert os.statvfs(slow.path).f_bavail == 0
+    slow.rules()
+    (slow.path / "new").write_bytes(b"x" * 9000)
+    assert os.statvfs(slow.path).f_bavail > 0
+
+
+def test_slowfs_keeps_what_a_tier_needs(slow: SlowSource) -> None:
+    """Times to the nanosecond, modes, holes, names, and what is open while its name goes."""
+    with open(slow.path / "new", "w+b", buffering=0) as file:
+        file.write(b"new")
+        file.truncate(1_000_000)
+        os.fchmod(file.fileno(), 0o640)
+        os.utime(file.fileno(), ns=(1, 10**18 + 123_456_789))
+        os.fsync(file.fileno())
+        os.rename(slow.path / "new", slow.path / "b")
+        status = os.stat(slow.root / "b")
+        assert status.st_mtime_ns == os.stat(slow.path / "b").st_mtime_ns == 10**18 + 123_456_789
+        assert status.st_mode & 0o777 == 0o640
+        assert status.st_blocks * 512 < 100_000
+        assert os.lseek(file.fileno(), 500_000, os.SEEK_HOLE) == 500_000
+        os.unlink(slow.path / "b")
+        assert os.listdir(slow.root) == ["a"]
+        assert os.pread(file.fileno(), 3, 0) == b"new"
+    directory = os.open(slow.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+        os.link("a", "c", src_dir_fd=directory, dst_dir_fd=directory)
+    finally:
+        os.close(directory)
+    assert (slow.root / "c").stat().st_ino == (slow.root / "a").stat().st_ino
+
+
 @pytest.fixture
 def forest(tmp_path: Path) -> Path:
     for number in range(20):
@@ -178,7 +282,8 @@ def test_a_process_that_left_its_session_is_found_by_its_environment() -> None:
     environment = {**os.environ, "MONARCH_TEST_CASE": "found"}
     sleeper = subprocess.Popen(["sleep", "60"], env=environment, start_new_session=True)
     try:
-        assert processes("MONARCH_TEST_CASE", "found") == {sleeper.pid: "sleep 60"}
+        found = {sleeper.pid: "sleep 60"}
+        wait_until(lambda: processes("MONARCH_TEST_CASE", "found") == found, "it is found")
     finally:
         sleeper.kill()
         sleeper.wait()

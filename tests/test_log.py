@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -48,6 +50,7 @@ def test_a_line_has_time_level_logger_and_message(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.fault("S9")
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_hostile_name_forges_no_line(form: Literal["text", "json"], tmp_path: Path) -> None:
     path = tmp_path / "daemon.log"
@@ -130,6 +133,103 @@ def test_in_the_foreground_it_is_told_on_stderr_too(
     assert capsys.readouterr().err == path.read_text()
 
 
+def told_in_the_foreground(path: Path, form: str, *, journal: bool) -> list[str]:
+    """What a process in the foreground writes to its stderr, which may be that of a service."""
+    code = """
+import logging, sys
+from pathlib import Path
+from monarch import log
+from monarch.settings import LogSettings
+settings = LogSettings(format=sys.argv[2], level="debug")
+log.setup(settings, path=Path(sys.argv[1]), foreground=True)
+logger = logging.getLogger("monarch.test")
+logger.debug("a")
+logger.info("b")
+logger.warning("c\\nd")
+try:
+    raise OSError(5, "cannot read")
+except OSError:
+    logger.exception("e")
+"""
+    reading, writing = os.pipe()
+    status = os.fstat(writing)
+    # As systemd does; a program that it has started may have its own output elsewhere.
+    stream = f"{status.st_dev}:{status.st_ino if journal else 1}"
+    with open(reading) as told:
+        subprocess.run(
+            [sys.executable, "-c", code, path, form],
+            env={**os.environ, "JOURNAL_STREAM": stream},
+            stderr=writing,
+            timeout=30,
+            check=True,
+        )
+        os.close(writing)
+        return told.read().splitlines()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_in_the_journal_each_line_bears_its_priority_and_no_time(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.log"
+    lines = told_in_the_foreground(path, form, journal=True)
+    assert [line[:3] for line in lines[:4]] == ["<7>", "<6>", "<4>", "<3>"]
+    if form == "text":
+        assert lines[:4] == [
+            *("<7>monarch.test: a", "<6>monarch.test: b"),
+            *("<4>monarch.test: c\\nd", "<3>monarch.test: e"),
+        ]
+        assert len(lines) > 5
+        assert all(line.startswith("<3>    ") for line in lines[4:])
+    else:
+        assert [json.loads(line[3:])["message"] for line in lines] == ["a", "b", "c\\nd", "e"]
+    # The file keeps its own time: nobody else stamps it.
+    assert len(logged(path)) == len(lines)
+    assert not path.read_text().startswith("<")
+
+
+def test_a_stream_that_is_not_the_journals_is_for_people(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.log"
+    assert told_in_the_foreground(path, "text", journal=False) == logged(path)
+
+
+def test_the_log_knows_how_many_exceptions_it_told(tmp_path: Path) -> None:
+    logbook = log.setup(LogSettings(level="error"), path=tmp_path / "daemon.log", foreground=False)
+    LOGGER.error("no exception")
+    LOGGER.warning("nor this", exc_info=OSError(5, "foreseen"))
+    assert logbook.exceptions == 0
+    LOGGER.error("this is", exc_info=OSError(5, "unforeseen"))
+    assert logbook.exceptions == 1
+    assert logbook.path == str(tmp_path / "daemon.log")
+
+
+def test_a_log_that_cannot_be_written_knows_so_until_it_can_again() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    directory = Path(tempfile.mkdtemp())
+    options = ["-o", "size=16k", "tmpfs", str(directory)]
+    subprocess.run(["mount", "-t", "tmpfs", *options], check=True)
+    try:
+        path = directory / "daemon.log"
+        logbook = log.setup(LogSettings(level="error"), path=path, foreground=False)
+        assert logbook.trouble() is None
+        filler = directory / "filler"
+        with contextlib.suppress(OSError):
+            filler.write_bytes(bytes(1 << 20))
+        for _ in range(5):
+            LOGGER.error("x" * 1000)
+        found = logbook.trouble()
+        assert found is not None and found.what == "No space left on device"
+        assert logbook.trouble() == found
+        filler.unlink()
+        assert logbook.trouble() is None
+        assert "warning monarch.log: lines may be missing here" in path.read_text()
+    finally:
+        for handler in logging.getLogger().handlers:
+            handler.close()
+        logging.getLogger().handlers.clear()
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+        directory.rmdir()
+
+
 def test_a_second_setup_replaces_the_first(tmp_path: Path) -> None:
     log.setup(LogSettings(), path=tmp_path / "one", foreground=False)
     log.setup(LogSettings(level="error"), path=tmp_path / "two", foreground=False)
@@ -156,6 +256,24 @@ def test_a_fault_that_repeats_is_told_once_an_interval_with_its_number(
         "tier tier2 fails",
         "tier tier1 fails (5 more like this since the last)",
     ]
+
+
+def test_an_exception_that_repeats_is_one_traceback_an_interval(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 100.0
+    limiter = log.Limiter(60.0, clock=lambda: now)
+    for _ in range(3):
+        try:
+            raise OSError(5, "x")
+        except OSError:
+            limiter.exception(LOGGER, "read", "%s failed", "read")
+        now += 40
+    assert [record.getMessage() for record in caplog.records] == [
+        "read failed",
+        "read failed (1 more like this since the last)",
+    ]
+    assert all(record.exc_info and record.levelname == "ERROR" for record in caplog.records)
 
 
 def test_many_kinds_of_faults_take_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,9 @@ import click
 from rich.text import Text
 
 from monarch.cli.output import emit_json, stdout
-from monarch.doctor import Check, Machine, examine
+from monarch.doctor import Machine, examine
 from monarch.places import state_root
+from monarch.premises import Check
 from monarch.text import escape_text
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

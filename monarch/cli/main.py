@@ -30,6 +30,7 @@ VERBS = {
     "status": Verb("monarch.cli.status:status", "Show what mounts hold, serve and copy."),
     "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
     "evict": Verb("monarch.cli.evict:evict", "Drop copies from the tiers."),
+    "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and mend it."),
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
     "completion": Verb(
@@ -39,7 +40,7 @@ VERBS = {
 
 EXIT_CODES = {
     0: "success",
-    1: "the answer is no (snapshot verify, diff), or a failure without a better code",
+    1: "the answer is no (snapshot verify, diff, fsck), or a failure without a better code",
     2: "mistake on the command line or in the configuration",
     3: "the mount point cannot be used",
     4: "the source failed, or is not what the snapshot says",
@@ -49,6 +50,8 @@ EXIT_CODES = {
     8: "the kernel or fusermount3 would not mount; the daemon died",
     9: "no Monarch daemon answers there",
     10: "files are open; nothing was done",
+    11: "degraded, says status --check: all is served, something is not as it should be",
+    12: "failing, says status --check: some reads fail or wait now",
     130: "interrupted from the keyboard",
 }
 

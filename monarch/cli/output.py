@@ -13,11 +13,20 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape as escape_markup
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as ProgressDisplay
 
 from monarch.text import escape_text
 from monarch.types import Progress
+from monarch.units import format_bytes
 
 # Where nobody watches, a line now and then: a job's log is not a terminal.
 _LINE_EVERY_S = 5.0
@@ -52,21 +61,22 @@ def _as_text(value: object) -> str:
 
 
 @contextmanager
-def progress_bar(*, quiet: bool = False) -> Iterator[Progress]:
+def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Progress]:
     """Yields what long work calls with ``(done, total, words)``.
 
-    A bar when stderr is a terminal, else a line every five seconds and one at the end.
+    A bar when stderr is a terminal, else a line every five seconds and one at the end. ``of_bytes``
+    is what ``done`` counts: the bar then tells how fast it goes and how long it takes.
     """
     console = stderr()
     if quiet:
         yield lambda done, total, words: None
     elif console.is_terminal:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+        amount = (
+            (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+            if of_bytes
+            else (MofNCompleteColumn(), TimeElapsedColumn())
         )
+        columns = (TextColumn("{task.description}"), BarColumn(), *amount)
         with ProgressDisplay(*columns, console=console) as display:
             task = display.add_task("", total=None)
 
@@ -76,7 +86,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Progress]:
 
             yield advance
     else:
-        lines = ProgressLines(sys.stderr)
+        lines = ProgressLines(sys.stderr, of_bytes=of_bytes)
         yield lines
         lines.finish()
 
@@ -84,14 +94,21 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Progress]:
 class ProgressLines:
     """Progress as lines of text, at most one per interval and the last one always."""
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        of_bytes: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stream = stream
+        self._told: Callable[[int], str] = format_bytes if of_bytes else str
         self._clock = clock
         self._next_line_at = clock() + _LINE_EVERY_S
         self._waiting = ""
 
     def __call__(self, done: int, total: int | None, words: str) -> None:
-        amount = f"{done}" if total is None else f"{done} of {total}"
+        amount = self._told(done) if total is None else f"{self._told(done)} of {self._told(total)}"
         self._waiting = f"{escape_text(words)}: {amount}\n"
         if self._clock() >= self._next_line_at:
             self.finish()

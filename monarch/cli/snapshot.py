@@ -232,7 +232,7 @@ def _counts(told: SnapshotSummary) -> str:
 def _warn_unreadable(told: SnapshotSummary) -> None:
     if not told.unreadable:
         return
-    click.echo(f"{told.unreadable:,} entries could not be read; they are shown, empty:", err=True)
+    click.echo(f"{told.unreadable:,} entries could not be read; opening them fails:", err=True)
     for path in told.unreadable_paths:
         click.echo(f"  {path}", err=True)
     if told.unreadable > len(told.unreadable_paths):

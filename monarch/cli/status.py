@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from rich.text import Text
 from monarch.cli.ask import ask
 from monarch.cli.output import emit_json, stdout
 from monarch.doctor import SeenMount, seen_mounts
-from monarch.errors import MonarchError, UsageError
+from monarch.errors import MonarchError, NotMountedError, UsageError
+from monarch.health import Problem, State, worst
 from monarch.places import state_root
 from monarch.registry import MountRecord, Registry
 from monarch.report import Mode, Quantiles, StatusReport
@@ -28,6 +30,8 @@ WATCH_SECONDS = 2.0
 # A daemon answers from memory; longer than this it is in trouble, and the other mounts wait.
 ANSWER_SECONDS = 5.0
 LOG_COLUMNS = 250
+# What --check ends with, beside that of a mount that nobody serves.
+CHECK_CODES: Mapping[State, int] = {"ok": 0, "degraded": 11, "failing": 12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +61,38 @@ Examples:
   monarch status
   monarch status /mnt/data --watch
   monarch status /mnt/data --json | jq .residency.fraction_files
+  monarch status --check
 """
 )
 @click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
-def status(mountpoint: Path | None, as_json: bool, watch: bool) -> None:
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Tell the health only, and by the exit code: 0 ok, 11 degraded, 12 failing, 9 dead or not"
+    " answering; of several mounts the worst.",
+)
+def status(mountpoint: Path | None, as_json: bool, watch: bool, check: bool) -> int:
     """Show what mounts hold, serve and copy.
 
     Without MOUNTPOINT one line for each mount of this user; with it, or with any path inside,
     everything about that mount.
     """
-    if watch and as_json:
+    if watch and (as_json or check):
         raise UsageError(
-            "--watch and --json exclude each other", hint="call `monarch status --json` repeatedly"
+            f"--watch and {'--json' if as_json else '--check'} exclude each other",
+            hint="call `monarch status --json` repeatedly",
         )
     records = Registry(state_root())
+    if check:
+        return _check(_chosen(records, mountpoint), as_json=as_json)
     if as_json:
         if mountpoint is None:
             emit_json({"mounts": [line.to_dict() for line in overview(records)]})
         else:
             emit_json(report_of(records.find(mountpoint)).to_dict())
-        return
+        return 0
 
     def shown() -> RenderableType:
         if mountpoint is None:
@@ -94,6 +108,7 @@ def status(mountpoint: Path | None, as_json: bool, watch: bool) -> None:
             # For `grep` and `awk` a mount stays on its line.
             console.width = max(console.width, LOG_COLUMNS)
         console.print(shown())
+    return 0
 
 
 def report_of(record: MountRecord) -> StatusReport:
@@ -101,9 +116,12 @@ def report_of(record: MountRecord) -> StatusReport:
     return ask(record, "status", {}, answer=StatusReport, timeout=ANSWER_SECONDS)
 
 
-def overview(records: Registry) -> list[Line]:
+def overview(records: Registry, *, only: str | None = None) -> list[Line]:
+    """A line for each mount, or for the one at the mount point ``only``; all are asked."""
     lines = []
     for seen in seen_mounts(records):
+        if only is not None and seen.mountpoint != only:
+            continue
         report, trouble = None, seen.advice
         if seen.state == "served" and seen.record is not None:
             try:
@@ -112,6 +130,34 @@ def overview(records: Registry) -> list[Line]:
                 trouble = str(error)
         lines.append(Line(seen, report, trouble))
     return lines
+
+
+def _chosen(records: Registry, mountpoint: Path | None) -> list[Line]:
+    """The lines of all mounts, or of the one that ``mountpoint`` is in. NotMountedError if none."""
+    only = None if mountpoint is None else records.find(mountpoint).mountpoint
+    return [line for line in overview(records, only=only) if line.seen.state != "foreign"]
+
+
+def _check(lines: Sequence[Line], *, as_json: bool) -> int:
+    """Tell the health of each mount on a line of its own; the exit code says the worst."""
+    found = [line.report.health for line in lines if line.report is not None]
+    told = [
+        {
+            "mountpoint": line.seen.mountpoint,
+            "health": line.report.health.state if line.report else None,
+            "why": line.report.health.why if line.report else line.trouble,
+        }
+        for line in lines
+    ]
+    if as_json:
+        emit_json({"mounts": told})
+    for mount in [] if as_json else told:
+        why = f": {mount['why']}" if mount["why"] else ""
+        line = escape_text(f"{mount['mountpoint']}: {mount['health'] or 'not served'}{why}")
+        stdout().print(Text(line), soft_wrap=True)
+    if len(found) < len(lines):
+        return NotMountedError.exit_code
+    return CHECK_CODES[worst([health.state for health in found])]
 
 
 def _watch(shown: Callable[[], RenderableType]) -> None:
@@ -125,6 +171,7 @@ def _watch(shown: Callable[[], RenderableType]) -> None:
         return
 
 
+_HEALTH_STYLES: Mapping[State, str] = {"ok": "green", "degraded": "yellow", "failing": "bold red"}
 _STATE_WORDS = {
     "served": "[red]not answering[/]",
     "stale": "[red]dead[/]",
@@ -159,7 +206,8 @@ def _table_of(lines: list[Line]) -> RenderableType:
             _copies(report),
             _health_word(report),
         )
-        remarks += [f"{escape_text(line.seen.mountpoint)}: {p}" for p in report.health]
+        for problem in report.health.problems:
+            remarks.append(f"{escape_text(line.seen.mountpoint)}: {_told(problem)}")
     return Group(table, *(Text(escape_text(remark)) for remark in remarks))
 
 
@@ -190,10 +238,22 @@ def _details(report: StatusReport, record: MountRecord) -> RenderableType:
         kinds = sorted(report.errors.items(), key=lambda item: -item[1])
         tables.append(_counted("error", ((escape_text(kind), f"{n:,}") for kind, n in kinds)))
     parts = [part for table in tables for part in (table, Text())]
-    parts += [Text(f"! {escape_text(problem)}", style="yellow") for problem in report.health]
-    if not report.health:
-        parts.append(Text("healthy", style="green"))
+    health = report.health
+    parts.append(Text(f"health: {health.state}", style=_HEALTH_STYLES[health.state]))
+    for problem in health.problems:
+        parts.append(Text(f"! {escape_text(_told(problem))}", style=_HEALTH_STYLES[health.state]))
+        parts.append(Text(f"  {escape_text(problem.remedy)}"))
     return Group(*parts)
+
+
+def _told(problem: Problem) -> str:
+    return f"{problem.what}, since {_moment(problem.since_ns)}"
+
+
+def _moment(ns: int) -> str:
+    """``12:04``, and the date with it if that is not today."""
+    then = datetime.fromtimestamp(ns / 1e9)
+    return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
 
 
 def _tiers(report: StatusReport) -> Table:
@@ -299,9 +359,8 @@ def _copies(report: StatusReport) -> str:
 def _health_word(report: StatusReport) -> str:
     if report.state != "serving":
         return report.state
-    if not report.health:
-        return "[green]healthy[/]"
-    return f"[yellow]{len(report.health)} problem{'s' * (len(report.health) > 1)}[/]"
+    state = report.health.state
+    return f"[{_HEALTH_STYLES[state]}]{state}[/]"
 
 
 def _percent(ratio: float | None) -> str:

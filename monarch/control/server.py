@@ -31,6 +31,8 @@ from monarch.control.messages import (
     parse_request,
 )
 from monarch.errors import BusyError, MonarchError, TierError, UsageError
+from monarch.log import Limiter
+from monarch.text import errno_words
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -49,9 +51,8 @@ IDLE_SECONDS = 30.0
 LAST_WORD_SECONDS = 1.0
 # Connections that the kernel holds for us while the loop is busy elsewhere.
 _BACKLOG = 128
-# Without a descriptor or memory for the next connection, trying at once fails at once.
 _ACCEPT_PAUSE_SECONDS = 0.1
-_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_GONE_MEANWHILE = frozenset({errno.ECONNABORTED, errno.EPROTO})
 
 
 class Server:
@@ -65,6 +66,7 @@ class Server:
         self._idle_seconds = idle_seconds
         self._connections = 0
         self._uids = frozenset({os.geteuid(), 0})
+        self._limiter = Limiter(60.0)
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once the socket listens. The file goes with the server.
@@ -79,8 +81,14 @@ class Server:
                     try:
                         connection, _ = await listener.accept()
                     except OSError as error:
-                        if error.errno in _OUT_OF_RESOURCES:
-                            log.warning("cannot take a control connection: %s", error.strerror)
+                        # Without a descriptor or memory for it, trying at once fails at once.
+                        if error.errno not in _GONE_MEANWHILE:
+                            self._limiter.warning(
+                                log,
+                                error.errno,
+                                "cannot take a control connection: %s; it waits, reads go on",
+                                errno_words(error.errno),
+                            )
                             await trio.sleep(_ACCEPT_PAUSE_SECONDS)
                         continue
                     nursery.start_soon(self._connected, trio.SocketStream(connection))
@@ -92,14 +100,21 @@ class Server:
                 await self._converse(stream)
         except Exception as error:
             if not _hung_up_only(error):
-                log.exception("a control connection failed")
+                self._limiter.exception(
+                    log,
+                    "connection",
+                    "a control connection failed in a way that nobody foresaw, the mount goes on;"
+                    " please report it",
+                )
         finally:
             self._connections -= 1
 
     async def _converse(self, stream: trio.SocketStream) -> None:
         uid = _peer_uid(stream.socket)
         if uid not in self._uids:
-            log.warning("refused user %d at the control socket", uid)
+            self._limiter.warning(
+                log, ("refused", uid), "refused user %d at the control socket %s", uid, self._path
+            )
             await self._send(stream, _failure(MonarchError("only the mount's user may ask")))
             return
         if self._connections > MAX_CONNECTIONS:
@@ -154,7 +169,13 @@ class Server:
                 cause = cause.exceptions[0]
             if isinstance(cause, MonarchError):
                 return _failure(cause)
-            log.exception("control verb %s failed", request.verb)
+            self._limiter.exception(
+                log,
+                request.verb,
+                "control verb %s failed in a way that nobody foresaw, the mount goes on; please"
+                " report it",
+                request.verb,
+            )
             return Failure(f"{request.verb} failed: {cause!r:.500}", "the log says more", 1)
 
     async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
@@ -162,7 +183,9 @@ class Server:
         try:
             line = reply.encode()
         except (MalformedError, TypeError, ValueError):
-            log.exception("a control reply cannot be sent")
+            self._limiter.exception(
+                log, "reply", "a control reply cannot be sent, its client was told so"
+            )
             line = Failure("the answer cannot be sent", "the log says more", 1).encode()
         with trio.move_on_after(self._idle_seconds) as patience:
             await stream.send_all(line)

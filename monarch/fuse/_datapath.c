@@ -78,6 +78,7 @@ static bool spawn(struct datapath *path) {
         STORE(thread->device, path->clones[place % path->clone_count]);
         thread->shard = (unsigned)place % SHARDS;
         STORE(thread->reading, 0);
+        STORE(thread->let_go, 0);
         thread->message = malloc(MESSAGE_BYTES + 1);
         thread->data = malloc(DATA_BYTES);
         STORE(thread->state, THREAD_RUNS);
@@ -190,7 +191,7 @@ static void *replier_main(void *argument) {
         uint64_t now = now_ns();
         if (now - looked > 1000000000) {
             looked = now;
-            free_killed(path);
+            let_go(path, now);
         }
         struct out_header *header = (struct out_header *)reply;
         if (nothing || (size_t)size < sizeof *header)
@@ -261,12 +262,13 @@ void stop(struct datapath *path) {
     pthread_mutex_lock(&path->threads_lock);
     STORE(path->stopping, 1);
     pthread_mutex_unlock(&path->threads_lock);
+    /* Of them all: with a tier that hangs, many may hang there. */
+    int tries = 0;
     for (int i = 0; i < LOAD(path->thread_count); i++) {
         struct thread *thread = &path->threads[i];
         /* A signal that comes just before the thread waits is lost: so again, until it has ended.
          * One that hangs in the source cannot be waited for; the process ends around it. */
-        for (int tries = 0;
-             LOAD(thread->state) == THREAD_RUNS && !LOAD(thread->reading) && tries < 5000;
+        for (; LOAD(thread->state) == THREAD_RUNS && !LOAD(thread->reading) && tries < 5000;
              tries++) {
             pthread_kill(thread->id, WAKE_SIGNAL);
             usleep(tries < 10 ? 100 : 1000);

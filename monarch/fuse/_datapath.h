@@ -102,7 +102,9 @@ struct event {
 
 struct tier {
     int directory;
+    bool seals;  /* its file system keeps times of modification as they were set */
     int refuses; /* passthrough; atomic */
+    int shunned; /* Python looks at every open; atomic */
 };
 
 enum thread_state { THREAD_NONE, THREAD_RUNS, THREAD_ENDED };
@@ -113,9 +115,11 @@ struct thread {
     int state;  /* atomic */
     int device; /* atomic */
     unsigned shard;
-    uint64_t reading;     /* unique of a read that waits for the source; atomic */
-    uint32_t reading_pid; /* atomic */
-    uint64_t interrupted; /* as ``reading``, if somebody sent its caller a signal; atomic */
+    uint64_t reading;          /* unique of a read that waits for the source; atomic */
+    uint32_t reading_pid;      /* atomic */
+    uint64_t reading_since_ns; /* atomic */
+    uint64_t interrupted;      /* as ``reading``, if its caller was sent a signal; atomic */
+    uint64_t let_go;           /* as ``reading``, if its caller has waited too long */
     uint8_t *message, *data;
 };
 
@@ -128,6 +132,7 @@ struct datapath {
     int source;       /* its directory; -1: Python fetches */
     uint64_t fetch_max;
     int64_t hold_max, wait_max;
+    uint64_t patience_ns; /* how long a caller may wait for the source; 0: for ever */
     struct tier tiers[MAX_TIERS];
     uint64_t bounds_ns[BUCKETS];
     int bounds;
@@ -146,6 +151,7 @@ struct datapath {
     struct tally (*tallies)[MAX_TIERS];                /* SHARDS of them, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
     int64_t source_waiting, held;                      /* atomic */
+    int64_t timed_out; /* callers that have waited too long for the source; atomic */
 
     struct event *events;
     uint64_t event_head, event_tail; /* head: atomic */
@@ -201,7 +207,7 @@ bool unpend(struct datapath *path, uint64_t unique, struct pending *what);
 void close_remains(struct datapath *path, const struct open_remains *remains);
 bool drop_open(struct datapath *path, uint64_t ino, bool plain);
 void pass_on(struct thread *thread, struct in_header *request, struct open_inode *entry);
-void free_killed(struct datapath *path);
+void let_go(struct datapath *path, uint64_t now);
 void interrupt(struct datapath *path, uint64_t unique);
 
 /* -- _requests.c ------------------------------------------------------------------------------- */

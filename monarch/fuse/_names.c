@@ -5,7 +5,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { SHIFT = 12, BLOCK = 1 << SHIFT, MASK = BLOCK - 1, RECORD_BYTES = 64, ALIAS = 1 };
+enum { SHIFT = 12, BLOCK = 1 << SHIFT, MASK = BLOCK - 1, RECORD_BYTES = 64 };
+enum { ALIAS = 1, UNREADABLE = 2 };
 
 struct record {
     uint32_t parent, mode, uid, gid, nlink, flags;
@@ -111,6 +112,9 @@ static bool children_of(const struct names *names, uint64_t ino, uint64_t *first
     *first = *end = 1;
     if (!S_ISDIR(record.mode))
         return true;
+    /* Python says that nobody knows. */
+    if (record.flags & UNREADABLE)
+        return false;
     size_t size, at = (record.extra & MASK) * 4;
     const uint8_t *block = block_at(names, NAMES_CHILDREN, record.extra >> SHIFT, &size);
     if (!block || at + 8 > size)
@@ -153,11 +157,13 @@ static void fill_entry(struct entry_out *entry, uint64_t ino, const struct recor
     fill(&entry->attr, ino, record);
 }
 
-enum names_answer names_file_size(const struct names *names, uint64_t ino, uint64_t *size) {
+enum names_answer names_version(const struct names *names, uint64_t ino,
+                                struct identity *identity) {
     struct record record;
     if (!record_at(names, ino, &record) || differs(names, ino))
         return NAMES_ASK;
-    *size = record.size;
+    *identity = (struct identity){record.size, record.source_ino, (int64_t)record.mtime_ns,
+                                  (int64_t)record.ctime_ns};
     return S_ISREG(record.mode) && !(record.flags & ALIAS) ? NAMES_YES : NAMES_NONE;
 }
 
@@ -182,9 +188,7 @@ static const char *path_of(const struct names *names, uint64_t ino, char *buffer
 
 enum names_answer names_file(const struct names *names, uint64_t ino, struct identity *identity,
                              char *path, size_t room) {
-    struct record record;
-    if (!record_at(names, ino, &record) || differs(names, ino) || record.flags & ALIAS ||
-        !S_ISREG(record.mode))
+    if (names_version(names, ino, identity) != NAMES_YES)
         return NAMES_ASK;
     char buffer[4096];
     const char *found = path_of(names, ino, buffer, sizeof buffer);
@@ -192,8 +196,6 @@ enum names_answer names_file(const struct names *names, uint64_t ino, struct ide
     if (length >= room)
         return NAMES_ASK;
     memcpy(path, found, length + 1);
-    *identity = (struct identity){record.size, record.source_ino, (int64_t)record.mtime_ns,
-                                  (int64_t)record.ctime_ns};
     return NAMES_YES;
 }
 

@@ -148,8 +148,18 @@ void pass_on(struct thread *thread, struct in_header *request, struct open_inode
 
 /* -- signals to those who wait ----------------------------------------------------------------- */
 
-/* Whether the kernel has decided to end a thread: then it only waits for our answer. */
-static bool is_killed(uint32_t pid) {
+/* The signals of a line of /proc/PID/status, a bit each. */
+static uint64_t signals(const char *text, const char *line) {
+    const char *found = strstr(text, line);
+    return found ? strtoull(found + strlen(line), NULL, 16) : 0;
+}
+
+#define SIGNAL(number) (1ull << ((number) - 1))
+
+/* Whether a thread is to stop waiting. The kernel has decided to end it and only waits for our
+ * answer; or it has a way of its own to end on Ctrl-C and the like. Other signals than these come
+ * unasked (SIGCHLD, SIGPROF), and few programs expect that a read of a file fails for them. */
+static bool is_wanted_back(uint32_t pid) {
     char name[32], text[4096];
     snprintf(name, sizeof name, "/proc/%u/status", pid);
     int fd = pid ? open(name, O_RDONLY | O_CLOEXEC) : -1;
@@ -160,16 +170,19 @@ static bool is_killed(uint32_t pid) {
     if (size <= 0)
         return false;
     text[size] = 0;
-    const char *line = strstr(text, "\nSigPnd:");
-    return line && strtoull(line + 8, NULL, 16) >> (SIGKILL - 1) & 1;
+    uint64_t own = signals(text, "\nSigPnd:"), pending = own | signals(text, "\nShdPnd:");
+    uint64_t ending = SIGNAL(SIGINT) | SIGNAL(SIGTERM) | SIGNAL(SIGHUP) | SIGNAL(SIGQUIT);
+    uint64_t caught = signals(text, "\nSigCgt:") & ~signals(text, "\nSigBlk:");
+    return own & SIGNAL(SIGKILL) || pending & caught & ending;
 }
 
-/* Lets callers go that were killed while they wait for Python or for the source. */
-void free_killed(struct datapath *path) {
+/* Lets callers go that are wanted back while they wait for Python or for the source, or that have
+ * waited for the source longer than they should: Python looks after those that wait for it. */
+void let_go(struct datapath *path, uint64_t now) {
     pthread_mutex_lock(&path->pending_lock);
     for (uint32_t index = 0; path->pending_interrupted && index < path->pending_count; index++) {
         struct pending *place = pending_at(path, index);
-        if (!place->used || !place->interrupted || place->answered || !is_killed(place->pid))
+        if (!place->used || !place->interrupted || place->answered || !is_wanted_back(place->pid))
             continue;
         place->answered = true;
         write_out(place->device, place->unique, EINTR, NULL, 0);
@@ -177,12 +190,21 @@ void free_killed(struct datapath *path) {
     pthread_mutex_unlock(&path->pending_lock);
     for (int i = 0; i < LOAD(path->thread_count); i++) {
         struct thread *thread = &path->threads[i];
-        uint64_t unique = LOAD(thread->interrupted);
-        if (unique == 0 || LOAD(thread->reading) != unique || !is_killed(LOAD(thread->reading_pid)))
+        uint64_t unique = LOAD(thread->reading);
+        if (unique == 0)
             continue;
         /* If it has answered meanwhile, the kernel knows the number no more. */
-        STORE(thread->interrupted, 0);
-        write_out(LOAD(thread->device), unique, EINTR, NULL, 0);
+        if (LOAD(thread->interrupted) == unique && is_wanted_back(LOAD(thread->reading_pid))) {
+            STORE(thread->interrupted, 0);
+            write_out(LOAD(thread->device), unique, EINTR, NULL, 0);
+        }
+        if (path->patience_ns && now - LOAD(thread->reading_since_ns) > path->patience_ns &&
+            LOAD(thread->let_go) != unique) {
+            STORE(thread->let_go, unique);
+            write_out(LOAD(thread->device), unique, ETIMEDOUT, NULL, 0);
+            ADD(path->timed_out, 1);
+            wake_python(path);
+        }
     }
 }
 
@@ -206,5 +228,5 @@ void interrupt(struct datapath *path, uint64_t unique) {
     if (!found)
         path->early[path->early_next++ % EARLY] = unique;
     pthread_mutex_unlock(&path->pending_lock);
-    free_killed(path);
+    let_go(path, now_ns());
 }

@@ -129,8 +129,6 @@ static void datapath_dealloc(Datapath *self) {
         struct event event;
         while (path->events && next_event(path, &event))
             content_release(event.content);
-        if (path->source >= 0)
-            close(path->source);
         free(path->tallies);
         free(path->events);
         free(path->given);
@@ -143,8 +141,8 @@ static void datapath_dealloc(Datapath *self) {
 }
 
 static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
-    int number, directory;
-    if (!PyArg_ParseTuple(args, "ii", &number, &directory))
+    int number, directory, seals;
+    if (!PyArg_ParseTuple(args, "iip", &number, &directory, &seals))
         return NULL;
     if (number < 1 || number >= MAX_TIERS) {
         PyErr_SetString(PyExc_ValueError, "no such tier");
@@ -154,6 +152,41 @@ static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
     if (own < 0)
         return failed(errno);
     self->path->tiers[number].directory = own;
+    self->path->tiers[number].seals = seals;
+    Py_RETURN_NONE;
+}
+
+/* Another directory in the place of a tier's: readers know it by its number. What they have open
+ * there stays open. */
+static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
+    int number, directory, seals, moved = -1;
+    if (!PyArg_ParseTuple(args, "iip", &number, &directory, &seals))
+        return NULL;
+    if (number < 1 || number >= MAX_TIERS || self->path->tiers[number].directory < 0) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    struct tier *tier = &self->path->tiers[number];
+    /* To let go of the last descriptor of a file system that was unmounted takes its time. */
+    Py_BEGIN_ALLOW_THREADS;
+    moved = dup3(directory, tier->directory, O_CLOEXEC);
+    Py_END_ALLOW_THREADS;
+    if (moved < 0)
+        return failed(errno);
+    tier->seals = seals;
+    STORE(tier->refuses, 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_shun(Datapath *self, PyObject *args) {
+    int number, shunned;
+    if (!PyArg_ParseTuple(args, "ip", &number, &shunned))
+        return NULL;
+    if (number < 1 || number >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    STORE(self->path->tiers[number].shunned, shunned);
     Py_RETURN_NONE;
 }
 
@@ -162,20 +195,21 @@ static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     int directory;
     unsigned long long fetch_max;
     long long hold_max, wait_max;
-    if (!PyArg_ParseTuple(args, "iKLL", &directory, &fetch_max, &hold_max, &wait_max))
+    unsigned long long patience_ns;
+    if (!PyArg_ParseTuple(args, "iKLLK", &directory, &fetch_max, &hold_max, &wait_max,
+                          &patience_ns))
         return NULL;
     if (path->source >= 0 || path->started) {
         PyErr_SetString(PyExc_ValueError, "cannot be set now");
         return NULL;
     }
-    int own = fcntl(directory, F_DUPFD_CLOEXEC, 0);
-    if (own < 0)
-        return failed(errno);
-    path->source = own;
+    /* Not one of our own: whoever opens a source anew that was lost does so under this number. */
+    path->source = directory;
     /* The kernel takes the bytes in one message whose length is a 32-bit number. */
     path->fetch_max = fetch_max < MAX_FETCH ? fetch_max : MAX_FETCH;
     path->hold_max = hold_max;
     path->wait_max = wait_max;
+    path->patience_ns = patience_ns;
     Py_RETURN_NONE;
 }
 
@@ -440,14 +474,22 @@ static PyObject *datapath_was_given(Datapath *self, PyObject *args) {
 static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *path = self->path;
     int threads = 0;
-    for (int i = 0; i < LOAD(path->thread_count); i++)
-        threads += LOAD(path->threads[i].state) == THREAD_RUNS;
-    return Py_BuildValue("{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i}", "serving",
+    uint64_t oldest_ns = 0, now = now_ns();
+    for (int i = 0; i < LOAD(path->thread_count); i++) {
+        struct thread *thread = &path->threads[i];
+        uint64_t since = LOAD(thread->reading_since_ns);
+        threads += LOAD(thread->state) == THREAD_RUNS;
+        if (LOAD(thread->reading) && now > since && now - since > oldest_ns)
+            oldest_ns = now - since;
+    }
+    return Py_BuildValue("{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i,s:d,s:L}", "serving",
                          LOAD(path->serving) ? Py_True : Py_False, "open_files",
                          LOAD(path->opens.users), "backing_ids", LOAD(path->opens.backing_ids),
                          "passthrough", LOAD(path->passthrough) ? Py_True : Py_False, "no_open",
                          LOAD(path->no_open_agreed) ? Py_True : Py_False, "refusal",
-                         LOAD(path->refusal), "ended", LOAD(path->ended), "threads", threads);
+                         LOAD(path->refusal), "ended", LOAD(path->ended), "threads", threads,
+                         "oldest_wait_s", (double)oldest_ns / 1e9, "timed_out",
+                         LOAD(path->timed_out));
 }
 
 static PyObject *datapath_fileno(Datapath *self, PyObject *Py_UNUSED(ignored)) {
@@ -456,6 +498,8 @@ static PyObject *datapath_fileno(Datapath *self, PyObject *Py_UNUSED(ignored)) {
 
 static PyMethodDef methods[] = {
     {"add_tier", (PyCFunction)datapath_add_tier, METH_VARARGS, NULL},
+    {"move_tier", (PyCFunction)datapath_move_tier, METH_VARARGS, NULL},
+    {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
     {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
     {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},

@@ -16,27 +16,63 @@
 static int open_copy(struct datapath *path, uint8_t tier, uint64_t ino) {
     char name[32];
     snprintf(name, sizeof name, "%02x/%llu", (unsigned)(ino & 0xff), (unsigned long long)ino);
-    /* The time of access is nobody's business, and noting it costs every small read. */
-    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW;
+    /* The time of access is nobody's business, and noting it costs every small read. Somebody may
+     * have put a fifo there, which must hold nobody up. */
+    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
     int fd = openat(path->tiers[tier].directory, name, flags | O_NOATIME);
     return fd < 0 && errno == EPERM ? openat(path->tiers[tier].directory, name, flags) : fd;
 }
 
-/* The tier that has a copy which may be used as it is, 0 if there is none; ``*size`` in bytes. */
-static uint8_t usable_tier(struct datapath *path, uint64_t ino, uint64_t *size) {
+/* The tier that has a copy which may be used as it is, 0 if there is none, and the version of it.
+ */
+static uint8_t usable_tier(struct datapath *path, uint64_t ino, struct identity *version) {
     if (ino < 1 || ino > path->names.entries)
         return 0;
     uint8_t tier = LOAD(path->residency[ino]);
-    if (tier == 0 || tier >= MAX_TIERS || path->tiers[tier].directory < 0)
+    if (tier == 0 || tier >= MAX_TIERS || path->tiers[tier].directory < 0 ||
+        LOAD(path->tiers[tier].shunned))
         return 0;
     if (LOAD(path->marks[ino]) & path->unusable)
         return 0;
-    return names_file_size(&path->names, ino, size) == NAMES_YES ? tier : 0;
+    return names_version(&path->names, ino, version) == NAMES_YES ? tier : 0;
+}
+
+static bool is_same(const struct identity *a, const struct identity *b) {
+    return a->size == b->size && a->source_ino == b->source_ino && a->mtime_ns == b->mtime_ns &&
+           a->ctime_ns == b->ctime_ns;
+}
+
+/* splitmix64 */
+static uint64_t mixed(uint64_t z) {
+    z += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
+
+/* Whether the copy of ``ino`` is what was committed as that version: its time of modification is
+ * its seal, which tiers/seal.py explains. What is not goes to Python, which compares digests. */
+static bool is_sealed(const struct tier *tier, int fd, uint64_t ino,
+                      const struct identity *version) {
+    struct stat status;
+    if (fstat(fd, &status) || (uint64_t)status.st_size != version->size || !S_ISREG(status.st_mode))
+        return false;
+    uint64_t seal = mixed(ino ^ version->size);
+    seal = mixed(seal ^ (uint64_t)version->mtime_ns);
+    seal = mixed(seal ^ (uint64_t)version->ctime_ns);
+    seal = mixed(seal ^ version->source_ino);
+    return !tier->seals || ((uint64_t)status.st_mtim.tv_sec == seal >> 34 &&
+                            (uint64_t)status.st_mtim.tv_nsec == (seal & 0x3ffffffff) % 1000000000);
 }
 
 /* A number for the kernel to read ``fd`` by, 0 if it will not. */
 int32_t register_backing(struct datapath *path, int fd, uint8_t tier) {
     if (!LOAD(path->passthrough) || LOAD(path->tiers[tier].refuses))
+        return 0;
+    /* What the kernel cannot read is its caller's error. Of a disk that is gone the first byte
+     * tells, and such a copy is read here, where a failure is a miss. */
+    char first;
+    if (pread(fd, &first, 1, 0) < 0)
         return 0;
     struct backing_map map = {.fd = fd};
     int id = ioctl(path->device, DEV_IOC_BACKING_OPEN, &map);
@@ -62,18 +98,16 @@ static bool is_scarce(int fd) {
 
 /* Open the copy of a resident inode and settle its entry; false if that cannot be. */
 static bool open_resident(struct datapath *path, struct open_inode *entry, uint64_t ino) {
-    uint64_t size;
-    uint8_t tier = path->decide_opens ? 0 : usable_tier(path, ino, &size);
+    struct identity version, now;
+    uint8_t tier = path->decide_opens ? 0 : usable_tier(path, ino, &version);
     int fd = tier ? open_copy(path, tier, ino) : -1;
     bool by_name = tier && fd < 0 && (errno == EMFILE || errno == ENFILE);
-    struct stat status;
-    if (fd >= 0 && (fstat(fd, &status) || (uint64_t)status.st_size != size)) {
+    if (fd >= 0 && !is_sealed(&path->tiers[tier], fd, ino, &version)) {
         close(fd);
         fd = -1;
     }
     /* Looked at again: what it was when it was opened is what counts. */
-    uint64_t size_now;
-    if ((fd < 0 && !by_name) || usable_tier(path, ino, &size_now) != tier || size_now != size) {
+    if ((fd < 0 && !by_name) || usable_tier(path, ino, &now) != tier || !is_same(&now, &version)) {
         if (fd >= 0)
             close(fd);
         return false;
@@ -85,9 +119,9 @@ static bool open_resident(struct datapath *path, struct open_inode *entry, uint6
     }
     if (backing_id) {
         close(fd);
-        opens_settle(&path->opens, entry, OPEN_PASSTHROUGH, -1, backing_id, tier, size);
+        opens_settle(&path->opens, entry, OPEN_PASSTHROUGH, -1, backing_id, tier, version.size);
     } else {
-        opens_settle(&path->opens, entry, OPEN_RELAY, fd, 0, tier, size);
+        opens_settle(&path->opens, entry, OPEN_RELAY, fd, 0, tier, version.size);
     }
     return true;
 }
@@ -96,6 +130,7 @@ static bool open_resident(struct datapath *path, struct open_inode *entry, uint6
 static void begin_waiting(struct thread *thread, const struct in_header *request) {
     struct datapath *path = thread->path;
     STORE(thread->reading_pid, request->pid);
+    STORE(thread->reading_since_ns, now_ns());
     STORE(thread->reading, request->unique);
     pthread_mutex_lock(&path->pending_lock);
     if (came_early(path, request->unique))
@@ -320,16 +355,16 @@ static void mark_given(struct datapath *path, uint64_t ino) {
 static bool relay_by_name(struct thread *thread, struct in_header *request, bool first,
                           uint64_t begin) {
     struct datapath *path = thread->path;
-    uint64_t size, size_now, ino = request->nodeid;
-    uint8_t tier = usable_tier(path, ino, &size);
+    struct identity version, now;
+    uint64_t ino = request->nodeid;
+    uint8_t tier = usable_tier(path, ino, &version);
     int fd = tier ? open_copy(path, tier, ino) : -1;
     if (fd < 0)
         return false;
     mark_given(path, ino);
-    struct stat status;
-    bool served = fstat(fd, &status) == 0 && (uint64_t)status.st_size == size &&
-                  usable_tier(path, ino, &size_now) == tier && size_now == size &&
-                  relay(thread, request, fd, tier, size, begin, NULL, first);
+    bool served = is_sealed(&path->tiers[tier], fd, ino, &version) &&
+                  usable_tier(path, ino, &now) == tier && is_same(&now, &version) &&
+                  relay(thread, request, fd, tier, version.size, begin, NULL, first);
     close(fd);
     return served;
 }

@@ -66,7 +66,8 @@ class DatapathState:
 
     ``serving``: it has begun to talk with the kernel. ``refusal`` is the errno with which the
     kernel refused a file of a tier for passthrough, 0 if it did not. ``ended`` is not 0 when the
-    kernel has ended the session.
+    kernel has ended the session. ``oldest_wait_s`` is how long the call that has waited longest for
+    the source has done so, 0 if none does. ``timed_out`` counts the callers that were told so.
     """
 
     serving: bool
@@ -77,6 +78,8 @@ class DatapathState:
     refusal: int
     ended: int
     threads: int
+    oldest_wait_s: float
+    timed_out: int
 
 
 class Datapath:
@@ -119,10 +122,14 @@ class Datapath:
             bounds_ns=[round(bound * 1e9) for bound in BUCKETS_S],
         )
         self._native.set_source(
-            source.directory, limits.inline_max, limits.buffer_max, limits.source_concurrency
+            source.directory,
+            limits.inline_max,
+            limits.buffer_max,
+            limits.source_concurrency,
+            round((limits.source_timeout or 0) * 1e9),
         )
         for tier in tiers:
-            self._native.add_tier(tier.number, tier.directory)
+            self._native.add_tier(tier.number, tier.directory, tier.seals)
         snapshot.on_load(self._publish)
 
     def _publish(self, table: bytes, number: int, block: memoryview) -> None:
@@ -164,6 +171,16 @@ class Datapath:
     @property
     def ended(self) -> bool:
         return bool(self._native.state()["ended"])
+
+    # -- tiers that come and go ------------------------------------------------------------------
+
+    def shun(self, tier: int, shunned: bool) -> None:
+        """Let Python look at every open of a copy there, or do without again."""
+        self._native.shun(tier, shunned)
+
+    def move(self, tier: Tier) -> None:
+        """The tier's directory is another one now. In any thread: it may wait for the disk."""
+        self._native.move_tier(tier.number, tier.directory, tier.seals)
 
     # -- what Python decides ---------------------------------------------------------------------
 

@@ -129,6 +129,17 @@ def check(mountpoint: Path, source: Path) -> None:
             f"the source {os.fspath(source)!r} lies below the mount point {told!r}",
             hint="it would be hidden; name another directory",
         )
+    if outer := _monarch_above(real):
+        raise MountPointError(
+            f"mount point {told!r} lies in the Monarch mount {outer!r}",
+            hint="name a directory outside of it",
+        )
+    if outer := _monarch_above(real_source):
+        raise SourceError(
+            f"source {os.fspath(source)!r} lies in the Monarch mount {outer!r}",
+            errno=errno.ELOOP,
+            hint="mount its source, or a directory of that",
+        )
     if names:
         raise MountPointError(
             f"mount point {told!r} is not empty: {names[0]!r} and {len(names) - 1} more"
@@ -136,6 +147,22 @@ def check(mountpoint: Path, source: Path) -> None:
             else f"mount point {told!r} is not empty: {names[0]!r}",
             hint="name an empty directory",
         )
+
+
+def _monarch_above(path: str) -> str:
+    """The mount point of the Monarch mount that holds ``path``; empty if none does."""
+    wanted = os.fsencode(path)
+    above = [
+        mounted
+        for mounted in mounts()
+        if wanted == mounted.mountpoint
+        or wanted.startswith(mounted.mountpoint.rstrip(b"/") + b"/")
+    ]
+    # The longest is the nearest; of two at one place the later hides the earlier.
+    nearest = max(enumerate(above), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)
+    if nearest is None or nearest[1].type != FS_TYPE:
+        return ""
+    return os.fsdecode(nearest[1].mountpoint)
 
 
 def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:

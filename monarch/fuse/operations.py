@@ -16,8 +16,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 
+from monarch import points
 from monarch.errors import MonarchError
 from monarch.fuse.datapath import Datapath, split_handle
+from monarch.log import Limiter
+from monarch.text import errno_words
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
 
@@ -32,6 +35,9 @@ _BLOCK = 4096
 # As of every file system that a source can be on. The kernel itself lets 1024 bytes through.
 _NAME_MAX = 255
 
+# What is no slip of ours.
+_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,24 +45,32 @@ T = TypeVar("T")
 def _answered(
     handler: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
+    point = f"handler-{handler.__name__}"
+
     @wraps(handler)
     async def answer(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            points.reached(point)
             return await handler(*args, **kwargs)
         except FUSEError:
             raise
         except MonarchError as error:
-            raise FUSEError(error.errno) from error
-        except OSError as error:
-            log.exception("%s failed", handler.__name__)
-            raise FUSEError(error.errno or errno.EIO) from error
+            raise FUSEError(_number(error)) from error
         except Exception as error:
             operations = args[0]
             assert isinstance(operations, Operations)
-            operations.unforeseen(handler.__name__)
-            raise FUSEError(errno.EIO) from error
+            number = _number(error)
+            operations.unforeseen(handler.__name__, number)
+            raise FUSEError(number) from error
 
     return answer
+
+
+def _number(error: Exception) -> int:
+    number = (error.errno if isinstance(error, OSError | MonarchError) else None) or errno.EIO
+    # EAGAIN is no error to many a reader but the end of what there is for now: it would go on with
+    # half a file.
+    return errno.EIO if number == errno.EAGAIN else number
 
 
 class Operations(pyfuse3.Operations):
@@ -80,10 +94,23 @@ class Operations(pyfuse3.Operations):
         self._names = filesystem.names
         self._count_error = count_error
         self._datapath = datapath
+        # A slip in what each read does must not push all else out of the log.
+        self._limiter = Limiter(60.0)
 
-    def unforeseen(self, handler: str) -> None:
+    def unforeseen(self, handler: str, number: int) -> None:
         self._count_error(f"handler-{handler}")
-        log.exception("an error that nobody foresaw in %s; please report it", handler)
+        if number in _SCARCE:
+            told = "%s failed with %s: this process or machine is short of it"
+            self._limiter.warning(log, (handler, number), told, handler, errno_words(number))
+            return
+        self._limiter.exception(
+            log,
+            (handler, number),
+            "an error that nobody foresaw in %s: that call failed with %s, the mount goes on;"
+            " please report it",
+            handler,
+            errno_words(number),
+        )
 
     # -- names ---------------------------------------------------------------------------------
 

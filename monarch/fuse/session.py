@@ -19,6 +19,8 @@ from monarch.errors import FuseError
 from monarch.fuse.datapath import Datapath
 from monarch.fuse.mountpoint import mount, mount_at, unmount
 from monarch.fuse.operations import Operations
+from monarch.log import Limiter
+from monarch.text import errno_words
 from monarch.types import Ino
 from monarch.units import KiB, MiB
 
@@ -54,6 +56,7 @@ class Session:
         self._datapath = datapath
         self._serving = False
         self._storing = threading.Lock()
+        self._limiter = Limiter(60.0)
 
     def mount(self) -> None:
         """Make the mount; the kernel's requests wait until ``serve``. Raises FuseError."""
@@ -108,7 +111,14 @@ class Session:
             pyfuse3.invalidate_inode(pyfuse3.InodeT(ino), attr_only=True)
         except OSError as error:
             if error.errno != errno.ENOENT:
-                log.warning("the kernel did not take a change of inode %d: %s", ino, error)
+                self._limiter.warning(
+                    log,
+                    error.errno,
+                    "the kernel did not take a change of inode %d: %s; it may show the old size and"
+                    " times of the file until it is opened",
+                    ino,
+                    errno_words(error.errno),
+                )
 
     def names_changed(self, directory: Ino) -> None:
         """Make the kernel drop the listing that it keeps. No request of ours holds its pages."""
@@ -129,6 +139,20 @@ class Session:
                 return
             with suppress(OSError):
                 pyfuse3.notify_store(pyfuse3.InodeT(ino), 0, content)
+
+    def forget_pages(self, path: bytes) -> None:
+        """Have the kernel drop what it keeps of a file's bytes, in a kernel that tells no opens.
+
+        In a thread, for it touches the mount. Pages that are being read, or are mapped, stay: the
+        kernel does not wait for them, as it would if it were told to forget the inode.
+        """
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(OSError):
+            fd = os.open(os.path.join(os.fsencode(self._mountpoint), path), flags)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
 
     def widen_readahead(self) -> None:
         """Let the kernel ask for large pieces of a sequential reader's file, as root may.

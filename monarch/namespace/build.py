@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import stat
 import time
@@ -14,6 +15,7 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from monarch import points
 from monarch.buckets import BUCKETS, buckets
 from monarch.errors import SnapshotError, SourceError
 from monarch.namespace.scan import Batch, Scan, printable
@@ -43,6 +45,7 @@ from monarch.namespace.schema import (
 )
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
+from monarch.registry import process_started
 from monarch.types import Ino, Progress
 from monarch.units import MiB
 
@@ -145,6 +148,14 @@ def write(
             part.unlink()
     if progress is not None:
         progress(writer.entries, writer.entries, "entries")
+
+
+def sweep_stages(target: Path) -> None:
+    """Remove what processes of this machine that were killed while they wrote ``target`` left."""
+    for part in target.parent.glob(f"{glob.escape(target.name)}.*.part"):
+        pid = part.name.removeprefix(f"{target.name}.").partition("-")[0]
+        if not pid.isdecimal() or process_started(int(pid)) is None:
+            part.unlink(missing_ok=True)
 
 
 def paced(progress: Progress | None) -> Progress:
@@ -349,7 +360,9 @@ def _publish(part: Path, target: Path, *, page_bytes: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             part.chmod(stat.S_IMODE(target.stat().st_mode))
         _sync(part, os.O_RDONLY)
+        points.reached("snapshot-staged")
         part.replace(target)
+        points.reached("snapshot-published")
         _sync(target.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise _cannot_write(target, error.strerror or str(error)) from error

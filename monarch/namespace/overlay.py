@@ -7,9 +7,11 @@ one thread, the event loop's; nothing here waits.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from monarch.errors import SourceError
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import ROOT_INO, Attributes, Ino
@@ -27,6 +29,7 @@ class Namespace:
         self._refreshed: dict[Ino, Attributes] = {}
         self._gone: set[Ino] = set()
         self._moved: dict[Ino, bytes] = {}
+        self._has_unreadable = snapshot.info().unreadable > 0
 
     @property
     def snapshot(self) -> Snapshot:
@@ -86,7 +89,10 @@ class Namespace:
         return self._refreshed.get(ino) or self._snapshot.attributes(ino)
 
     def lookup(self, parent: Ino, name: bytes) -> Ino | None:
+        """Raises SourceError, EACCES, if the directory could not be listed."""
         ino = self._snapshot.lookup(parent, name)
+        if ino is None:
+            self._require_listed(parent)
         return None if ino is None or ino in self._gone else ino
 
     def resolve(self, path: bytes) -> Ino | None:
@@ -103,8 +109,9 @@ class Namespace:
         """The entries of a directory from the index ``start`` on, each with its index.
 
         The index is an entry's place in the snapshot, so that a listing can be continued behind
-        an entry whatever went in between.
+        an entry whatever went in between. Raises SourceError, EACCES, if it could not be listed.
         """
+        self._require_listed(ino)
         listing = enumerate(self._snapshot.list_from(ino, start), start)
         if not self._refreshed and not self._gone:
             for index, (name, attributes) in listing:
@@ -113,6 +120,11 @@ class Namespace:
         for index, (name, attributes) in listing:
             if attributes.ino not in self._gone:
                 yield index, name, self._refreshed.get(attributes.ino, attributes)
+
+    def _require_listed(self, ino: Ino) -> None:
+        """What is in a directory that could not be listed is unknown; it is not empty."""
+        if self._has_unreadable and self._snapshot.unreadable(ino):
+            raise SourceError("the directory could not be listed", errno=errno.EACCES)
 
     def walk(self, ino: Ino = ROOT_INO) -> Iterator[tuple[Ino, Attributes]]:
         """The regular files at and beneath ``ino`` that are not gone, as Snapshot.walk."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch import points
 from monarch.beneath import lstat_beneath
 from monarch.errors import SnapshotError
 from monarch.namespace.build import open_source, write
@@ -98,6 +99,7 @@ def refresh(
                 progress=progress,
                 expected=before.entries,
             )
+        points.reached("refresh-done")
         with Snapshot.open(file) as after:
             counts = Counter(difference.kind for difference in diff(before, after))
             return RefreshReport(

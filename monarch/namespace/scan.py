@@ -150,6 +150,8 @@ class Scan:
         self._one_file_system = one_file_system
         self._previous = previous
         self._quick = quick
+        # What is known already must not be lost because a disk of the source fails today.
+        self._tolerated = _UNREADABLE if previous is None else _UNREADABLE - {errno.EIO}
         self._root_device = 0
         self._next_ino = 1
         self._next_rank = 0
@@ -348,9 +350,9 @@ class Scan:
                     {name.encode(_ENCODING, _ENCODING_ERRORS) for name in os.listdir(directory.fd)}
                 )
         except OSError as error:
-            if error.errno in _VANISHED:
+            if self._is_gone(error):
                 return nothing
-            if error.errno in _UNREADABLE:
+            if error.errno in self._tolerated:
                 nothing.closed = True
                 return nothing
             raise _source_error(directory.path, error) from error
@@ -437,9 +439,9 @@ class Scan:
                 try:
                     target = os.readlink(name, dir_fd=directory.fd)
                 except OSError as error:
-                    if error.errno in _VANISHED or error.errno == errno.EINVAL:
+                    if self._is_gone(error) or error.errno == errno.EINVAL:
                         return
-                    if error.errno not in _UNREADABLE:
+                    if error.errno not in self._tolerated:
                         raise _source_error(_join(directory.path, name), error) from error
                     self._append_unreadable(directory, batch, name)
                     return
@@ -454,11 +456,20 @@ class Scan:
     def _look_failed(
         self, directory: _Directory, batch: Batch, name: bytes, error: OSError
     ) -> None:
-        if error.errno in _VANISHED:
+        if self._is_gone(error):
             return
-        if error.errno not in _UNREADABLE:
+        if error.errno not in self._tolerated:
             raise _source_error(_join(directory.path, name), error) from error
         self._append_unreadable(directory, batch, name)
+
+    def _is_gone(self, error: OSError) -> bool:
+        """Whether an entry went while the scan came to it; not if the source as a whole has."""
+        if error.errno == errno.ESTALE:
+            try:
+                os.fstatvfs(self._root_fd)
+            except OSError:
+                return False
+        return error.errno in _VANISHED
 
     def _append_unreadable(self, directory: _Directory, batch: Batch, name: bytes) -> None:
         """Show an entry of which only the name is known, and maybe that it is a directory."""

@@ -33,7 +33,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from monarch.errors import SnapshotError
+from monarch.errors import NewerSnapshot, SnapshotError
 
 VERSION: Final = 1
 
@@ -128,7 +128,8 @@ def decode_meta(content: bytes, *, where: str) -> SnapshotSummary:
         fields = json.loads(content)
         version = fields.pop("version")
         if version != VERSION:
-            raise SnapshotError(
+            kind = NewerSnapshot if version > VERSION else SnapshotError
+            raise kind(
                 f"snapshot {where} has format version {version}, this Monarch reads {VERSION}",
                 hint="build it again with this Monarch, or install the one that built it",
             )

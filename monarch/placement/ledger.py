@@ -2,10 +2,14 @@
 
 reserve -> commit -> release        a copy that is made and later dropped
 reserve -> cancel                   a copy that is given up
+
+A tier's disk may have less room than its capacity promises, because others use it too: ``see_room``
+says how much was seen there, and from then on that is accounted for as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -21,6 +25,8 @@ class Ledger:
         self._capacity = [0, *capacities]
         self._used = [0] * len(self._capacity)
         self._reserved = [0] * len(self._capacity)
+        # What the disk has room for beyond what is reserved; less than nothing if others filled it.
+        self._disk: list[float] = [math.inf] * len(self._capacity)
         self._closed: set[int] = set()
 
     @property
@@ -44,9 +50,18 @@ class Ledger:
     def is_open(self, tier: int) -> bool:
         return self._known(tier) not in self._closed
 
+    def room(self, tier: int) -> int:
+        """Bytes that can be reserved, on the disk too; negative where something is to leave first."""
+        left = self._capacity[tier] - self._used[self._known(tier)] - self._reserved[tier]
+        return int(min(left, self._disk[tier]))
+
+    def see_room(self, tier: int, available: int) -> None:
+        """So many bytes may still be written to the disk, by copies under way and all others."""
+        self._disk[tier] = available - self._reserved[self._known(tier)]
+
     def fits(self, tier: int, size: int) -> bool:
         """Whether ``reserve`` would succeed."""
-        return self.is_open(tier) and size <= self.free(tier)
+        return self.is_open(tier) and size <= max(0, self.room(tier))
 
     def fastest_with_room(self, size: int) -> int | None:
         return next((tier for tier in self.tiers if self.fits(tier, size)), None)
@@ -57,12 +72,14 @@ class Ledger:
         if not self.fits(tier, size):
             return False
         self._reserved[tier] += size
+        self._disk[tier] -= size
         return True
 
     def commit(self, tier: int, size: int) -> None:
         """Reserved bytes have become used ones."""
         self.cancel(tier, size)
         self._used[tier] += size
+        self._disk[tier] -= size
 
     def cancel(self, tier: int, size: int) -> None:
         """Return a reservation."""
@@ -70,6 +87,7 @@ class Ledger:
         if size > self.reserved(tier):
             raise ValueError(f"tier {tier}: {size} bytes of {self._reserved[tier]} reserved")
         self._reserved[tier] -= size
+        self._disk[tier] += size
 
     def release(self, tier: int, size: int) -> None:
         """A copy is gone."""
@@ -77,6 +95,7 @@ class Ledger:
         if size > self.used(tier):
             raise ValueError(f"tier {tier}: {size} bytes of {self._used[tier]} used")
         self._used[tier] -= size
+        self._disk[tier] += size
 
     def load(self, tier: int, size: int) -> None:
         """Count what a tier holds at start, even if it is more than its capacity is now."""

@@ -10,6 +10,7 @@ datapath outside the interpreter reads both tables while they change.
     CHANGED     the kernel may hold pages of an older content: the next open must not keep them
     DIFFERS     the snapshot is not what the mount shows of it: it was refreshed, or is gone
     SERVED      bytes of it were given for reads that no open came before
+    SPOILED     the kernel may hold pages of a damaged copy: the next open must not keep them
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _UNVERIFIED = 8
 _CHANGED = 16
 DIFFERS = 32
 _SERVED = 64
+_SPOILED = 128
 
 # Marks with which a copy must not be used before somebody has looked at it.
-UNUSABLE = _UNVERIFIED | _CHANGED | DIFFERS
+UNUSABLE = _UNVERIFIED | _CHANGED | DIFFERS | _SPOILED
 
 # Large enough to make numpy's cost per call vanish, small enough to find a near mark at once.
 _SCAN_INODES = 1 << 16
@@ -151,14 +153,15 @@ class Residency:
     def is_copying(self, ino: Ino) -> bool:
         return bool(self._flags[ino] & COPYING)
 
-    def mark_all_unverified(self) -> None:
-        """After an unclean end: every copy must be verified before its first use."""
-        for start in range(0, len(self._tiers), _SCAN_INODES):
-            part = slice(start, start + _SCAN_INODES)
-            self._flags_array[part][self._tiers_array[part] != SOURCE] |= _UNVERIFIED
+    def mark_unverified(self, inos: npt.NDArray[np.integer]) -> None:
+        """Those of them that have a copy must have it verified before its first use."""
+        self._flags_array[inos[self._tiers_array[inos] != SOURCE]] |= _UNVERIFIED
 
     def mark_verified(self, ino: Ino) -> None:
         self._flags[ino] &= ~_UNVERIFIED
+
+    def unverified_files(self) -> int:
+        return int(np.count_nonzero(self._flags_array & _UNVERIFIED))
 
     def is_unverified(self, ino: Ino) -> bool:
         return bool(self._flags[ino] & _UNVERIFIED)
@@ -171,6 +174,15 @@ class Residency:
 
     def is_changed(self, ino: Ino) -> bool:
         return bool(self._flags[ino] & _CHANGED)
+
+    def mark_spoiled(self, ino: Ino) -> None:
+        self._flags[ino] |= _SPOILED
+
+    def unmark_spoiled(self, ino: Ino) -> None:
+        self._flags[ino] &= ~_SPOILED
+
+    def is_spoiled(self, ino: Ino) -> bool:
+        return bool(self._flags[ino] & _SPOILED)
 
     def mark_differing(self, ino: Ino) -> None:
         self._flags[ino] |= DIFFERS

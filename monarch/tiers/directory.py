@@ -2,9 +2,10 @@
 
     PATH/monarch/                    0700, owned by the daemon's user
         lock                         held while a daemon uses the tier: pid and mount point
-        tier.json                    the tier's own id
+        tier.json                    the tier's own id, and the version of all this
         stage/INO.part               copies being written, swept at start
-        copies-GENERATION/XX/INO     committed copies; XX is the low byte of INO in hex
+        copies-GENERATION/XX/INO     committed copies; XX is the low byte of INO in hex, the time of
+                                     modification is the seal (seal.py)
 
 A generation is one snapshot: inode numbers mean something only within it. Copies of another
 generation are adopted by rename or removed, never served. Calls here may wait for the local
@@ -17,23 +18,31 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import logging
 import os
 import stat
 import struct
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from monarch import points
 from monarch.errors import TierError
+from monarch.footing import open_directory
 from monarch.tiers.lock import Lock
-from monarch.types import Ino
+from monarch.tiers.seal import BrokenSeal, seal
+from monarch.types import Identity, Ino
 from monarch.units import MiB
 
+log = logging.getLogger(__name__)
+
 PRIVATE = "monarch"
+_VERSION = 1
 _PREFIX = "copies-"
 _CHUNK = 1 * MiB
 _ZEROS = bytes(_CHUNK)
@@ -50,6 +59,23 @@ class Space:
     available: int
 
 
+def require_known_version(path: Path) -> None:
+    """Raises TierError if a newer version has written the tier at ``path``; changes nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        _id_of((path / PRIVATE / "tier.json").read_bytes(), path)
+
+
+def _id_of(told: bytes, path: Path) -> str:
+    known = json.loads(told)
+    version = known.get("version", _VERSION)
+    if version > _VERSION:
+        raise TierError(
+            f"tier {os.fspath(path)!r} is of version {version}, this Monarch knows {_VERSION}",
+            hint="mount with the Monarch that wrote it, or name another directory",
+        )
+    return str(known["id"])
+
+
 def copy_name(ino: Ino) -> str:
     """Where a generation's directory holds the copy of ``ino``; the datapath knows this too."""
     return f"{ino & 0xFF:02x}/{ino}"
@@ -62,21 +88,27 @@ class Tier:
     daemon uses it.
     """
 
-    def __init__(self, number: int, name: str, path: Path, *, owner: str) -> None:
+    def __init__(
+        self, number: int, name: str, path: Path, *, owner: str, known_as: str | None = None
+    ) -> None:
         self.number = number
         self.name = name
         self.path = path
+        self._owner = owner
         self._root = _open_private(path)
-        try:
+        with ExitStack() as opened:
+            opened.callback(os.close, self._root)
             self._lock = Lock(self._root, f"tier {os.fspath(path)!r}", owner)
-        except BaseException:
-            os.close(self._root)
-            raise
-        self.id = self._own_id()
+            opened.callback(self._lock.release)
+            self.id = self._own_id(known_as)
+            opened.pop_all()
+        self._mounted = os.path.ismount(path)
         # A read of memory never waits, and tmpfs cannot say so through RWF_NOWAIT.
         self.in_memory = _kind_of_file_system(self._root) in _MEMORY
         self._generation = -1
         self._generation_name = ""
+        # Whether the file system keeps a seal exactly; ``use`` finds out.
+        self.seals = False
 
     def close(self) -> None:
         if self._generation >= 0:
@@ -84,13 +116,28 @@ class Tier:
         self._lock.release()
         os.close(self._root)
 
-    def _own_id(self) -> str:
-        with suppress(OSError, ValueError, KeyError, TypeError):
+    def _own_id(self, known_as: str | None) -> str:
+        """The id in tier.json, that or a new one if there is none. Raises TierError, OSError."""
+        try:
             with open(self._opened("tier.json", os.O_RDONLY), "rb") as file:
-                return str(json.load(file)["id"])
-        identity = uuid.uuid4().hex
-        with open(self._opened("tier.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            json.dump({"id": identity}, file)
+                told = file.read()
+            return _id_of(told, self.path)
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("tier %s has lost its name, and with it its copies: %s", self.path, error)
+        return self._new_id(known_as or uuid.uuid4().hex)
+
+    def _new_id(self, identity: str) -> str:
+        # A power cut must not leave an empty file: every copy would be a stranger's.
+        with open(self._opened("tier.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            json.dump({"version": _VERSION, "id": identity}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        points.reached("tier-name-staged")
+        os.rename("tier.part", "tier.json", src_dir_fd=self._root, dst_dir_fd=self._root)
+        os.fsync(self._root)
+        points.reached("tier-named")
         return identity
 
     def _opened(self, name: str, flags: int) -> int:
@@ -110,7 +157,11 @@ class Tier:
             name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._root
         )
         self._generation_name = name
+        points.reached("tier-generation-made")
         self.sweep_stage()
+        self.seals = keeps_seals(self._root)
+        if not self.seals:
+            log.info("tier %s: times are not kept exactly there, so copies have no seal", self.name)
 
     def sweep_stage(self) -> None:
         with self._listing("stage") as entries:
@@ -118,12 +169,23 @@ class Tier:
         for name in names:
             _remove(self._root, f"stage/{name}")
 
-    def adopt(self, generation: str, old: Ino, new: Ino) -> bool:
-        """Rename a copy of another generation into this one; False if it is not there."""
+    def adopt(self, generation: str, old: Ino, new: Ino, identity: Identity) -> bool:
+        """Rename a copy of another generation into this one; False if there is none.
+
+        Its seal goes with it, if it was whole. Raises OSError.
+        """
         try:
             self._into_generation(f"{_PREFIX}{generation}/{copy_name(old)}", new)
         except FileNotFoundError:
-            return False
+            # An earlier attempt may have come as far as this, and died before it was recorded.
+            return self.has(new)
+        points.reached("adopt-renamed")
+        fd = self._opened_copy(new)
+        try:
+            if os.fstat(fd).st_mtime_ns == seal(old, identity):
+                _put_seal(fd, new, identity)
+        finally:
+            os.close(fd)
         return True
 
     def remove_other_generations(self) -> int:
@@ -142,11 +204,16 @@ class Tier:
                 names = [f"{bucket}/{entry.name}" for entry in entries]
             yield names
 
-    def remove_stranger(self, path: str, *, before_ns: int) -> bool:
-        """Remove what no record knows from this generation, unless it came after that time."""
+    def remove_stranger(self, path: str, *, before_ns: int, unless_size: int | None = None) -> bool:
+        """Remove what no record knows from this generation, unless it came after that time.
+
+        ``unless_size``: what a record knows to have so many bytes.
+        """
         try:
             status = os.stat(path, dir_fd=self._generation, follow_symlinks=False)
             if status.st_ctime_ns >= before_ns:
+                return False
+            if stat.S_ISREG(status.st_mode) and status.st_size == unless_size:
                 return False
             _remove(self._generation, path)
         except FileNotFoundError:
@@ -160,15 +227,47 @@ class Tier:
         """The descriptor of the generation in use: what ``copy_name`` names is beneath it."""
         return self._generation
 
-    def open(self, ino: Ino, size: int) -> int:
-        """A descriptor of the committed copy. Raises OSError, ESTALE if it has another size."""
-        fd = os.open(
-            copy_name(ino), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._generation
-        )
-        if os.fstat(fd).st_size != size:
+    def open(self, ino: Ino, identity: Identity) -> int:
+        """A descriptor of the committed copy of this version.
+
+        Raises OSError, ESTALE if the copy has another size, and BrokenSeal.
+        """
+        fd = self._opened_copy(ino)
+        try:
+            status = os.fstat(fd)
+            _require_size(status, identity)
+            if self.seals and status.st_mtime_ns != seal(ino, identity):
+                raise BrokenSeal
+        except BaseException:
             os.close(fd)
-            raise OSError(errno.ESTALE, "the copy has another size than its record says")
+            raise
         return fd
+
+    def verify(self, ino: Ino, identity: Identity, digest: bytes) -> None:
+        """Compare the copy with its xxh3-128, as the disk has it, and seal it.
+
+        Raises OSError, ESTALE if it is another.
+        """
+        fd = self._opened_copy(ino)
+        try:
+            before = os.fstat(fd)
+            _require_size(before, identity)
+            if _digest(fd) != digest:
+                raise OSError(errno.ESTALE, "the copy's digest is not the recorded one")
+            points.reached("verify-compared")
+            now = os.fstat(fd)
+            if (now.st_mtime_ns, now.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
+                raise OSError(errno.ESTALE, "the copy was changed while it was looked at")
+            if self.seals and now.st_mtime_ns != seal(ino, identity):
+                _put_seal(fd, ino, identity)
+            points.reached("verify-sealed")
+        finally:
+            os.close(fd)
+
+    def _opened_copy(self, ino: Ino) -> int:
+        # O_NONBLOCK: somebody may have put a fifo in the place of a copy.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(copy_name(ino), flags, dir_fd=self._generation)
 
     def has(self, ino: Ino) -> bool:
         """Whether a committed copy lies there, whatever the records say."""
@@ -178,26 +277,22 @@ class Tier:
             return False
         return True
 
+    def open_to_empty(self, ino: Ino) -> int:
+        """A descriptor through which ``os.ftruncate`` takes the bytes of a damaged copy from those
+        who have it open. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(copy_name(ino), flags, dir_fd=self._generation)
+
     def remove(self, ino: Ino) -> None:
         with suppress(FileNotFoundError):
             os.unlink(copy_name(ino), dir_fd=self._generation)
-
-    def digest(self, ino: Ino, size: int) -> bytes:
-        """The xxh3-128 of the copy as the disk has it. Raises OSError as ``open`` does."""
-        fd = self.open(ino, size)
-        try:
-            digest = xxhash.xxh3_128()
-            offset = 0
-            while part := os.pread(fd, _CHUNK, offset):
-                digest.update(part)
-                offset += len(part)
-            return digest.digest()
-        finally:
-            os.close(fd)
+        points.reached("eviction-removed")
 
     def stage(self, ino: Ino) -> Staged:
         """A place to write a copy that nobody sees until it is committed. Raises OSError."""
-        return Staged(self, ino, self._stage_fd(ino))
+        fd = self._stage_fd(ino)
+        points.reached("copy-staged")
+        return Staged(self, ino, fd)
 
     def _stage_fd(self, ino: Ino) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -205,6 +300,7 @@ class Tier:
 
     def _commit(self, ino: Ino) -> None:
         self._into_generation(f"stage/{ino}.part", ino)
+        points.reached("copy-renamed")
 
     def _discard(self, ino: Ino) -> None:
         with suppress(FileNotFoundError):
@@ -226,13 +322,67 @@ class Tier:
         return Space(told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize)
 
     def probe(self) -> None:
-        """Write and remove a small stage; raises OSError while the tier cannot be written."""
-        fd = self._opened("stage/probe", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        """Write a small stage, read it from the disk, remove it. Raises OSError if that fails."""
+        fd = self._opened("stage/probe", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
             os.write(fd, b"monarch")
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if os.pread(fd, 8, 0) != b"monarch":
+                raise OSError(errno.EIO, "it gives other bytes than were written")
         finally:
             os.close(fd)
             os.unlink("stage/probe", dir_fd=self._root)
+
+    def is_in_place(self) -> bool:
+        """Whether PATH leads to what was opened, and that can be read. Raises OSError."""
+        try:
+            there = os.stat(self.path / PRIVATE, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        here = os.fstat(self._root)
+        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            return False
+        with suppress(FileNotFoundError):
+            fd = self._opened("tier.json", os.O_RDONLY)
+            try:
+                os.pread(fd, 1, 0)
+            finally:
+                os.close(fd)
+        return True
+
+    def let_go(self) -> None:
+        """Hold nothing of the directory any more: what is asked for is ENOTDIR until ``reopen``."""
+        self._lock.release()
+        nothing = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
+        for fd in (self._root, self._generation):
+            os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+
+    def reopen(self) -> None:
+        """Open what PATH leads to now, after ``let_go``; the descriptors keep their numbers.
+
+        It is the same tier as before, with the copies that it had, or an empty directory. Raises
+        OSError, TierError and LockedError.
+        """
+        where = os.fspath(self.path)
+        os.stat(self.path)
+        if self._mounted and not os.path.ismount(self.path):
+            raise TierError(f"nothing is mounted at {where!r}")
+        there = Tier(self.number, self.name, self.path, owner=self._owner, known_as=self.id)
+        try:
+            if there.id != self.id:
+                raise TierError(
+                    f"{where!r} is another tier than before",
+                    hint="unmount and mount again to use it",
+                )
+            there.use(self._generation_name.removeprefix(_PREFIX))
+            os.dup2(there._root, self._root, inheritable=False)
+            os.dup2(there._generation, self._generation, inheritable=False)
+            self.in_memory, self.seals = there.in_memory, there.seals
+            self._lock, there._lock = there._lock, self._lock
+        finally:
+            there.close()
 
     def sync(self) -> None:
         """Wait until the committed copies are on the disk, so that a power cut keeps them."""
@@ -242,6 +392,23 @@ class Tier:
 
     def _listing(self, name: str) -> _Listing:
         return _Listing(self._root, name)
+
+
+def keeps_seals(root: int) -> bool:
+    """Whether a file in a tier may have any time of modification, to the nanosecond.
+
+    ``root`` is a descriptor of the tier's own directory. Raises OSError.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open("stage/probe", flags, 0o600, dir_fd=root)
+    try:
+        wanted = seal(Ino(1), Identity(0, 0, 0, 0))
+        with suppress(OSError):
+            os.utime(fd, ns=(wanted, wanted))
+        return os.fstat(fd).st_mtime_ns == wanted
+    finally:
+        os.close(fd)
+        os.unlink("stage/probe", dir_fd=root)
 
 
 def _kind_of_file_system(fd: int) -> int:
@@ -284,6 +451,9 @@ class Staged:
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self._fd)
         if not self._committed:
             self._tier._discard(self._ino)
@@ -303,14 +473,38 @@ class Staged:
             written = os.pwrite(self._fd, view, self._size)
             self._size += written
             view = view[written:]
+        points.reached("copy-half-written")
 
-    def commit(self) -> bytes:
-        """Make the copy visible under its name; its xxh3-128."""
+    def commit(self, identity: Identity) -> bytes:
+        """Make the copy visible under its name, sealed as this version; its xxh3-128."""
         if os.fstat(self._fd).st_size != self._size:
             os.ftruncate(self._fd, self._size)
+        points.reached("copy-written")
+        if self._tier.seals:
+            _put_seal(self._fd, self._ino, identity)
+        points.reached("copy-sealed")
         self._tier._commit(self._ino)
         self._committed = True
         return self._digest.digest()
+
+
+def _put_seal(fd: int, ino: Ino, identity: Identity) -> None:
+    # Whoever clears a scratch disk of what nobody has used for long looks at the other time.
+    os.utime(fd, ns=(time.time_ns(), seal(ino, identity)))
+
+
+def _require_size(status: os.stat_result, identity: Identity) -> None:
+    if status.st_size != identity.size or not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.ESTALE, "the copy has another size than its record says")
+
+
+def _digest(fd: int) -> bytes:
+    digest = xxhash.xxh3_128()
+    offset = 0
+    while part := os.pread(fd, _CHUNK, offset):
+        digest.update(part)
+        offset += len(part)
+    return digest.digest()
 
 
 def _remove(directory: int, name: str) -> int:
@@ -330,8 +524,7 @@ def _open_private(path: Path) -> int:
     """A descriptor of PATH/monarch, made 0700 and proved to be ours. Raises TierError."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parent = os.open(path, flags)
+        parent = open_directory(path)
         try:
             # A directory made for this tier alone may be closed to others altogether.
             if os.fstat(parent).st_uid == os.geteuid() and not os.listdir(parent):

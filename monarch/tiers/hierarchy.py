@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from monarch import points
 from monarch.errors import TierError
+from monarch.log import Limiter
 from monarch.settings import TierSettings
-from monarch.tiers.directory import Tier, copy_name
-from monarch.tiers.records import Record, Records, other_generations
+from monarch.text import errno_words
+from monarch.tiers.directory import Tier, copy_name, require_known_version
+from monarch.tiers.records import Record, Records, other_generations, require_known_versions
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,13 @@ class Held:
         return int(self.sizes.sum())
 
 
+def require_known(settings: Sequence[TierSettings], state: Path) -> None:
+    """Raises TierError if a newer version has written records or tiers; changes nothing."""
+    require_known_versions(state)
+    for tier in settings:
+        require_known_version(tier.path)
+
+
 class Hierarchy:
     """The tiers, fastest first, in the generation of one snapshot, with their records.
 
@@ -54,20 +64,18 @@ class Hierarchy:
         columns: Callable[[range], npt.NDArray[np.void]],
         owner: str,
     ) -> None:
+        self._limiter = Limiter(60.0)
         with ExitStack() as opened:
             self.tiers: list[Tier] = []
             for number, tier in enumerate(settings, start=1):
-                try:
+                with _told(tier):
                     self.tiers.append(Tier(number, tier.name, tier.path, owner=owner))
                     opened.callback(self.tiers[-1].close)
-                    self.tiers[-1].use(generation)
-                except OSError as error:
-                    raise TierError(
-                        f"tier {os.fspath(tier.path)!r}: {error.strerror}",
-                        hint="make room there, or name another directory",
-                    ) from error
+            for used, tier in zip(self.tiers, settings, strict=True):
+                with _told(tier):
+                    used.use(generation)
             self.records = Records(state, generation, [tier.id for tier in self.tiers])
-            self.trusted = self.records.trusted
+            opened.callback(self.records.close, clean=False)
             self.records.forget_other_versions(columns)
             self._adopt(state, generation, inodes)
             opened.pop_all()
@@ -77,8 +85,6 @@ class Hierarchy:
         tier_ids = [tier.id for tier in self.tiers]
         for earlier in other_generations(state, generation):
             old = Records(state, earlier, tier_ids)
-            # The present records are new and empty, or were used and have a say of their own.
-            self.trusted = old.trusted and (self.trusted or self.held_bytes() == 0)
             keys, numbers = old.by_source_ino()
             adopted = 0
             if len(keys):
@@ -90,6 +96,7 @@ class Hierarchy:
                             old, earlier, before, Ino(first + row), rows[row]
                         )
             old.close(clean=False)
+            points.reached("adopt-done")
             old.remove()
             log.info("the snapshot is new: %d copies were found again", adopted)
 
@@ -97,9 +104,21 @@ class Hierarchy:
         record = old.get(before)
         if record is None or not _same(record, row):
             return False
-        if not self.tiers[record.tier - 1].adopt(earlier, before, now):
+        try:
+            if not self.tiers[record.tier - 1].adopt(earlier, before, now, record.identity):
+                return False
+            self.records.put(now, record, doubted=old.doubts(before))
+        except OSError as error:
+            tier = self.tiers[record.tier - 1].name
+            self._limiter.warning(
+                log,
+                tier,
+                "tier %s: a copy of an earlier snapshot was given up, it will be made anew: %s",
+                tier,
+                errno_words(error.errno),
+            )
             return False
-        self.records.put(now, record)
+        points.reached("adopt-recorded")
         return True
 
     def held(self, tier: Tier) -> Held:
@@ -112,28 +131,49 @@ class Hierarchy:
             sizes.append(found_sizes[here])
         return Held(np.concatenate(inos), np.concatenate(sizes))
 
-    def held_bytes(self) -> int:
-        return sum(self.held(tier).bytes for tier in self.tiers)
+    def doubt(self, tier: Tier) -> npt.NDArray[np.int64]:
+        """Have each copy of a tier verified before it is used, also by later daemons; which."""
+        inos = self.held(tier).inos
+        for ino in inos.tolist():
+            record = self.records.get(Ino(ino))
+            if record is not None and record.tier == tier.number:
+                self.records.put(Ino(ino), record, doubted=True)
+        return inos
 
     def sweep(self, tier: Tier, *, before_ns: int) -> list[Ino]:
-        """Remove what no record knows; the inode numbers whose copies are missing.
+        """Remove what no record knows; the inode numbers whose copies are missing or cut short.
 
         Waits for the disk. Copies made after ``before_ns`` (wall clock) are left alone: one may
         be committed and not recorded yet.
         """
         removed = tier.remove_other_generations()
-        believed = set(self.held(tier).inos.tolist())
+        held = self.held(tier)
+        believed = dict(zip(held.inos.tolist(), held.sizes.tolist(), strict=True))
+        doubted = {ino for inos in self.records.doubted() for ino in inos.tolist()}
         for paths in tier.copies():
             for path in paths:
                 name = path.partition("/")[2]
                 ino = int(name) if name.isdecimal() else 0
-                if ino in believed and path == copy_name(Ino(ino)):
-                    believed.discard(ino)
-                else:
-                    removed += tier.remove_stranger(path, before_ns=before_ns)
+                known = ino in believed and path == copy_name(Ino(ino))
+                # A power cut may have kept a name and lost the bytes.
+                size = believed[ino] if known and ino in doubted else None
+                if known and size is None:
+                    del believed[ino]
+                elif not known and self._is_recorded(tier, path, Ino(ino)):
+                    # It has come meanwhile, whatever the clock says.
+                    continue
+                elif tier.remove_stranger(path, before_ns=before_ns, unless_size=size):
+                    removed += 1
+                    points.reached("sweep-removed")
+                elif known:
+                    del believed[ino]
         if removed:
             log.info("tier %s: removed %d files that no record knows", tier.name, removed)
         return [Ino(ino) for ino in sorted(believed)]
+
+    def _is_recorded(self, tier: Tier, path: str, ino: Ino) -> bool:
+        record = self.records.get(ino) if ino > 0 and path == copy_name(ino) else None
+        return record is not None and record.tier == tier.number
 
     def close(self, *, clean: bool) -> None:
         """``clean``: nothing is under way. Waits until the copies are on the disks, if so."""
@@ -143,12 +183,26 @@ class Hierarchy:
                 for tier in self.tiers:
                     tier.sync()
                 synced = True
+        points.reached("end-synced")
         self.records.close(clean=synced)
+        points.reached("end-clean")
         for tier in self.tiers:
             # What is left, or the tier itself, may be gone; the next start sweeps again.
             with suppress(OSError):
                 tier.sweep_stage()
             tier.close()
+
+
+@contextmanager
+def _told(tier: TierSettings) -> Iterator[None]:
+    """A failing disk as a TierError."""
+    try:
+        yield
+    except OSError as error:
+        raise TierError(
+            f"tier {os.fspath(tier.path)!r}: {error.strerror}",
+            hint="make room there, or name another directory",
+        ) from error
 
 
 def _same(record: Record, row: np.void) -> bool:

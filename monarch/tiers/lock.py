@@ -33,7 +33,10 @@ class Lock:
         os.pwrite(self._fd, note, 0)
 
     def release(self) -> None:
-        os.close(self._fd)
+        """May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _holder(note: bytes) -> str:

@@ -5,13 +5,18 @@ record per inode, at ``4096 + 64 * ino``. The file is sparse, so a record that w
 costs nothing. It is written with ``pwrite`` at each commit: a killed daemon loses no record, and
 each record carries a check sum over itself and its inode number, so that a torn one is no record.
 
-A copy is believed only if the last daemon ended cleanly; ``trusted`` says so. After anything else
-each copy is verified by its digest before its first use.
+A record names its tier by a place in the header's list of tiers' ids, which keeps its order
+whatever the configuration's is. So no record is ever rewritten, and a crash finds none half done.
+
+A copy is believed as long as every daemon ends cleanly. A *term* lasts from one unclean end to the
+next; a record tells the term in which its copy was made or last verified, and one of an earlier
+term is doubted: its copy is verified by its digest before its first use, however late that is.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -23,21 +28,26 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from monarch import points
 from monarch.errors import TierError
 from monarch.types import Identity, Ino
 
+log = logging.getLogger(__name__)
+
 _MAGIC = "monarch residency"
-_VERSION = 1
+# 1: as 2, but without seals and terms, so each copy is verified, and sealed, when first used.
+_VERSION = 2
 _HEADER_BYTES = 4096
 _PREFIX = "residency-"
-_RECORD = struct.Struct("<B7xQqqQ16s")  # tier, size, mtime_ns, ctime_ns, source_ino, digest
+# place, term, size, mtime_ns, ctime_ns, source_ino, digest
+_RECORD = struct.Struct("<B3xIQqqQ16s")
 _CHECK = struct.Struct("<Q")
 _RECORD_BYTES = _RECORD.size + _CHECK.size
 _LAYOUT = np.dtype(
     {
-        "names": ["tier", "size", "mtime_ns", "ctime_ns", "source_ino", "digest", "check"],
-        "formats": ["u1", "<u8", "<i8", "<i8", "<u8", "V16", "<u8"],
-        "offsets": [0, 8, 16, 24, 32, 40, 56],
+        "names": ["place", "term", "size", "mtime_ns", "ctime_ns", "source_ino", "digest", "check"],
+        "formats": ["u1", "<u4", "<u8", "<i8", "<i8", "<u8", "V16", "<u8"],
+        "offsets": [0, 4, 8, 16, 24, 32, 40, 56],
         "itemsize": _RECORD_BYTES,
     }
 )
@@ -62,53 +72,118 @@ class Records:
 
     def __init__(self, directory: Path, generation: str, tier_ids: Sequence[str]) -> None:
         self._path = directory / (_PREFIX + generation)
+        known = _read_header(self._path)
+        self._term = _term_after(known)
+        listed = known.get("tiers")
+        ids = [str(name) for name in listed] if isinstance(listed, list) else []
         self._header: dict[str, object] = {
             "magic": _MAGIC,
             "version": _VERSION,
             "generation": generation,
-            "tiers": list(tier_ids),
+            "tiers": ids,
+            "term": self._term,
             "clean": False,
         }
-        known = _read_header(self._path)
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if not known:
+                self._begin_anew()
+            elif known["version"] != _VERSION:
+                log.info(
+                    "%s is of version %s, now %d: each copy is verified when first used",
+                    *(self._path, known["version"], _VERSION),
+                )
+            # On the disk before anything that it warns of can be.
+            self._write_header()
+            os.fdatasync(self._fd)
+            points.reached("records-dirty")
+            self._forget_other_tiers(ids, tier_ids)
+            points.reached("records-forgotten")
+            self._number(ids, tier_ids)
+            self._write_header()
         except OSError as error:
             raise TierError(f"state file {self._path}: {error.strerror}") from error
-        self.trusted = False
-        if known is None:
-            os.ftruncate(self._fd, 0)
-        else:
-            self.trusted = known["clean"] is True
-            self._renumber(known["tiers"], tier_ids)
-        self._write_header()
 
-    def _renumber(self, before: object, after: Sequence[str]) -> None:
-        """Give the records the tiers' present numbers if the configuration has moved them."""
-        if before == list(after) or not isinstance(before, list):
-            return
-        place = {old + 1: after.index(i) + 1 for old, i in enumerate(before) if i in after}
-        for inos, tiers, _sizes in self.load():
-            for ino, tier in zip(inos.tolist(), tiers.tolist(), strict=True):
-                record = self.get(Ino(ino))
-                if record is not None:
-                    if tier in place:
-                        self.put(Ino(ino), Record(place[tier], record.identity, record.digest))
-                    else:
-                        self.clear(Ino(ino))
+    @classmethod
+    def existing(cls, directory: Path, generation: str, tier_ids: Sequence[str]) -> Records | None:
+        """The records as they were left, to be looked at; only ``clear`` changes them.
+
+        None if the file cannot be read. Raises TierError if a newer version has written it.
+        """
+        path = directory / (_PREFIX + generation)
+        header = _read_header(path)
+        listed = header.get("tiers")
+        if not isinstance(listed, list) or header.get("generation") != generation:
+            return None
+        records = cls.__new__(cls)
+        records._path = path
+        records._header = header
+        records._term = _term_after(header)
+        records._places = {
+            tier: listed.index(name) + 1
+            for tier, name in enumerate(tier_ids, start=1)
+            if name in listed
+        }
+        records._tiers = np.zeros(256, np.uint8)
+        for tier, place in records._places.items():
+            records._tiers[place] = tier
+        records._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return records
+
+    def leave(self) -> None:
+        """Let go of records that were only looked at."""
+        os.close(self._fd)
+
+    def _begin_anew(self) -> None:
+        if os.fstat(self._fd).st_size:
+            log.warning("%s cannot be read, so copies are made anew", self._path)
+            os.ftruncate(self._fd, 0)
+
+    def _forget_other_tiers(self, ids: Sequence[str], tier_ids: Sequence[str]) -> None:
+        """Forget the copies of tiers that are no longer configured."""
+        places = [place for place, name in enumerate(ids, start=1) if name in tier_ids]
+        for first, table in self._tables():
+            other = ~np.isin(table["place"], [0, *places])
+            for index in np.flatnonzero(other).tolist():
+                self.clear(Ino(first + index))
+
+    def _number(self, ids: list[str], tier_ids: Sequence[str]) -> None:
+        """Give each tier a place in the list: the one it has, that of one that is gone, a new."""
+        for name in tier_ids:
+            if name in ids:
+                continue
+            gone = [place for place, other in enumerate(ids) if other not in tier_ids]
+            if gone:
+                ids[gone[0]] = name
+            else:
+                ids.append(name)
+        self._places = {tier: ids.index(name) + 1 for tier, name in enumerate(tier_ids, start=1)}
+        self._tiers = np.zeros(256, np.uint8)
+        for tier, place in self._places.items():
+            self._tiers[place] = tier
 
     def _write_header(self) -> None:
         os.pwrite(self._fd, json.dumps(self._header).encode().ljust(_HEADER_BYTES), 0)
 
-    def put(self, ino: Ino, record: Record) -> None:
-        """Believe this copy from now on. Raises OSError."""
+    def put(self, ino: Ino, record: Record, *, doubted: bool = False) -> None:
+        """Believe this copy from now on, or once it has been verified. Raises OSError."""
         i = record.identity
-        body = _RECORD.pack(
-            record.tier, i.size, i.mtime_ns, i.ctime_ns, i.source_ino, record.digest
-        )
+        place, term = self._places[record.tier], 0 if doubted else self._term
+        versions = (i.size, i.mtime_ns, i.ctime_ns, i.source_ino)
+        body = _RECORD.pack(place, term, *versions, record.digest)
         os.pwrite(self._fd, body + _CHECK.pack(_check(ino, body)), _offset(ino))
 
     def clear(self, ino: Ino) -> None:
         os.pwrite(self._fd, b"\0", _offset(ino))
+
+    def confirm(self, ino: Ino, record: Record) -> None:
+        """The copy was verified: believe it, unless another has taken its place meanwhile."""
+        if self.doubts(ino) and self.get(ino) == record:
+            self.put(ino, record)
+
+    def doubts(self, ino: Ino) -> bool:
+        raw = os.pread(self._fd, _RECORD_BYTES, _offset(ino))
+        return len(raw) < _RECORD_BYTES or _RECORD.unpack_from(raw)[1] != self._term
 
     def get(self, ino: Ino) -> Record | None:
         raw = os.pread(self._fd, _RECORD_BYTES, _offset(ino))
@@ -117,8 +192,16 @@ class Records:
         body = raw[: _RECORD.size]
         if _CHECK.unpack_from(raw, _RECORD.size)[0] != _check(ino, body):
             return None
-        tier, size, mtime_ns, ctime_ns, source_ino, digest = _RECORD.unpack(body)
+        place, _, size, mtime_ns, ctime_ns, source_ino, digest = _RECORD.unpack(body)
+        tier = int(self._tiers[place])
+        if tier == 0:
+            return None
         return Record(tier, Identity(size, mtime_ns, ctime_ns, source_ino), digest)
+
+    def is_torn(self, ino: Ino) -> bool:
+        """Whether something is recorded of ``ino`` that is no record."""
+        place = os.pread(self._fd, 1, _offset(ino))
+        return bool(place) and bool(self._tiers[place[0]]) and self.get(ino) is None
 
     def forget_other_versions(self, known: Callable[[range], npt.NDArray[np.void]]) -> None:
         """Forget the copies of other versions than those that ``known`` tells of inode numbers.
@@ -126,7 +209,7 @@ class Records:
         The last daemon may have learnt of a change that its snapshot did not know.
         """
         for first, table in self._tables():
-            held = np.flatnonzero(table["tier"])
+            held = np.flatnonzero(self._tiers[table["place"]])
             if not len(held):
                 continue
             start = int(held[0])
@@ -142,16 +225,24 @@ class Records:
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8], npt.NDArray[np.uint64]]]:
         """The inode numbers, tiers and sizes of all records, in pieces; holes are skipped."""
         for first, table in self._tables():
-            held = np.flatnonzero(table["tier"])
+            held = np.flatnonzero(self._tiers[table["place"]])
             if len(held):
-                yield held + first, table["tier"][held].copy(), table["size"][held].copy()
+                yield held + first, self._tiers[table["place"][held]], table["size"][held].copy()
+
+    def doubted(self) -> Iterator[npt.NDArray[np.int64]]:
+        """The inode numbers of the copies that must be verified before they are used."""
+        for first, table in self._tables():
+            held = self._tiers[table["place"]] > 0
+            found = np.flatnonzero(held & (table["term"] != self._term))
+            if len(found):
+                yield found + first
 
     def by_source_ino(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """The source's inode numbers of all records, sorted, and the inode numbers beside them."""
         keys: list[npt.NDArray[np.uint64]] = [np.empty(0, np.uint64)]
         inos: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         for first, table in self._tables():
-            held = np.flatnonzero(table["tier"])
+            held = np.flatnonzero(self._tiers[table["place"]])
             keys.append(table["source_ino"][held])
             inos.append(held + first)
         order = np.argsort(np.concatenate(keys), kind="stable")
@@ -175,11 +266,11 @@ class Records:
             yield (position - _HEADER_BYTES) // _RECORD_BYTES, table
             position += count * _RECORD_BYTES
 
-    def sync(self) -> None:
-        os.fdatasync(self._fd)
-
     def close(self, *, clean: bool) -> None:
         """``clean`` tells the next daemon that every record's copy is whole and on the disk."""
+        if clean:
+            # The mark says that the records are on the disk, too.
+            os.fdatasync(self._fd)
         self._header["clean"] = clean
         self._write_header()
         os.fdatasync(self._fd)
@@ -199,6 +290,14 @@ def other_generations(directory: Path, generation: str) -> list[str]:
     ]
 
 
+def _term_after(header: dict[str, object]) -> int:
+    """The term that begins, or goes on, after what a header tells of the last daemon's end."""
+    term = header.get("term")
+    if not isinstance(term, int) or term < 1:
+        return 1
+    return term if header.get("clean") is True else term + 1
+
+
 def _offset(ino: Ino) -> int:
     return _HEADER_BYTES + ino * _RECORD_BYTES
 
@@ -207,13 +306,29 @@ def _check(ino: Ino, body: bytes) -> int:
     return xxhash.xxh3_64_intdigest(body, seed=ino)
 
 
-def _read_header(path: Path) -> dict[str, object] | None:
-    """The header if the file is one that this version understands."""
+def require_known_versions(directory: Path) -> None:
+    """Raises TierError if records there are of a newer version than this one."""
+    for generation in other_generations(directory, ""):
+        _read_header(directory / (_PREFIX + generation))
+
+
+def _read_header(path: Path) -> dict[str, object]:
+    """The header, empty if the file is not ours. Raises TierError for a newer version."""
     try:
         with open(path, "rb") as file:
             header = json.loads(file.read(_HEADER_BYTES))
-    except (OSError, ValueError):
-        return None
+    except (FileNotFoundError, ValueError):
+        return {}
+    except OSError as error:
+        raise TierError(f"state file {path}: {error.strerror}") from error
     if not isinstance(header, dict) or header.get("magic") != _MAGIC:
-        return None
-    return header if header.get("version") == _VERSION else None
+        return {}
+    version = header.get("version")
+    if not isinstance(version, int) or version < 1:
+        return {}
+    if version > _VERSION:
+        raise TierError(
+            f"state file {path} is of version {version}, this Monarch knows {_VERSION}",
+            hint="mount with the Monarch that wrote it, or name another directory with --state",
+        )
+    return header

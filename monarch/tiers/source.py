@@ -3,21 +3,38 @@
 Call nothing here on the event loop. A file is opened beneath the root's descriptor, never
 through a symbolic link, and only regular files are opened: a fifo that took a file's place
 must not hang a reader.
+
+A source whose client dies is mounted anew at its path, and all descriptors that lead to it answer
+ENOTCONN or ESTALE from then on. The root is then opened again by its path, if that leads to the
+same directory, and so is a file that readers hold open, if it is the same version.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import math
 import os
 import stat
 import struct
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.beneath import lstat_beneath, open_beneath
 from monarch.errors import SourceChanged, SourceError
 from monarch.types import Identity
+
+log = logging.getLogger(__name__)
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
 
 # O_NONBLOCK so that opening a fifo returns at once; regular files do not know it.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
@@ -26,6 +43,17 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 _NOT_READ_LIKE_A_FILE = (errno.EISDIR, errno.ESPIPE)
 
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO)
+
+# What a descriptor answers whose file system was taken away under it.
+_LEFT_BEHIND = frozenset(
+    {errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ECONNABORTED, errno.ENODEV}
+)
+# How often it is tried to open such a source anew. Seconds.
+_RETRY_S = 1.0
+# So many names of the root, with their inode numbers, are what it is known by.
+_KNOWN_BY = 16
+
+_ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_EMPTY_PATH = 0x1000
@@ -69,6 +97,12 @@ class SourceFile:
             self.fd = -1
 
 
+def let_go(result: object) -> None:
+    """Close what a call has opened for somebody who does not wait for it any more."""
+    if isinstance(result, SourceFile):
+        result.release()
+
+
 def identity_now(fd: int) -> Identity:
     """The identity of an open file as the source's client knows it now. Raises OSError.
 
@@ -98,8 +132,14 @@ class Source:
     def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
         self.path = path
         self._close = close
+        self._reopening = threading.Lock()
+        self._reopened = 0
+        self._tried_s = -math.inf
         try:
-            self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._root = os.open(path, _ROOT_FLAGS)
+            self._root_ino = os.fstat(self._root).st_ino
+            with os.scandir(self._root) as entries:
+                self._known = {(entry.name, entry.inode()) for entry in islice(entries, _KNOWN_BY)}
         except OSError as error:
             raise SourceError(
                 f"source {os.fsdecode(path)!r}: {error.strerror}",
@@ -112,11 +152,11 @@ class Source:
 
     @property
     def directory(self) -> int:
-        """The descriptor of the root."""
+        """The descriptor of the root: one number for good, whatever has been opened under it."""
         return self._root
 
     def status(self, path: bytes) -> os.stat_result:
-        return lstat_beneath(self._root, path)
+        return self._at_root(lstat_beneath, path)
 
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
@@ -148,12 +188,84 @@ class Source:
 
     def _opened(self, path: bytes) -> int:
         try:
-            return open_beneath(self._root, path, _FLAGS)
+            return self._at_root(open_beneath, path, _FLAGS)
         except OSError as error:
             # A link in the place of a file or of one of its directories is another thing.
             if error.errno in _NO_SUCH_FILE:
                 raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
             raise
+
+    def on(
+        self,
+        file: SourceFile,
+        path: bytes,
+        call: Callable[[int, Unpack[Args]], T],
+        *args: Unpack[Args],
+    ) -> T:
+        """``call(fd, *args)`` of an open file. Raises what it raises."""
+        try:
+            return call(file.fd, *args)
+        except OSError as error:
+            if error.errno not in _LEFT_BEHIND or not self._is_renewed(file, path):
+                raise
+        return call(file.fd, *args)
+
+    def _is_renewed(self, file: SourceFile, path: bytes) -> bool:
+        """Open a file anew under its old descriptor's number, if it still is that version."""
+        try:
+            fresh = self.open(path)
+        except (OSError, SourceChanged):
+            return False
+        try:
+            if identity_of(fresh.status) != identity_of(file.status):
+                return False
+            os.dup2(fresh.fd, file.fd, inheritable=False)
+        finally:
+            fresh.release()
+        return True
+
+    def _at_root(self, call: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """``call(root, *args)``; once more if the root had to be opened anew for it."""
+        seen = self._reopened
+        try:
+            return call(self._root, *args)
+        except OSError as error:
+            if error.errno not in _LEFT_BEHIND:
+                raise
+            if self._reopened == seen and not self._is_reopened():
+                raise
+        return call(self._root, *args)
+
+    def _is_reopened(self) -> bool:
+        """Open the root anew, under the number that others know, if its path leads to it again."""
+        if not self._reopening.acquire(blocking=False):
+            return False
+        try:
+            now = time.monotonic()
+            if now - self._tried_s < _RETRY_S:
+                return False
+            self._tried_s = now
+            fd = os.open(self.path, _ROOT_FLAGS)
+            try:
+                if not self._is_known(fd):
+                    return False
+                os.dup2(fd, self._root, inheritable=False)
+            finally:
+                os.close(fd)
+            self._reopened += 1
+        except OSError:
+            return False
+        finally:
+            self._reopening.release()
+        log.info("the source was lost and is opened anew at %r", os.fsdecode(self.path))
+        return True
+
+    def _is_known(self, fd: int) -> bool:
+        """Whether a directory is the root: not what is below a mount point without its mount."""
+        if os.fstat(fd).st_ino != self._root_ino:
+            return False
+        with os.scandir(fd) as entries:
+            return not self._known or any((e.name, e.inode()) in self._known for e in entries)
 
 
 def read_whole(fd: int, identity: Identity) -> Fetched:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from monarch import points
 from monarch.errors import SourceChanged
 from monarch.tiers.directory import Staged, Tier
 from monarch.tiers.records import Record, Records
@@ -28,11 +30,15 @@ _HOLE = bytes(_PIECE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The bytes of a small file, as they were read from the source."""
+    """The bytes of a small file, as they were read from the source.
+
+    ``given_up`` says whether nobody wants the copy any more: its tier has let us wait too long.
+    """
 
     ino: Ino
     identity: Identity
     data: bytes | memoryview
+    given_up: Callable[[], bool]
 
 
 def commit_contents(
@@ -42,9 +48,10 @@ def commit_contents(
     results: list[OSError | None] = []
     for content in contents:
         try:
+            _require_wanted(content.given_up)
             with tier.stage(content.ino) as staged:
                 staged.append(content.data)
-                commit(tier, records, staged, content.ino, content.identity)
+                commit(tier, records, staged, content)
         except OSError as error:
             results.append(error)
         else:
@@ -52,16 +59,36 @@ def commit_contents(
     return results
 
 
-def commit(tier: Tier, records: Records, staged: Staged, ino: Ino, identity: Identity) -> None:
+class Wanted(Protocol):
+    """What a copy is of, and whether it is still wanted."""
+
+    @property
+    def ino(self) -> Ino: ...
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def given_up(self) -> Callable[[], bool]: ...
+
+
+def commit(tier: Tier, records: Records, staged: Staged, wanted: Wanted) -> None:
     """Rename, then record. Raises OSError, also if the staged bytes are too few."""
+    ino, identity = wanted.ino, wanted.identity
     if staged.size != identity.size:
         raise SourceChanged(f"read {staged.size} bytes of {identity.size}")
-    digest = staged.commit()
+    digest = staged.commit(identity)
     try:
+        # Another tier may have the copy by now, and its record.
+        _require_wanted(wanted.given_up)
         records.put(ino, Record(tier.number, identity, digest))
     except OSError:
         tier.remove(ino)
         raise
+    points.reached("copy-recorded")
+
+
+def _require_wanted(given_up: Callable[[], bool]) -> None:
+    if given_up():
+        raise OSError(errno.ECANCELED, "the copy was given up")
 
 
 def open_version(source: Source, path: bytes, identity: Identity) -> SourceFile:
@@ -126,6 +153,14 @@ def append_all(staged: Staged, pieces: Sequence[bytes]) -> None:
 
 
 def check_unchanged(file: SourceFile, identity: Identity) -> None:
-    """Raises SourceChanged if the file was touched since it was opened."""
-    if identity_now(file.fd) != identity:
+    """Raises SourceChanged if the file was touched since it was opened, OSError."""
+    try:
+        now = identity_now(file.fd)
+    except OSError as error:
+        # A server does not always keep for us what others unlink.
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            raise SourceChanged("the file went while it was copied") from error
+        raise
+    if now != identity:
         raise SourceChanged("the file changed while it was copied")
+    points.reached("copy-compared")

@@ -4,6 +4,10 @@
 when the queue has run dry. At most one flight per item. A copy follows a reader that is reading
 the same file (its bytes are then in the page cache of the source's client) and stands aside while
 other readers wait for the source.
+
+Each tier has workers and a queue of its own. When one goes out of service (ward.py) its flights are
+given up, so that other tiers, or the source, serve their items; one that was under way in a tier
+that hangs cleans up after itself when the tier answers again.
 """
 
 from __future__ import annotations
@@ -11,24 +15,26 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
+from monarch import points
 from monarch.errors import MonarchError, SourceChanged, TierError
 from monarch.log import Limiter
 from monarch.metrics import Metrics
 from monarch.placement.controller import Controller, Promote
-from monarch.placement.ledger import Ledger
 from monarch.placement.policy import Item
+from monarch.placement.residency import SOURCE
 from monarch.settings import LimitSettings
 from monarch.threads import Threads
-from monarch.tiers.directory import Tier
+from monarch.tiers.directory import Staged, Tier
 from monarch.tiers.records import Records
 from monarch.tiers.source import Source, SourceFile, read_whole
 from monarch.transfer.copy import (
@@ -41,8 +47,10 @@ from monarch.transfer.copy import (
     open_version,
     read_turn,
 )
+from monarch.transfer.outages import Outage
 from monarch.transfer.readers import Readers
 from monarch.transfer.throttle import TokenBucket
+from monarch.transfer.ward import Ward, tier_error
 from monarch.types import Attributes, Identity, Ino
 
 log = logging.getLogger(__name__)
@@ -60,9 +68,8 @@ _STEP_S = 0.005
 _IDLE_S = 0.1
 # After a failed copy the wanted items rest: doubling from the first to the second. Seconds.
 _BACKOFF_S = (1.0, 60.0)
-# How often a tier's free space is asked for, and an unusable tier is tried again. Seconds.
-_SPACE_AGE_S = 1.0
-_PROBE_S = 10.0
+# Copies removed in one turn of a worker thread.
+_REMOVALS = 256
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
@@ -77,12 +84,23 @@ class Names(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One copy under way. ``content`` is what a reader fetched, ``file`` what a reader has open."""
+    """One copy under way. ``content`` is what a reader fetched, ``file`` what a reader has open.
+
+    ``is_left``: its tier hangs, and nobody waits for what comes of it.
+    """
 
     promote: Promote
     identity: Identity
     content: bytes | memoryview | None = None
     file: SourceFile | None = None
+    is_left: bool = False
+
+    @property
+    def ino(self) -> Ino:
+        return self.promote.ino
+
+    def given_up(self) -> bool:
+        return self.is_left
 
 
 class _Line:
@@ -106,25 +124,54 @@ class _Line:
         while not self._flights:
             await self._workers.park()
 
-    def take(self, most: int) -> list[Flight]:
-        return [self._flights.popleft() for _ in range(min(most, len(self._flights)))]
+    def take(self, most: int, *, most_bytes: float = math.inf) -> list[Flight]:
+        """The first of them, at least one if there is any."""
+        taken: list[Flight] = []
+        while self._flights and len(taken) < most:
+            most_bytes -= self._flights[0].promote.size
+            if taken and most_bytes < 0:
+                break
+            taken.append(self._flights.popleft())
+        return taken
 
 
-class _Health:
-    """Whether a tier takes copies: why not, and the free space that was last seen."""
+class _Removals:
+    """Copies of one tier that nobody may use any more and that are still on its disk."""
 
-    __slots__ = ("available", "looked_s", "why")
+    __slots__ = ("_asked", "_done", "_inos", "_worker")
 
     def __init__(self) -> None:
-        self.why = ""
-        self.available = 0
-        self.looked_s = -math.inf
+        self._inos: deque[Ino] = deque()
+        self._asked = 0
+        self._done = 0
+        self._worker = trio.lowlevel.ParkingLot()
+
+    def __len__(self) -> int:
+        return self._asked - self._done
+
+    def put(self, ino: Ino) -> None:
+        self._inos.append(ino)
+        self._asked += 1
+        self._worker.unpark()
+
+    async def take(self) -> list[Ino]:
+        while not self._inos:
+            await self._worker.park()
+        return [self._inos.popleft() for _ in range(min(_REMOVALS, len(self._inos)))]
+
+    def done(self, count: int) -> None:
+        self._done += count
+
+    async def wait(self) -> None:
+        """Until all that has been asked for by now is done."""
+        asked = self._asked
+        while self._done < asked:
+            await trio.sleep(_STEP_S)
 
 
 class Engine:
     """Carries out promotions with ``limits.copy_workers`` workers. ``run`` is its life.
 
-    ``keep_free`` gives, per tier, the bytes of its file system that copies never use.
     ``changed`` is told when the source turns out not to be what the snapshot says.
     """
 
@@ -132,36 +179,34 @@ class Engine:
         self,
         *,
         source: Source,
-        tiers: Sequence[Tier],
-        keep_free: Sequence[int],
+        ward: Ward,
         records: Records,
         names: Names,
         controller: Controller,
-        ledger: Ledger,
         metrics: Metrics,
         limits: LimitSettings,
         readers: Readers,
         source_threads: Threads,
-        tier_threads: Threads,
         changed: Callable[[Ino], None],
     ) -> None:
         self._source = source
-        self._tiers = {tier.number: tier for tier in tiers}
-        self._keep_free = dict(zip(self._tiers, keep_free, strict=True))
-        self._health = {number: _Health() for number in self._tiers}
+        self._ward = ward
+        ward.on_outage(self._tier_is_out)
+        self._tiers = ward.tiers
         self._records = records
         self._names = names
         self._controller = controller
-        self._ledger = ledger
         self._metrics = metrics
         self._limits = limits
         self._readers = readers
         self._source_threads = source_threads
-        self._tier_threads = tier_threads
         self._changed = changed
         self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
-        self._copies = _Line()
+        # A share for each tier: what one that hangs keeps is no other's.
+        self._batch_bytes = limits.buffer_max // (2 * max(1, len(self._tiers)))
+        self._copies = {number: _Line() for number in self._tiers}
         self._contents = {number: _Line() for number in self._tiers}
+        self._removals = {number: _Removals() for number in self._tiers}
         self._flights: dict[Ino, Flight] = {}
         self._held_bytes = 0
         self._rest_until = -math.inf
@@ -173,18 +218,69 @@ class Engine:
 
     @property
     def queued(self) -> int:
-        return len(self._flights) - self.running
+        """Copies that wait to be made, or to be removed from a tier that answers."""
+        waiting = sum(len(line) for line in (*self._copies.values(), *self._contents.values()))
+        return waiting + sum(
+            len(removals)
+            for number, removals in self._removals.items()
+            if self._ward.answers(number)
+        )
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a tier still does, at the end, what nobody waits for any more."""
+        return self._ward.is_stuck
 
     def has_place(self) -> bool:
         """Whether the queue is short; somebody with a long list waits until it is."""
-        return len(self._copies) < 4 * self._limits.copy_workers
+        return self._copies_waiting() < 4 * self._limits.copy_workers
+
+    def _copies_waiting(self) -> int:
+        return sum(map(len, self._copies.values()))
 
     def flight(self, ino: Ino) -> Flight | None:
         return self._flights.get(ino)
 
-    def out_of_service(self) -> Mapping[int, str]:
-        """The tiers that take no copies now, with the reason."""
-        return {number: health.why for number, health in self._health.items() if health.why}
+    def out_of_service(self) -> Mapping[int, Outage]:
+        """The tiers that take no copies now."""
+        return self._ward.out_of_service()
+
+    def is_read(self, tier: int) -> bool:
+        """Whether copies there are to be tried, or passed by."""
+        return self._ward.is_read(tier)
+
+    async def ask(
+        self,
+        tier: int,
+        function: Callable[[Unpack[Args]], T],
+        *args: Unpack[Args],
+        size: int = 0,
+    ) -> T:
+        """Run what reads so many bytes of a copy; raises OSError, ETIMEDOUT if it hangs."""
+        return await self._ward.ask(tier, function, *args, size=size)
+
+    def copy_unreadable(self, tier: int, error: OSError) -> None:
+        self._ward.copy_unreadable(tier, error)
+
+    async def removed(self) -> None:
+        """Until the copies that were let go of are gone from the disks of all tiers that answer."""
+        while any(
+            self._ward.answers(number) and len(removals)
+            for number, removals in self._removals.items()
+        ):
+            await trio.sleep(_STEP_S)
+
+    def make_room(self, promote: Promote) -> Promote:
+        """Remove the copies that a promotion takes the place of; what is left to be done of it.
+
+        Who waits before he submits it calls this before: a copy that was evicted may be made anew
+        meanwhile, and is then another.
+        """
+        for victim in promote.evict:
+            # Flights wait for what was removed before, so the room is free when it is written into.
+            self.remove_copy(victim, promote.tier)
+            self._metrics.evicted(promote.tier, self._names.attributes(victim).size)
+        return replace(promote, evict=())
 
     def submit(
         self,
@@ -195,10 +291,7 @@ class Engine:
         file: SourceFile | None = None,
     ) -> bool:
         """Take a promotion, or put it back as wanted; never waits. ``file`` is retained."""
-        for victim in promote.evict:
-            # At once, so that the room is free on the disk before anybody writes into it.
-            self.remove_copy(victim, promote.tier)
-            self._metrics.evicted(promote.tier, self._names.attributes(victim).size)
+        promote = self.make_room(promote)
         size = len(content) if content is not None else 0
         if len(self._flights) >= _QUEUE_LIMIT or self._held_bytes + size > self._limits.buffer_max:
             self._controller.deferred(promote)
@@ -206,25 +299,32 @@ class Engine:
         flight = Flight(promote, identity, content, file.retain() if file else None)
         self._held_bytes += size
         self._flights[promote.ino] = flight
-        line = self._copies if content is None else self._contents[promote.tier]
-        line.put(flight)
+        lines = self._copies if content is None else self._contents
+        lines[promote.tier].put(flight)
+        points.reached("copy-reserved")
         return True
 
     def remove_copy(self, ino: Ino, tier: int) -> None:
         """Remove a copy that placement has let go. Readers that have it open go on."""
         try:
             self._records.clear(ino)
-            self._tiers[tier].remove(ino)
+            points.reached("eviction-forgotten")
         except OSError as error:
-            self._tier_failed(self._tiers[tier], str(error))
+            self._ward.failed(self._tiers[tier], tier_error(error.errno, error.strerror))
+        self._removals[tier].put(ino)
 
     async def finish(self) -> None:
         """Commit what readers have fetched already and give up the rest: nobody reads any more."""
         self._rest_until = math.inf
-        for flight in self._copies.take(len(self._copies)):
-            self._give_up(flight, retry=True)
-        while any(flight.content is not None for flight in self._flights.values()):
-            await trio.sleep(_STEP_S)
+        try:
+            for line in self._copies.values():
+                for flight in line.take(len(line)):
+                    self._give_up(flight, retry=True)
+            while any(flight.content is not None for flight in self._flights.values()):
+                await trio.sleep(_STEP_S)
+            await self.removed()
+        finally:
+            self._ward.hurry()
 
     # -- the workers ---------------------------------------------------------------------------
 
@@ -232,12 +332,13 @@ class Engine:
         """Work until cancelled. Copies that are cancelled leave nothing behind."""
         try:
             async with trio.open_nursery() as nursery:
-                for _ in range(self._limits.copy_workers):
-                    nursery.start_soon(self._copy_worker)
                 for tier in self._tiers.values():
+                    for _ in range(self._limits.copy_workers):
+                        nursery.start_soon(self._copy_worker, tier)
                     nursery.start_soon(self._commit_worker, tier)
+                    nursery.start_soon(self._removal_worker, tier)
                 nursery.start_soon(self._keep_wanted_going)
-                nursery.start_soon(self._probe_tiers)
+                nursery.start_soon(self._ward.run)
         finally:
             for flight in list(self._flights.values()):
                 self._give_up(flight, retry=True)
@@ -247,7 +348,7 @@ class Engine:
         while True:
             await trio.sleep(_IDLE_S)
             while (
-                len(self._copies) < self._limits.copy_workers
+                self._copies_waiting() < self._limits.copy_workers
                 and trio.current_time() >= self._rest_until
             ):
                 promote = self._controller.next_wanted(self._item)
@@ -262,12 +363,13 @@ class Engine:
             return None
         return Item(ino, attributes.size, attributes.source_ino) if attributes.is_file else None
 
-    async def _copy_worker(self) -> None:
+    async def _copy_worker(self, tier: Tier) -> None:
+        line = self._copies[tier.number]
         while True:
-            await self._copies.wait()
-            for flight in self._copies.take(1):
+            await line.wait()
+            for flight in line.take(1):
                 with self._carrying([flight]):
-                    await self._copy(flight, self._tiers[flight.promote.tier])
+                    await self._copy(flight, tier)
 
     async def _commit_worker(self, tier: Tier) -> None:
         """One for each tier: more would fight over the interpreter instead of writing faster."""
@@ -276,9 +378,21 @@ class Engine:
             await line.wait()
             if len(line) < _BATCH:
                 await trio.sleep(_GATHER_S)
-            batch = line.take(_BATCH)
+            batch = line.take(_BATCH, most_bytes=self._batch_bytes)
             with self._carrying(batch):
                 await self._commit(batch, tier)
+
+    async def _removal_worker(self, tier: Tier) -> None:
+        removals = self._removals[tier.number]
+        while True:
+            inos = await removals.take()
+            try:
+                await self._ward.call(tier, _remove_all, tier, inos, files=len(inos))
+            except TierError as error:
+                # No record knows what is left: the next start removes it.
+                self._ward.failed(tier, error)
+            finally:
+                removals.done(len(inos))
 
     @contextmanager
     def _carrying(self, batch: list[Flight]) -> Iterator[None]:
@@ -290,33 +404,63 @@ class Engine:
             for flight in batch:
                 self._failed(flight, error)
         except Exception as error:
-            log.exception("a copy failed in a way that nobody foresaw")
+            self._limiter.exception(
+                log,
+                "unforeseen",
+                "a copy failed in a way that nobody foresaw, it will be tried again; please report"
+                " it",
+            )
             for flight in batch:
                 self._failed(flight, error)
         finally:
-            self.running -= len(batch)
+            for flight in batch:
+                if flight.is_left:
+                    self._free(flight)
+                else:
+                    self.running -= 1
 
     async def _commit(self, batch: list[Flight], tier: Tier) -> None:
-        """Commit files whose bytes are here."""
-        await self._require_room(tier, sum(flight.promote.size for flight in batch))
+        """Commit files whose bytes are here, as many as there is room for."""
+        fitting = [flight for flight in batch if await self._has_room(flight, tier)]
+        if not fitting:
+            return
         contents = [
-            Content(flight.promote.ino, flight.identity, flight.content)
-            for flight in batch
+            Content(flight.ino, flight.identity, flight.content, flight.given_up)
+            for flight in fitting
             if flight.content is not None
         ]
-        results = await self._tier_threads.run(commit_contents, tier, self._records, contents)
-        for flight, error in zip(batch, results, strict=True):
+        size = sum(flight.promote.size for flight in fitting)
+        results = await self._ward.call(
+            tier, commit_contents, tier, self._records, contents, files=len(fitting), size=size
+        )
+        for flight, error in zip(fitting, results, strict=True):
             if error is None:
                 self._arrived(flight)
             else:
-                self._failed(flight, _tier_error(error.errno, error.strerror))
+                self._failed(flight, tier_error(error.errno, error.strerror))
+
+    async def _has_room(self, flight: Flight, tier: Tier) -> bool:
+        """Whether there is room for a copy, and what was to be removed is; else it is given up."""
+        await self._removals[tier.number].wait()
+        try:
+            if await self._ward.take_room(tier, flight.promote.size):
+                return True
+        except TierError as error:
+            self._failed(flight, error)
+        else:
+            # Others have taken it since the room was reserved: as if it had not been opened yet.
+            if not flight.is_left:
+                self._give_up(flight, retry=False)
+        return False
 
     async def _copy(self, flight: Flight, tier: Tier) -> None:
         """Copy a file from the source; a small one is only fetched, its commit comes later."""
-        ino, size = flight.promote.ino, flight.promote.size
-        await self._require_room(tier, size)
+        ino, size = flight.ino, flight.promote.size
+        if not await self._has_room(flight, tier):
+            return
         if size <= self._limits.inline_max:
             await self._fetch(flight)
+            _require_wanted(flight)
             self._contents[tier.number].put(flight)
             return
         if flight.file is None:
@@ -325,7 +469,7 @@ class Engine:
             )
             self._metrics.source_opened(copy=True)
         file = flight.file
-        with await self._in_tier(tier.stage, ino) as staged:
+        async with self._stage(tier, ino) as staged:
             offset = 0
             while offset < size:
                 count = min(TURN_BYTES, size - offset)
@@ -337,10 +481,19 @@ class Engine:
                 if not turn.pieces:
                     break
                 offset += turn.size
-                await self._in_tier(append_all, staged, turn.pieces)
+                _require_wanted(flight)
+                await self._ward.call(tier, append_all, staged, turn.pieces, size=turn.size)
             await self._source_threads.run(check_unchanged, file, flight.identity)
-            await self._in_tier(commit, tier, self._records, staged, ino, flight.identity)
+            await self._ward.call(tier, commit, tier, self._records, staged, flight)
         self._arrived(flight)
+
+    @asynccontextmanager
+    async def _stage(self, tier: Tier, ino: Ino) -> AsyncIterator[Staged]:
+        staged = await self._ward.call(tier, tier.stage, ino)
+        try:
+            yield staged
+        finally:
+            await self._ward.call(tier, staged.close)
 
     async def _fetch(self, flight: Flight) -> None:
         """Take a small file whole, through the descriptor of a reader if there is one."""
@@ -366,12 +519,6 @@ class Engine:
         self._metrics.source_bytes[1] += size
         flight.content = fetched.data
 
-    async def _in_tier(self, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        try:
-            return await self._tier_threads.run(call, *args)
-        except OSError as error:
-            raise _tier_error(error.errno, error.strerror) from error
-
     async def _courtesy(self, ino: Ino, file: SourceFile | None, end: int) -> None:
         """Let readers of the source go first, unless one has just read the bytes up to ``end``."""
         patience = trio.current_time() + _COURTESY_S
@@ -385,10 +532,14 @@ class Engine:
     # -- how a flight ends ---------------------------------------------------------------------
 
     def _arrived(self, flight: Flight) -> None:
-        self._forget(flight)
         promote = flight.promote
+        if flight.is_left:
+            self._undo(flight)
+            return
+        self._forget(flight)
         self._controller.committed(promote.item, promote.tier)
         self._metrics.promoted(promote.tier, promote.size)
+        self._ward.copy_arrived(promote.tier)
         self._rest_s = _BACKOFF_S[0]
         if self._names.attributes(promote.ino).identity != flight.identity:
             # The file changed after its bytes were read, and a reader has noticed meanwhile.
@@ -396,80 +547,84 @@ class Engine:
             self.remove_copy(promote.ino, promote.tier)
 
     def _failed(self, flight: Flight, error: Exception) -> None:
-        if self._flights.get(flight.promote.ino) is not flight:
+        if self._flights.get(flight.ino) is not flight:
             return
         tier = self._tiers[flight.promote.tier]
         if isinstance(error, SourceChanged):
             self._metrics.promotion_failed("source-changed")
             self._give_up(flight, retry=False)
-            self._changed(flight.promote.ino)
+            self._changed(flight.ino)
             return
         kind = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
         self._metrics.promotion_failed(kind)
-        if isinstance(error, TierError):
-            self._tier_failed(tier, str(error))
         self._limiter.warning(
             log,
             f"copy {kind}",
-            "copy to tier %s given up, will be tried again: %s",
+            "copy to tier %s given up, will be tried again: %s: %s (%s); its readers have the"
+            " source",
             tier.name,
+            self._told(flight.ino),
             error,
+            kind,
         )
         if trio.current_time() >= self._rest_until:
             # Those that were under way with it fail for the same reason: they are one failure.
             self._rest_until = trio.current_time() + self._rest_s
             self._rest_s = min(2 * self._rest_s, _BACKOFF_S[1])
         self._give_up(flight, retry=True)
+        if isinstance(error, TierError):
+            self._ward.failed(tier, error)
+
+    def _told(self, ino: Ino) -> str:
+        try:
+            return repr(os.fsdecode(self._names.path(ino)))
+        except MonarchError:
+            return f"inode {ino}"
+
+    def _tier_is_out(self, number: int) -> None:
+        """Nothing waits for it any more; what hangs there is left to itself."""
+        for line in (self._copies[number], self._contents[number]):
+            for flight in line.take(len(line)):
+                self._give_up(flight, retry=True)
+        if not self._ward.answers(number):
+            for flight in list(self._flights.values()):
+                if flight.promote.tier == number:
+                    flight.is_left = True
+                    self.running -= 1
+                    del self._flights[flight.ino]
+                    self._controller.abandoned(flight.promote.item, number, retry=True)
+
+    def _undo(self, flight: Flight) -> None:
+        """Nobody waits for this copy any more, but it came all the same.
+
+        Its record may be in the place of another tier's, which is then a copy that no record knows.
+        """
+        number = self._controller.dropped(flight.ino, flight.promote.size)
+        for tier in {number, flight.promote.tier} - {SOURCE}:
+            self.remove_copy(flight.ino, tier)
 
     def _give_up(self, flight: Flight, *, retry: bool) -> None:
         self._forget(flight)
         self._controller.abandoned(flight.promote.item, flight.promote.tier, retry=retry)
 
     def _forget(self, flight: Flight) -> None:
-        del self._flights[flight.promote.ino]
+        del self._flights[flight.ino]
+        self._free(flight)
+
+    def _free(self, flight: Flight) -> None:
         if flight.content is not None:
             self._held_bytes -= len(flight.content)
+            flight.content = None
         if flight.file is not None:
             flight.file.release()
-
-    # -- tiers that cannot take copies -----------------------------------------------------------
-
-    async def _require_room(self, tier: Tier, size: int) -> None:
-        """Raises TierError unless the disk keeps its free share after ``size`` more bytes."""
-        health = self._health[tier.number]
-        now = trio.current_time()
-        if now - health.looked_s > _SPACE_AGE_S:
-            health.available = (await self._in_tier(tier.space)).available
-            health.looked_s = now
-        if health.available - size < self._keep_free[tier.number]:
-            raise _tier_error(errno.ENOSPC, "no room beyond what is kept free")
-        health.available -= size
-
-    def _tier_failed(self, tier: Tier, why: str) -> None:
-        """Take the tier out of service for new copies; ``_probe_tiers`` brings it back."""
-        self._ledger.close(tier.number)
-        self._health[tier.number].why = why
-        self._metrics.error(f"tier-{tier.name}")
-
-    async def _probe_tiers(self) -> None:
-        while True:
-            await trio.sleep(_PROBE_S)
-            for tier in self._tiers.values():
-                health = self._health[tier.number]
-                if not health.why:
-                    continue
-                try:
-                    await self._in_tier(tier.probe)
-                    await self._require_room(tier, 0)
-                except TierError as error:
-                    health.why = str(error)
-                    continue
-                log.info("tier %s takes copies again", tier.name)
-                health.why = ""
-                self._ledger.open(tier.number)
+            flight.file = None
 
 
-def _tier_error(number: int | None, words: str | None) -> TierError:
-    error = TierError(words or "the tier failed")
-    error.errno = number or errno.EIO
-    return error
+def _remove_all(tier: Tier, inos: list[Ino]) -> None:
+    for ino in inos:
+        tier.remove(ino)
+
+
+def _require_wanted(flight: Flight) -> None:
+    if flight.is_left:
+        raise tier_error(errno.ETIMEDOUT, "the tier does not answer")

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class Changes:
-    """``bindings`` are the open inodes. ``remove_copy`` takes an inode and the tier to clear.
+    """``bindings`` are the open inodes. ``remove_copy`` takes an inode and the tier to clear,
+    ``copy_unreadable`` the tier of a copy that could not be read, and the error.
 
     ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
     ``names_changed`` that the listing of a directory is. ``is_held_elsewhere`` says whether
@@ -46,6 +47,7 @@ class Changes:
         controller: Controller,
         metrics: Metrics,
         remove_copy: Callable[[Ino, int], None],
+        copy_unreadable: Callable[[int, OSError], None],
         attributes_changed: Callable[[Ino], None],
         names_changed: Callable[[Ino], None],
         is_held_elsewhere: Callable[[Ino], bool],
@@ -57,6 +59,7 @@ class Changes:
         self._controller = controller
         self._metrics = metrics
         self._remove_copy = remove_copy
+        self._copy_unreadable = copy_unreadable
         self._attributes_changed = attributes_changed
         self._names_changed = names_changed
         self._is_held_elsewhere = is_held_elsewhere
@@ -159,7 +162,9 @@ class Changes:
         """
         file.retain()
         try:
-            now = await self._inquiry.ask(ino, identity_now, file.fd)
+            now = await self._inquiry.ask(
+                ino, self._inquiry.source.on, file, self._names.path(ino), identity_now
+            )
         finally:
             file.release()
         known = self._names.attributes(ino)
@@ -180,16 +185,19 @@ class Changes:
 
     def copy_failed(self, attributes: Attributes, tier: int, error: OSError) -> None:
         """A copy that cannot be read is a miss, not an error."""
-        self._metrics.error(f"copy-{errno.errorcode.get(error.errno or 0, 'error')}")
+        kind = errno.errorcode.get(error.errno or 0, "error")
+        self._metrics.error(f"copy-{kind}")
         self._limiter.warning(
             log,
             f"copy {tier}",
-            "tier %s: copy of %s dropped: %s",
+            "tier %s: copy of %s dropped, and the source read instead: %s (%s)",
             self._metrics.names[tier],
             self._inquiry.told(attributes.ino),
             error.strerror,
+            kind,
         )
         self.forget_copy(attributes.ino)
+        self._copy_unreadable(tier, error)
 
     def forget_copy(self, ino: Ino) -> int:
         """Drop the copy of ``ino`` if there is one; its size in bytes."""

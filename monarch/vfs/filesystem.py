@@ -15,9 +15,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from contextlib import suppress
+from typing import Literal, Protocol, TypeVar
 
 import trio
+from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.errors import SourceChanged, SourceError
 from monarch.metrics import Metrics
@@ -27,9 +29,9 @@ from monarch.placement.epochs import Epochs
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
 from monarch.settings import LimitSettings
-from monarch.threads import Threads
 from monarch.tiers.directory import Tier
-from monarch.tiers.records import Records
+from monarch.tiers.records import Record, Records
+from monarch.tiers.seal import BrokenSeal
 from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
 from monarch.transfer.readers import Readers
 from monarch.types import Attributes, Identity, Ino
@@ -39,6 +41,9 @@ from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import Account, FastPath
 
 log = logging.getLogger(__name__)
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
 
 XATTR_TIER = b"user.monarch.tier"
 XATTR_STATE = b"user.monarch.state"
@@ -65,9 +70,19 @@ class Flight(Protocol):
     def file(self) -> SourceFile | None: ...
 
 
-class Movement(Protocol):
-    """What the file system asks of the transfer engine. Nothing here waits."""
+# What this process or machine is short of, or a tier that does not answer: nothing that says
+# anything of the copy.
+_NOT_THE_COPY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT})
 
+
+class Movement(Protocol):
+    """What the file system asks of the transfer engine. Only what is a coroutine waits.
+
+    ``ask`` runs a call that reads so many bytes of a copy, in a thread. Raises OSError, ETIMEDOUT
+    if the tier hangs. Tiers for which ``is_read`` is False are passed by.
+    """
+
+    def make_room(self, promote: Promote) -> Promote: ...
     def submit(
         self,
         promote: Promote,
@@ -78,7 +93,17 @@ class Movement(Protocol):
     ) -> bool: ...
     def flight(self, ino: Ino) -> Flight | None: ...
     def remove_copy(self, ino: Ino, tier: int) -> None: ...
+    async def removed(self) -> None: ...
     def has_place(self) -> bool: ...
+    def is_read(self, tier: int) -> bool: ...
+    def copy_unreadable(self, tier: int, error: OSError) -> None: ...
+    async def ask(
+        self,
+        tier: int,
+        function: Callable[[Unpack[Args]], T],
+        *args: Unpack[Args],
+        size: int = 0,
+    ) -> T: ...
 
 
 class _Opening:
@@ -95,9 +120,11 @@ class FileSystem:
 
     ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
     ``names_changed`` that a directory's listing is. ``store_pages`` gives it the bytes of a file
-    that is being opened. ``verify`` says when a copy is checked before use
+    that is being opened, ``forget_pages`` has it drop those of a file that no open is told of.
+    ``verify`` says when a copy is checked before use
     (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
-    thing; ``opens_are_told`` is False if the kernel only reads.
+    thing; ``opens_are_told`` is False if the kernel only reads, ``kernel_reads`` True if it reads
+    copies by itself.
     """
 
     def __init__(
@@ -114,13 +141,14 @@ class FileSystem:
         metrics: Metrics,
         limits: LimitSettings,
         readers: Readers,
-        tier_threads: Threads,
         verify: Literal["unclean", "open", "never"],
         attributes_changed: Callable[[Ino], None],
         names_changed: Callable[[Ino], None],
         store_pages: Callable[[Ino, bytes], None],
+        forget_pages: Callable[[Ino], None],
         fast: FastPath | None,
         opens_are_told: bool,
+        kernel_reads: bool,
     ) -> None:
         self.names = names
         self._inquiry = inquiry
@@ -133,11 +161,12 @@ class FileSystem:
         self._metrics = metrics
         self._limits = limits
         self._readers = readers
-        self._tier_threads = tier_threads
         self._verify = verify
         self._store_pages = store_pages
         self._fast = fast
+        self._forget_pages = forget_pages
         self._opens_are_told = opens_are_told
+        self._kernel_reads = kernel_reads
         # When a binding that no open made may go.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
@@ -152,6 +181,7 @@ class FileSystem:
             controller=controller,
             metrics=metrics,
             remove_copy=movement.remove_copy,
+            copy_unreadable=movement.copy_unreadable,
             attributes_changed=attributes_changed,
             names_changed=names_changed,
             is_held_elsewhere=fast.outdate if fast is not None else lambda _: False,
@@ -204,8 +234,9 @@ class FileSystem:
             except BaseException:
                 self.release(ino)
                 raise
-        keep_pages = not self._residency.is_changed(ino)
+        keep_pages = not (self._residency.is_changed(ino) or self._residency.is_spoiled(ino))
         self._residency.unmark_changed(ino)
+        self._residency.unmark_spoiled(ino)
         self._hand_over(binding)
         self._count_open(binding, started)
         return keep_pages
@@ -382,35 +413,53 @@ class FileSystem:
         """From the copy, if there is one and it is believed; else it is dropped, and None."""
         ino = attributes.ino
         number = self._residency.tier_of(ino)
-        if number == SOURCE:
+        if number == SOURCE or not self._movement.is_read(number):
             return None
         tier = self._tiers[number]
         try:
-            if self._verify == "open" or self._residency.is_unverified(ino):
-                await self._verify_copy(tier, attributes)
-            fd = tier.open(ino, attributes.size)
+            fd = await self._open_copy(tier, attributes)
         except OSError as error:
-            # What this process or machine is short of says nothing of the copy.
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            if error.errno not in _NOT_THE_COPY:
                 self.changes.copy_failed(attributes, number, error)
+                self._spoil_pages(ino)
             return None
-        if self._residency.tier_of(ino) != number:
-            # Evicted while it was verified.
+        known = self.names.attributes(ino).identity
+        if self._residency.tier_of(ino) != number or known != attributes.identity:
+            # Evicted meanwhile, or replaced by the copy of another version.
             os.close(fd)
             return None
         self._controller.opened(self._item(attributes))
         return Binding(ino, attributes.size, tier=number, fd=fd)
 
-    async def _verify_copy(self, tier: Tier, attributes: Attributes) -> None:
-        """Compare the copy with its record. Raises OSError, ESTALE if it is another."""
-        ino = attributes.ino
+    async def _open_copy(self, tier: Tier, attributes: Attributes) -> int:
+        """A descriptor of the copy, which is believed or compared with its digest first.
+
+        Raises OSError, ESTALE if it is another.
+        """
+        ino, identity = attributes.ino, attributes.identity
+        if self._verify != "open" and not self._residency.is_unverified(ino):
+            with suppress(BrokenSeal):
+                return await self._opened(tier, attributes)
         record = self._records.get(ino)
-        if record is None or record.identity != attributes.identity:
+        if record is None or record.identity != identity:
             raise OSError(errno.ESTALE, "no record of this version")
-        digest = await self._tier_threads.run(tier.digest, ino, attributes.size)
-        if digest != record.digest:
-            raise OSError(errno.ESTALE, "the copy's digest is not the recorded one")
+        await self._movement.ask(
+            tier.number, tier.verify, ino, identity, record.digest, size=identity.size
+        )
+        self.confirm_copy(ino, record)
+        return await self._opened(tier, attributes)
+
+    def confirm_copy(self, ino: Ino, record: Record) -> None:
+        """The copy was compared with this record of it: believe it, in the mounts to come too."""
         self._residency.mark_verified(ino)
+        # If the state cannot be written, the next mount compares once more.
+        with suppress(OSError):
+            self._records.confirm(ino, record)
+
+    async def _opened(self, tier: Tier, attributes: Attributes) -> int:
+        if tier.in_memory:
+            return tier.open(attributes.ino, attributes.identity)
+        return await self._movement.ask(tier.number, tier.open, attributes.ino, attributes.identity)
 
     async def _bind_flight(self, attributes: Attributes) -> Binding | None:
         """Share the bytes or the descriptor of a copy under way: the source is not asked twice."""
@@ -424,7 +473,7 @@ class FileSystem:
             file = flight.file.retain()
             binding = Binding(attributes.ino, attributes.size, file=file)
             try:
-                now = await self._inquiry.ask(attributes.ino, identity_now, file.fd)
+                now = await self._identity_now(attributes.ino, file)
             except BaseException:
                 binding.close()
                 raise
@@ -438,9 +487,11 @@ class FileSystem:
         ino, size = attributes.ino, attributes.size
         path = self.names.path(ino)
         promote = self._controller.opened(self._item(attributes))
+        if promote is not None:
+            promote = self._movement.make_room(promote)
         file: SourceFile | None = None
         fetched: Fetched | None = None
-        store = store and not self._residency.is_changed(ino)
+        store = store and not (self._residency.is_changed(ino) or self._residency.is_spoiled(ino))
         try:
             small = size <= self._limits.inline_max
             if small and self._held_bytes + size <= self._limits.buffer_max:
@@ -505,14 +556,17 @@ class FileSystem:
             else:
                 data = _read_if_in_memory(binding.fd, offset, size)
             if len(data) < size:
-                data = await self._tier_threads.run(_read_all, binding.fd, offset, size)
+                data = await self._movement.ask(
+                    binding.tier, _read_all, binding.fd, offset, size, size=size
+                )
             if len(data) == size:
                 return data
             failure = OSError(errno.ESTALE, "the copy is shorter than its record says")
         except OSError as error:
             failure = error
         # The copy is lost, the reader is not: the rest of this file comes from the source.
-        self.changes.copy_failed(self.names.attributes(binding.ino), binding.tier, failure)
+        if failure.errno not in _NOT_THE_COPY:
+            self.changes.copy_failed(self.names.attributes(binding.ino), binding.tier, failure)
         if binding.fd >= 0:
             path = self.names.path(binding.ino)
             identity = self.names.attributes(binding.ino).identity
@@ -531,7 +585,10 @@ class FileSystem:
         file.retain()
         self._readers.begin()
         try:
-            data = await self._inquiry.ask(binding.ino, _read_all, file.fd, offset, size)
+            path = self.names.path(binding.ino)
+            data = await self._inquiry.ask(
+                binding.ino, self._inquiry.source.on, file, path, _read_all, offset, size
+            )
             if not data and offset < binding.size:
                 await self._require_end(binding.ino, file, offset)
         finally:
@@ -551,6 +608,43 @@ class FileSystem:
         if tier != SOURCE:
             self._metrics.evicted(tier, size)
         return size
+
+    async def evicted(self) -> None:
+        """Until what was evicted is gone from the disks of the tiers that answer."""
+        await self._movement.removed()
+
+    async def drop_damaged(self, ino: Ino, tier: int, error: OSError) -> bool:
+        """Drop a copy that may have been read and is not what was recorded; False if it is gone.
+
+        Nobody shall read it again: who has it open goes on at the source, unless the kernel reads
+        for him. He would take an empty copy for the end of the file, so he keeps the damaged one
+        until he closes it.
+        """
+        fd = -1
+        try:
+            if not self._kernel_reads:
+                with suppress(OSError):
+                    fd = await self._movement.ask(tier, self._tiers[tier].open_to_empty, ino)
+            if self._residency.tier_of(ino) != tier:
+                return False
+            self.changes.copy_failed(self.names.attributes(ino), tier, error)
+            self._spoil_pages(ino)
+            emptied, fd = fd, -1
+            if emptied >= 0:
+                # A disk that hangs keeps the descriptor: its number must not become another's.
+                with suppress(OSError):
+                    await self._movement.ask(tier, _empty, emptied)
+            return True
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _spoil_pages(self, ino: Ino) -> None:
+        """The kernel may hold pages of a copy that is damaged, and shall not show them again."""
+        if self._opens_are_told:
+            self._residency.mark_spoiled(ino)
+        else:
+            self._forget_pages(ino)
 
     def has_place_to_warm(self) -> bool:
         """Whether ``warm`` would start a copy soon instead of only noting the wish."""
@@ -597,8 +691,19 @@ class FileSystem:
         that it has sent ahead into a file that was cut meanwhile, one far behind the new end must
         not be the first: what lies between would be read as zeros.
         """
-        if (await self._inquiry.ask(ino, identity_now, file.fd)).size < offset:
+        if (await self._identity_now(ino, file)).size < offset:
             raise SourceError(f"{self._inquiry.told(ino)}: cut short", errno=errno.ESTALE)
+
+    async def _identity_now(self, ino: Ino, file: SourceFile) -> Identity:
+        path = self.names.path(ino)
+        return await self._inquiry.ask(ino, self._inquiry.source.on, file, path, identity_now)
+
+
+def _empty(fd: int) -> None:
+    try:
+        os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
 
 
 def _read_if_in_memory(fd: int, offset: int, size: int) -> bytes | bytearray:

@@ -1,7 +1,7 @@
 """Asking the source on behalf of a reader: in a thread, with its errors turned into ours.
 
-What the source answers badly is told here once: a line in the log that is not repeated for every
-read, a counter, and the trouble that ``status`` shows.
+What the source answers badly, or not at all, is told here once: a line in the log that is not
+repeated for every read, a counter, and the trouble that ``status`` shows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import errno
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import trio
@@ -20,6 +22,7 @@ from monarch.errors import MonarchError, SourceChanged, SourceError
 from monarch.log import Limiter
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
+from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import Source
 from monarch.types import Ino
@@ -30,39 +33,71 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 # How long an error of the source counts as trouble that goes on. Seconds.
-_TROUBLE_S = 120.0
+_TROUBLE_S = 60.0
+# How long a call may last before the source counts as one that hangs. Seconds.
+_HANGS_S = 5.0
 # What a source says of a file that is not where, or not what, it was.
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What is wrong with the source and since when; ``hangs``: it does not answer at all."""
+
+    what: str
+    since_ns: int
+    hangs: bool
+
+
 class Inquiry:
-    """Calls of ``source``; ``names`` tells the path of an inode for messages."""
+    """Calls of ``source``; ``names`` tells the path of an inode for messages.
+
+    A call is given up after ``timeout_s``. ``oldest_elsewhere_s`` tells how long a call that was
+    not made here has waited for the source, 0 if there is none.
+    """
 
     def __init__(
-        self, source: Source, threads: Threads, *, names: Namespace, metrics: Metrics
+        self,
+        source: Source,
+        threads: Threads,
+        *,
+        names: Namespace,
+        metrics: Metrics,
+        timeout_s: float | None,
+        oldest_elsewhere_s: Callable[[], float],
     ) -> None:
         self.source = source
         self._threads = threads
         self._names = names
         self._metrics = metrics
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._oldest_elsewhere_s = oldest_elsewhere_s
         self._limiter = Limiter(60.0)
-        self._trouble = (-math.inf, "")
+        # When the errors began that go on, when the last came (of the loop's clock), what it was.
+        self._failing: tuple[float, float, str] | None = None
 
-    @property
-    def trouble(self) -> str:
-        """What the source answered if it failed in the last minutes, else empty."""
-        when, what = self._trouble
-        return what if trio.current_time() - when < _TROUBLE_S else ""
+    def trouble(self) -> Trouble | None:
+        """That the source does not answer now, or has failed within the last minute."""
+        oldest_s = max(self._threads.oldest_s(), self._oldest_elsewhere_s())
+        if oldest_s > _HANGS_S:
+            return Trouble("does not answer", time.time_ns() - int(oldest_s * 1e9), hangs=True)
+        now = trio.current_time()
+        if self._failing is None or now - self._failing[1] > _TROUBLE_S:
+            return None
+        began, _, what = self._failing
+        return Trouble(what, time.time_ns() - int((now - began) * 1e9), hangs=False)
 
     async def ask(self, ino: Ino, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """Run a call that asks the source about ``ino``. Raises SourceChanged, SourceError."""
         try:
-            return await self._threads.run(call, *args)
+            with trio.move_on_after(self._timeout_s):
+                return await self._threads.run(call, *args)
         except OSError as error:
             number = error.errno or errno.EIO
             if number in _NOT_THERE:
                 raise SourceChanged(f"{self.told(ino)}: {error.strerror}") from error
             raise self.failed(ino, number) from error
+        raise self.failed(ino, errno.ETIMEDOUT)
 
     async def status(self, ino: Ino, path: bytes) -> os.stat_result | None:
         """What the source tells of a path; None if it has no such name. Raises SourceError."""
@@ -81,10 +116,28 @@ class Inquiry:
         except MonarchError:
             return f"inode {ino}"
 
+    def timed_out_elsewhere(self, callers: int) -> None:
+        """Count and log that so many calls of the source beside the event loop were given up."""
+        for _ in range(callers):
+            self._note(errno.ETIMEDOUT, "a file")
+
     def failed(self, ino: Ino, number: int) -> SourceError:
         """Count and log that the source answered with ``number``; the error to raise."""
-        told, words = self.told(ino), os.strerror(number)
+        told = self.told(ino)
+        self._note(number, told)
+        return SourceError(f"{told}: {os.strerror(number)}", errno=number)
+
+    def _note(self, number: int, told: str) -> None:
+        words = errno_words(number)
         self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
-        self._trouble = (trio.current_time(), words)
-        self._limiter.warning(log, f"source {number}", "source: %s: %s", told, words)
-        return SourceError(f"{told}: {words}", errno=number)
+        now = trio.current_time()
+        goes_on = self._failing is not None and now - self._failing[1] <= _TROUBLE_S
+        began = self._failing[0] if self._failing is not None and goes_on else now
+        self._failing = (began, now, words)
+        self._limiter.warning(
+            log,
+            f"source {number}",
+            "source: %s: %s; who asked for it got that error",
+            told,
+            words,
+        )

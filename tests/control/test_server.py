@@ -131,6 +131,7 @@ async def test_an_error_of_the_tree_arrives_as_itself(path: Path, verb: str) -> 
             await ask(path, verb)
 
 
+@pytest.mark.fault("M6")
 async def test_an_unexpected_exception_is_answered_and_logged_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +182,7 @@ async def test_a_request_too_long_is_refused_before_it_is_sent(path: Path) -> No
     ],
     ids=lambda garbage: repr(garbage[:40]),
 )
+@pytest.mark.fault("I3")
 async def test_garbage_is_answered_and_the_next_is_served(path: Path, garbage: bytes) -> None:
     async with serving(path):
         reply = await say(path, garbage)
@@ -194,6 +196,7 @@ async def test_a_huge_line_is_cut_off(path: Path) -> None:
         assert "at most" in reply["error"]
 
 
+@pytest.mark.fault("I3")
 async def test_half_a_message_is_refused_when_the_client_ends(path: Path) -> None:
     async with serving(path):
         reply = await say(path, b'{"verb": "echo", ', end=True)
@@ -288,6 +291,7 @@ async def test_the_reply_to_stop_arrives_although_the_server_ends(path: Path) ->
     assert not path.exists()
 
 
+@pytest.mark.fault("I3")
 async def test_a_thousand_connections_are_answered_and_leave_nothing(path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     outcomes: list[str] = []
@@ -313,6 +317,7 @@ async def test_a_thousand_connections_are_answered_and_leave_nothing(path: Path)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.fault("I3", "M4")
 async def test_idle_connections_beyond_the_limit_are_told_so(path: Path) -> None:
     async with serving(path):
         held = [await trio.open_unix_socket(path) for _ in range(MAX_CONNECTIONS)]
@@ -366,6 +371,7 @@ def in_a_child(uid: int, task: Callable[[], None]) -> int:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.fault("I3", "Security")
 async def test_another_user_is_refused_by_the_file_and_by_the_server(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

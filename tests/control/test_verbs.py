@@ -22,9 +22,10 @@ from monarch import doctor
 from monarch.cli import evict, status, warm
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
+from monarch.health import health_of
 from monarch.registry import MountRecord, Registry, process_started
 from monarch.report import EvictReport, WarmProgress, WarmReport
-from tests.reports import a_report
+from tests.reports import a_problem, a_report
 
 
 @pytest.fixture
@@ -138,7 +139,8 @@ async def test_a_hostile_name_cannot_speak_to_the_terminal(
 ) -> None:
     daemon = Daemon()
     name = os.fsdecode(b"/pfs/\x1b[31m[bold]\xff\n")
-    daemon.report = dataclasses.replace(daemon.report, source=name, health=[name])
+    health = health_of([a_problem(what=name)])
+    daemon.report = dataclasses.replace(daemon.report, source=name, health=health)
     async with serving(state, daemon.verbs()):
         await run(status.status)
         await run(status.status, "/mnt/data")
@@ -181,6 +183,7 @@ async def test_a_daemon_of_another_version_is_told_apart(state: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [status.status, warm.warm])
+@pytest.mark.fault("I2")
 async def test_what_is_no_mount_is_exit_code_9(state: Path, command: click.Command) -> None:
     with pytest.raises(NotMountedError, match="is not in a Monarch mount") as caught:
         await run(command, "/somewhere")

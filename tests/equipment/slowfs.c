@@ -1,16 +1,33 @@
-/* slowfs: test equipment. A loopback FUSE file system that behaves like a busy parallel file system: latency per call,
- * a limited number of metadata slots, a smooth bandwidth cap, errors, hangs, and counters that no one under test can bend.
+/* slowfs: test equipment. A loopback FUSE file system that behaves like a busy parallel file
+ * system, or like a disk that is full or dying: latency per call, metadata slots, smooth bandwidth
+ * caps, errors, hangs, wrong bytes, and counters that no one under test can bend. It keeps times to
+ * the nanosecond, holes, and open files that were unlinked (read, but fstat is ESTALE), so it can
+ * be a tier as well.
  *
- *   gcc -O2 -Wall slowfs.c -o slowfs $(pkg-config --cflags --libs fuse3) -lm
- *   SLOW_ROOT=/backing SLOW_CTL=/path/ctl ./slowfs MOUNTPOINT -o allow_other,max_threads=128,max_idle_threads=128
+ *   gcc -O2 slowfs.c -o slowfs $(pkg-config --cflags --libs fuse3) -lm
+ *   SLOW_ROOT=/backing SLOW_CTL=/path/ctl ./slowfs MOUNTPOINT -o max_threads=128
  *
- * The control file is text and is read again within 50 ms of a change. Its lines (OP: getattr open read readdir create
- * write unlink mkdir rmdir rename truncate fsync readlink symlink statfs, or *):
- *   lat OP MS             latency of each call          jitter SIGMA        log-normal spread of it
- *   slots N               metadata calls served at once read_MBps N         bandwidth cap over all readers
- *   err OP ERRNO REGEX    fail calls on matching paths  hang OP REGEX       hang them until the line is gone
- * Counters: cat MOUNTPOINT/.slowfs-stats: calls of each OP, bytes read, and how often the control file was read
- * (loads), so that a test can wait for its rules to hold. SLOW_ATTR_S sets the attribute timeout (default 1 s).
+ * The control file is text and is read again within 50 ms of a change. Its lines:
+ *
+ *   lat OP MS [REGEX]    latency of each call           jitter SIGMA     log-normal spread of it
+ *   slots N              metadata calls served at once
+ *   read_MBps N          bandwidth of all readers       write_MBps N     of all writers together
+ *   err OP ERRNO REGEX   fail calls, with 5 or with EIO
+ *   hang OP REGEX        hang calls until the line is gone (a caller who is killed goes)
+ *   bad FROM REGEX       reads that reach beyond byte FROM fail with EIO
+ *   cut AT REGEX         reads end at byte AT, whatever size getattr tells
+ *   short OP REGEX       read or write half of what is asked for (of files opened since)
+ *   flip OP REGEX        read or write the first byte of each call with its lowest bit wrong
+ *   free BYTES           statfs tells so; so much can be written, then ENOSPC (none comes back)
+ *
+ * OP: getattr open read readdir create write unlink mkdir rmdir rename truncate fsync readlink
+ * symlink statfs setattr, or *. REGEX has no blanks and is searched in the path from the mount
+ * point: /a/b. Of the lines of one kind that match (err and hang are one kind) the last holds.
+ *
+ * Counters: cat MOUNTPOINT/.slowfs-stats: calls of each OP, bytes read and written, calls that hang
+ * now (hanging), and how often the control file was read (loads), so that a test can wait for its
+ * rules to hold. What the kernel keeps is not asked for: attributes and names for SLOW_ATTR_S
+ * seconds (default 1), a file's pages until its next open.
  * A FUSE mount may back a FUSE passthrough file, so the datapath can be tested over it. */
 #define FUSE_USE_VERSION 35
 #define _GNU_SOURCE
@@ -30,9 +47,9 @@
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
-/* Debian 12's libfuse 3.14.0 never passes FUSE_PARALLEL_DIROPS on to the kernel (libfuse PR #861), so lookups
- * of one directory are serialised; put the bit (1<<18) into the INIT reply, the first 16+64-byte message
- * libfuse writes, ourselves */
+/* Debian 12's libfuse 3.14.0 never passes FUSE_PARALLEL_DIROPS on to the kernel (libfuse PR #861),
+ * so lookups of one directory are serialised; put the bit (1<<18) into the INIT reply, the first
+ * 16+64-byte message libfuse writes, ourselves */
 ssize_t writev(int fd, const struct iovec *v, int n) {
     static int done;
     if (!done && n == 2 && v[0].iov_len == 16 && v[1].iov_len == 64) {
@@ -57,30 +74,40 @@ enum {
     READLINK,
     SYMLINK,
     STATFS,
+    SETATTR,
     NOPS
 };
-static const char *NM[] = {"getattr",  "open",   "read",     "readdir", "create",
-                           "write",    "unlink", "mkdir",    "rmdir",   "rename",
-                           "truncate", "fsync",  "readlink", "symlink", "statfs"};
+static const char *NM[] = {"getattr",  "open",    "read",   "readdir", "create",   "write",
+                           "unlink",   "mkdir",   "rmdir",  "rename",  "truncate", "fsync",
+                           "readlink", "symlink", "statfs", "setattr"};
+enum kind { LAT, STOP, BAD, CUT, SHORT, FLIP };
 struct rule {
-    int op, err;
+    enum kind kind;
+    int op;   /* -1: any */
+    double n; /* LAT: ms; STOP: the errno, 0 hangs; BAD, CUT: bytes */
     regex_t rx;
     struct rule *next;
-}; /* op -1: any; err 0: hang */
+};
 struct conf {
-    double lat[NOPS], jit, bw;
+    double jit, read_bw, write_bw;
     int slots;
+    long long free; /* -1: as it is */
     struct rule *rules;
+};
+/* An open file. Its path is the one it was opened by. */
+struct file {
+    int fd;
+    char path[];
 };
 static struct conf *cf;
 static pthread_rwlock_t cl = PTHREAD_RWLOCK_INITIALIZER;
 static char root[4096], *ctl;
 static struct timespec cm;
-static unsigned long cnt[NOPS], loads, read_bytes;
+static unsigned long cnt[NOPS], loads, hanging, read_bytes, write_bytes;
 static pthread_mutex_t ml = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t mc = PTHREAD_COND_INITIALIZER;
 static int busy;
-static double bwnext;
+static double read_next, write_next;
 static pthread_mutex_t bl = PTHREAD_MUTEX_INITIALIZER;
 static double now(void) {
     struct timespec t;
@@ -100,48 +127,61 @@ static int opn(const char *s) {
             return i;
     return -1;
 }
+static int errno_of(const char *s) {
+    for (int e = 1; e < 134; e++)
+        if (strerrorname_np(e) && !strcmp(s, strerrorname_np(e)))
+            return e;
+    return atoi(s);
+}
+static void add(struct conf *c, enum kind kind, const char *op, double n, const char *rx) {
+    struct rule *r = calloc(1, sizeof *r);
+    *r = (struct rule){.kind = kind, .op = opn(op), .n = n, .next = c->rules};
+    if (regcomp(&r->rx, rx, REG_EXTENDED | REG_NOSUB))
+        free(r);
+    else
+        c->rules = r;
+}
 __attribute__((noreturn)) static void *loader(void *a) {
     (void)a;
     for (;; nap(0.05)) { /* never ends */
         struct stat st;
-        if (!ctl || stat(ctl, &st) || (st.st_mtim.tv_sec == cm.tv_sec && st.st_mtim.tv_nsec == cm.tv_nsec))
+        if (!ctl || stat(ctl, &st) ||
+            (st.st_mtim.tv_sec == cm.tv_sec && st.st_mtim.tv_nsec == cm.tv_nsec))
             continue;
         cm = st.st_mtim;
         FILE *f = fopen(ctl, "r");
         if (!f)
             continue;
         struct conf *n = calloc(1, sizeof *n);
-        char line[1024], op[64], rx[512];
+        n->free = -1;
+        char line[1024], op[64], name[64], rx[512];
         double d;
-        int e;
         while (fgets(line, sizeof line, f)) {
-            if (sscanf(line, "lat %63s %lf", op, &d) == 2) {
-                if (*op == '*')
-                    for (int i = 0; i < NOPS; i++)
-                        n->lat[i] = d;
-                else if (opn(op) >= 0)
-                    n->lat[opn(op)] = d;
-            } else if (sscanf(line, "jitter %lf", &d) == 1)
+            strcpy(rx, ".*");
+            if (sscanf(line, "lat %63s %lf %511s", op, &d, rx) >= 2)
+                add(n, LAT, op, d, rx);
+            else if (sscanf(line, "err %63s %63s %511s", op, name, rx) == 3)
+                add(n, STOP, op, errno_of(name), rx);
+            else if (sscanf(line, "hang %63s %511s", op, rx) == 2)
+                add(n, STOP, op, 0, rx);
+            else if (sscanf(line, "bad %lf %511s", &d, rx) == 2)
+                add(n, BAD, "read", d, rx);
+            else if (sscanf(line, "cut %lf %511s", &d, rx) == 2)
+                add(n, CUT, "read", d, rx);
+            else if (sscanf(line, "short %63s %511s", op, rx) == 2)
+                add(n, SHORT, op, 0, rx);
+            else if (sscanf(line, "flip %63s %511s", op, rx) == 2)
+                add(n, FLIP, op, 0, rx);
+            else if (sscanf(line, "jitter %lf", &d) == 1)
                 n->jit = d;
-            else if (sscanf(line, "slots %d", &e) == 1)
-                n->slots = e;
+            else if (sscanf(line, "slots %lf", &d) == 1)
+                n->slots = d;
             else if (sscanf(line, "read_MBps %lf", &d) == 1)
-                n->bw = d * 1e6;
-            else {
-                int h = 0;
-                if (sscanf(line, "err %63s %d %511s", op, &e, rx) == 3 ||
-                    (h = sscanf(line, "hang %63s %511s", op, rx) == 2)) {
-                    struct rule *r = calloc(1, sizeof *r);
-                    r->op = opn(op);
-                    r->err = h ? 0 : e;
-                    if (regcomp(&r->rx, rx, REG_EXTENDED | REG_NOSUB)) {
-                        free(r);
-                        continue;
-                    }
-                    r->next = n->rules;
-                    n->rules = r;
-                }
-            }
+                n->read_bw = d * 1e6;
+            else if (sscanf(line, "write_MBps %lf", &d) == 1)
+                n->write_bw = d * 1e6;
+            else if (sscanf(line, "free %lf", &d) == 1)
+                n->free = d;
         }
         fclose(f);
         pthread_rwlock_wrlock(&cl);
@@ -150,33 +190,62 @@ __attribute__((noreturn)) static void *loader(void *a) {
         pthread_rwlock_unlock(&cl); /* the old one is leaked on purpose: a few hundred bytes */
     }
 }
+/* With the lock: the rule of a kind that holds for a call, or none. */
+static const struct rule *rule_for(enum kind kind, int op, const char *path) {
+    for (const struct rule *r = cf->rules; r; r = r->next)
+        if (r->kind == kind && (r->op < 0 || r->op == op) && !regexec(&r->rx, path, 0, 0, 0))
+            return r;
+    return 0;
+}
+/* Whether there is such a rule; *n is its number if there is. */
+static int ruled(enum kind kind, int op, const char *path, double *n) {
+    pthread_rwlock_rdlock(&cl);
+    const struct rule *r = rule_for(kind, op, path);
+    if (r && n)
+        *n = r->n;
+    pthread_rwlock_unlock(&cl);
+    return r != 0;
+}
+static void pay(double *next, double bytes, double bw) {
+    pthread_mutex_lock(&bl);
+    double n = now();
+    if (*next < n - 0.02)
+        *next = n - 0.02;
+    *next += bytes / bw;
+    double w = *next - n;
+    pthread_mutex_unlock(&bl);
+    nap(w);
+}
 static int gate(int op, const char *path, size_t bytes) {
-    double d, bw;
-    int slots, act;
+    double d, bw, act;
+    int slots;
     __atomic_fetch_add(&cnt[op], 1, __ATOMIC_RELAXED);
-    for (;;) {
+    for (int counted = 0;; counted = 1) {
         act = -1;
         pthread_rwlock_rdlock(&cl);
-        struct conf *c = cf;
-        for (struct rule *r = c->rules; r; r = r->next)
-            if ((r->op < 0 || r->op == op) && !regexec(&r->rx, path, 0, 0, 0)) {
-                act = r->err;
-                break;
-            }
-        d = c->lat[op] / 1e3;
-        bw = c->bw;
-        slots = c->slots;
-        if (d && c->jit) {
+        const struct rule *stop = rule_for(STOP, op, path), *lat = rule_for(LAT, op, path);
+        if (stop)
+            act = stop->n;
+        d = lat ? lat->n / 1e3 : 0;
+        bw = op == READ ? cf->read_bw : cf->write_bw;
+        slots = cf->slots;
+        if (d && cf->jit) {
             double u = drand48() + 1e-12, v = drand48();
-            d *= exp(c->jit * sqrt(-2 * log(u)) * cos(2 * M_PI * v));
+            d *= exp(cf->jit * sqrt(-2 * log(u)) * cos(2 * M_PI * v));
         }
         pthread_rwlock_unlock(&cl);
+        if (act == 0 && !counted)
+            __atomic_fetch_add(&hanging, 1, __ATOMIC_RELAXED);
+        /* as a hard mount of NFS: whoever hangs can be killed */
+        int over = act == 0 && fuse_interrupted();
+        if (counted && (act != 0 || over))
+            __atomic_fetch_sub(&hanging, 1, __ATOMIC_RELAXED);
+        if (over)
+            return -EINTR;
         if (act > 0)
             return -act;
         if (act < 0)
             break;
-        if (fuse_interrupted())
-            return -EINTR; /* as a hard mount of NFS: whoever hangs can be killed */
         nap(0.05); /* hang until the rule goes away */
     }
     if (d) {
@@ -194,26 +263,18 @@ static int gate(int op, const char *path, size_t bytes) {
         } else
             nap(d);
     }
-    if (bytes && bw) {
-        pthread_mutex_lock(&bl);
-        double n = now();
-        if (bwnext < n - 0.02)
-            bwnext = n - 0.02;
-        bwnext += bytes / bw;
-        double w = bwnext - n;
-        pthread_mutex_unlock(&bl);
-        nap(w);
-    }
+    if (bytes && bw)
+        pay(op == READ ? &read_next : &write_next, bytes, bw);
     return 0;
 }
-#define P(p)                                                                                                 \
-    char b_[8192];                                                                                           \
+#define P(p)                                                                                       \
+    char b_[8192];                                                                                 \
     snprintf(b_, sizeof b_, "%s%s", root, p)
-#define G(op, p, n)                                                                                          \
-    do {                                                                                                     \
-        int g_ = gate(op, p, n);                                                                             \
-        if (g_)                                                                                              \
-            return g_;                                                                                       \
+#define G(op, p, n)                                                                                \
+    do {                                                                                           \
+        int g_ = gate(op, p, n);                                                                   \
+        if (g_)                                                                                    \
+            return g_;                                                                             \
     } while (0)
 #define R(x) return (x) < 0 ? -errno : 0
 #define ISSTATS(p) (!strcmp(p, "/.slowfs-stats"))
@@ -221,10 +282,27 @@ static int stats(char *o, size_t n) {
     int k = 0;
     for (int i = 0; i < NOPS; i++)
         k += snprintf(o + k, n - k, "%s %lu\n", NM[i], cnt[i]);
-    k += snprintf(o + k, n - k, "read_bytes %lu\nloads %lu\n", read_bytes, loads);
+    k += snprintf(o + k, n - k, "read_bytes %lu\nwrite_bytes %lu\nhanging %lu\nloads %lu\n",
+                  read_bytes, write_bytes, hanging, loads);
     return k;
 }
+static struct file *file_of(const struct fuse_file_info *fi) {
+    return (struct file *)(uintptr_t)fi->fh;
+}
+static int opened(int fd, const char *p, struct fuse_file_info *fi) {
+    struct file *f = malloc(sizeof *f + strlen(p) + 1);
+    f->fd = fd;
+    strcpy(f->path, p);
+    fi->fh = (uintptr_t)f;
+    /* The kernel's pages would make a short answer the end of the file. */
+    fi->direct_io = ruled(SHORT, READ, p, 0) || ruled(SHORT, WRITE, p, 0);
+    return 0;
+}
 static int s_getattr(const char *p, struct stat *st, struct fuse_file_info *fi) {
+    if (fi && !fi->fh)
+        p = "/.slowfs-stats";
+    else if (fi)
+        p = file_of(fi)->path;
     if (ISSTATS(p)) {
         memset(st, 0, sizeof *st);
         st->st_mode = S_IFREG | 0444;
@@ -234,35 +312,29 @@ static int s_getattr(const char *p, struct stat *st, struct fuse_file_info *fi) 
     }
     G(GETATTR, p, 0);
     if (fi)
-        R(fstat(fi->fh, st));
+        R(fstat(file_of(fi)->fd, st));
     P(p);
     R(lstat(b_, st));
 }
 static int s_open(const char *p, struct fuse_file_info *fi) {
     if (ISSTATS(p)) {
         fi->direct_io = 1;
-        fi->fh = -1;
+        fi->fh = 0;
         return 0;
     }
     G(OPEN, p, 0);
     P(p);
-    int f = open(b_, fi->flags & ~O_DIRECT);
-    if (f < 0)
-        return -errno;
-    fi->fh = f;
-    return 0;
+    int fd = open(b_, fi->flags & ~O_DIRECT);
+    return fd < 0 ? -errno : opened(fd, p, fi);
 }
 static int s_create(const char *p, mode_t m, struct fuse_file_info *fi) {
     G(CREATE, p, 0);
     P(p);
-    int f = open(b_, (fi->flags & ~O_DIRECT) | O_CREAT, m);
-    if (f < 0)
-        return -errno;
-    fi->fh = f;
-    return 0;
+    int fd = open(b_, (fi->flags & ~O_DIRECT) | O_CREAT, m);
+    return fd < 0 ? -errno : opened(fd, p, fi);
 }
 static int s_read(const char *p, char *buf, size_t n, off_t off, struct fuse_file_info *fi) {
-    if (fi->fh == (uint64_t)-1) {
+    if (!fi->fh) {
         char t[4096];
         int k = stats(t, sizeof t);
         if (off >= k)
@@ -272,30 +344,76 @@ static int s_read(const char *p, char *buf, size_t n, off_t off, struct fuse_fil
         memcpy(buf, t + off, n);
         return n;
     }
-    int g = gate(READ, p, n);
-    if (g)
-        return g;
-    ssize_t r = pread(fi->fh, buf, n, off);
-    if (r > 0)
-        __atomic_fetch_add(&read_bytes, r, __ATOMIC_RELAXED);
-    return r < 0 ? -errno : r;
+    struct file *f = file_of(fi);
+    double end;
+    p = f->path;
+    G(READ, p, n);
+    if (ruled(BAD, READ, p, &end) && off + (double)n > end)
+        return -EIO;
+    if (ruled(SHORT, READ, p, 0))
+        n = (n + 1) / 2;
+    if (ruled(CUT, READ, p, &end) && off + (double)n > end)
+        n = off < end ? (size_t)end - off : 0;
+    ssize_t r = pread(f->fd, buf, n, off);
+    if (r < 0)
+        return -errno;
+    if (r && ruled(FLIP, READ, p, 0))
+        buf[0] ^= 1;
+    __atomic_fetch_add(&read_bytes, r, __ATOMIC_RELAXED);
+    return r;
+}
+/* How much of n bytes there is room for, and takes it. */
+static size_t take_room(size_t n) {
+    pthread_rwlock_wrlock(&cl);
+    if (cf->free >= 0) {
+        if ((long long)n > cf->free)
+            n = cf->free;
+        cf->free -= n;
+    }
+    pthread_rwlock_unlock(&cl);
+    return n;
 }
 static int s_write(const char *p, const char *buf, size_t n, off_t off, struct fuse_file_info *fi) {
-    G(WRITE, p, 0);
-    ssize_t r = pwrite(fi->fh, buf, n, off);
-    return r < 0 ? -errno : r;
+    struct file *f = file_of(fi);
+    char wrong[1];
+    p = f->path;
+    G(WRITE, p, n);
+    if (n && !(n = take_room(n)))
+        return -ENOSPC;
+    if (ruled(SHORT, WRITE, p, 0))
+        n = (n + 1) / 2;
+    ssize_t r = pwrite(f->fd, buf, n, off);
+    if (r < 0)
+        return -errno;
+    if (r && ruled(FLIP, WRITE, p, 0)) {
+        wrong[0] = buf[0] ^ 1;
+        if (pwrite(f->fd, wrong, 1, off) != 1)
+            return -EIO;
+    }
+    __atomic_fetch_add(&write_bytes, r, __ATOMIC_RELAXED);
+    return r;
 }
 static int s_release(const char *p, struct fuse_file_info *fi) {
     (void)p;
-    if (fi->fh != (uint64_t)-1)
-        close(fi->fh);
+    if (fi->fh && file_of(fi)->fd >= 0)
+        close(file_of(fi)->fd);
+    free(file_of(fi));
     return 0;
 }
-static int s_readdir(const char *p, void *buf, fuse_fill_dir_t fill, off_t o, struct fuse_file_info *fi,
-                     enum fuse_readdir_flags fl) {
+static off_t s_lseek(const char *p, off_t off, int whence, struct fuse_file_info *fi) {
+    (void)p;
+    off_t r = lseek(file_of(fi)->fd, off, whence);
+    return r < 0 ? -errno : r;
+}
+static int s_opendir(const char *p, struct fuse_file_info *fi) {
+    opened(-1, p, fi);
+    return 0;
+}
+static int s_readdir(const char *p, void *buf, fuse_fill_dir_t fill, off_t o,
+                     struct fuse_file_info *fi, enum fuse_readdir_flags fl) {
     (void)o;
-    (void)fi;
     (void)fl;
+    p = file_of(fi)->path;
     G(READDIR, p, 0);
     P(p);
     DIR *d = opendir(b_);
@@ -335,13 +453,17 @@ static int s_rmdir(const char *p) {
     R(rmdir(b_));
 }
 static int s_rename(const char *a, const char *z, unsigned f) {
-    if (f)
-        return -EINVAL;
     G(RENAME, a, 0);
     P(a);
     char t[8192];
     snprintf(t, sizeof t, "%s%s", root, z);
-    R(rename(b_, t));
+    R(renameat2(AT_FDCWD, b_, AT_FDCWD, t, f));
+}
+static int s_link(const char *a, const char *z) {
+    P(a);
+    char t[8192];
+    snprintf(t, sizeof t, "%s%s", root, z);
+    R(link(b_, t));
 }
 static int s_symlink(const char *t, const char *p) {
     G(SYMLINK, p, 0);
@@ -349,47 +471,70 @@ static int s_symlink(const char *t, const char *p) {
     R(symlink(t, b_));
 }
 static int s_truncate(const char *p, off_t n, struct fuse_file_info *fi) {
-    G(TRUNCATE, p, 0);
+    G(TRUNCATE, fi ? file_of(fi)->path : p, 0);
     if (fi)
-        R(ftruncate(fi->fh, n));
+        R(ftruncate(file_of(fi)->fd, n));
     P(p);
     R(truncate(b_, n));
 }
 static int s_chmod(const char *p, mode_t m, struct fuse_file_info *fi) {
-    (void)fi;
+    G(SETATTR, fi ? file_of(fi)->path : p, 0);
+    if (fi)
+        R(fchmod(file_of(fi)->fd, m));
     P(p);
     R(chmod(b_, m));
 }
 static int s_chown(const char *p, uid_t u, gid_t g, struct fuse_file_info *fi) {
-    (void)fi;
+    G(SETATTR, fi ? file_of(fi)->path : p, 0);
+    if (fi)
+        R(fchown(file_of(fi)->fd, u, g));
     P(p);
     R(lchown(b_, u, g));
 }
 static int s_utimens(const char *p, const struct timespec t[2], struct fuse_file_info *fi) {
-    (void)fi;
+    G(SETATTR, fi ? file_of(fi)->path : p, 0);
+    if (fi)
+        R(futimens(file_of(fi)->fd, t));
     P(p);
     R(utimensat(AT_FDCWD, b_, t, AT_SYMLINK_NOFOLLOW));
 }
 static int s_fsync(const char *p, int d, struct fuse_file_info *fi) {
+    (void)p;
+    G(FSYNC, file_of(fi)->path, 0);
+    R((d ? fdatasync : fsync)(file_of(fi)->fd));
+}
+static int s_fsyncdir(const char *p, int d, struct fuse_file_info *fi) {
     (void)d;
+    p = file_of(fi)->path;
     G(FSYNC, p, 0);
-    R(fsync(fi->fh));
+    P(p);
+    int fd = open(b_, O_RDONLY | O_DIRECTORY), r = fd < 0 || fsync(fd) < 0 ? -errno : 0;
+    close(fd);
+    return r;
 }
 static int s_statfs(const char *p, struct statvfs *s) {
     G(STATFS, p, 0);
     P(p);
-    R(statvfs(b_, s));
+    if (statvfs(b_, s) < 0)
+        return -errno;
+    pthread_rwlock_rdlock(&cl);
+    if (cf->free >= 0)
+        s->f_bfree = s->f_bavail = cf->free / s->f_frsize;
+    pthread_rwlock_unlock(&cl);
+    return 0;
 }
 static void *s_init(struct fuse_conn_info *c, struct fuse_config *k) {
     if (getenv("SLOW_DEBUG"))
         fprintf(stderr, "capable %x want %x\n", c->capable, c->want);
     c->want |=
-        c->capable & FUSE_CAP_PARALLEL_DIROPS; /* without it the kernel serialises lookups of one directory */
+        c->capable &
+        FUSE_CAP_PARALLEL_DIROPS; /* without it the kernel serialises lookups of one directory */
     const char *t = getenv("SLOW_ATTR_S");
     k->entry_timeout = k->attr_timeout = t ? atof(t) : 1.0;
     k->negative_timeout = 0;
     k->use_ino = 1;
-    k->nullpath_ok = 0;
+    k->nullpath_ok = 1; /* whoever has a file open is told by it, also when it is unlinked */
+    k->hard_remove = 1;
     pthread_t x;
     pthread_create(&x, 0, loader, 0);
     return 0;
@@ -401,7 +546,9 @@ static const struct fuse_operations ops = {.init = s_init,
                                            .read = s_read,
                                            .write = s_write,
                                            .release = s_release,
+                                           .opendir = s_opendir,
                                            .readdir = s_readdir,
+                                           .releasedir = s_release,
                                            .readlink = s_readlink,
                                            .unlink = s_unlink,
                                            .mkdir = s_mkdir,
@@ -413,6 +560,9 @@ static const struct fuse_operations ops = {.init = s_init,
                                            .chown = s_chown,
                                            .utimens = s_utimens,
                                            .fsync = s_fsync,
+                                           .fsyncdir = s_fsyncdir,
+                                           .lseek = s_lseek,
+                                           .link = s_link,
                                            .statfs = s_statfs};
 int main(int c, char **v) {
     if (!getenv("SLOW_ROOT") || !realpath(getenv("SLOW_ROOT"), root)) {
@@ -421,5 +571,6 @@ int main(int c, char **v) {
     }
     ctl = getenv("SLOW_CTL");
     cf = calloc(1, sizeof *cf);
+    cf->free = -1;
     return fuse_main(c, v, &ops, 0);
 }

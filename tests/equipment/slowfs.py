@@ -1,7 +1,7 @@
-"""A source that behaves like a busy parallel file system: latencies, errors, hangs and counters.
+"""A source or a tier that behaves as told: latencies, errors, hangs, wrong bytes, and counters.
 
-The file system is ``slowfs.c``, a loopback over a directory. What it counts is what arrived at
-the source; nothing that is under test can change it.
+The file system is ``slowfs.c``, a loopback over a directory; the comment at its top lists the
+rules. What it counts is what arrived there; nothing that is under test can change it.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ class SlowSource:
     def __enter__(self) -> SlowSource:
         self.path.mkdir(parents=True, exist_ok=True)
         self._control_dir = tempfile.TemporaryDirectory(prefix="slowfs-")
+        self._start()
+        return self
+
+    def _start(self) -> None:
         options = "max_threads=128,max_idle_threads=128,fsname=slowfs,subtype=slowfs"
         if os.geteuid() == 0:
             options += ",allow_other"
@@ -90,7 +94,6 @@ class SlowSource:
         except BaseException:
             self.close()
             raise
-        return self
 
     def __exit__(
         self,
@@ -133,10 +136,20 @@ class SlowSource:
         return {name: int(count) for name, count in (line.split() for line in lines)}
 
     def kill(self) -> None:
-        """The source dies: its mount answers ENOTCONN until the block ends."""
+        """The source dies: its mount answers ENOTCONN until ``restart`` or the block's end."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def restart(self) -> None:
+        """Mounted anew at the same place, without rules, as after the death of its client."""
+        if _is_mounted(self.path):
+            subprocess.run(["umount", "-l", str(self.path)], check=True)
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._control_file.write_text("")
+        self._start()
 
     def close(self) -> None:
         """Unmount and end the process, whatever state both are in. May be called twice."""

@@ -1,8 +1,10 @@
-"""Every row of the table of faults has tests, and each protection is where it is said to be."""
+"""Every row of the table of faults, and every promise, has tests; each protection is in its place."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,39 @@ from tests.faults.protections import Protection, protections
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("protection", protections(), ids=lambda p: f"{p.area}: {p.what}")
+def marked(name: str) -> set[object]:
+    """The arguments of all marks of that name in the tests."""
+    return set(_arguments(name))
+
+
+def _arguments(name: str) -> Iterator[object]:
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == name
+                and ast.unparse(node.func).startswith("pytest.mark.")
+            ):
+                yield from (ast.literal_eval(argument) for argument in node.args)
+
+
+def test_every_row_of_the_table_has_tests_and_protections_and_no_other_is_named() -> None:
+    table = (ROOT / "docs/faults.md").read_text()
+    rows = set(re.findall(r"^\| ([A-Z]\w+) \|", table, re.MULTILINE))
+    assert len(rows) == 34
+    assert marked("fault") == rows
+    assert {row for protection in protections() for row in protection.rows} == rows
+
+
+def test_every_promise_has_a_test_and_no_other_is_named() -> None:
+    text = (ROOT / "docs/semantics.md").read_text()
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", text, re.MULTILINE)]
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    assert marked("promise") == set(numbers)
+
+
+@pytest.mark.parametrize("protection", list(protections()), ids=lambda p: f"{p.area}: {p.what}")
 def test_the_text_of_a_protection_is_there_once(protection: Protection) -> None:
     assert (ROOT / protection.file).read_text().count(protection.text) == 1
     assert protection.instead not in ("", protection.text)

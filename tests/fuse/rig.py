@@ -177,7 +177,7 @@ class Rig:
         ino = self.ino(path)
         with self.tiers[tier - 1].stage(ino) as staged:
             staged.append(self.content(path))
-            staged.commit()
+            staged.commit(self.snapshot.attributes(ino).identity)
         self.residency.place(ino, tier)
         return ino
 

@@ -107,6 +107,7 @@ def ask(mounted: Mounted, verb: str, *paths: str) -> None:
     call(mounted.state / "control.sock", verb, {"paths": list(paths)})
 
 
+@pytest.mark.fault("M7")
 def test_readers_see_right_bytes_while_copies_come_and_go(
     monarch: MonarchCommand, tree: Tree, source: Path, seconds: float
 ) -> None:
@@ -221,6 +222,7 @@ def test_open_files_stay_readable_when_copies_and_mount_are_taken_away(
     wait_until(lambda: not psutil.pid_exists(mounted.pid), "the daemon ends with the last file")
 
 
+@pytest.mark.fault("M4", "M7")
 def test_a_daemon_of_few_descriptors_serves_thousands_of_open_files(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -256,6 +258,8 @@ sys.exit(f"{len(wrong)} files are wrong" if wrong else 0)
 """
 
 
+@pytest.mark.fault("S1")
+@pytest.mark.promise(11)
 def test_a_reader_that_waits_for_a_hung_source_can_be_killed(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:

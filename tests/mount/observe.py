@@ -113,9 +113,17 @@ def resident(mounted: Mounted, names: Iterable[str]) -> dict[str, str]:
     return {name: tier for name, tier in tiers.items() if tier != "source"}
 
 
+@contextmanager
+def as_a_disk_does(path: Path) -> Iterator[None]:
+    """What is changed in a file meanwhile leaves its times alone, as a failing disk does."""
+    before = path.stat()
+    yield
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def flip_bit(path: Path, offset: int = 0) -> None:
-    """Damage one byte in place; the size and the name stay."""
-    with path.open("r+b") as file:
+    """Damage one byte in place; size, name and times stay."""
+    with as_a_disk_does(path), path.open("r+b") as file:
         file.seek(offset)
         (byte,) = file.read(1)
         file.seek(offset)

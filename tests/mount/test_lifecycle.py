@@ -94,6 +94,7 @@ def test_the_command_returns_when_the_mount_answers_and_its_daemon_is_its_own(
     assert daemon.net_connections("inet") == []
 
 
+@pytest.mark.fault("M3")
 def test_in_the_foreground_it_stays_logs_to_stderr_and_ends_on_sigterm_with_0(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_without_tier_and_state_both_are_found(monarch: MonarchCommand, tree: Tr
     ("number", "foreground"),
     [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)],
 )
+@pytest.mark.fault("M3")
 def test_a_signal_while_the_snapshot_is_built_leaves_nothing(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path, number: signal.Signals, foreground: bool
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_signal_while_the_snapshot_is_built_leaves_nothing(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.fault("M3")
 def test_a_signal_to_the_daemon_is_a_clean_end(
     monarch: MonarchCommand, tree: Tree, number: signal.Signals
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_signal_to_the_daemon_is_a_clean_end(
 
 @needs_slow_source
 @pytest.mark.modes(*EVERY_MODE)
+@pytest.mark.fault("M3")
 def test_sigterm_amid_readers_and_a_large_copy_ends_at_once_and_leaves_no_stage(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -254,6 +258,7 @@ def _read_on(
 
 
 @pytest.mark.modes(*EVERY_MODE)
+@pytest.mark.fault("I2", "M3")
 def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -299,6 +304,8 @@ def test_the_system_s_own_umount_ends_the_daemon_cleanly(
 
 
 @pytest.mark.modes(*EVERY_MODE)
+@pytest.mark.fault("M1", "M2")
+@pytest.mark.promise(12)
 def test_a_killed_daemon_is_told_at_once_and_the_next_mount_repairs_it(
     monarch: MonarchCommand, tree: Tree
 ) -> None:

@@ -72,6 +72,7 @@ def _looks(path: Path) -> object:
 # -- the mount point ---------------------------------------------------------------------------
 
 
+@pytest.mark.fault("M1")
 def test_a_missing_mount_point_is_told_with_how_to_make_it(
     monarch: MonarchCommand, source: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_file_is_no_mount_point(monarch: MonarchCommand, source: Path, tmp_pat
     refused(monarch, source, tmp_path / "file", code=3, words="is a file")
 
 
+@pytest.mark.fault("M1")
 def test_a_directory_with_entries_is_not_hidden(
     monarch: MonarchCommand, source: Path, mnt: Path
 ) -> None:
@@ -105,6 +107,7 @@ def test_a_second_mount_at_the_same_place_is_refused_and_the_first_lives(
     assert (made.path / "a").read_bytes() == b"content"
 
 
+@pytest.mark.fault("M1")
 def test_a_mount_point_inside_the_source_is_refused(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a": 3, "inner": None})
     refused(monarch, source, source / "inner", code=2, words="is inside the source")
@@ -115,6 +118,7 @@ def test_the_source_is_not_mounted_over_itself(monarch: MonarchCommand, tree: Tr
     refused(monarch, source, source, code=2, words="is the source as well")
 
 
+@pytest.mark.fault("M1")
 def test_a_mount_point_that_would_hide_the_source_is_refused(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -131,6 +135,7 @@ def test_a_mount_point_that_would_hide_the_source_is_refused(
         ("outer", "lies below the mount point"),
     ],
 )
+@pytest.mark.fault("M1")
 def test_a_link_is_a_mount_point_where_it_leads(
     monarch: MonarchCommand, tmp_path: Path, target: str, words: str
 ) -> None:
@@ -143,6 +148,7 @@ def test_a_link_is_a_mount_point_where_it_leads(
 # -- the source --------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("M1")
 def test_a_missing_source_is_told(monarch: MonarchCommand, tmp_path: Path, mnt: Path) -> None:
     told = refused(monarch, tmp_path / "no", mnt, code=4, words="No such file or directory")
     assert "check the path" in told
@@ -173,6 +179,7 @@ def test_a_source_that_the_user_may_not_read_is_told(monarch: MonarchCommand) ->
         ("mnt", "is the mount point as well"),
     ],
 )
+@pytest.mark.fault("M1")
 def test_a_tier_apart_from_source_and_mount_point_is_demanded(
     monarch: MonarchCommand, tmp_path: Path, mnt: Path, tier: str, words: str
 ) -> None:
@@ -233,6 +240,7 @@ def test_a_state_directory_in_use_names_who_uses_it(
     assert_nothing_is_left(monarch, made)
 
 
+@pytest.mark.fault("I1", "I2")
 def test_every_mistake_of_the_command_line_is_told_at_once(
     monarch: MonarchCommand, source: Path, mnt: Path
 ) -> None:

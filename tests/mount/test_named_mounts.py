@@ -61,12 +61,14 @@ def test_mounts_are_made_by_their_names_and_options_go_before_the_file(
     assert one.status()["tiers"][0]["capacity"] == 1 << 20
 
 
+@pytest.mark.fault("I1")
 def test_an_unknown_name_is_told_with_those_there_are(monarch: MonarchCommand, file: Path) -> None:
     done = monarch("mount", "-c", str(file), "tow", check=False)
     assert (done.returncode, "no mount 'tow'; there are one, two" in one_line(done)) == (2, True)
     assert_nothing_is_left(monarch)
 
 
+@pytest.mark.fault("I1")
 def test_all_mistakes_of_a_file_are_told_with_their_lines_and_nothing_is_mounted(
     monarch: MonarchCommand, file: Path
 ) -> None:

@@ -40,6 +40,7 @@ ODD_NAMES = (
 )
 
 
+@pytest.mark.promise(16, 38)
 def test_a_tree_of_everything_looks_like_its_source(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a/b/c/file": 5000, "a/empty": b"", "nothing": None, "big": 5_000_000})
     (source / "a/relative").symlink_to("b/c/file")
@@ -58,6 +59,8 @@ def test_a_tree_of_everything_looks_like_its_source(monarch: MonarchCommand, tre
     assert_equal_trees(source, mounted.path)
 
 
+@pytest.mark.fault("S9")
+@pytest.mark.promise(15, 38)
 def test_any_name_that_the_source_allows_works(monarch: MonarchCommand, source: Path) -> None:
     with opened(source) as fd:
         for name in ODD_NAMES:
@@ -209,6 +212,8 @@ def test_dot_and_dot_dot_lead_where_they_should(monarch: MonarchCommand, tree: T
             assert os.listdir(above) == ["b"]
 
 
+@pytest.mark.fault("S1")
+@pytest.mark.promise(13)
 @pytest.mark.skipif(slowfs.unavailable() is not None, reason=str(slowfs.unavailable()))
 def test_names_and_attributes_ask_the_source_nothing(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path

@@ -75,6 +75,8 @@ def guarded(tree: Tree) -> Path:
     return source
 
 
+@pytest.mark.promise(19)
+@pytest.mark.fault("Security")
 def test_with_allow_other_the_modes_of_the_source_decide(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -112,6 +114,8 @@ def test_with_allow_other_the_modes_of_the_source_decide(
     assert as_another_user(tmp_path, attempts) == expected
 
 
+@pytest.mark.fault("S4", "Security")
+@pytest.mark.promise(26)
 @pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_closed_at_the_source_is_closed_at_its_first_open(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
@@ -134,6 +138,8 @@ def test_a_file_closed_at_the_source_is_closed_at_its_first_open(
         assert (mounted.path / name).read_bytes() == (source / name).read_bytes()
 
 
+@pytest.mark.fault("S4", "Security")
+@pytest.mark.promise(27)
 def test_a_copy_of_a_file_closed_at_the_source_is_closed_after_the_next_mount(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -149,6 +155,8 @@ def test_a_copy_of_a_file_closed_at_the_source_is_closed_after_the_next_mount(
     assert as_another_user(tmp_path, {"file": reading("mnt/file")}) == {"file": "EACCES"}
 
 
+@pytest.mark.promise(21)
+@pytest.mark.fault("Security")
 def test_without_allow_other_another_user_does_not_get_in(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -163,6 +171,8 @@ def test_without_allow_other_another_user_does_not_get_in(
     assert {outcomes[name] for name in ("list", "read", "stat")} == {"EACCES"}
 
 
+@pytest.mark.promise(23)
+@pytest.mark.fault("Security")
 def test_copies_state_log_and_socket_are_closed_to_others(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from monarch.buckets import BUCKETS, bucket
 from monarch.placement.policies.no_evict import assign
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
+from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
     account,
     accounts_agree,
@@ -24,6 +26,7 @@ from tests.mount.observe import (
     read_through,
     resident,
     settled,
+    wait_until,
 )
 
 
@@ -155,6 +158,58 @@ def test_least_recently_used_drops_what_was_not_used_and_counts_it(
         epoch(mounted, content, [name])
         settled(mounted)
     assert set(resident(mounted, content)) == {"a", "b", "d"}
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("S1")
+@pytest.mark.promise(32)
+def test_a_copy_leaves_at_once_for_a_file_that_the_source_does_not_give_yet(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = {name: contents(name, 30_000) for name in ("a", "b", "slow")}
+    tree(content)
+    mounted = monarch.mount(
+        slow.path,
+        tiers={"fast": "60000"},
+        options=["placement.policy=lru", "limits.inline_max=4KiB"],
+    )
+    for name in "ab":
+        epoch(mounted, content, [name])
+        settled(mounted)
+    slow.rules("hang open /slow$")
+    with ThreadPoolExecutor(1) as others:
+        waiting = others.submit(read_through, mounted.path / "slow")
+        wait_until(lambda: account(mounted)["tiers"][0]["files"] == 1, "room is made for it")
+        # It is back in the place of the other, and not to be taken for the copy that has left.
+        epoch(mounted, content, ["a"])
+        wait_until(lambda: mounted.xattr("a") == "fast", "it has a copy again")
+        slow.rules()
+        assert waiting.result() == content["slow"]
+    settled(mounted)
+    accounts_agree(mounted)
+    assert "a" in resident(mounted, content)
+    epoch(mounted, content, "a")
+
+
+@pytest.mark.fault("S3")
+@pytest.mark.promise(32)
+def test_a_copy_that_left_for_a_file_that_the_source_fails_to_give_is_gone(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("'broken': Input/output error")
+    content = {name: contents(name, 30_000) for name in ("a", "b", "broken")}
+    tree(content)
+    mounted = monarch.mount(
+        slow.path,
+        tiers={"fast": "60000"},
+        options=["placement.policy=lru", "limits.inline_max=4KiB"],
+    )
+    for name in "ab":
+        epoch(mounted, content, [name])
+        settled(mounted)
+    slow.rules("err open EIO /broken$")
+    with pytest.raises(OSError, match="Input/output error"):
+        read_through(mounted.path / "broken")
     accounts_agree(mounted)
 
 

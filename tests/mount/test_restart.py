@@ -223,6 +223,8 @@ def _read_until_it_dies(
     return join
 
 
+@pytest.mark.fault("T6", "M2")
+@pytest.mark.promise(50)
 def test_a_daemon_killed_under_load_leaves_nothing_that_the_next_one_believes_wrongly(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_daemon_killed_under_load_leaves_nothing_that_the_next_one_believes_wr
 # -- two daemons -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("T7")
 @pytest.mark.parametrize("shared", ["state", "tier"])
 def test_a_second_daemon_on_one_directory_is_refused_and_told_who_has_it(
     monarch: MonarchCommand, tree: Tree, source: Path, shared: str
@@ -274,6 +277,7 @@ def test_a_second_daemon_on_one_directory_is_refused_and_told_who_has_it(
     epoch(first, {"file": contents("file", 1000)})
 
 
+@pytest.mark.fault("T7")
 def test_the_lock_of_a_dead_daemon_is_taken_over(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:

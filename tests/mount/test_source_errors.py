@@ -39,6 +39,8 @@ def error_of(path: Path) -> int:
     return failed.value.errno
 
 
+@pytest.mark.fault("S2")
+@pytest.mark.promise(9)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ENOTCONN, errno.ETIMEDOUT])
 def test_an_error_of_the_source_goes_to_the_reader_of_that_file_only(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, number: int
@@ -64,6 +66,8 @@ def test_an_error_of_the_source_goes_to_the_reader_of_that_file_only(
     accounts_agree(mounted)
 
 
+@pytest.mark.fault("S3")
+@pytest.mark.promise(9)
 def test_an_error_in_the_middle_of_a_fetch_is_the_readers_and_leaves_nothing(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -80,6 +84,7 @@ def test_an_error_in_the_middle_of_a_fetch_is_the_readers_and_leaves_nothing(
     accounts_agree(mounted)
 
 
+@pytest.mark.fault("S3")
 def test_a_copy_that_the_source_interrupts_is_given_up_and_made_later(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -138,6 +143,8 @@ def hung(mounted: Mounted, slow: SlowSource) -> list[Waiting]:
     return readers
 
 
+@pytest.mark.fault("S1")
+@pytest.mark.promise(11)
 def test_a_source_that_hangs_holds_up_neither_resident_files_nor_status(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -163,6 +170,7 @@ def test_a_source_that_hangs_holds_up_neither_resident_files_nor_status(
     accounts_agree(mounted)
 
 
+@pytest.mark.fault("S1", "M3")
 @pytest.mark.parametrize("way", ["SIGTERM", "lazy umount"])
 def test_a_source_that_hangs_does_not_keep_the_daemon_from_its_end(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, way: str
@@ -194,6 +202,8 @@ def test_a_source_that_hangs_does_not_keep_the_daemon_from_its_end(
     accounts_agree(again)
 
 
+@pytest.mark.fault("S2")
+@pytest.mark.promise(10)
 def test_a_file_that_the_source_denies_without_any_change_above_it_is_not_forgotten(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -214,6 +224,7 @@ def test_a_file_that_the_source_denies_without_any_change_above_it_is_not_forgot
     assert account(mounted)["source_totals"]["opens"] == len(content)
 
 
+@pytest.mark.fault("S2")
 def test_a_source_that_fails_after_a_new_mount_is_not_asked_for_every_copy(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:

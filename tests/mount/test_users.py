@@ -14,6 +14,8 @@ from tests.mount.command import needs_fuse, nobody
 pytestmark = needs_fuse
 
 
+@pytest.mark.fault("S7", "Security")
+@pytest.mark.promise(23)
 @pytest.mark.modes("python", "relay", "no_open")
 def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchCommand) -> None:
     with nobody(monarch.case) as user:

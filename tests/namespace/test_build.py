@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from monarch.buckets import BUCKETS, bucket
 from monarch.errors import SnapshotError, SourceError
 from monarch.namespace.build import build
+from monarch.namespace.refresh import refresh
 from monarch.namespace.scan import Scan
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import ROOT_INO, Ino
@@ -339,6 +340,7 @@ def locked(source: Path) -> Iterator[Path]:
     (source / "names only").chmod(0o755)
 
 
+@pytest.mark.fault("S7")
 def test_what_may_not_be_read_is_shown_and_counted(locked: Path, file: Path, workers: str) -> None:
     if os.getuid() != 0:
         (locked / "names only").chmod(0o400)
@@ -419,6 +421,7 @@ def test_a_full_disk_leaves_the_old_snapshot_and_nothing_else(source: Path, file
         assert snapshot.entries == 2
 
 
+@pytest.mark.fault("S8")
 def test_another_file_system_is_not_entered_if_so_asked(source: Path, file: Path) -> None:
     if os.stat("/").st_dev == os.stat("/proc").st_dev:
         pytest.skip("/proc is not a file system of its own")
@@ -580,6 +583,7 @@ def test_a_slow_source_is_asked_by_many_threads(
     assert seconds < 2.5
 
 
+@pytest.mark.fault("S2")
 def test_an_entry_that_cannot_be_looked_at(
     slow: slowfs.SlowSource, source: Path, file: Path
 ) -> None:
@@ -593,6 +597,34 @@ def test_an_entry_that_cannot_be_looked_at(
         assert ino is not None and snapshot.unreadable(ino)
 
 
+@pytest.mark.fault("S2")
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ["err readdir EIO ^/d$"],
+        ["err getattr EIO ^/d/"],
+        ["err readdir ESTALE .*", "err statfs ESTALE .*"],
+    ],
+)
+def test_a_refresh_forgets_nothing_because_the_source_fails_today(
+    slow: slowfs.SlowSource, source: Path, file: Path, rules: list[str]
+) -> None:
+    (source / "d").mkdir()
+    (source / "d" / "known").touch()
+    build(slow.path, file)
+    (source / "d" / "new").touch()
+    slow.rules(*rules)
+    with pytest.raises(SourceError):
+        refresh(slow.path, file)
+    slow.rules()
+    with Snapshot.open(file) as snapshot:
+        assert snapshot.resolve(b"d/known") is not None
+    refresh(slow.path, file)
+    with Snapshot.open(file) as snapshot:
+        assert snapshot.resolve(b"d/new") is not None
+
+
+@pytest.mark.fault("S2")
 def test_a_source_that_dies_fails_the_build(
     slow: slowfs.SlowSource, source: Path, file: Path
 ) -> None:

@@ -67,3 +67,24 @@ def test_a_tier_that_is_none_is_refused(tier: int) -> None:
             ask(tier)
     with pytest.raises(ValueError, match="no tier"):
         ledger.reserve(tier, 0)
+
+
+def test_a_disk_that_others_fill_has_less_room_than_its_capacity() -> None:
+    ledger = Ledger([100])
+    assert ledger.reserve(1, 20)
+    # Of these, 20 are for the copy under way.
+    ledger.see_room(1, 50)
+    assert (ledger.room(1), ledger.free(1)) == (30, 80)
+    assert not ledger.reserve(1, 31)
+    assert ledger.reserve(1, 10)
+    ledger.commit(1, 20)
+    assert ledger.room(1) == 20
+    ledger.cancel(1, 10)
+    assert ledger.room(1) == 30
+    ledger.release(1, 20)
+    assert ledger.room(1) == 50
+    ledger.see_room(1, -5)
+    assert ledger.room(1) == -5
+    assert ledger.fits(1, 0) and not ledger.fits(1, 1)
+    ledger.see_room(1, 10**6)
+    assert ledger.room(1) == 100

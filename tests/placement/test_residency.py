@@ -61,7 +61,7 @@ def test_counters_and_iteration_agree_with_the_table(
 def test_flags_do_not_disturb_each_other() -> None:
     residency = Residency(10)
     residency.place(A, 1)
-    residency.mark_all_unverified()
+    residency.mark_unverified(np.array([A]))
     residency.want(A, forced=True)
     residency.start_copy(A)
     residency.mark_changed(A)
@@ -88,7 +88,7 @@ def test_a_fresh_copy_and_a_dropped_one_need_no_verification() -> None:
     residency = Residency(10)
     residency.place(A, 1)
     residency.place(B, 1)
-    residency.mark_all_unverified()
+    residency.mark_unverified(np.array([A, B, 4]))
     assert residency.is_unverified(A) and not residency.is_unverified(Ino(4))
     residency.place(A, 2)
     residency.clear(B)

@@ -10,7 +10,7 @@ import pytest
 
 from monarch.errors import TierError
 from monarch.namespace.schema import RECORD
-from monarch.tiers.records import Record, Records, other_generations
+from monarch.tiers.records import Record, Records, other_generations, require_known_versions
 from monarch.types import Identity, Ino
 
 
@@ -57,18 +57,36 @@ def test_a_record_that_was_cleared_is_gone(tmp_path: Path) -> None:
     records.close(clean=True)
 
 
-def test_records_are_trusted_only_after_a_clean_end(tmp_path: Path) -> None:
+def doubted(records: Records) -> list[int]:
+    return [ino for inos in records.doubted() for ino in inos.tolist()]
+
+
+def test_records_are_doubted_after_an_unclean_end_until_they_are_confirmed(tmp_path: Path) -> None:
     fresh = Records(tmp_path, "g", ["a"])
-    assert not fresh.trusted
+    for number in (1, 2, 3):
+        fresh.put(Ino(number), record(number))
     fresh.close(clean=True)
     clean = Records(tmp_path, "g", ["a"])
-    assert clean.trusted
-    # As a killed daemon leaves them: opened, never closed.
-    after_a_kill = Records(tmp_path, "g", ["a"])
-    assert not after_a_kill.trusted
-    after_a_kill.close(clean=False)
+    assert doubted(clean) == []
+    # As a killed daemon leaves them.
     clean.close(clean=False)
-    assert not Records(tmp_path, "g", ["a"]).trusted
+    after_a_kill = Records(tmp_path, "g", ["a"])
+    assert doubted(after_a_kill) == [1, 2, 3]
+    after_a_kill.put(Ino(4), record(4))
+    after_a_kill.confirm(Ino(2), record(2))
+    after_a_kill.confirm(Ino(3), record(5))
+    after_a_kill.confirm(Ino(9), record(9))
+    assert doubted(after_a_kill) == [1, 3]
+    after_a_kill.close(clean=True)
+    # However many clean ends come after it.
+    for _ in range(2):
+        later = Records(tmp_path, "g", ["a"])
+        assert doubted(later) == [1, 3]
+        assert [later.doubts(Ino(n)) for n in (1, 2, 3, 4, 5)] == [True, False, True, False, True]
+        assert loaded(later) == dict.fromkeys((1, 2, 3, 4), (1, 100))
+        later.close(clean=True)
+    Records(tmp_path, "g", ["a"]).close(clean=False)
+    assert doubted(Records(tmp_path, "g", ["a"])) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("byte", range(64))
@@ -145,23 +163,70 @@ def test_the_inode_numbers_of_the_source_are_given_in_order(tmp_path: Path) -> N
 def test_a_file_that_is_not_ours_is_begun_anew(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "residency-g").write_bytes(header.ljust(4096) + b"\x01" * 6400)
     records = Records(tmp_path, "g", ["a"])
-    assert not records.trusted
     assert loaded(records) == {}
     records.close(clean=True)
 
 
-def test_records_of_a_newer_version_are_begun_anew(tmp_path: Path) -> None:
+def of_version(path: Path, version: int) -> bytes:
+    """Rewrite the version in a file of records; what it holds then."""
+    content = path.read_bytes()
+    header = {**json.loads(content[:4096]), "version": version}
+    if version == 1:
+        del header["term"]
+    path.write_bytes(json.dumps(header).encode().ljust(4096) + content[4096:])
+    return path.read_bytes()
+
+
+def test_records_of_a_newer_version_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
     records = Records(tmp_path, "g", ["a"])
     records.put(Ino(1), record(1))
     records.close(clean=True)
     path = tmp_path / "residency-g"
-    content = path.read_bytes()
-    header = json.loads(content[:4096])
-    header["version"] += 1
-    path.write_bytes(json.dumps(header).encode().ljust(4096) + content[4096:])
-    again = Records(tmp_path, "g", ["a"])
-    assert (again.trusted, loaded(again)) == (False, {})
+    before = of_version(path, 3)
+    for _ in range(2):
+        with pytest.raises(TierError, match="is of version 3, this Monarch knows 2"):
+            Records(tmp_path, "g", ["a"])
+        with pytest.raises(TierError, match="residency-g"):
+            require_known_versions(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_records_of_the_version_before_are_taken_over(tmp_path: Path) -> None:
+    records = Records(tmp_path, "g", ["a", "b"])
+    # A version that knew no terms left their place empty.
+    records.put(Ino(1), record(1, 2), doubted=True)
+    records.close(clean=True)
+    of_version(tmp_path / "residency-g", 1)
+    require_known_versions(tmp_path)
+    again = Records(tmp_path, "g", ["a", "b"])
+    assert again.get(Ino(1)) == record(1, 2)
+    assert doubted(again) == [1]
     again.close(clean=True)
+    assert json.loads((tmp_path / "residency-g").read_bytes()[:4096])["version"] == 2
+
+
+def test_no_record_is_rewritten_when_the_order_of_the_tiers_changes(tmp_path: Path) -> None:
+    records = Records(tmp_path, "g", ["a", "b", "c"])
+    for number in (1, 2, 3):
+        records.put(Ino(number), record(number, number))
+    records.close(clean=True)
+    before = (tmp_path / "residency-g").read_bytes()[4096:]
+    again = Records(tmp_path, "g", ["c", "a", "b"])
+    assert (tmp_path / "residency-g").read_bytes()[4096:] == before
+    assert loaded(again) == {1: (2, 100), 2: (3, 100), 3: (1, 100)}
+    again.close(clean=True)
+
+
+def test_the_place_of_a_tier_that_is_gone_goes_to_the_next_one_with_none_of_its_copies(
+    tmp_path: Path,
+) -> None:
+    for turn in range(4):
+        records = Records(tmp_path, "g", ["kept", f"tier {turn}"])
+        assert loaded(records) == ({5: (1, 100)} if turn else {})
+        records.put(Ino(5), record(5, 1))
+        records.put(Ino(6), record(6, 2))
+        assert records.get(Ino(6)) == record(6, 2)
+        records.close(clean=True)
 
 
 def test_generations_are_told_apart(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ import pytest
 
 from monarch.errors import SourceChanged, SourceError
 from monarch.tiers.source import Source, identity_now, identity_of, read_whole
+from tests.equipment import slowfs
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import wait_until
 
 
 @pytest.fixture
@@ -47,6 +50,7 @@ def test_a_descriptor_is_closed_with_its_last_user(opened: Source) -> None:
     assert closed.value.errno == errno.EBADF
 
 
+@pytest.mark.fault("S5")
 def test_what_took_the_place_of_a_file_is_not_opened(
     opened: Source, source: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +98,55 @@ def test_times_before_1970_and_fractions_are_the_same_by_either_way(
     assert identity_now(file.fd) == identity_of(os.fstat(file.fd))
     assert identity_now(file.fd).mtime_ns == -1_234_567_890_123
     file.release()
+
+
+@pytest.fixture
+def slow(source: Path, tmp_path: Path) -> Iterator[SlowSource]:
+    if reason := slowfs.unavailable():
+        pytest.skip(reason)
+    (source / "directory").mkdir()
+    (source / "directory" / "file").write_bytes(b"content")
+    with SlowSource(source, tmp_path / "slow", attribute_s=0) as slowed:
+        yield slowed
+
+
+@pytest.mark.fault("S2")
+@pytest.mark.promise(58)
+def test_a_source_mounted_anew_is_found_under_the_descriptor_that_others_have(
+    slow: SlowSource,
+) -> None:
+    opened = Source(os.fsencode(slow.path))
+    file = opened.open(b"directory/file")
+    number = opened.directory
+    slow.kill()
+    for _ in range(2):
+        with pytest.raises(OSError) as lost:
+            opened.status(b"directory/file")
+        assert lost.value.errno == errno.ENOTCONN
+    slow.restart()
+    wait_until(lambda: _is_there(opened), "it is found")
+    assert opened.directory == number
+    os.close(os.open("directory/file", os.O_RDONLY, dir_fd=number))
+    assert not os.get_inheritable(number)
+    # A file that somebody reads goes on where it was, if it is the same.
+    assert opened.on(file, b"directory/file", os.pread, 4, 3) == b"tent"
+    slow.kill()
+    slow.restart()
+    (slow.root / "directory" / "file").write_bytes(b"another")
+    wait_until(lambda: _is_there(opened), "it is found again")
+    with pytest.raises(OSError) as changed:
+        opened.on(file, b"directory/file", os.pread, 4, 3)
+    assert changed.value.errno == errno.ENOTCONN
+    file.release()
+    opened.close()
+
+
+def _is_there(source: Source) -> bool:
+    try:
+        source.status(b"directory/file")
+    except OSError:
+        return False
+    return True
 
 
 def test_a_source_that_is_missing_or_a_file_is_told_of(tmp_path: Path) -> None:

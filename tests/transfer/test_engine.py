@@ -25,6 +25,7 @@ from monarch.tiers.records import Records
 from monarch.tiers.source import Source
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
+from monarch.transfer.ward import Ward
 from monarch.types import Attributes, Ino
 from tests.conftest import contents
 
@@ -118,19 +119,20 @@ async def running(
     residency, ledger = Residency(COUNT), Ledger([capacity])
     names, metrics, changed = Names(source), Metrics(["fast"]), list[Ino]()
     controller = Controller(residency, ledger, FirstCome())
+    given_limits = LimitSettings(
+        # No call hangs, but a disk that is busy may take hours of virtual time.
+        **{"inline_max": 100, "buffer_max": 10**6, "tier_timeout": 10**6, **limits}
+    )
     engine = Engine(
         source=opened,
-        tiers=[tier],
-        keep_free=[0],
+        ward=Ward(tiers=[tier], keep_free=[0], ledger=ledger, metrics=metrics, limits=given_limits),
         records=records,
         names=names,
         controller=controller,
-        ledger=ledger,
         metrics=metrics,
-        limits=LimitSettings(**{"inline_max": 100, "buffer_max": 10**6, **limits}),
+        limits=given_limits,
         readers=Readers(),
         source_threads=Threads(4, "source", abandon=True),
-        tier_threads=Threads(2, "tier", abandon=False),
         changed=changed.append,
     )
     rig = Rig(engine, controller, residency, ledger, metrics, names, tier, records, changed)
@@ -158,13 +160,13 @@ async def test_what_is_submitted_becomes_resident_with_its_bytes(
         await until(lambda: rig.residency.wanted == 0)
         assert rig.resident() == list(range(1, COUNT + 1))
         for number in range(1, COUNT + 1):
-            fd = rig.tier.open(Ino(number), SIZE)
-            assert os.pread(fd, 2 * SIZE, 0) == contents(str(number), SIZE)
-            os.close(fd)
             record = rig.records.get(Ino(number))
             assert record is not None
             assert record.identity == rig.names.attributes(Ino(number)).identity
-            assert record.digest == rig.tier.digest(Ino(number), SIZE)
+            fd = rig.tier.open(Ino(number), record.identity)
+            assert os.pread(fd, 2 * SIZE, 0) == contents(str(number), SIZE)
+            os.close(fd)
+            rig.tier.verify(Ino(number), record.identity, record.digest)
         assert (rig.ledger.used(1), rig.ledger.reserved(1)) == (COUNT * SIZE, 0)
         assert rig.metrics.source_opens == [0, COUNT]
         assert rig.metrics.source_bytes == [0, COUNT * SIZE]
@@ -202,7 +204,7 @@ async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
         stage.rmdir()
         rig.want(1)
         await until(lambda: rig.engine.out_of_service() != {})
-        assert "No such file" in rig.engine.out_of_service()[1]
+        assert "No such file" in rig.engine.out_of_service()[1].why
         assert not rig.ledger.is_open(1)
         assert rig.ledger.reserved(1) == 0
         # Nobody tries while it is out, so nothing fails again and again.
@@ -224,7 +226,8 @@ async def test_failures_at_the_same_time_are_one_reason_to_rest(
         stage = tmp_path / "tier" / "monarch" / "stage"
         stage.rmdir()
         await until(lambda: rig.engine.running == rig.engine.queued == 0)
-        assert sum(rig.metrics.promotion_failures.values()) == COUNT
+        # Those that still waited for the tier were not even begun.
+        assert sum(rig.metrics.promotion_failures.values()) <= LimitSettings().copy_workers
         stage.mkdir()
         # The tier is out; once their rest is over, those that wait for it learn so.
         started = trio.current_time()

@@ -33,7 +33,7 @@ class Lru:
             return Placement(tier)
         victims: dict[int, list[Victim]] = {tier: [] for tier in ledger.tiers}
         missing = {
-            tier: item.size - (ledger.capacity(tier) - ledger.used(tier) - ledger.reserved(tier))
+            tier: item.size - ledger.room(tier)
             for tier in ledger.tiers
             if ledger.is_open(tier) and item.size <= ledger.capacity(tier)
         }

@@ -1,0 +1,362 @@
+"""Checks, and mends if told to, what a daemon that serves a mount keeps: ``fsck`` from within.
+
+The questions are those of fsck.py. Here copies come and go meanwhile, so whatever looks wrong is
+looked at again on the event loop, where nothing changes in between, before it is told or mended.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from monarch.fsck import (
+    RECORD_LOST,
+    RECORD_UNUSED,
+    STATE,
+    Findings,
+    check_doors,
+    doors_of_tier,
+)
+from monarch.namespace.overlay import Namespace
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.report import FsckProgress, FsckReport
+from monarch.threads import Threads, batches
+from monarch.tiers.directory import PRIVATE, Tier, copy_name
+from monarch.tiers.examine import (
+    MISSING,
+    PIECE_BYTES,
+    SEAL,
+    TIER,
+    TORN,
+    UNKNOWN,
+    Contents,
+    Step,
+    Suspect,
+    compare,
+)
+from monarch.tiers.hierarchy import Hierarchy
+from monarch.transfer.engine import Engine
+from monarch.types import Identity, Ino
+from monarch.vfs.filesystem import FileSystem
+
+Tell = Callable[[FsckProgress], Awaitable[None]]
+
+# Files handled between two looks of the event loop at its other work.
+_STRIDE = 256
+# How long the accounts may take to come to rest, copies being under way. Seconds.
+_REST_S = 2.0
+_STEP_S = 0.02
+
+_LOST = "the daemon serves it, and no record knows of it"
+
+
+class Checkup:
+    """Makes one check after the other. ``threads`` wait for the disks."""
+
+    def __init__(
+        self,
+        *,
+        state: Path,
+        mountpoint: Path,
+        hierarchy: Hierarchy,
+        names: Namespace,
+        residency: Residency,
+        ledger: Ledger,
+        engine: Engine,
+        filesystem: FileSystem,
+        threads: Threads,
+    ) -> None:
+        self._state = state
+        self._mountpoint = mountpoint
+        self._hierarchy = hierarchy
+        self._records = hierarchy.records
+        self._names = names
+        self._residency = residency
+        self._ledger = ledger
+        self._engine = engine
+        self._filesystem = filesystem
+        self._threads = threads
+        self._one_at_a_time = trio.Lock()
+
+    async def run(self, *, digests: bool, repair: bool, tell: Tell) -> FsckReport:
+        """Check everything; ``digests``: read every copy. ``tell`` hears how far that is."""
+        async with self._one_at_a_time:
+            check = _Check(self, digests=digests, repair=repair, tell=tell)
+            return await check.run()
+
+
+class _Check:
+    """One check under way."""
+
+    def __init__(self, of: Checkup, *, digests: bool, repair: bool, tell: Tell) -> None:
+        self._of = of
+        self._records = of._records
+        self._residency = of._residency
+        self._digests = digests
+        self._repair = repair
+        self._tell = tell
+        self._findings = Findings()
+        self._began_ns = time.time_ns()
+        self._total_files = self._total_bytes = 0
+        # The files that were told of: one fault is one finding, though it shows in two ways.
+        self._told: set[Ino] = set()
+
+    async def run(self) -> FsckReport:
+        of = self._of
+        tiers = of._hierarchy.tiers
+        doors = [(STATE, of._state)]
+        for tier in tiers:
+            doors += await of._threads.run(list, doors_of_tier(tier.name, tier.path))
+        await of._threads.run(
+            partial(check_doors, self._findings, doors, owner=os.geteuid(), repair=self._repair)
+        )
+        await self._check_snapshot()
+        for tier in tiers:
+            held = of._hierarchy.held(tier)
+            self._total_files += len(held.inos)
+            self._total_bytes += held.bytes if self._digests else 0
+        for tier in tiers:
+            await self._check_tier(tier)
+            await self._check_table(tier)
+        await self._check_accounts(tiers)
+        return self._findings.report(
+            state=os.fspath(of._state), mountpoint=os.fspath(of._mountpoint), served=True
+        )
+
+    async def _check_snapshot(self) -> None:
+        snapshot = self._of._names.snapshot
+        damages = snapshot.damages()
+        while (found := await self._of._threads.run(_some, damages)) is not None:
+            if found:
+                what = f"{found[0]}; unmount, and mend it then"
+                kind = "snapshot" if snapshot.file.parent == self._of._state else "snapshot-given"
+                told = os.fspath(snapshot.file)
+                self._findings.add(kind, STATE, told, what, repaired=False)
+                return
+
+    async def _check_tier(self, tier: Tier) -> None:
+        own = tier.path / PRIVATE
+        try:
+            root = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            told = error.strerror or "cannot be used"
+            self._findings.add("tier-gone", tier.name, os.fspath(own), told, repaired=False)
+            return
+        try:
+            await self._check_directory(tier, own, root)
+        except OSError as error:
+            told = error.strerror or "cannot be used"
+            self._findings.add("tier-gone", tier.name, os.fspath(own), told, repaired=False)
+        finally:
+            os.close(root)
+
+    async def _check_directory(self, tier: Tier, own: Path, root: int) -> None:
+        generation = self._of._names.snapshot.id
+        contents = Contents(root)
+        used = os.fstat(tier.directory)
+        there = os.stat(Contents.PREFIX + generation, dir_fd=root, follow_symlinks=False)
+        if (there.st_dev, there.st_ino) != (used.st_dev, used.st_ino):
+            what = "the daemon uses another one, that had this name"
+            self._findings.add("tier-gone", tier.name, os.fspath(own), what, repaired=False)
+            return
+        for name in await self._of._threads.run(contents.strangers):
+            told = os.fspath(own / name)
+            self._findings.add("stranger", tier.name, told, "it is not ours", repaired=False)
+        for name in await self._of._threads.run(contents.stages):
+            self._check_stage(tier, own / name)
+        for other in await self._of._threads.run(contents.generations):
+            if other != generation:
+                # The start has removed all that it did not adopt.
+                path = own / (Contents.PREFIX + other)
+                by = partial(shutil.rmtree, path) if self._repair else None
+                what = "it is of no snapshot that is known"
+                self._findings.mend(UNKNOWN, tier.name, os.fspath(path), what, by=by)
+        steps = compare(
+            root,
+            generation,
+            tier.number,
+            self._records,
+            seals=tier.seals,
+            whole=self._digests,
+            version_of=self._version,
+        )
+        while (turn := await self._of._threads.run(_turn, steps)) is not None:
+            for step in turn:
+                self._findings.files += step.files
+                self._findings.nbytes += step.nbytes
+                if step.suspect is not None and await self._holds(tier, step.suspect):
+                    await self._note(tier, self._better_known(tier, step.suspect))
+            await self._tell(
+                FsckProgress(
+                    self._findings.files,
+                    self._total_files,
+                    self._findings.nbytes,
+                    self._total_bytes,
+                )
+            )
+
+    def _check_stage(self, tier: Tier, path: Path) -> None:
+        """A stage whose copy is under way is none of ours."""
+        number = path.name.removesuffix(".part")
+        known = number.isdecimal() and int(number) <= self._residency.entries
+        if known and self._residency.is_copying(Ino(int(number))):
+            return
+        try:
+            if path.lstat().st_ctime_ns >= self._began_ns:
+                return
+        except FileNotFoundError:
+            return
+        by = path.unlink if self._repair else None
+        self._findings.mend("stage", tier.name, os.fspath(path), "nobody is writing it", by=by)
+
+    def _version(self, ino: Ino) -> Identity | None:
+        try:
+            return self._of._names.attributes(ino).identity
+        except IndexError:
+            return Identity(-1, 0, 0, 0)
+
+    async def _holds(self, tier: Tier, suspect: Suspect) -> bool:
+        """Whether it is still so, or was a copy that came or went while it was looked at."""
+        ino = suspect.ino
+        if suspect.kind in (UNKNOWN, TIER) and not await self._stays(tier, suspect.path):
+            return False
+        if ino is None or ino > self._residency.entries:
+            return True
+        if self._residency.is_copying(ino):
+            return False
+        record = self._records.get(ino)
+        if suspect.kind in (UNKNOWN, TIER):
+            return record is None or record.tier != tier.number
+        if suspect.kind == TORN:
+            return self._records.is_torn(ino)
+        here = self._is_resident(tier, ino) and record == suspect.record
+        if suspect.kind == MISSING:
+            return here and not await self._of._threads.run(tier.has, ino)
+        return here
+
+    async def _stays(self, tier: Tier, path: str) -> bool:
+        """Whether a file is there when all that was let go of has been removed."""
+        with trio.move_on_after(_REST_S):
+            await self._of._engine.removed()
+            return await self._of._threads.run(_is_there, tier.directory, path)
+        return False
+
+    def _better_known(self, tier: Tier, suspect: Suspect) -> Suspect:
+        """Of a copy that no record knows the daemon may know all the same."""
+        if suspect.kind != UNKNOWN or not self._is_resident(tier, suspect.ino):
+            return suspect
+        return Suspect(RECORD_LOST, suspect.path, _LOST, suspect.ino)
+
+    async def _note(self, tier: Tier, suspect: Suspect) -> None:
+        """Tell of a suspect that is one, and mend it."""
+        ino = suspect.ino
+        if ino is not None:
+            self._told.add(ino)
+        path = f"{Contents.PREFIX}{self._of._names.snapshot.id}/{suspect.path}"
+        told = os.fspath(tier.path / PRIVATE / path)
+        if ino is not None and suspect.kind != UNKNOWN and ino <= self._residency.entries:
+            told = os.fsdecode(self._of._names.path(ino))
+        what, mended = suspect.what, False
+        if self._repair:
+            try:
+                await self._mend(tier, suspect)
+                mended = True
+            except OSError as error:
+                what = f"{what}; mending it failed: {error.strerror}"
+        self._findings.add(suspect.kind, tier.name, told, what, repaired=mended)
+
+    async def _mend(self, tier: Tier, suspect: Suspect) -> None:
+        """Seal a copy, or remove it with its record, or what is none. Raises OSError."""
+        of, ino, record = self._of, suspect.ino, suspect.record
+        if suspect.kind == SEAL and ino is not None and record is not None:
+            await of._threads.run(tier.verify, ino, record.identity, record.digest)
+        elif suspect.kind == RECORD_UNUSED and ino is not None:
+            self._records.clear(ino)
+            await of._threads.run(tier.remove, ino)
+        elif self._is_resident(tier, ino) and ino is not None and suspect.kind != TIER:
+            failure = OSError(suspect.error, f"found by fsck: {suspect.what}")
+            await of._filesystem.drop_damaged(ino, tier.number, failure)
+        else:
+            await of._threads.run(
+                partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)
+            )
+            if suspect.kind == TORN and ino is not None:
+                self._records.clear(ino)
+
+    def _is_resident(self, tier: Tier, ino: Ino | None) -> bool:
+        known = ino is not None and ino <= self._residency.entries
+        return known and self._residency.tier_of(Ino(ino or 0)) == tier.number
+
+    async def _check_table(self, tier: Tier) -> None:
+        """What the daemon believes to be resident against the records, both ways."""
+        for batch in batches(self._residency.resident_in(tier.number), _STRIDE):
+            for ino in batch:
+                record = self._records.get(ino)
+                lost = record is None or record.tier != tier.number
+                if lost and ino not in self._told and self._is_resident(tier, ino):
+                    await self._note(tier, Suspect(RECORD_LOST, copy_name(ino), _LOST, ino))
+            await trio.sleep(0)
+        recorded = self._of._hierarchy.held(tier).inos.tolist()
+        for batch in batches(map(Ino, recorded), _STRIDE):
+            for ino in batch:
+                record = self._records.get(ino)
+                unused = record is not None and record.tier == tier.number
+                if unused and not (self._residency.tier_of(ino) or self._residency.is_copying(ino)):
+                    what = "it is recorded, and the daemon does not serve it"
+                    await self._note(tier, Suspect(RECORD_UNUSED, copy_name(ino), what, ino))
+            await trio.sleep(0)
+
+    async def _check_accounts(self, tiers: Sequence[Tier]) -> None:
+        """The ledger against the records, at a moment when nothing is on its way."""
+        with trio.move_on_after(_REST_S) as patience:
+            while self._of._engine.running or self._of._engine.queued:
+                await trio.sleep(_STEP_S)
+        if patience.cancelled_caught:
+            return
+        for tier in tiers:
+            held = self._of._hierarchy.held(tier)
+            counted = (
+                self._residency.resident_files(tier.number),
+                self._of._ledger.used(tier.number),
+            )
+            recorded = (len(held.inos), held.bytes)
+            if counted != recorded:
+                what = (
+                    f"{counted[0]} files with {counted[1]} bytes are counted,"
+                    f" {recorded[0]} with {recorded[1]} recorded"
+                )
+                told = os.fspath(tier.path)
+                self._findings.add("accounts", tier.name, told, what, repaired=False)
+
+
+def _is_there(directory: int, path: str) -> bool:
+    try:
+        os.stat(path, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _turn(steps: Iterator[Step]) -> list[Step] | None:
+    """Go on for about a piece's worth of reading; None at the end. Waits for the disk."""
+    done: list[Step] = []
+    nbytes = 0
+    for step in steps:
+        done.append(step)
+        nbytes += step.nbytes
+        if nbytes >= PIECE_BYTES or len(done) >= _STRIDE:
+            break
+    return done or None
+
+
+def _some(damages: Iterator[str]) -> list[str] | None:
+    """The damages among the next few blocks; None at the end."""
+    looked = [text for text, _ in zip(damages, range(64), strict=False)]
+    return [text for text in looked if text] if looked else None

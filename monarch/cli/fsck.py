@@ -1,0 +1,140 @@
+"""``monarch fsck``: is all that a mount keeps as it should be, and what is not is mended."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from monarch.cli.ask import ask
+from monarch.cli.output import emit_json, progress_bar, stdout
+from monarch.errors import LockedError, MonarchError, NotMountedError
+from monarch.fsck import check_state
+from monarch.places import state_root
+from monarch.registry import MountRecord, Registry, alive
+from monarch.report import Finding, FsckProgress, FsckReport
+from monarch.state import NOTE, read_note
+from monarch.text import counted, escape_text
+from monarch.units import format_bytes
+
+_PROBLEMS = 1
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  monarch fsck /mnt/data                       a mount that is served: its daemon looks
+  monarch fsck /mnt/data --digests             and reads every copy
+  monarch fsck /var/lib/monarch/imagenet-1f2e3d4c --repair
+  monarch fsck /mnt/data --json | jq .findings
+"""
+)
+@click.argument("place", metavar="MOUNT|STATE", type=click.Path(path_type=Path))
+@click.option("--digests", is_flag=True, help="Read every copy and compare it with its digest.")
+@click.option("--repair", is_flag=True, help="Mend what is wrong; without it nothing is changed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
+    """Check everything that a mount keeps: copies, records, snapshot, directories.
+
+    Of a mount that is served the daemon does it; else the state directory is checked, found by
+    itself or by the mount point. A repair removes what is wrong. That is a copy, never the only
+    one: the source is not touched, and need not be there. The exit code is 1 if something is wrong
+    and was not mended.
+    """
+    registry = Registry(state_root())
+    record = _record(registry, place)
+    with progress_bar(quiet=as_json, of_bytes=digests) as advance:
+
+        def show(at: FsckProgress) -> None:
+            if digests:
+                advance(at.bytes_done, at.bytes_total, "reading copies")
+            else:
+                advance(at.done, at.total, "looking at copies")
+
+        def on_progress(raw: dict[str, Any]) -> None:
+            show(FsckProgress.from_dict(raw))
+
+        if record is not None and alive(record):
+            report = ask(
+                record,
+                "fsck",
+                {"digests": digests, "repair": repair},
+                answer=FsckReport,
+                # A disk may take its time for a piece, and so may a directory of many copies.
+                timeout=None,
+                on_progress=on_progress,
+            )
+        else:
+            state = Path(record.state) if record is not None else _state(place)
+            try:
+                report = check_state(
+                    state, registry=registry, digests=digests, repair=repair, progress=show
+                )
+            except LockedError as error:
+                raise LockedError(
+                    str(error.args[0]), hint="give the mount point to check what is served"
+                ) from error
+    if as_json:
+        emit_json(report.to_dict())
+    else:
+        for finding in report.findings:
+            stdout().print(_line(finding), soft_wrap=True)
+        stdout().print(_summary(report), markup=False, soft_wrap=True)
+    return _PROBLEMS if report.problems > report.repaired else 0
+
+
+def _record(registry: Registry, place: Path) -> MountRecord | None:
+    """The mount that ``place`` is, or lies in, by names alone: a dead one may hang."""
+    with suppress(NotMountedError):
+        return registry.find(place)
+    return None
+
+
+def _state(place: Path) -> Path:
+    """The state directory that ``place`` is, or that of the last mount there."""
+    path = Path(os.path.abspath(place))
+    # Not those of pathlib, which raise where one may not look.
+    if os.path.exists(path / NOTE):
+        return path
+    root = state_root()
+    for state in sorted(root.iterdir()) if root.is_dir() else ():
+        with suppress(MonarchError):
+            if read_note(state).mountpoint == os.fspath(path):
+                return state
+    if os.path.isdir(path) and any(path.glob("residency-*")):
+        return path
+    raise NotMountedError(
+        f"{escape_text(os.fspath(place))} is neither a Monarch mount nor a state directory",
+        hint="`monarch status` lists the mounts; after --state DIRECTORY name that directory",
+    )
+
+
+def _line(finding: Finding) -> Text:
+    told = f"  {finding.where}: {escape_text(finding.path)}: {escape_text(finding.what)}"
+    word = ("mended", "green") if finding.repaired else ("wrong ", "bold red")
+    return Text.assemble(word, f"{told} [{finding.kind}]\n        {_advice(finding)}")
+
+
+def _advice(finding: Finding) -> str:
+    return (
+        finding.remedy if finding.repaired or not finding.mends else f"--repair: {finding.remedy}"
+    )
+
+
+def _summary(report: FsckReport) -> str:
+    looked = f"{counted(report.files, 'copy', 'copies')} looked at"
+    if report.bytes:
+        looked += f", {format_bytes(report.bytes)} read"
+    if not report.problems:
+        return f"{looked}: all is as it should be"
+    told = f"{looked}: {counted(report.problems, 'problem', 'problems')}"
+    if more := report.problems - len(report.findings):
+        told += f" ({more:,} of them not listed)"
+    left = report.problems - report.repaired
+    if not left:
+        return f"{told}, all mended"
+    return f"{told}, {report.repaired:,} mended" if report.repaired else told

@@ -1,0 +1,274 @@
+"""Looks at the parts of one daemon and names what is not as it should be, each with a remedy.
+
+A problem is noticed when somebody looks: who asks for the status, the page of metrics, and the
+daemon itself every ten seconds. docs/operations.md has a row for each kind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from monarch.health import Problem, Spell
+from monarch.log import Logbook
+from monarch.metrics import Metrics
+from monarch.modes import memory_groups
+from monarch.placement.residency import Residency
+from monarch.settings import MountSettings
+from monarch.text import counted
+from monarch.tiers.directory import Tier
+from monarch.transfer.engine import Engine
+from monarch.units import GiB, format_bytes
+from monarch.vfs.inquiry import Inquiry
+from monarch.watch import Watch
+
+# How long after the last a fault is still told that leaves nothing to look at. Seconds. A disk that
+# gave one wrong byte is to be known the next morning.
+_QUIET_S = {"internal-error": 3600.0, "copies-damaged": 86400.0}
+# What reading a copy failed with, as the counters of errors have it, that its disk is to blame for.
+_DAMAGE = ("copy-ESTALE", "copy-EIO", "copy-EUCLEAN", "copy-EBADMSG")
+# Of descriptors, and of a control group's memory, this share used is nearly all.
+_SCARCE_SHARE = 0.9
+# A machine that has less than this share of its memory left, and less than so much, is short.
+_LEAST_AVAILABLE_SHARE = 0.02
+_LEAST_AVAILABLE = GiB
+# What a control group cannot give back by dropping pages, in the words of versions 2 and 1.
+_PINNED = r"^(anon|shmem|total_rss|total_shmem) (\d+)$"
+
+
+class Symptoms:
+    """``clock`` never jumps, ``wall_ns`` is the time of day; /proc and /sys are below ``root``."""
+
+    def __init__(
+        self,
+        *,
+        settings: MountSettings,
+        tiers: Sequence[Tier],
+        residency: Residency,
+        engine: Engine,
+        inquiry: Inquiry,
+        metrics: Metrics,
+        watch: Watch,
+        logbook: Logbook,
+        clock: Callable[[], float] = time.monotonic,
+        wall_ns: Callable[[], int] = time.time_ns,
+        root: Path = Path("/"),
+    ) -> None:
+        self._mountpoint = os.fspath(settings.mountpoint)
+        self._source = os.fspath(settings.source)
+        self._tiers = tiers
+        self._residency = residency
+        self._engine = engine
+        self._inquiry = inquiry
+        self._metrics = metrics
+        self._watch = watch
+        self._logbook = logbook
+        self._clock = clock
+        self._wall_ns = wall_ns
+        self._root = root
+        self._spells = {kind: Spell(quiet_s) for kind, quiet_s in _QUIET_S.items()}
+        # Kind and subject of what was found at the last look, and when it was first found.
+        self._since_ns: dict[tuple[str, str], int] = {}
+
+    def problems(self) -> list[Problem]:
+        """All there are now. A few system calls, no wait for a disk."""
+        before, self._since_ns = self._since_ns, {}
+        found = []
+        for subject, problem in self._look():
+            if not problem.since_ns:
+                key = (problem.kind, subject)
+                since_ns = before.get(key) or self._wall_ns()
+                self._since_ns[key] = since_ns
+                problem = Problem(problem.kind, problem.what, since_ns, problem.remedy)
+            found.append(problem)
+        return found
+
+    def _look(self) -> Iterator[tuple[str, Problem]]:
+        """Problems, each with what it is about; ``since_ns`` is 0 where nobody has kept it."""
+        for tier in self._tiers:
+            for problem in self._of_tier(tier):
+                yield tier.name, problem
+        for look in (
+            self._of_source,
+            self._of_our_own_making,
+            self._of_copies,
+            self._of_log,
+            self._of_memory,
+            self._of_descriptors,
+            self._of_changes,
+        ):
+            for problem in look():
+                yield "", problem
+
+    def _of_source(self) -> Iterator[Problem]:
+        trouble = self._inquiry.trouble()
+        if trouble is None:
+            return
+        if trouble.hangs:
+            yield Problem(
+                "source-hangs",
+                f"the source {self._source} {trouble.what}; reads that need it wait",
+                trouble.since_ns,
+                f"look whether its file system answers: `timeout 5 stat {self._source}`;"
+                " resident files are served, and the others go on by themselves when it does",
+            )
+        else:
+            yield Problem(
+                "source-errors",
+                f"the source {self._source} answers with errors: {trouble.what}",
+                trouble.since_ns,
+                f"look at it as the daemon's user: `ls {self._source}`, and at its client:"
+                " `dmesg`; resident files are served, the others again as soon as it answers",
+            )
+
+    def _of_tier(self, tier: Tier) -> Iterator[Problem]:
+        outage = self._engine.out_of_service().get(tier.number)
+        if outage is None:
+            return
+        since_ns, where = outage.since_ns, os.fspath(tier.path)
+        if outage.full:
+            # Not by its capacity: one that is full of copies is in service.
+            yield Problem(
+                "tier-full",
+                f"tier {tier.name} takes no copies, others have filled its disk: {outage.why}",
+                since_ns,
+                f"make room there (`df {where}`) or lower its `keep_free`; what it holds is"
+                " served, and it takes copies again by itself",
+            )
+        elif outage.slow:
+            yield Problem(
+                "tier-slow",
+                f"tier {tier.name} is too slow and left alone: {outage.why}",
+                since_ns,
+                f"look at its disk ({where}): `iostat -x 1`, `dmesg`; reads are served from"
+                " below, and it comes back by itself",
+            )
+        else:
+            yield Problem(
+                "tier-out",
+                f"tier {tier.name} is out of service: {outage.why}",
+                since_ns,
+                f"repair {where} (`ls -ld {where}`, `findmnt -T {where}`, `dmesg`); reads are"
+                " served from below, and it comes back by itself",
+            )
+
+    def _of_our_own_making(self) -> Iterator[Problem]:
+        spell = self._spells["internal-error"]
+        if self._goes_on(spell, self._logbook.exceptions):
+            times = counted(spell.number, "time", "times")
+            yield Problem(
+                "internal-error",
+                f"an error that nobody foresaw, {times}; the calls concerned failed with EIO",
+                spell.since_ns,
+                f"report it with the traceback in {self._logbook.path}; the mount goes on",
+            )
+
+    def _of_copies(self) -> Iterator[Problem]:
+        spell = self._spells["copies-damaged"]
+        if self._goes_on(spell, sum(self._metrics.errors[kind] for kind in _DAMAGE)):
+            told = counted(spell.number, "copy was", "copies were")
+            yield Problem(
+                "copies-damaged",
+                f"{told} damaged, dropped, and read from the source instead",
+                spell.since_ns,
+                "look at the disk that the log names: `smartctl -a`, `dmesg`; then"
+                f" `monarch fsck {self._mountpoint}`",
+            )
+        if waiting := self._residency.unverified_files():
+            told = counted(waiting, "copy has", "copies have")
+            yield Problem(
+                "copies-unverified",
+                f"the last daemon did not end cleanly: {told} not been verified yet",
+                0,
+                "nothing to do: each is compared with its digest before its first use",
+            )
+
+    def _of_log(self) -> Iterator[Problem]:
+        trouble = self._logbook.trouble()
+        if trouble is not None:
+            yield Problem(
+                "log-unwritable",
+                f"the log {self._logbook.path} cannot be written: {trouble.what}",
+                trouble.since_ns,
+                f"make room or repair the disk: `df {self._logbook.path}`; reads are served",
+            )
+
+    def _of_memory(self) -> Iterator[Problem]:
+        remedy = (
+            "the daemon may be killed, and reads with it: end what takes the memory, raise the"
+            " limit, or make a tier in memory smaller"
+        )
+        if group := self._full_group():
+            yield Problem("memory-scarce", group, 0, remedy)
+            return
+        told = _numbers(self._root / "proc/meminfo", r"^(MemTotal|MemAvailable):\s+(\d+) kB$")
+        total, available = (told.get(f"Mem{name}", 0) * 1024 for name in ("Total", "Available"))
+        if total and available < min(total * _LEAST_AVAILABLE_SHARE, _LEAST_AVAILABLE):
+            shown = f"{format_bytes(available)} of {format_bytes(total)} are available"
+            yield Problem("memory-scarce", f"the machine is short of memory: {shown}", 0, remedy)
+
+    def _full_group(self) -> str:
+        """What control group has nearly used up its memory, in words."""
+        for directory, limit in memory_groups(self._root):
+            pinned = sum(_numbers(directory / "memory.stat", _PINNED).values())
+            if limit and pinned > limit * _SCARCE_SHARE:
+                shown = f"{format_bytes(pinned)} of {format_bytes(limit)}"
+                return f"the control group {directory} is short of memory: {shown} are in use"
+        return ""
+
+    def _of_descriptors(self) -> Iterator[Problem]:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and (used := _descriptors()) > limit * _SCARCE_SHARE:
+            yield Problem(
+                "descriptors-scarce",
+                f"{used} of {limit} file descriptors are in use",
+                0,
+                f"as root `prlimit --pid {os.getpid()} --nofile=1048576` raises the limit now;"
+                " LimitNOFILE= of the unit, or limits.conf, for the next mount",
+            )
+
+    def _of_changes(self) -> Iterator[Problem]:
+        refresh = f"`monarch umount {self._mountpoint}` and mount again with --refresh"
+        if changes := self._metrics.changes:
+            yield Problem(
+                "files-changed",
+                f"{counted(changes, 'file', 'files')} changed at the source since the snapshot",
+                0,
+                f"each was noticed and is read as it is now; {refresh} ends this",
+            )
+        if changes := self._watch.changed_directories:
+            told = counted(changes, "directory", "directories")
+            yield Problem(
+                "snapshot-stale",
+                f"{told} changed at the source since the snapshot: what is new there is not shown",
+                0,
+                f"{refresh} to see it",
+            )
+
+    def _goes_on(self, spell: Spell, count: int) -> bool:
+        return spell.goes_on(count, now_s=self._clock(), wall_ns=self._wall_ns())
+
+
+def _numbers(path: Path, pattern: str) -> dict[str, int]:
+    """The names and numbers that ``pattern`` finds in a file of the kernel, if it is there."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    return {name: int(number) for name, number in re.findall(pattern, text, re.MULTILINE)}
+
+
+def _descriptors() -> int:
+    """How many are open; without one to spare for a listing, all."""
+    try:
+        # Linux 6.2 and later tell it at once, a million descriptors take a second to list.
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return 0

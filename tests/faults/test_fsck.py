@@ -1,0 +1,463 @@
+"""``monarch fsck`` finds every kind of damage by its name, and mends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch.control.client import call
+from monarch.fsck import KINDS, check_state
+from monarch.registry import Registry
+from monarch.tiers.records import Record, Records
+from monarch.types import Ino
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.faults.test_scrub import decay
+from tests.mount.command import nobody
+from tests.mount.observe import (
+    account,
+    accounts_agree,
+    copies,
+    copy_of,
+    epoch,
+    read_through,
+    settled,
+)
+
+# Beside fsck nobody looks for damage.
+ALONE = ["limits.scrub_bandwidth=0", "limits.inline_max=64KiB"]
+TIERS = {"fast": "10MiB", "large": "10MiB"}
+
+NAMES = (
+    *("gone", "cut", "rotten", "touched", "link", "fifo", "other version", "moved", "torn", "good"),
+    *("d/deep", "large"),
+)
+
+
+def the_files() -> dict[str, bytes]:
+    return {name: contents(name, 200_000 if name == "large" else 20_000) for name in NAMES}
+
+
+def fsck(
+    monarch: MonarchCommand, place: Path, *options: str, code: int | None = None
+) -> dict[str, Any]:
+    """The command line, with the exit code that it must have."""
+    done = monarch("fsck", str(place), "--json", *options, check=False)
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def check(mounted: Mounted, *, repair: bool = False) -> dict[str, Any]:
+    """The same of a mount that is served or not, with digests, and without another process."""
+    socket = mounted.state / "control.sock"
+    if socket.exists():
+        return call(socket, "fsck", {"digests": True, "repair": repair}, timeout=60)
+    return check_state(
+        mounted.state,
+        registry=Registry(Path(mounted.cli.environment()["MONARCH_STATE_ROOT"])),
+        digests=True,
+        repair=repair,
+        progress=lambda progress: None,
+    ).to_dict()
+
+
+def found(told: dict[str, Any]) -> set[tuple[str, str]]:
+    """The kind of each finding, and the last part of what it is about."""
+    return {(finding["kind"], finding["path"].split("/")[-1]) for finding in told["findings"]}
+
+
+def filled(monarch: MonarchCommand, tree: Tree, source: Path) -> tuple[Mounted, dict[str, bytes]]:
+    content = the_files()
+    tree(content)
+    mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
+    epoch(mounted, content)
+    settled(mounted)
+    epoch(mounted, content)
+    return mounted, content
+
+
+def records_file(mounted: Mounted) -> Path:
+    (path,) = mounted.state.glob("residency-*")
+    return path
+
+
+def damage(mounted: Mounted, files: dict[str, Path], inos: dict[str, int]) -> set[tuple[str, str]]:
+    """Do to copies, records and stages what disks and people do; what fsck must say of it."""
+    files["gone"].unlink()
+    os.truncate(files["cut"], 100)
+    decay(files["rotten"], 777)
+    os.utime(files["touched"])
+    files["link"].unlink()
+    files["link"].symlink_to(files["good"])
+    files["fifo"].unlink()
+    os.mkfifo(files["fifo"])
+    own = mounted.tiers["large"] / "monarch"
+    (generation,) = own.glob("copies-*")
+    there = generation / files["moved"].parent.name
+    there.mkdir(mode=0o700, exist_ok=True)
+    files["moved"].rename(there / files["moved"].name)
+    with records_file(mounted).open("r+b") as file:
+        file.seek(4096 + 64 * inos["torn"] + 45)
+        file.write(b"?")
+    (generation / "somebody's").write_bytes(b"x")
+    (there / "01").mkdir()
+    (own / "copies-unknown").mkdir(mode=0o700)
+    (own / "copies-unknown/00").mkdir()
+    (own / "copies-unknown/00/256").write_bytes(b"x")
+    (own / "stage/9999.part").write_bytes(b"x")
+    return {
+        ("copy-missing", "gone"),
+        ("copy-size", "cut"),
+        ("copy-digest", "rotten"),
+        ("copy-seal", "touched"),
+        ("copy-unreadable", "link"),
+        ("copy-size", "fifo"),
+        ("copy-missing", "moved"),
+        ("copy-tier", "moved"),
+        ("record-torn", "torn"),
+        ("copy-unknown", "somebody's"),
+        ("copy-unknown", "01"),
+        ("stage", "9999.part"),
+    }
+
+
+def as_they_lie(mounted: Mounted) -> tuple[dict[str, Path], dict[str, int]]:
+    files = {name: copy_of(mounted, name) for name in NAMES}
+    return files, {name: int(path.name) for name, path in files.items()}
+
+
+def everything(mounted: Mounted) -> set[tuple[str, int, int, int]]:
+    """All that lies in the state directory and the tiers, with modes, sizes and times."""
+    roots = [mounted.state, *mounted.tiers.values()]
+    paths = [path for root in roots for path in [root, *root.rglob("*")]]
+    return {
+        (str(path), status.st_mode, status.st_size, status.st_mtime_ns)
+        for path in paths
+        # A lock says who has it.
+        if path.name not in ("lock", "daemon.log")
+        for status in [path.lstat()]
+        if not path.is_dir() or path.name != "stage"
+    }
+
+
+@pytest.mark.fault("T4", "T5")
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_every_damage_to_what_nobody_serves_is_found_and_mended(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    mounted, content = filled(monarch, tree, source)
+    files, inos = as_they_lie(mounted)
+    mounted.umount()
+    told = check(mounted)
+    assert (told["findings"], told["problems"], told["served"]) == ([], 0, False)
+    assert told["files"] == len(NAMES)
+    assert told["bytes"] == sum(map(len, content.values()))
+
+    expected = damage(mounted, files, inos)
+    tell_another_version(mounted, inos["other version"])
+    expected |= {("copy-version", "other version"), ("copy-unknown", "copies-unknown")}
+    (mounted.tiers["fast"] / "monarch").chmod(0o755)
+    mounted.state.chmod(0o750)
+    expected |= {("directory-mode", "monarch"), ("directory-mode", mounted.state.name)}
+    (mounted.state / "snapshot.lmdb.123.part").write_bytes(b"x")
+    (mounted.tiers["fast"] / "monarch/tier.part").write_bytes(b"x")
+    expected |= {("stage", "snapshot.lmdb.123.part"), ("stage", "tier.part")}
+
+    before = everything(mounted)
+    # Without the digests a rotten copy looks good.
+    told = fsck(monarch, mounted.state, code=1)
+    assert found(told) == expected - {("copy-digest", "rotten")}
+    told = fsck(monarch, mounted.state, "--digests", code=1)
+    assert found(told) == expected
+    assert told["repaired"] == 0
+    assert everything(mounted) == before
+
+    # The source need not be there to mend copies of it.
+    source.rename(source.with_name("away"))
+    told = fsck(monarch, mounted.state, "--digests", "--repair", code=0)
+    # With its record cleared, what lies in the other tier is a stranger there.
+    moved = ("copy-unknown", files["moved"].name)
+    assert found(told) == expected - {("copy-tier", "moved")} | {moved}
+    assert told["repaired"] == told["problems"] == len(expected)
+    assert check(mounted)["findings"] == []
+    source.with_name("away").rename(source)
+
+    mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
+    epoch(mounted, content)
+    settled(mounted)
+    epoch(mounted, content)
+    accounts_agree(mounted)
+    assert check(mounted)["findings"] == []
+
+
+def tell_another_version(mounted: Mounted, ino: int) -> None:
+    """Record a copy as one of a version that the snapshot does not know."""
+    ids = [
+        json.loads((path / "monarch/tier.json").read_text())["id"]
+        for path in mounted.tiers.values()
+    ]
+    generation = records_file(mounted).name.removeprefix("residency-")
+    records = Records(mounted.state, generation, ids)
+    record = records.get(Ino(ino))
+    assert record is not None
+    other = replace(record.identity, ctime_ns=record.identity.ctime_ns + 1)
+    records.put(Ino(ino), Record(record.tier, other, record.digest))
+    records.close(clean=True)
+
+
+@pytest.mark.fault("T4", "T5")
+@pytest.mark.promise(53)
+def test_every_damage_to_a_mount_that_is_served_is_found_and_mended(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy of .* dropped.*: found by fsck: ")
+    mounted, content = filled(monarch, tree, source)
+    told = check(mounted)
+    assert (told["findings"], told["problems"], told["served"]) == ([], 0, True)
+    assert told["files"] == len(NAMES)
+    files, inos = as_they_lie(mounted)
+    expected = damage(mounted, files, inos)
+    with records_file(mounted).open("r+b") as file:
+        file.seek(4096 + 64 * inos["d/deep"])
+        file.write(b"\0")
+    expected |= {("record-lost", "deep")}
+    (mounted.tiers["fast"] / "monarch").chmod(0o755)
+    expected |= {("directory-mode", "monarch"), ("copy-unknown", "copies-unknown")}
+
+    told = fsck(monarch, mounted.path, "--digests", code=1)
+    assert found(told) == expected | {("accounts", "fast")}
+    told = check(mounted, repair=True)
+    assert told["repaired"] == told["problems"] >= len(expected) - 1
+    assert check(mounted)["findings"] == []
+    epoch(mounted, content)
+    settled(mounted)
+    epoch(mounted, content)
+    accounts_agree(mounted)
+    assert check(mounted)["findings"] == []
+
+
+@pytest.mark.promise(53)
+def test_fsck_finds_nothing_wrong_with_copies_that_come_and_go_meanwhile(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = {f"{number:03}": contents(str(number), 30_000) for number in range(150)}
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "2MiB"}, options=["placement.policy=lru"])
+    enough = threading.Event()
+
+    def read() -> None:
+        while not enough.is_set():
+            epoch(mounted, content)
+
+    with ThreadPoolExecutor(1) as others:
+        reader = others.submit(read)
+        try:
+            for _ in range(8):
+                assert check(mounted)["findings"] == []
+        finally:
+            enough.set()
+        reader.result()
+    accounts_agree(mounted)
+
+
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_a_damaged_records_file_and_a_damaged_snapshot_are_removed_and_made_anew(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    mounted, content = filled(monarch, tree, source)
+    mounted.umount()
+    with records_file(mounted).open("r+b") as file:
+        file.write(b"?" * 16)
+    told = check(mounted, repair=True)
+    assert {kind for kind, _ in found(told)} == {"records-file", "copy-unknown"}
+    assert check(mounted)["findings"] == []
+    assert copies(mounted) == {"fast": {}, "large": {}}
+    mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
+    epoch(mounted, content)
+    settled(mounted)
+    mounted.umount()
+
+    snapshot = mounted.state / "snapshot.lmdb"
+    whole = snapshot.read_bytes()
+    place = whole.index(b"other version")
+    snapshot.write_bytes(whole[:place] + b"O" + whole[place + 1 :])
+    assert {kind for kind, _ in found(check(mounted))} == {"snapshot"}
+    check(mounted, repair=True)
+    assert not snapshot.exists()
+    assert check(mounted)["findings"] == []
+    mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
+    told = account(mounted)
+    # The copies are those of before: only the names were lost.
+    assert told["residency"]["files"] == len(NAMES)
+    epoch(mounted, content)
+    accounts_agree(mounted)
+
+
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_what_a_killed_daemon_has_left_is_found_by_the_mount_point_and_mended(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    mounted, content = filled(monarch, tree, source)
+    mounted.kill()
+    told = fsck(monarch, mounted.path, code=1)
+    assert {kind for kind, _ in found(told)} == {"registry", "mount-dead"}
+    assert not told["served"]
+    fsck(monarch, mounted.path, "--repair", code=0)
+    # The registry does not know the mount point any more.
+    assert fsck(monarch, mounted.state, code=0)["findings"] == []
+    mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
+    epoch(mounted, content)
+    accounts_agree(mounted)
+
+
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_a_state_directory_of_its_own_place_is_found_by_its_mount_point(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree({"f": 1000})
+    state = Path(monarch.environment()["MONARCH_STATE_ROOT"]) / "mine"
+    mounted = monarch.mount(source, state=state)
+    read_through(mounted.path / "f")
+    settled(mounted)
+    mounted.umount()
+    told = fsck(monarch, mounted.path, code=0)
+    assert (told["state"], told["files"]) == (str(state), 1)
+    note = state / "mount.json"
+    assert note.stat().st_mode & 0o777 == 0o600
+    assert json.loads(note.read_text())["source"] == str(source)
+
+
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_a_tier_that_is_not_there_keeps_its_records(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    mounted, content = filled(monarch, tree, source)
+    mounted.umount()
+    tier = mounted.tiers["fast"]
+    tier.rename(tier.with_name("unplugged"))
+    told = fsck(monarch, mounted.state, "--repair", code=1)
+    assert {kind for kind, _ in found(told)} == {"tier-gone"}
+    tier.with_name("unplugged").rename(tier)
+    (tier / "monarch/notes.txt").write_text("mine")
+    assert found(check(mounted, repair=True)) == {("stranger", "notes.txt")}
+    (tier / "monarch/notes.txt").unlink()
+    assert check(mounted)["findings"] == []
+    mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
+    assert account(mounted)["residency"]["files"] == len(content)
+
+
+@pytest.mark.fault("T7")
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_a_directory_in_use_is_refused_and_its_user_named(
+    monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
+) -> None:
+    tree({"f": 1000})
+    mounted = monarch.mount(source)
+    done = monarch("fsck", str(mounted.state), "--repair", check=False)
+    assert done.returncode == 7
+    assert f"in use by pid {mounted.pid} ({mounted.path})" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    # Another mount's state, which names this one's tier.
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    shutil.copy(mounted.state / "mount.json", other)
+    done = monarch("fsck", str(other), check=False)
+    assert done.returncode == 7
+    assert f"pid {mounted.pid}" in done.stderr
+
+
+@pytest.mark.fault("I2", "T8")
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_what_is_no_mount_and_no_state_directory_is_told_in_one_line(
+    monarch: MonarchCommand, tmp_path: Path
+) -> None:
+    for text, code, words in (
+        (None, 9, "neither a Monarch mount nor a state directory"),
+        ("{", 6, "mount.json cannot be read"),
+        ("[]", 6, "mount.json cannot be read"),
+        ('{"version": 99}', 6, "is of a newer Monarch"),
+        ('{"version": 1}', 6, "mount.json cannot be read"),
+    ):
+        directory = tmp_path / f"state-{len(text or '')}"
+        directory.mkdir()
+        if text is not None:
+            (directory / "mount.json").write_text(text)
+        done = monarch("fsck", str(directory), "--repair", check=False)
+        assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), done.stderr
+        assert words in done.stderr
+        assert {path.name for path in directory.iterdir()} <= {"mount.json"}
+
+
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_a_person_reads_what_is_wrong_and_what_was_done(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree({"a\nname": 1000, "b": 2000})
+    mounted = monarch.mount(source, options=ALONE)
+    for name in ("a\nname", "b"):
+        read_through(mounted.path / name)
+    settled(mounted)
+    copy = copy_of(mounted, "a\nname")
+    mounted.umount()
+    good = monarch("fsck", str(mounted.state)).stdout
+    assert good == "2 copies looked at: all is as it should be\n"
+    copy.unlink()
+    wrong = monarch("fsck", str(mounted.state), check=False)
+    assert wrong.returncode == 1
+    assert re.search(r"^wrong .*fast: a\\nname: it is recorded, and not there", wrong.stdout)
+    assert "--repair: its record is cleared" in wrong.stdout
+    mended = monarch("fsck", str(mounted.state), "--repair")
+    assert re.search(r"^mended .*a\\nname", mended.stdout)
+    assert "1 problem, all mended" in mended.stdout
+
+
+@pytest.mark.fault("Security")
+@pytest.mark.promise(53)
+@pytest.mark.modes("auto")
+def test_an_ordinary_user_checks_a_mount_of_his_own_and_no_other(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree({"f": 1000})
+    theirs = monarch.mount(source)
+    theirs.umount()
+    with nobody(monarch.case) as user:
+        own, mountpoint, tier = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("tier")
+        state = user.mkdir("state")
+        (own / "f").write_bytes(b"x" * 1000)
+        done = user("mount", str(own), str(mountpoint), "--state", str(state), "--tier", str(tier))
+        assert done.returncode == 0, done.stderr
+        try:
+            user("warm", str(mountpoint), "--wait")
+            served = user("fsck", str(mountpoint), "--digests", "--json")
+            assert json.loads(served.stdout)["files"] == 1, served.stderr
+        finally:
+            user("umount", str(mountpoint))
+        idle = user("fsck", str(state), "--digests")
+        assert (idle.returncode, "1 copy looked at" in idle.stdout) == (0, True), idle.stderr
+        refused = user("fsck", str(theirs.state))
+        assert refused.returncode in (6, 9)
+        assert len(refused.stderr.splitlines()) == 1
+
+
+def test_every_kind_of_finding_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    section = text[text.index("## Something looks wrong: fsck") :]
+    told = set(re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE))
+    assert told == set(KINDS)

@@ -1,0 +1,482 @@
+"""What ``status`` says while a real fault lasts: the word, the kind, since when; then ok again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.equipment import slowfs
+from tests.equipment.slowfs import SlowSource
+from tests.faults.limits import control_group
+from tests.mount.observe import (
+    account,
+    copy_of,
+    ended,
+    epoch,
+    flip_bit,
+    read_through,
+    settled,
+    wait_until,
+)
+
+# What is the same in every mode is shown in the one without the datapath and in one with it.
+TWO = pytest.mark.modes("python", "relay")
+
+
+def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
+    return {f"{number:03d}.jpg": contents(str(number), size) for number in range(count)}
+
+
+def health(mounted: Mounted) -> dict[str, Any]:
+    told: dict[str, Any] = account(mounted)["health"]
+    return told
+
+
+def kinds(mounted: Mounted) -> set[str]:
+    return {problem["kind"] for problem in health(mounted)["problems"]}
+
+
+def is_ok(mounted: Mounted) -> None:
+    """All is over, by itself."""
+    wait_until(lambda: health(mounted)["state"] == "ok", "all is ok again", timeout_s=100)
+    assert health(mounted) == {"state": "ok", "why": "", "problems": []}
+
+
+def problem(mounted: Mounted, kind: str, *, state: str, after_ns: int) -> dict[str, Any]:
+    """The only problem, once it is there; what every way of asking tells of it."""
+    wait_until(lambda: kinds(mounted) == {kind}, f"{kind} is told, not {kinds(mounted)}")
+    told = health(mounted)
+    (found,) = told["problems"]
+    assert told["state"] == state
+    assert told["why"] == found["what"]
+    # Since it began, not since it was asked for, and a clock of the kernel's ticks is coarse.
+    assert after_ns - 10**8 <= found["since_ns"] <= time.time_ns()
+    assert found["remedy"]
+    cli = mounted.cli
+    check = cli("status", str(mounted.path / "below"), "--check", check=False)
+    assert check.returncode == {"degraded": 11, "failing": 12}[state]
+    assert check.stdout.startswith(f"{mounted.path}: {state}: ")
+    shown = cli("status", str(mounted.path)).stdout
+    assert f"health: {state}" in shown
+    flat = " ".join(shown.split())
+    assert " ".join(found["what"].split()[:4]) in flat
+    assert re.search(r", since (\d{4}-\d\d-\d\d )?\d\d:\d\d", flat)
+    assert re.search(rf"{re.escape(str(mounted.path))}.* {state} *$", cli("status").stdout, re.M)
+    return found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB of its own, for what the test says."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    path = tmp_path / "small"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SlowSource]:
+    """A disk that fails as it is told, below the tier ``fast``. Name it before ``monarch``."""
+    reason = slowfs.unavailable()
+    if reason:
+        pytest.skip(reason)
+    backing = tmp_path / "disk"
+    backing.mkdir()
+    with SlowSource(backing, tmp_path / "tiers" / "fast") as slowed:
+        yield slowed
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "somebody-else's"
+    with filler.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return filler
+
+
+def tier_on(disk: Path, monarch: MonarchCommand) -> None:
+    """The tier ``fast`` of the next mount is a directory of that disk."""
+    tiers = monarch.directory / "tiers"
+    tiers.mkdir()
+    (disk / "fast").mkdir()
+    (tiers / "fast").symlink_to(disk / "fast")
+
+
+# -- ok --------------------------------------------------------------------------------------------
+
+
+@TWO
+@pytest.mark.promise(55)
+def test_a_mount_that_has_filled_its_tier_is_ok(monarch: MonarchCommand, tree: Tree) -> None:
+    content = files()
+    mounted = monarch.mount(tree(content), tiers={"fast": "40KB"})
+    epoch(mounted, content)
+    settled(mounted)
+    assert account(mounted)["tiers"][0]["free"] < 10_000
+    is_ok(mounted)
+    check = monarch("status", "--check")
+    assert check.stdout == f"{mounted.path}: ok\n"
+    assert "health: ok" in monarch("status", str(mounted.path)).stdout
+
+
+@pytest.mark.modes("relay")
+@pytest.mark.promise(55)
+def test_the_page_of_metrics_shows_the_state_and_every_kind(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("source: '003.jpg': Input/output error")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(
+        slow.path, options=["metrics.enabled=true", "metrics.address=localhost:0"]
+    )
+    address = re.search(r"metrics at (http://\S+)", mounted.log_text)
+    assert address is not None
+
+    def page() -> dict[str, float]:
+        with urllib.request.urlopen(address[1], timeout=10) as answer:
+            text = answer.read().decode()
+        return {
+            name: float(value)
+            for name, value in re.findall(r"^(monarch_health\S*) (\S+)$", text, re.MULTILINE)
+        }
+
+    assert page()['monarch_health{state="ok"}'] == 1
+    assert set(page().values()) == {0, 1}
+    slow.rules(f"err * {errno.EIO} ^/003")
+    with pytest.raises(OSError):
+        read_through(mounted.path / "003.jpg")
+    failing = page()
+    assert failing['monarch_health{state="ok"}'] == 0
+    assert failing['monarch_health{state="failing"}'] == 1
+    assert failing['monarch_health_problems{kind="source-errors"}'] == 1
+    assert failing['monarch_health_problems{kind="tier-out"}'] == 0
+
+
+# -- the source ------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("S2")
+@pytest.mark.promise(55, 57)
+def test_a_source_that_answers_with_errors_is_failing_for_a_minute_and_one_line_of_the_log(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log(r"source: '0\d\d.jpg': Input/output error \(EIO\); who asked for it got")
+    content = files(30)
+    tree(content)
+    mounted = monarch.mount(slow.path)
+    epoch(mounted, content, ["000.jpg"])
+    slow.rules(f"err * {errno.EIO} jpg$")
+    before_ns = time.time_ns()
+    for _ in range(10):
+        for name in content:
+            if name == "000.jpg":
+                epoch(mounted, content, [name])
+                continue
+            with pytest.raises(OSError) as failed:
+                read_through(mounted.path / name)
+            assert failed.value.errno == errno.EIO
+    found = problem(mounted, "source-errors", state="failing", after_ns=before_ns)
+    assert found["what"] == f"the source {slow.path} answers with errors: Input/output error (EIO)"
+    assert f"ls {slow.path}" in found["remedy"]
+    told = [line for line in mounted.log_text.splitlines() if "source: '" in line]
+    assert len(told) == 1, "one line a minute, not one a read"
+    slow.rules()
+    epoch(mounted, content)
+    if monarch.mode == "relay":
+        is_ok(mounted)
+
+
+@pytest.mark.modes("python", "passthrough", "no_open")
+@pytest.mark.fault("S1")
+@pytest.mark.promise(55)
+def test_a_source_that_hangs_is_failing_until_it_answers(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = files(2)
+    tree(content)
+    mounted = monarch.mount(slow.path)
+    epoch(mounted, content, ["000.jpg"])
+    settled(mounted)
+    slow.rules("hang open ^/001")
+    before_ns = time.time_ns()
+    reader = subprocess.Popen(["cat", str(mounted.path / "001.jpg")], stdout=subprocess.PIPE)
+    try:
+        found = problem(mounted, "source-hangs", state="failing", after_ns=before_ns)
+        assert found["what"].startswith(f"the source {slow.path} does not answer")
+        assert f"stat {slow.path}" in found["remedy"]
+        epoch(mounted, content, ["000.jpg"])
+    finally:
+        slow.rules()
+        answer, _ = reader.communicate(timeout=20)
+    assert answer == content["001.jpg"]
+    is_ok(mounted)
+
+
+@TWO
+@pytest.mark.fault("S4")
+@pytest.mark.promise(55)
+def test_what_changed_at_the_source_is_told_until_the_snapshot_is_refreshed(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("changed at the source since the snapshot")
+    source = tree({"d/a": 1000, "e/b": 1000})
+    mounted = monarch.mount(source)
+    before_ns = time.time_ns()
+    (source / "d/a").write_bytes(b"new")
+    assert read_through(mounted.path / "d/a") == b"new"
+    found = problem(mounted, "files-changed", state="degraded", after_ns=before_ns)
+    assert found["what"] == "1 file changed at the source since the snapshot"
+    assert "--refresh" in found["remedy"]
+    mounted.umount()
+    # Found out while it is mounted, since nothing is looked at before with a snapshot of others.
+    (source / "e/new").write_bytes(b"new")
+    again = monarch.mount(source, snapshot=mounted.state / "snapshot.lmdb")
+    wait_until(lambda: "snapshot-stale" in kinds(again), "the new name is noticed")
+    whats = [problem["what"] for problem in health(again)["problems"]]
+    assert (
+        "1 directory changed at the source since the snapshot: what is new there is not shown"
+        in whats
+    )
+    again.umount()
+    is_ok(monarch.mount(source, arguments=["--refresh"]))
+
+
+# -- the tiers -------------------------------------------------------------------------------------
+
+
+@TWO
+@pytest.mark.fault("T2")
+@pytest.mark.promise(55, 57)
+def test_a_tier_that_becomes_read_only_is_told_and_comes_back(
+    disk: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log(r"copy to tier fast given up.*Read-only file system \(EROFS\)")
+    content = files()
+    mounted = monarch.mount(
+        tree(content), tiers={"fast": "1MB"}, options=["limits.tier_probe=500ms"]
+    )
+    epoch(mounted, content, ["000.jpg"])
+    settled(mounted)
+    # As ext4 does when its disk has failed: what is there is read.
+    disk.rules(*(f"err {call} EROFS ." for call in ("create", "write", "unlink", "rename")))
+    before_ns = time.time_ns()
+    epoch(mounted, content)
+    found = problem(mounted, "tier-out", state="degraded", after_ns=before_ns)
+    assert found["what"] == "tier fast is out of service: Read-only file system"
+    assert str(mounted.tiers["fast"]) in found["remedy"]
+    epoch(mounted, content)
+    disk.rules()
+    is_ok(mounted)
+    epoch(mounted, content)
+    assert account(mounted)["health"]["state"] == "ok"
+
+
+@TWO
+@pytest.mark.fault("T1")
+@pytest.mark.promise(55)
+def test_a_tier_whose_disk_others_have_filled_is_told_and_takes_copies_again(
+    small_disk: Path, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    content = files()
+    tier_on(small_disk, monarch)
+    mounted = monarch.mount(
+        tree(content), tiers={"fast": "1MB"}, options=["limits.tier_probe=500ms"]
+    )
+    filler = fill(small_disk)
+    before_ns = time.time_ns()
+    epoch(mounted, content)
+    found = problem(mounted, "tier-full", state="degraded", after_ns=before_ns)
+    assert found["what"].startswith("tier fast takes no copies, others have filled its disk: ")
+    assert f"df {mounted.tiers['fast']}" in found["remedy"]
+    filler.unlink()
+    is_ok(mounted)
+
+
+@TWO
+@pytest.mark.fault("T9")
+@pytest.mark.promise(55)
+def test_a_tier_that_hangs_is_told_and_comes_back(
+    disk: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("tier fast is out of service")
+    content = files()
+    options = ["limits.tier_probe=500ms", "limits.tier_timeout=1s"]
+    mounted = monarch.mount(tree(content), tiers={"fast": "1MB"}, options=options)
+    epoch(mounted, content, ["000.jpg"])
+    settled(mounted)
+    disk.rules("hang write .")
+    before_ns = time.time_ns()
+    epoch(mounted, content)
+    found = problem(mounted, "tier-slow", state="degraded", after_ns=before_ns)
+    assert found["what"].startswith("tier fast is too slow and left alone: no answer within 1 s")
+    epoch(mounted, content)
+    disk.rules()
+    is_ok(mounted)
+    settled(mounted)
+
+
+@TWO
+@pytest.mark.fault("T4", "T6")
+@pytest.mark.promise(55)
+def test_copies_that_an_unclean_end_left_are_told_until_all_are_verified(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = files()
+    source = tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    mounted.kill()
+    before_ns = time.time_ns()
+    again = monarch.mount(source, options=["limits.scrub_bandwidth=0"])
+    found = problem(again, "copies-unverified", state="degraded", after_ns=before_ns)
+    assert f"{len(content)} copies have not been verified yet" in found["what"]
+    epoch(again, content)
+    is_ok(again)
+
+
+@TWO
+@pytest.mark.fault("T4")
+@pytest.mark.promise(55, 57)
+def test_a_damaged_copy_is_told(monarch: MonarchCommand, tree: Tree) -> None:
+    monarch.expects_log(r"tier fast: copy of '00[01].jpg' dropped, and the source read instead: .*")
+    content = files()
+    mounted = monarch.mount(tree(content), options=["verify=open"])
+    epoch(mounted, content)
+    settled(mounted)
+    before_ns = time.time_ns()
+    for name in ("000.jpg", "001.jpg"):
+        flip_bit(copy_of(mounted, name))
+    epoch(mounted, content)
+    found = problem(mounted, "copies-damaged", state="degraded", after_ns=before_ns)
+    assert found["what"].startswith("2 copies were damaged, dropped, and read from the source")
+    assert f"monarch fsck {mounted.path}" in found["remedy"]
+
+
+# -- ourselves and the machine ---------------------------------------------------------------------
+
+
+@pytest.mark.fault("M6")
+@pytest.mark.promise(55, 57)
+def test_an_error_that_nobody_foresaw_is_told_and_is_one_traceback(
+    monarch: MonarchCommand, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monarch.expects_log("an error that nobody foresaw in getxattr: that call failed with .*EIO")
+    monarch.expects_log("Traceback")
+    content = files(3)
+    source = tree(content)
+    monkeypatch.setenv("MONARCH_POINT", "handler-getxattr:1:raise")
+    mounted = monarch.mount(source)
+    before_ns = time.time_ns()
+    with pytest.raises(OSError) as failed:
+        mounted.xattr("000.jpg")
+    assert failed.value.errno == errno.EIO
+    found = problem(mounted, "internal-error", state="degraded", after_ns=before_ns)
+    assert str(mounted.state / "daemon.log") in found["remedy"]
+    assert mounted.log_text.count("Traceback") == 1
+    epoch(mounted, content)
+    assert mounted.xattr("000.jpg") in ("source", "fast")
+
+
+@TWO
+@pytest.mark.promise(55)
+def test_a_log_that_cannot_be_written_is_told_and_says_afterwards_what_may_be_missing(
+    small_disk: Path, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = files()
+    log = small_disk / "monarch.log"
+    mounted = monarch.mount(tree(content), options=[f"log.file={log}"])
+    epoch(mounted, content)
+    settled(mounted)
+    filler = fill(small_disk)
+    # The last page of the file itself has room, too.
+    rest = -log.stat().st_size % os.sysconf("SC_PAGE_SIZE")
+    with log.open("ab") as file:
+        file.write((b"x" * rest)[1:] + b"\n" * min(rest, 1))
+    before_ns = time.time_ns()
+    copy_of(mounted, "000.jpg").unlink()
+    epoch(mounted, content)
+    found = problem(mounted, "log-unwritable", state="degraded", after_ns=before_ns)
+    assert "No space left on device" in found["what"]
+    assert str(log) in found["what"]
+    epoch(mounted, content)
+    filler.unlink()
+    is_ok(mounted)
+    assert "lines may be missing here: the log could not be written for a while" in log.read_text()
+
+
+@TWO
+@pytest.mark.fault("M4")
+@pytest.mark.promise(55)
+def test_descriptors_that_run_short_are_told_until_there_are_more(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = files()
+    mounted = monarch.mount(tree(content))
+    epoch(mounted, content)
+    settled(mounted)
+    before = resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE)
+    used = psutil.Process(mounted.pid).num_fds()
+    before_ns = time.time_ns()
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, (used + 2, before[1]))
+    found = problem(mounted, "descriptors-scarce", state="degraded", after_ns=before_ns)
+    assert f"of {used + 2} file descriptors are in use" in found["what"]
+    assert f"prlimit --pid {mounted.pid} " in found["remedy"]
+    epoch(mounted, content)
+    resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE, before)
+    is_ok(mounted)
+
+
+@pytest.mark.modes("relay")
+@pytest.mark.fault("M4")
+@pytest.mark.promise(55)
+def test_a_control_group_that_runs_short_of_memory_is_told_until_it_has_more(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = files()
+    source = tree(content)
+    with control_group("memory") as group:
+        # What is taken counts where it was taken: it has to start there.
+        group.add(os.getpid())
+        try:
+            mounted = monarch.mount(source)
+        finally:
+            (group.directory.parent / "cgroup.procs").write_text(str(os.getpid()))
+        epoch(mounted, content)
+        settled(mounted)
+        is_ok(mounted)
+        told = (group.directory / "memory.stat").read_text()
+        pinned = sum(
+            int(number)
+            for number in re.findall(r"^(?:anon|shmem|total_rss|total_shmem) (\d+)$", told, re.M)
+        )
+        before_ns = time.time_ns()
+        group.limit(int(pinned / 0.93))
+        found = problem(mounted, "memory-scarce", state="degraded", after_ns=before_ns)
+        assert str(group.directory) in found["what"]
+        epoch(mounted, content)
+        group.limit(None)
+        is_ok(mounted)
+        mounted.umount()
+        wait_until(lambda: ended(mounted.pid), "the daemon has ended")

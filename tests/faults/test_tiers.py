@@ -1,0 +1,506 @@
+"""Tiers that fill up, fail, vanish, hang or crawl: nobody who reads notices, and they come back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, contents, trouble
+from tests.equipment import slowfs
+from tests.equipment.inotify import OpenCounter
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import (
+    PATIENCE_S,
+    account,
+    accounts_agree,
+    copies,
+    epoch,
+    forget_pages,
+    read_through,
+    resident,
+    settled,
+    wait_until,
+)
+
+MIB = 1 << 20
+# So that a test need not wait for seconds until a tier is seen to hang, or is tried again.
+QUICK = ("limits.tier_timeout=1s", "limits.tier_probe=200ms", "limits.scrub_bandwidth=0")
+TIERS = {"fast": "100MB", "large": "100MB"}
+
+
+def files(count: int = 20, size: int = 20_000) -> dict[str, bytes]:
+    return {f"{number:03d}.jpg": contents(str(number), size + number) for number in range(count)}
+
+
+def warnings(mounted: Mounted) -> list[str]:
+    return [line for line in mounted.log_text.splitlines() if trouble(line)]
+
+
+def tier(mounted: Mounted, name: str = "fast") -> dict[str, Any]:
+    found: dict[str, Any] = next(t for t in account(mounted)["tiers"] if t["name"] == name)
+    return found
+
+
+def goes_out(mounted: Mounted) -> str:
+    """Wait until the tier ``fast`` is out of service; what is wrong with it."""
+    wait_until(lambda: not tier(mounted)["in_service"], "the tier is out of service")
+    told = account(mounted)
+    assert told["health"]["state"] == "degraded"
+    assert any("tier fast" in problem["what"] for problem in told["health"]["problems"])
+    return str(tier(mounted)["out_why"])
+
+
+def comes_back(mounted: Mounted) -> None:
+    wait_until(lambda: bool(tier(mounted)["in_service"]), "the tier is in service again")
+    assert not any("tier fast" in p["what"] for p in account(mounted)["health"]["problems"])
+
+
+def warmed(mounted: Mounted, content: Mapping[str, bytes]) -> None:
+    """All of it has its copy in ``fast``."""
+    epoch(mounted, content)
+    settled(mounted)
+    assert resident(mounted, content) == dict.fromkeys(content, "fast")
+
+
+def opens_for(mounted: Mounted, content: Mapping[str, bytes]) -> dict[str, int]:
+    """Read all of it, and let the copies settle: how often each file was opened at the source."""
+    with OpenCounter(mounted.source) as counter:
+        epoch(mounted, content)
+        settled(mounted)
+        return counter.paths()
+
+
+@pytest.fixture
+def slow_tier(tmp_path: Path) -> Iterator[SlowSource]:
+    """Where the tier ``fast`` will be. Name it before ``monarch``: it must outlive the mount."""
+    reason = slowfs.unavailable()
+    if reason:
+        pytest.skip(reason)
+    (tmp_path / "disk").mkdir()
+    with SlowSource(tmp_path / "disk", tmp_path / "tiers" / "fast") as slowed:
+        yield slowed
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A file system in a file, mounted where the tier ``fast`` will be."""
+
+    image: Path
+    path: Path
+
+    def mount(self) -> None:
+        subprocess.run(["mount", "-o", "loop", str(self.image), str(self.path)], check=True)
+
+    def umount(self) -> None:
+        """As one does with a disk that is in use and has to go."""
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+    def is_held(self) -> bool:
+        """Whether the device is still in use: it goes when nobody holds the file system."""
+        asked = subprocess.run(["losetup", "-j", str(self.image)], capture_output=True, check=True)
+        return asked.stdout != b""
+
+
+def _disk(tmp_path: Path, mebibytes: int, *make: str) -> Iterator[Disk]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    if shutil.which(make[0]) is None:
+        pytest.skip(f"{make[0]} is not installed")
+    disk = Disk(tmp_path / "disk.img", tmp_path / "tiers" / "fast")
+    disk.path.mkdir(parents=True)
+    with disk.image.open("wb") as file:
+        file.truncate(mebibytes * MIB)
+    subprocess.run([*make, "-q", str(disk.image)], check=True)
+    disk.mount()
+    try:
+        yield disk
+    finally:
+        while os.path.ismount(disk.path):
+            disk.umount()
+        wait_until(lambda: not disk.is_held(), "the device is free")
+
+
+@pytest.fixture
+def ext4(tmp_path: Path) -> Iterator[Disk]:
+    """Name it before ``monarch``."""
+    yield from _disk(tmp_path, 32, "mkfs.ext4", "-F")
+
+
+@pytest.fixture
+def xfs(tmp_path: Path) -> Iterator[Disk]:
+    """Name it before ``monarch``."""
+    if shutil.which("xfs_io") is None:
+        pytest.skip("xfs_io is not installed")
+    yield from _disk(tmp_path, 300, "mkfs.xfs", "-f")
+
+
+# -- full ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("T1")
+@pytest.mark.promise(8, 48)
+def test_a_disk_without_room_costs_no_read_and_is_not_tried_all_the_time(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    content = files(60, 2_000)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=QUICK)
+    # Only copies: whoever looks whether a few bytes can be written is deceived, time and again.
+    slow_tier.rules("err write EDQUOT /stage/[0-9]")
+    before = slow_tier.counters()["create"]
+    with OpenCounter(source) as counter:
+        # What is on its way is shared, so an epoch may open nothing.
+        deadline = time.monotonic() + PATIENCE_S
+        while counter.count() < 300 and time.monotonic() < deadline:
+            epoch(mounted, content)
+        opens = counter.count()
+    told = account(mounted)
+    retries = told["source_totals"]["copy"]["opens"]
+    # The hundreds of opens are the readers' own; copies have tried a few times, not once for each.
+    assert opens >= 300
+    assert retries < 100
+    assert told["copies"]["failed"] < 200
+    assert slow_tier.counters()["create"] - before < 200
+    assert len(warnings(mounted)) <= 3
+    assert copies(mounted) == {"fast": {}}
+    slow_tier.rules()
+    comes_back(mounted)
+    accounts_agree(mounted)
+    warmed(mounted, content)
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("T1")
+@pytest.mark.promise(33)
+def test_copies_leave_free_what_is_to_be_kept_free(
+    ext4: Disk, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(50, MIB)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=QUICK)
+    epoch(mounted, content)
+    # What does not fit is no failure, and is not tried again and again.
+    assert settled(mounted)["copies"]["failed"] == 0
+    assert tier(mounted)["in_service"]
+    disk = os.statvfs(ext4.path)
+    # A twentieth, as nothing else is said.
+    assert disk.f_bavail * disk.f_frsize >= disk.f_blocks * disk.f_frsize // 20
+    held = set(resident(mounted, content))
+    assert len(held) > 10
+    assert set(opens_for(mounted, content)) == set(content) - held
+    accounts_agree(mounted)
+
+
+# -- read-only, unmounted, removed, failing --------------------------------------------------------
+
+
+@pytest.mark.fault("T2")
+@pytest.mark.promise(8, 48)
+def test_a_disk_that_became_read_only_serves_what_it_has_and_the_next_tier_takes_the_rest(
+    ext4: Disk, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy to tier fast given up: .*|copy to tier fast given up, will")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers=TIERS, options=QUICK)
+    before, after = sorted(content)[:8], sorted(content)[8:]
+    epoch(mounted, content, before)
+    settled(mounted)
+    # What the kernel does to a file system in which it finds an error.
+    subprocess.run(["mount", "-o", "remount,abort", str(ext4.path)], check=True)
+    epoch(mounted, content)
+    goes_out(mounted)
+    epoch(mounted, content)
+    settled(mounted)
+    assert opens_for(mounted, content) == {}
+    assert resident(mounted, content) == {
+        **dict.fromkeys(before, "fast"),
+        **dict.fromkeys(after, "large"),
+    }
+    assert len(warnings(mounted)) <= 3
+
+
+@pytest.mark.fault("T2")
+@pytest.mark.promise(48)
+def test_a_disk_that_was_unmounted_is_let_go_and_its_copies_are_used_again_when_it_is_back(
+    ext4: Disk, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast is out of service")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    warmed(mounted, content)
+    ext4.umount()
+    assert "is not what it was" in goes_out(mounted)
+    # Whoever wants to repair or replace the disk can.
+    wait_until(lambda: not ext4.is_held(), "nobody holds the disk")
+    for _ in range(2):
+        assert opens_for(mounted, content) == dict.fromkeys(content, 1)
+    # Nothing was written into the bare directory below the mount point.
+    assert list(ext4.path.iterdir()) == []
+    ext4.mount()
+    comes_back(mounted)
+    assert opens_for(mounted, content) == {}
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("T2")
+@pytest.mark.promise(48)
+def test_a_tier_that_was_removed_and_made_anew_is_filled_again(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast is out of service|dropped|given up")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    warmed(mounted, content)
+    shutil.rmtree(mounted.tiers["fast"])
+    goes_out(mounted)
+    epoch(mounted, content)
+    mounted.tiers["fast"].mkdir()
+    comes_back(mounted)
+    warmed(mounted, content)
+    assert opens_for(mounted, content) == {}
+    accounts_agree(mounted)
+    # It is the same tier to the next mount.
+    mounted.umount()
+    again = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    assert opens_for(again, content) == {}
+    accounts_agree(again)
+
+
+@pytest.mark.fault("T2", "T3")
+@pytest.mark.promise(8, 48)
+@pytest.mark.modes("python", "passthrough")
+def test_a_disk_that_answers_everything_with_an_error_is_a_miss_until_it_is_repaired(
+    xfs: Disk, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast is out of service|dropped|given up")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers=TIERS, options=QUICK)
+    before = sorted(content)[:8]
+    epoch(mounted, content, before)
+    settled(mounted)
+    subprocess.run(["xfs_io", "-x", "-c", "shutdown", str(xfs.path)], check=True)
+    for _ in range(3):
+        epoch(mounted, content)
+    goes_out(mounted)
+    settled(mounted)
+    assert set(resident(mounted, content).values()) == {"large"}
+    assert len(warnings(mounted)) <= 4
+    xfs.umount()
+    wait_until(lambda: not xfs.is_held(), "nobody holds the disk")
+    xfs.mount()
+    comes_back(mounted)
+    assert resident(mounted, content) == dict.fromkeys(content, "large")
+    epoch(mounted, content)
+    accounts_agree(mounted)
+
+
+# -- copies that cannot be read --------------------------------------------------------------------
+
+
+@pytest.mark.fault("T3")
+@pytest.mark.promise(4, 8)
+def test_a_copy_that_cannot_be_read_is_dropped_and_told_once(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log(r"tier fast: copy of '00.\.jpg' dropped, and the source read .*EIO")
+    content = files(6)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    warmed(mounted, content)
+    bad = sorted(content)[:3]
+    inodes = "|".join(str((mounted.path / name).stat().st_ino) for name in bad)
+    slow_tier.rules(f"err read EIO /({inodes})$")
+    with OpenCounter(source) as counter:
+        epoch(mounted, content)
+        settled(mounted)
+        slow_tier.rules()
+        epoch(mounted, content)
+        settled(mounted)
+        # By who read on there, and by who came next.
+        assert set(counter.paths()) == set(bad)
+        assert counter.count() <= 2 * len(bad)
+    assert opens_for(mounted, content) == {}
+    told = account(mounted)
+    assert told["errors"]["copy-EIO"] == len(bad)
+    assert told["tiers"][0]["in_service"]
+    assert len(warnings(mounted)) == 1
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("T3")
+@pytest.mark.promise(39)
+@pytest.mark.modes("passthrough")
+def test_with_passthrough_only_who_has_the_copy_open_sees_that_the_disk_fails(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("dropped")
+    content = {"large": contents("large", 8 * MIB)}
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=QUICK)
+    warmed(mounted, content)
+    with (mounted.path / "large").open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        forget_pages(file.fileno())
+        assert os.pread(file.fileno(), 4096, 0) == content["large"][:4096]
+        slow_tier.rules("err read EIO /copies-")
+        with pytest.raises(OSError) as failed:
+            os.pread(file.fileno(), MIB, 4 * MIB)
+        assert failed.value.errno == errno.EIO
+    assert read_through(mounted.path / "large") == content["large"]
+    slow_tier.rules()
+    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the release arrived")
+    epoch(mounted, content)
+    settled(mounted)
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("T3")
+@pytest.mark.promise(48)
+def test_a_disk_that_cannot_be_read_any_more_takes_no_copies_until_it_can(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("dropped")
+    monarch.expects_log("tier fast is out of service: copies there cannot be read")
+    content = files(30, 2_000)
+    tree(content)
+    mounted = monarch.mount(source, tiers=TIERS, options=QUICK)
+    warmed(mounted, content)
+    # It takes what is written, and gives nothing back.
+    slow_tier.rules("err read EIO /(copies-|stage)")
+    epoch(mounted, content)
+    goes_out(mounted)
+    written = slow_tier.counters()["rename"]
+    for _ in range(2):
+        epoch(mounted, content)
+        settled(mounted)
+    assert slow_tier.counters()["rename"] == written
+    assert set(resident(mounted, content).values()) == {"large"}
+    assert len(warnings(mounted)) <= 3
+    assert not tier(mounted)["in_service"]
+    slow_tier.rules()
+    comes_back(mounted)
+    accounts_agree(mounted)
+
+
+# -- slow, and not answering -----------------------------------------------------------------------
+
+
+@pytest.mark.fault("T9")
+@pytest.mark.promise(37, 47)
+def test_a_tier_that_hangs_while_copies_are_made_holds_up_nobody(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    _hangs_at("write", slow_tier, monarch, tree, source)
+
+
+@pytest.mark.fault("T9")
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("call", ["create", "rename", "*"])
+def test_it_is_the_same_wherever_the_copies_hang(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path, call: str
+) -> None:
+    _hangs_at(call, slow_tier, monarch, tree, source)
+
+
+def _hangs_at(
+    call: str, slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast is out of service: no answer within 1 s")
+    content = {**files(60, 40_000), "large": contents("large", 3 * MIB)}
+    tree(content)
+    options = [*QUICK, "limits.inline_max=64KiB", "limits.buffer_max=256KiB"]
+    mounted = monarch.mount(source, tiers=TIERS, options=options)
+    slow_tier.rules(f"hang {call} /monarch")
+    epoch(mounted, content)
+    goes_out(mounted)
+    # With all threads and all memory that the one tier may keep, the other goes on.
+    epoch(mounted, content)
+    settled(mounted)
+    epoch(mounted, content)
+    settled(mounted)
+    assert resident(mounted, content) == dict.fromkeys(content, "large")
+    slow_tier.rules()
+    comes_back(mounted)
+    wait_until(lambda: copies(mounted)["fast"] == {}, "what came too late is gone")
+    accounts_agree(mounted)
+    assert opens_for(mounted, content) == {}
+
+
+@pytest.mark.fault("T9")
+@pytest.mark.promise(47)
+def test_copies_in_a_tier_that_hangs_are_passed_by_and_used_again_when_it_answers(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast is out of service: no answer within 1 s; all is read from below")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    warmed(mounted, content)
+    slow_tier.rules("hang * .")
+    # Seen before anybody asks for anything there.
+    goes_out(mounted)
+    for _ in range(2):
+        assert opens_for(mounted, content) == dict.fromkeys(content, 1)
+    slow_tier.rules()
+    comes_back(mounted)
+    assert opens_for(mounted, content) == {}
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("T9")
+@pytest.mark.promise(47)
+def test_a_tier_that_became_slower_than_any_source_is_left_alone(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast is out of service: (no answer|opens and reads take)")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    first = dict(list(content.items())[:5])
+    warmed(mounted, first)
+    slow_tier.rules("lat * 500")
+    epoch(mounted, first)
+    epoch(mounted, content)
+    goes_out(mounted)
+    assert opens_for(mounted, content) == dict.fromkeys(content, 1)
+    slow_tier.rules()
+    comes_back(mounted)
+    epoch(mounted, content)
+    settled(mounted)
+    assert opens_for(mounted, content) == {}
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("T9")
+def test_the_mount_ends_though_a_tier_hangs_and_the_next_one_believes_nothing_of_it(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("tier fast is out of service|a tier hangs|dropped")
+    content = files()
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    half = dict(list(content.items())[:10])
+    warmed(mounted, half)
+    slow_tier.rules("hang * .")
+    epoch(mounted, {name: content[name] for name in content if name not in half})
+    mounted.umount()
+    slow_tier.rules()
+    again = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    assert again.stages() == []
+    opened = opens_for(again, content)
+    assert set(opened) <= set(content) - set(half)
+    accounts_agree(again)

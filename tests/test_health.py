@@ -1,0 +1,149 @@
+"""The word for a mount's health: what problems add up to, since when, and when they are over."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from monarch import symptoms
+from monarch.cli import status
+from monarch.errors import NotMountedError, UsageError
+from monarch.health import KINDS, STATES, Health, Problem, Spell, health_of, worst
+from monarch.report import StatusReport
+from tests.reports import a_problem, a_report
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_nothing_wrong_is_ok() -> None:
+    assert health_of([]) == Health("ok", "", [])
+
+
+def test_the_gravest_problem_gives_the_word_and_the_reason() -> None:
+    tier, source = a_problem(), a_problem(kind="source-hangs", what="the source hangs")
+    assert health_of([tier]) == Health("degraded", tier.what, [tier])
+    assert health_of([tier, source]) == Health(
+        "failing", "the source hangs (and 1 more)", [source, tier]
+    )
+    assert [worst(words) for words in ([], ["ok", "failing", "degraded"], ["ok", "degraded"])] == [
+        "ok",
+        "failing",
+        "degraded",
+    ]
+
+
+def test_each_kind_means_that_something_is_wrong() -> None:
+    assert set(KINDS.values()) == set(STATES) - {"ok"}
+
+
+def test_each_kind_is_told_by_the_daemon_and_no_other() -> None:
+    text = Path(symptoms.__file__).read_text()
+    told = re.findall(r'Problem\(\s*"([a-z-]+)"', text)
+    assert set(told) == set(KINDS)
+
+
+@pytest.mark.promise(55)
+def test_each_state_and_kind_has_its_place_in_the_handbook_and_no_other() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    assert re.findall(r"^### Health: `([a-z]+)`$", text, re.MULTILINE) == list(STATES)
+    rows = dict(
+        re.findall(r"^\| `([a-z-]+)` \| ([a-z]+) \| .* \| .* \| .* \|$", text, re.MULTILINE)
+    )
+    assert rows == dict(KINDS)
+
+
+def test_a_count_that_rises_is_a_spell_until_it_has_been_quiet_for_long() -> None:
+    spell = Spell(60.0)
+    assert not spell.goes_on(0, now_s=1e6, wall_ns=1)
+    assert spell.goes_on(2, now_s=1e6 + 1, wall_ns=2)
+    assert spell.goes_on(2, now_s=1e6 + 61, wall_ns=3)
+    assert spell.goes_on(3, now_s=1e6 + 61, wall_ns=4)
+    assert (spell.number, spell.since_ns) == (3, 2)
+    assert not spell.goes_on(3, now_s=1e6 + 121.5, wall_ns=5)
+    assert spell.goes_on(4, now_s=1e6 + 122, wall_ns=6)
+    assert (spell.number, spell.since_ns) == (1, 6)
+
+
+def test_health_comes_back_from_json_with_kinds_of_a_newer_daemon() -> None:
+    report = a_report(health=Health("degraded", "x", [Problem("brand-new", "x", 1, "y")]))
+    assert StatusReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def checked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *lines: status.Line,
+    arguments: tuple[str, ...] = (),
+) -> tuple[int, str]:
+    monkeypatch.setattr(status, "overview", lambda records, only=None: list(lines))
+    code = status.status.main(["--check", *arguments], standalone_mode=False)
+    return code, capsys.readouterr().out
+
+
+def line(found: Health | None, mountpoint: str = "/mnt/data") -> status.Line:
+    from monarch.doctor import SeenMount
+
+    report = None if found is None else a_report(health=found)
+    seen = SeenMount(mountpoint, "served" if found else "stale", None)
+    return status.Line(seen, report, "" if found else "the daemon is dead")
+
+
+OK = health_of([])
+DEGRADED = health_of([a_problem()])
+FAILING = health_of([a_problem(kind="source-hangs", what="it hangs")])
+
+
+@pytest.mark.promise(55)
+def test_check_tells_the_worst_of_the_mounts_by_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked(monkeypatch, capsys) == (0, "")
+    assert checked(monkeypatch, capsys, line(OK)) == (0, "/mnt/data: ok\n")
+    assert checked(monkeypatch, capsys, line(DEGRADED), line(OK, "/mnt/b\n")) == (
+        11,
+        "/mnt/data: degraded: tier nvme is out of service: Input/output error\n/mnt/b\\n: ok\n",
+    )
+    assert checked(monkeypatch, capsys, line(DEGRADED), line(FAILING))[0] == 12
+    assert checked(monkeypatch, capsys, line(FAILING), line(None)) == (
+        NotMountedError.exit_code,
+        "/mnt/data: failing: it hangs\n/mnt/data: not served: the daemon is dead\n",
+    )
+
+
+def test_check_speaks_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = checked(monkeypatch, capsys, line(FAILING), line(None), arguments=("--json",))
+    assert code == NotMountedError.exit_code
+    assert json.loads(shown)["mounts"] == [
+        {"mountpoint": "/mnt/data", "health": "failing", "why": "it hangs"},
+        {"mountpoint": "/mnt/data", "health": None, "why": "the daemon is dead"},
+    ]
+
+
+def test_watch_and_check_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="--check exclude each other"):
+        status.status.main(["--check", "--watch"], standalone_mode=False)
+
+
+def test_the_exit_codes_of_check_are_no_others() -> None:
+    from monarch.cli.main import EXIT_CODES
+
+    assert len(set(status.CHECK_CODES.values())) == len(STATES)
+    errors = [code for code, words in EXIT_CODES.items() if "--check" not in words]
+    assert set(status.CHECK_CODES.values()) & set(errors) == {0}
+
+
+def test_a_time_of_another_day_is_told_with_its_date() -> None:
+    from datetime import datetime, timedelta
+
+    now = datetime.now().replace(second=0, microsecond=0)
+    assert status._moment(int(now.timestamp() * 1e9)) == now.strftime("%H:%M")
+    before = now - timedelta(days=1)
+    assert status._moment(int(before.timestamp() * 1e9)) == before.strftime("%Y-%m-%d %H:%M")
