@@ -7,9 +7,9 @@ looked at again on the event loop, where nothing changes in between, before it i
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from monarch.fsck import (
     Findings,
     check_doors,
     doors_of_tier,
+    remove,
 )
 from monarch.namespace.overlay import Namespace
 from monarch.placement.ledger import Ledger
@@ -53,6 +54,8 @@ _STRIDE = 256
 # How long the accounts may take to come to rest, copies being under way. Seconds.
 _REST_S = 2.0
 _STEP_S = 0.02
+
+_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _LOST = "the daemon serves it, and no record knows of it"
 
@@ -143,41 +146,43 @@ class _Check:
 
     async def _check_tier(self, tier: Tier) -> None:
         own = tier.path / PRIVATE
-        try:
-            root = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            told = error.strerror or "cannot be used"
-            self._findings.add("tier-gone", tier.name, os.fspath(own), told, repaired=False)
+        outage = self._of._engine.out_of_service().get(tier.number)
+        if outage is not None and not outage.is_read:
+            # Nobody goes there now, and whoever asked would wait.
+            self._findings.add("tier-gone", tier.name, os.fspath(own), outage.why, repaired=False)
             return
+        root = -1
         try:
+            root = await self._of._threads.run(os.open, own, _LIST)
             await self._check_directory(tier, own, root)
         except OSError as error:
             told = error.strerror or "cannot be used"
             self._findings.add("tier-gone", tier.name, os.fspath(own), told, repaired=False)
         finally:
-            os.close(root)
+            if root >= 0:
+                os.close(root)
 
     async def _check_directory(self, tier: Tier, own: Path, root: int) -> None:
+        run = self._of._threads.run
         generation = self._of._names.snapshot.id
-        contents = Contents(root)
-        used = os.fstat(tier.directory)
-        there = os.stat(Contents.PREFIX + generation, dir_fd=root, follow_symlinks=False)
-        if (there.st_dev, there.st_ino) != (used.st_dev, used.st_ino):
+        if not await run(_is_in_use, tier.directory, root, generation):
             what = "the daemon uses another one, that had this name"
             self._findings.add("tier-gone", tier.name, os.fspath(own), what, repaired=False)
             return
-        for name in await self._of._threads.run(contents.strangers):
+        contents = Contents(root)
+        for name in await run(contents.strangers):
             told = os.fspath(own / name)
             self._findings.add("stranger", tier.name, told, "it is not ours", repaired=False)
-        for name in await self._of._threads.run(contents.stages):
-            self._check_stage(tier, own / name)
-        for other in await self._of._threads.run(contents.generations):
+        for path in await run(_older, contents, own, self._began_ns):
+            number = path.name.removesuffix(".part")
+            known = number.isdecimal() and int(number) <= self._residency.entries
+            if not (known and self._residency.is_copying(Ino(int(number)))):
+                await self._remove("stage", tier, path, "nobody is writing it")
+        for other in await run(contents.generations):
             if other != generation:
                 # The start has removed all that it did not adopt.
                 path = own / (Contents.PREFIX + other)
-                by = partial(shutil.rmtree, path) if self._repair else None
-                what = "it is of no snapshot that is known"
-                self._findings.mend(UNKNOWN, tier.name, os.fspath(path), what, by=by)
+                await self._remove(UNKNOWN, tier, path, "it is of no snapshot that is known")
         steps = compare(
             root,
             generation,
@@ -202,19 +207,16 @@ class _Check:
                 )
             )
 
-    def _check_stage(self, tier: Tier, path: Path) -> None:
-        """A stage whose copy is under way is none of ours."""
-        number = path.name.removesuffix(".part")
-        known = number.isdecimal() and int(number) <= self._residency.entries
-        if known and self._residency.is_copying(Ino(int(number))):
-            return
-        try:
-            if path.lstat().st_ctime_ns >= self._began_ns:
-                return
-        except FileNotFoundError:
-            return
-        by = path.unlink if self._repair else None
-        self._findings.mend("stage", tier.name, os.fspath(path), "nobody is writing it", by=by)
+    async def _remove(self, kind: str, tier: Tier, path: Path, what: str) -> None:
+        """A finding that is mended by removing a file, or a directory with all that it holds."""
+        mended = False
+        if self._repair:
+            try:
+                await self._of._threads.run(remove, path)
+                mended = True
+            except OSError as error:
+                what = f"{what}; mending it failed: {error.strerror}"
+        self._findings.add(kind, tier.name, os.fspath(path), what, repaired=mended)
 
     def _version(self, ino: Ino) -> Identity | None:
         try:
@@ -334,6 +336,24 @@ class _Check:
                 )
                 told = os.fspath(tier.path)
                 self._findings.add("accounts", tier.name, told, what, repaired=False)
+
+
+def _is_in_use(directory: int, root: int, generation: str) -> bool:
+    """Whether ``directory`` is that of the generation beneath ``root``. Raises OSError."""
+    used = os.fstat(directory)
+    there = os.stat(Contents.PREFIX + generation, dir_fd=root, follow_symlinks=False)
+    return (there.st_dev, there.st_ino) == (used.st_dev, used.st_ino)
+
+
+def _older(contents: Contents, own: Path, than_ns: int) -> list[Path]:
+    """The stages that have been as they are since before that time (wall clock)."""
+    older = []
+    for path in (own / name for name in contents.stages()):
+        # Of a copy under way it goes when the copy is done.
+        with suppress(FileNotFoundError):
+            if path.lstat().st_ctime_ns < than_ns:
+                older.append(path)
+    return older
 
 
 def _is_there(directory: int, path: str) -> bool:

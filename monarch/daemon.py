@@ -339,12 +339,14 @@ class _Mount:
             names_changed=self._names_changed,
             store_pages=self._store_pages,
             forget_pages=self._forget_pages,
+            size_shown=self._size_shown,
             fast=self._datapath,
             opens_are_told=choice.open == "open",
             kernel_reads=choice.datapath == "passthrough",
         )
         # Of its own: a disk that does not answer must hold up nothing else.
         self._scrub_threads = Threads(1, "scrub", abandon=True)
+        self._size_threads = Threads(1, "sizes", abandon=True)
         self._scrub = Scrub(
             tiers=tiers,
             is_read=self._engine.is_read,
@@ -363,7 +365,8 @@ class _Mount:
             ledger=ledger,
             engine=self._engine,
             filesystem=self.filesystem,
-            threads=Threads(1, "fsck", abandon=True),
+            # More than one: where a disk hangs, those who asked are gone and a thread is not.
+            threads=Threads(4, "fsck", abandon=True),
         )
         self._watch = Watch(
             names=names,
@@ -434,6 +437,10 @@ class _Mount:
     def _forget_pages(self, ino: Ino) -> None:
         self._scrub_threads.start(self._session.forget_pages, self.filesystem.names.path(ino))
 
+    async def _size_shown(self, ino: Ino) -> int:
+        path = self.filesystem.names.path(ino)
+        return await self._size_threads.run(self._session.size_shown, path)
+
     def _store_pages(self, ino: Ino, content: bytes) -> None:
         self._session.store_pages(ino, content)
 
@@ -486,7 +493,9 @@ class _Mount:
             "signals": self._signals,
             "engine": self._engine.run,
             "changes": self._look_again,
+            "inquiry": self._inquiry.run,
             "visits": self.filesystem.expire_visits,
+            "sizes": self.filesystem.tell_sizes,
             "books": self._note_served,
             "sweep": self._sweep,
             "scrub": self._scrub.run,

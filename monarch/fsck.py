@@ -300,7 +300,7 @@ class _StateCheck:
 
         def by() -> None:
             for each in removed:
-                _remove(each)
+                remove(each)
 
         self._findings.mend(kind, where, os.fspath(path), what, by=by if self._repair else None)
 
@@ -435,7 +435,7 @@ class _StateCheck:
             if suspect.kind == SEAL and suspect.ino is not None and suspect.record is not None:
                 os.utime(path, ns=(time.time_ns(), seal(suspect.ino, suspect.record.identity)))
                 return
-            _remove(path)
+            remove(path)
             if suspect.ino is not None and suspect.kind not in (UNKNOWN, TIER):
                 records.clear(suspect.ino)
 
@@ -454,7 +454,7 @@ class _StateCheck:
         return None
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a file, or a directory with all that it holds; links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

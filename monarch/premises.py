@@ -145,9 +145,7 @@ def check_source(mount: MountSettings) -> Iterator[Check]:
         )
         return
     if empty:
-        yield Check(
-            name, "warn", f"{source} is empty", "is its file system mounted?"
-        )
+        yield Check(name, "warn", f"{source} is empty", "is its file system mounted?")
     else:
         yield Check(name, "ok", f"{source} answers")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from monarch.errors import TierError
 from monarch.footing import open_directory
@@ -47,6 +48,9 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
                 f"{what}: {error.strerror}", hint="make room, or name another with --state"
             ) from error
         try:
+            # What a newer version has written is refused before anything is changed.
+            with suppress(OSError, ValueError, RecursionError):
+                _read_known(state)
             yield
         finally:
             lock.release()
@@ -103,17 +107,7 @@ def read_note(state: Path) -> MountNote:
     """What the state directory is of. Raises TierError if it does not tell."""
     what = f"state directory {os.fspath(state)!r}"
     try:
-        with open(state / NOTE, "rb") as file:
-            raw = json.loads(file.read(_MAX_NOTE_BYTES))
-        if not isinstance(raw, dict):
-            raise ValueError("it is no object")
-        if isinstance(raw.get("version"), int) and raw["version"] > _NOTE_VERSION:
-            raise TierError(
-                f"{what} is of a newer Monarch (version {raw['version']}, this one knows"
-                f" {_NOTE_VERSION})",
-                hint="use the Monarch that wrote it",
-            )
-        return MountNote.from_dict(raw)
+        return MountNote.from_dict(_read_known(state))
     except FileNotFoundError as error:
         raise TierError(
             f"{what} does not say which mount it is of: it has no {NOTE}",
@@ -123,3 +117,19 @@ def read_note(state: Path) -> MountNote:
         raise TierError(
             f"{what}: {NOTE} cannot be read: {error}", hint="mounting with it once mends that"
         ) from error
+
+
+def _read_known(state: Path) -> dict[str, Any]:
+    """The note as it is written. Raises OSError, ValueError, and TierError for a newer one."""
+    with open(state / NOTE, "rb") as file:
+        raw = json.loads(file.read(_MAX_NOTE_BYTES))
+    if not isinstance(raw, dict):
+        raise ValueError("it is no object")
+    version = raw.get("version")
+    if isinstance(version, int) and version > _NOTE_VERSION:
+        raise TierError(
+            f"state directory {os.fspath(state)!r} is of version {version}, this Monarch knows"
+            f" {_NOTE_VERSION}",
+            hint="use the Monarch that wrote it, or name another with --state",
+        )
+    return raw

@@ -76,6 +76,8 @@ class Status:
         self._watch = watch
         self._scrub = scrub
         self._symptoms = symptoms
+        # Kept open: who has run out of descriptors is to be told so.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()
         self.state: State = "starting"
 
@@ -134,10 +136,13 @@ class Status:
             hit_ratio=metrics.hit_ratio(),
             latency=metrics.latency(),
             errors=dict(metrics.errors),
-            memory=Memory(_resident_bytes()),
+            memory=Memory(self._resident_bytes()),
             handles=Handles(self._filesystem.open_files, self._filesystem.backing_ids),
             scrub=self._scrub.report(),
         )
+
+    def _resident_bytes(self) -> int:
+        return int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def _tier_reports(self) -> list[TierReport]:
         out = self._engine.out_of_service()
@@ -194,8 +199,3 @@ def _size_of(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

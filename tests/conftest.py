@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``-k S1`` chooses the tests of a row of the table of faults, ``-k promise_3`` of a promise."""
+    """``-k S1`` chooses the tests of a row of the table of faults, ``-k promise_3`` a promise's."""
     for item in items:
         for mark in item.iter_markers("fault"):
             item.extra_keyword_matches.update(mark.args)

@@ -274,6 +274,7 @@ def test_a_document_that_is_none_is_told(content: str | bytes, told: str, tmp_pa
     assert [p for p in mistakes(tmp_path, content) if p.startswith(told)]
 
 
+@pytest.mark.fault("I1")
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     content = """\
         defaults:
@@ -336,6 +337,7 @@ def test_mounts_that_would_meet_are_refused(second: str, told: str, tmp_path: Pa
     assert problems[0].startswith(f"{first.count(chr(10)) + 1}: ")
 
 
+@pytest.mark.fault("I1", "M1")
 def test_a_link_does_not_hide_that_a_tier_is_in_the_source(tmp_path: Path) -> None:
     (tmp_path / "source" / "t").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "source" / "t")
@@ -361,6 +363,7 @@ def test_what_is_no_readable_file_is_told(tmp_path: Path) -> None:
         assert problem.startswith(f"1: {told}")
 
 
+@pytest.mark.fault("I1")
 def test_a_file_without_permission_is_told(tmp_path: Path) -> None:
     path = tmp_path / "monarch.yaml"
     path.write_text(in_mount(""))

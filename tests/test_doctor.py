@@ -412,6 +412,7 @@ def test_a_source_that_is_missing_a_file_or_empty_is_told(site: Site) -> None:
     site.is_told("source", "fail", "is not a directory")
 
 
+@pytest.mark.timeout(40)
 def test_a_source_that_hangs_costs_a_short_wait(
     tmp_path_factory: pytest.TempPathFactory, site: Site
 ) -> None:

@@ -67,6 +67,8 @@ class Server:
         self._connections = 0
         self._uids = frozenset({os.geteuid(), 0})
         self._limiter = Limiter(60.0)
+        # Let go of where no other is to be had: who asks what is wrong must get an answer then.
+        self._spare = -1
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once the socket listens. The file goes with the server.
@@ -74,13 +76,16 @@ class Server:
         A socket file that an earlier daemon left is replaced. Raises TierError when the socket
         cannot be made.
         """
-        with _listening(self._path) as listener:
+        with _listening(self._path) as listener, self._spare_descriptor():
             async with trio.open_nursery() as nursery:
                 task_status.started()
                 while True:
                     try:
                         connection, _ = await listener.accept()
                     except OSError as error:
+                        if error.errno in (errno.EMFILE, errno.ENFILE) and self._spare >= 0:
+                            self._let_spare_go()
+                            continue
                         # Without a descriptor or memory for it, trying at once fails at once.
                         if error.errno not in _GONE_MEANWHILE:
                             self._limiter.warning(
@@ -108,6 +113,25 @@ class Server:
                 )
         finally:
             self._connections -= 1
+            self._take_spare()
+
+    @contextmanager
+    def _spare_descriptor(self) -> Iterator[None]:
+        self._take_spare()
+        try:
+            yield
+        finally:
+            self._let_spare_go()
+
+    def _take_spare(self) -> None:
+        if self._spare < 0:
+            with suppress(OSError):
+                self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+    def _let_spare_go(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     async def _converse(self, stream: trio.SocketStream) -> None:
         uid = _peer_uid(stream.socket)

@@ -133,6 +133,7 @@ struct datapath {
     uint64_t fetch_max;
     int64_t hold_max, wait_max;
     uint64_t patience_ns; /* how long a caller may wait for the source; 0: for ever */
+    uint64_t stopped_ns;  /* how long the process was stopped, and nobody waited; atomic */
     struct tier tiers[MAX_TIERS];
     uint64_t bounds_ns[BUCKETS];
     int bounds;

@@ -177,7 +177,8 @@ static bool is_wanted_back(uint32_t pid) {
 }
 
 /* Lets callers go that are wanted back while they wait for Python or for the source, or that have
- * waited for the source longer than they should: Python looks after those that wait for it. */
+ * waited for the source longer than they should by ``now``, which does not count while the process
+ * is stopped; 0: nobody has. Python looks after those that wait for it. */
 void let_go(struct datapath *path, uint64_t now) {
     pthread_mutex_lock(&path->pending_lock);
     for (uint32_t index = 0; path->pending_interrupted && index < path->pending_count; index++) {
@@ -198,7 +199,8 @@ void let_go(struct datapath *path, uint64_t now) {
             STORE(thread->interrupted, 0);
             write_out(LOAD(thread->device), unique, EINTR, NULL, 0);
         }
-        if (path->patience_ns && now - LOAD(thread->reading_since_ns) > path->patience_ns &&
+        uint64_t since = LOAD(thread->reading_since_ns);
+        if (path->patience_ns && now > since && now - since > path->patience_ns &&
             LOAD(thread->let_go) != unique) {
             STORE(thread->let_go, unique);
             write_out(LOAD(thread->device), unique, ETIMEDOUT, NULL, 0);
@@ -228,5 +230,5 @@ void interrupt(struct datapath *path, uint64_t unique) {
     if (!found)
         path->early[path->early_next++ % EARLY] = unique;
     pthread_mutex_unlock(&path->pending_lock);
-    let_go(path, now_ns());
+    let_go(path, 0);
 }

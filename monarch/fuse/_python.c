@@ -474,7 +474,7 @@ static PyObject *datapath_was_given(Datapath *self, PyObject *args) {
 static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *path = self->path;
     int threads = 0;
-    uint64_t oldest_ns = 0, now = now_ns();
+    uint64_t oldest_ns = 0, now = now_ns() - LOAD(path->stopped_ns);
     for (int i = 0; i < LOAD(path->thread_count); i++) {
         struct thread *thread = &path->threads[i];
         uint64_t since = LOAD(thread->reading_since_ns);

@@ -130,7 +130,7 @@ static bool open_resident(struct datapath *path, struct open_inode *entry, uint6
 static void begin_waiting(struct thread *thread, const struct in_header *request) {
     struct datapath *path = thread->path;
     STORE(thread->reading_pid, request->pid);
-    STORE(thread->reading_since_ns, now_ns());
+    STORE(thread->reading_since_ns, now_ns() - LOAD(path->stopped_ns));
     STORE(thread->reading, request->unique);
     pthread_mutex_lock(&path->pending_lock);
     if (came_early(path, request->unique))

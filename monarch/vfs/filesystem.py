@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol, TypeVar
 
@@ -39,6 +39,7 @@ from monarch.vfs.changes import Changes
 from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import Account, FastPath
+from monarch.vfs.sizes import Sizes
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class FileSystem:
     ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
     ``names_changed`` that a directory's listing is. ``store_pages`` gives it the bytes of a file
     that is being opened, ``forget_pages`` has it drop those of a file that no open is told of.
+    ``size_shown`` is the size that the kernel tells of a file.
     ``verify`` says when a copy is checked before use
     (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
     thing; ``opens_are_told`` is False if the kernel only reads, ``kernel_reads`` True if it reads
@@ -146,6 +148,7 @@ class FileSystem:
         names_changed: Callable[[Ino], None],
         store_pages: Callable[[Ino, bytes], None],
         forget_pages: Callable[[Ino], None],
+        size_shown: Callable[[Ino], Awaitable[int]],
         fast: FastPath | None,
         opens_are_told: bool,
         kernel_reads: bool,
@@ -170,6 +173,7 @@ class FileSystem:
         # When a binding that no open made may go.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
+        self._sizes = Sizes(names, attributes_changed=attributes_changed, shown=size_shown)
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0
@@ -182,7 +186,7 @@ class FileSystem:
             metrics=metrics,
             remove_copy=movement.remove_copy,
             copy_unreadable=movement.copy_unreadable,
-            attributes_changed=attributes_changed,
+            attributes_changed=attributes_changed if opens_are_told else self._sizes.changed,
             names_changed=names_changed,
             is_held_elsewhere=fast.outdate if fast is not None else lambda _: False,
         )
@@ -283,6 +287,8 @@ class FileSystem:
         """
         started = time.perf_counter()
         binding = self._bindings.get(ino) or await self._visit(ino)
+        if self._sizes.are_unheard(ino):
+            raise self._changed_under_reader(ino)
         if offset == 0 and not self._opens_are_told:
             if self._account is not None:
                 self._account.note_opens()
@@ -332,6 +338,9 @@ class FileSystem:
             raise
         if not seen:
             self._residency.unmark_changed(ino)
+        if self._sizes.are_unheard(ino):
+            self.release(ino)
+            raise self._changed_under_reader(ino)
         if ino in self._visits:
             binding.users -= 1  # another read was faster
         self._residency.mark_served(ino)
@@ -342,6 +351,10 @@ class FileSystem:
     def _end_visit(self, ino: Ino) -> None:
         del self._visits[ino]
         self.release(ino)
+
+    async def tell_sizes(self) -> None:
+        """Have a kernel that tells no opens know the sizes of what has changed, until cancelled."""
+        await self._sizes.run()
 
     async def expire_visits(self) -> None:
         """Let go of what is read no more, until cancelled."""
@@ -589,6 +602,8 @@ class FileSystem:
             data = await self._inquiry.ask(
                 binding.ino, self._inquiry.source.on, file, path, _read_all, offset, size
             )
+            if not self._opens_are_told:
+                await self._require_version(binding.ino, file)
             if not data and offset < binding.size:
                 await self._require_end(binding.ino, file, offset)
         finally:
@@ -683,6 +698,18 @@ class FileSystem:
 
     def _item(self, attributes: Attributes) -> Item:
         return Item(attributes.ino, attributes.size, attributes.source_ino)
+
+    async def _require_version(self, ino: Ino, file: SourceFile) -> None:
+        """Raises SourceError, ESTALE, if others have written into a file that may have been read.
+
+        Where opens are told, the next one drops what the kernel holds of the version before. Here
+        it would be mixed with what was read now.
+        """
+        now, then = await self._inquiry.ask(ino, identity_now, file.fd), identity_of(file.status)
+        if (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
+            await self.changes.look_again(ino)
+            self._residency.mark_changed(ino)
+            raise self._changed_under_reader(ino)
 
     async def _require_end(self, ino: Ino, file: SourceFile, offset: int) -> None:
         """Nothing was read at ``offset``: raises SourceError, ESTALE, if the file ends before it.

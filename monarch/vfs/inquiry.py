@@ -34,10 +34,15 @@ T = TypeVar("T")
 
 # How long an error of the source counts as trouble that goes on. Seconds.
 _TROUBLE_S = 60.0
+# How often a call is looked at before it is given up.
+_LOOKS = 8
 # How long a call may last before the source counts as one that hangs. Seconds.
 _HANGS_S = 5.0
 # What a source says of a file that is not where, or not what, it was.
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
+
+# What it says to who may not read a file: as it should be, and nobody is to be woken for it.
+_REFUSED = frozenset({errno.EACCES, errno.EPERM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Trouble:
 class Inquiry:
     """Calls of ``source``; ``names`` tells the path of an inode for messages.
 
-    A call is given up after ``timeout_s``. ``oldest_elsewhere_s`` tells how long a call that was
+    A call is given up after ``timeout_s``, while ``run`` counts them. ``oldest_elsewhere_s`` tells how long a call that was
     not made here has waited for the source, 0 if there is none.
     """
 
@@ -72,6 +77,8 @@ class Inquiry:
         self._metrics = metrics
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._oldest_elsewhere_s = oldest_elsewhere_s
+        # How often each call that waits has been looked at.
+        self._looks: dict[trio.CancelScope, int] = {}
         self._limiter = Limiter(60.0)
         # When the errors began that go on, when the last came (of the loop's clock), what it was.
         self._failing: tuple[float, float, str] | None = None
@@ -89,15 +96,31 @@ class Inquiry:
 
     async def ask(self, ino: Ino, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """Run a call that asks the source about ``ino``. Raises SourceChanged, SourceError."""
+        scope = trio.CancelScope()
+        self._looks[scope] = 0
         try:
-            with trio.move_on_after(self._timeout_s):
+            with scope:
                 return await self._threads.run(call, *args)
         except OSError as error:
             number = error.errno or errno.EIO
             if number in _NOT_THERE:
                 raise SourceChanged(f"{self.told(ino)}: {error.strerror}") from error
             raise self.failed(ino, number) from error
+        finally:
+            del self._looks[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
+
+    async def run(self) -> None:
+        """Give up the calls that have waited too long, until cancelled.
+
+        Counted in looks, not on the clock: a daemon that was stopped did not wait meanwhile.
+        """
+        while True:
+            await trio.sleep(self._timeout_s / _LOOKS)
+            for scope in self._looks:
+                self._looks[scope] += 1
+                if self._looks[scope] > _LOOKS:
+                    scope.cancel()
 
     async def status(self, ino: Ino, path: bytes) -> os.stat_result | None:
         """What the source tells of a path; None if it has no such name. Raises SourceError."""
@@ -130,10 +153,11 @@ class Inquiry:
     def _note(self, number: int, told: str) -> None:
         words = errno_words(number)
         self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
-        now = trio.current_time()
-        goes_on = self._failing is not None and now - self._failing[1] <= _TROUBLE_S
-        began = self._failing[0] if self._failing is not None and goes_on else now
-        self._failing = (began, now, words)
+        if number not in _REFUSED:
+            now = trio.current_time()
+            goes_on = self._failing is not None and now - self._failing[1] <= _TROUBLE_S
+            began = self._failing[0] if self._failing is not None and goes_on else now
+            self._failing = (began, now, words)
         self._limiter.warning(
             log,
             f"source {number}",

@@ -80,6 +80,7 @@ def test_a_copy_of_the_mount_is_a_copy_of_the_source(
     three_epochs(monarch, images, copy, expected=digests(images))
 
 
+@pytest.mark.promise(30)
 def test_what_monarch_knows_of_a_file_is_not_copied_with_it(
     monarch: MonarchCommand, images: Path, tmp_path: Path
 ) -> None:

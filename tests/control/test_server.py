@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from monarch.control.client import call
-from monarch.control.messages import MAX_LINE_BYTES, Request
+from monarch.control.messages import MAX_LINE_BYTES, Request, Result, parse_reply
 from monarch.control.server import MAX_CONNECTIONS, Send, Server, Verb
 from monarch.errors import (
     BusyError,
@@ -190,6 +190,7 @@ async def test_garbage_is_answered_and_the_next_is_served(path: Path, garbage: b
         assert await ask(path, "echo", {"a": 1}) == {"a": 1}
 
 
+@pytest.mark.fault("I3")
 async def test_a_huge_line_is_cut_off(path: Path) -> None:
     async with serving(path):
         reply = await say(path, b"x" * (8 * MAX_LINE_BYTES))
@@ -203,6 +204,7 @@ async def test_half_a_message_is_refused_when_the_client_ends(path: Path) -> Non
         assert "ends before its newline" in reply["error"]
 
 
+@pytest.mark.fault("I3")
 async def test_half_a_message_is_waited_for_only_so_long(path: Path) -> None:
     async with serving(path, idle_seconds=0.05):
         reply = await say(path, b'{"verb": "echo", ')
@@ -330,12 +332,13 @@ async def test_idle_connections_beyond_the_limit_are_told_so(path: Path) -> None
         assert await ask(path, "echo") == {}
 
 
-async def test_the_server_outlives_running_out_of_descriptors(
+@pytest.mark.fault("I3", "M4")
+async def test_without_a_descriptor_one_client_is_served_and_others_wait(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with serving(path):
-        waiting = socket.socket(socket.AF_UNIX)
+        first, waiting = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
         taken = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, hard))
         fillers: list[int] = []
@@ -343,14 +346,20 @@ async def test_the_server_outlives_running_out_of_descriptors(
             with suppress(OSError):
                 while True:
                     fillers.append(os.dup(0))
+            first.connect(str(path))
+            await trio.sleep(0.05)
             waiting.connect(str(path))
             await trio.sleep(0.05)
+            first.sendall(Request("echo", {}).encode())
+            await trio.sleep(0.05)
+            assert parse_reply(first.recv(1000).rstrip()) == Result({})
         finally:
             for descriptor in fillers:
                 os.close(descriptor)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "cannot take a control connection" in caplog.text
-        waiting.close()
+        for client in (first, waiting):
+            client.close()
         assert await ask(path, "echo") == {}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -116,7 +117,10 @@ class DistributedSource:
 
     def stop(self, brick: int = 0) -> None:
         """The server answers nothing any more, as one that is overloaded or cut off."""
-        self._servers[brick].send_signal(signal.SIGSTOP)
+        server = self._servers[brick]
+        server.send_signal(signal.SIGSTOP)
+        # Until then its other threads go on.
+        os.waitpid(server.pid, os.WUNTRACED)
 
     def go_on(self, brick: int = 0) -> None:
         self._servers[brick].send_signal(signal.SIGCONT)
@@ -203,8 +207,13 @@ def _wait_for(port: int) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
+    """None of those that the kernel gives to whoever connects: a client that looks for a server
+    that is dead could be given its port, and find itself there."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+                found.append(int(one.getsockname()[1]))
+        return found

@@ -155,7 +155,8 @@ def test_every_point_is_passed_somewhere_and_has_a_test() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "points.reached":
                 passed += [c.value for c in node.args if isinstance(c, ast.Constant)]
-    assert set(passed) == POINTS == set(PLACES)
+    named = {name for name in passed if not name.startswith(("handler-", "task-"))}
+    assert named == POINTS == set(PLACES)
 
 
 @pytest.mark.fault("T6")
@@ -171,6 +172,8 @@ def test_a_daemon_killed_there_loses_nothing_that_was_committed(
     monkeypatch.delenv("MONARCH_POINT")
     again = monarch.mount(prepared.source, tiers=TIERS, options=OPTIONS)
     assert set(resident(again, prepared.content)) == warm
+    left = [*monarch.directory.rglob("*.part"), *monarch.directory.rglob("stage/*")]
+    assert left == []
     with OpenCounter(prepared.source) as counter:
         epoch(again, prepared.content)
         assert counter.count() == len(prepared.content) - len(warm)
@@ -180,7 +183,6 @@ def test_a_daemon_killed_there_loses_nothing_that_was_committed(
         "what no record knows is gone",
     )
     accounts_agree(again)
-    assert [*monarch.directory.rglob("*.part"), *monarch.directory.rglob("stage/*")] == []
     again.umount()
     assert not list((monarch.directory / "home/state/monarch/mounts").iterdir())
 

@@ -391,7 +391,7 @@ def test_what_is_no_mount_and_no_state_directory_is_told_in_one_line(
         (None, 9, "neither a Monarch mount nor a state directory"),
         ("{", 6, "mount.json cannot be read"),
         ("[]", 6, "mount.json cannot be read"),
-        ('{"version": 99}', 6, "is of a newer Monarch"),
+        ('{"version": 99}', 6, "is of version 99, this Monarch knows 1"),
         ('{"version": 1}', 6, "mount.json cannot be read"),
     ):
         directory = tmp_path / f"state-{len(text or '')}"
@@ -402,6 +402,27 @@ def test_what_is_no_mount_and_no_state_directory_is_told_in_one_line(
         assert (done.returncode, len(done.stderr.splitlines())) == (code, 1), done.stderr
         assert words in done.stderr
         assert {path.name for path in directory.iterdir()} <= {"mount.json"}
+
+
+@pytest.mark.fault("T8")
+@pytest.mark.modes("auto")
+def test_a_mount_refuses_the_state_of_a_newer_version_and_leaves_it(
+    monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
+) -> None:
+    tree({"f": 1000})
+    state, mountpoint = tmp_path / "state", tmp_path / "mnt"
+    state.mkdir(mode=0o700)
+    mountpoint.mkdir()
+    (state / "mount.json").write_text('{"version": 2}')
+    arguments = ("mount", str(source), str(mountpoint), "--state", str(state))
+    done = monarch(*arguments, "--tier", str(tmp_path / "tier"), check=False)
+    assert done.returncode == 6
+    assert "is of version 2, this Monarch knows 1" in done.stderr
+    assert (state / "mount.json").read_text() == '{"version": 2}'
+    assert {path.name for path in state.iterdir()} == {"lock", "mount.json"}
+    (state / "mount.json").write_text("damaged")
+    mounted = monarch.mount(source)
+    assert json.loads((mounted.state / "mount.json").read_text())["version"] == 1
 
 
 @pytest.mark.promise(53)

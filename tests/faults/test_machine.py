@@ -194,6 +194,24 @@ def test_the_kernel_is_asked_to_kill_others_first(monarch: MonarchCommand, tree:
     assert Path(f"/proc/{again.pid}/oom_score_adj").read_text() == "100\n"
 
 
+@pytest.mark.fault("M4", "S2")
+@pytest.mark.promise(9)
+def test_a_source_that_says_try_again_is_an_error_and_not_the_end_of_the_file(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    sizes = {"small": 5000, "large": 6_000_000}
+    tree(sizes)
+    mounted = monarch.mount(slow.path)
+    monarch.expects_log("Resource temporarily unavailable")
+    slow.rules("err read EAGAIN .")
+    for name in sizes:
+        with pytest.raises(OSError) as caught:
+            (mounted.path / name).read_bytes()
+        assert caught.value.errno == errno.EIO
+    slow.rules()
+    epoch(mounted, contents_of(sizes))
+
+
 # -- M1, M2: the mount point, and the death of the daemon ------------------------------------------
 
 
@@ -323,23 +341,26 @@ def test_a_clock_that_jumps_by_days_expires_nothing_and_takes_no_copy(
 def test_a_sweep_takes_no_copy_that_comes_meanwhile_whatever_the_clock_says(
     monarch: MonarchCommand, tree: Tree, clock: Clock
 ) -> None:
-    sizes = sized(40, 20_000)
+    sizes = sized(14, 20_000)
     content = contents_of(sizes)
     tree(sizes)
     names = list(content)
     (monarch.directory / "disk").mkdir()
     with SlowSource(monarch.directory / "disk", monarch.directory / "tiers/fast") as disk:
         mounted = mount_by(monarch)
-        epoch(mounted, content, names[:20])
+        epoch(mounted, content)
         settled(mounted)
+        # Their directories stay, and are among those that the sweep looks at.
+        call(mounted.state / "control.sock", "evict", {"paths": names[7:]})
         mounted.umount()
         clock.move(DAY_S)
-        disk.rules("lat readdir 100")
+        disk.rules("hang readdir /copies-[^/]*/")
         again = mount_by(monarch, *clock.by)
-        epoch(again, content, names[20:])
+        wait_until(lambda: disk.counters()["hanging"] > 0, "the sweep has begun")
+        epoch(again, content, names[7:])
         settled(again)
         disk.rules()
-        # The sweep is over when nothing asks the directories any more.
+        # It is over when nothing asks the disk any more.
         wait_until(lambda: quiet(disk), "the sweep is over")
         assert "that no record knows" not in again.log_text
         assert resident(again, names) == dict.fromkeys(names, "fast")
@@ -540,7 +561,8 @@ def at_rest(mounted: Mounted) -> Belongings:
     return Belongings(open_now, len(os.listdir(f"/proc/{mounted.pid}/task")))
 
 
-@pytest.mark.fault("M6")
+@pytest.mark.modes("python", "relay")
+@pytest.mark.fault("M7")
 def test_locks_are_the_kernel_s_and_hold_up_nobody_else(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -650,12 +672,15 @@ def test_ctrl_c_of_who_waits_for_the_source_to_open_a_file_is_heard_at_once(
 @pytest.mark.fault("M9")
 @pytest.mark.promise(56)
 def test_a_daemon_that_was_stopped_for_a_while_goes_on_as_before(
-    monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
 ) -> None:
-    stopped_s = 30 if pytestconfig.getoption("--soak") else 1.5
-    sizes = {f"{n}": 400_000 * n + 1 for n in range(20)}
+    stopped_s = 30 if pytestconfig.getoption("--soak") else 2.5
+    sizes = {f"{n}": 600_000 * n + 1 for n in range(10)}
     tree(sizes)
-    mounted = monarch.mount(monarch.directory / "source", tiers={"fast": "1GiB"})
+    # Neither the source nor the tier was slow meanwhile.
+    options = ["limits.source_timeout=2s", "limits.tier_timeout=2s"]
+    mounted = monarch.mount(slow.path, tiers={"fast": "1GiB"}, options=options)
+    slow.rules("hang open .")
     command = [sys.executable, "-m", "tests.fuse.reading", str(mounted.path)]
     with ExitStack() as running:
         readers = [
@@ -670,9 +695,10 @@ def test_a_daemon_that_was_stopped_for_a_while_goes_on_as_before(
             for seed in range(2)
         ]
         try:
-            wait_until(lambda: account(mounted)["opens"] > 3, "they read")
+            wait_until(lambda: slow.counters()["hanging"] >= 2, "they read")
             os.kill(mounted.pid, signal.SIGSTOP)
             try:
+                slow.rules()
                 time.sleep(stopped_s)
             finally:
                 os.kill(mounted.pid, signal.SIGCONT)

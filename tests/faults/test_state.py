@@ -21,7 +21,7 @@ from monarch.namespace.schema import META, key, seal
 from monarch.namespace.trailer import append_trailer
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
-from tests.mount.command import needs_fuse, not_mounted, one_line, start
+from tests.mount.command import needs_fuse, not_mounted, one_line, registered, start
 from tests.mount.compare import assert_equal_trees
 from tests.mount.observe import (
     accounts_agree,
@@ -130,13 +130,14 @@ def test_of_two_mounts_begun_at_the_same_time_one_is_refused(
             mnt.mkdir(exist_ok=True)
             where = ["--state", str(monarch.directory / "state")]
             where += ["--tier", f"{monarch.directory}/tiers/fast:10MiB"]
+            registered(monarch, mnt, prepared.source, monarch.directory / "state")
             running.append((mnt, start(monarch, "mount", str(prepared.source), str(mnt), *where)))
         told = {mnt: (process.wait(), process.communicate()[1]) for mnt, process in running}
         won = [mnt for mnt, (code, _) in told.items() if code == 0]
         lost = [words for code, words in told.values() if code == 7]
         assert (len(won), len(lost)) == (1, 1), told
         assert "is in use by" in lost[0]
-        made = Mounted(monarch, won[0], prepared.source, monarch.directory / "state", {})
+        made = next(mounted for mounted in monarch.mounted if mounted.path == won[0])
         epoch(made, prepared.content)
         made.umount()
 

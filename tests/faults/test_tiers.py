@@ -383,11 +383,14 @@ def test_a_disk_that_cannot_be_read_any_more_takes_no_copies_until_it_can(
     slow_tier.rules("err read EIO /(copies-|stage)")
     epoch(mounted, content)
     goes_out(mounted)
-    written = slow_tier.counters()["rename"]
+    before = slow_tier.counters()
+    # Tried twice, in vain.
+    wait_until(lambda: slow_tier.counters()["fsync"] >= before["fsync"] + 2, "it is tried")
+    assert not tier(mounted)["in_service"]
     for _ in range(2):
         epoch(mounted, content)
         settled(mounted)
-    assert slow_tier.counters()["rename"] == written
+    assert slow_tier.counters()["rename"] == before["rename"]
     assert set(resident(mounted, content).values()) == {"large"}
     assert len(warnings(mounted)) <= 3
     assert not tier(mounted)["in_service"]

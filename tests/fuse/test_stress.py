@@ -132,6 +132,7 @@ def version(number: int, size: int) -> bytes:
     return bytes([number % 256]) * size
 
 
+@pytest.mark.promise(1, 40)
 @pytest.mark.parametrize("size", [200_000, 6_000_000], ids=["small", "large"])
 def test_a_whole_read_is_of_one_version_however_often_the_source_is_replaced(
     monarch: MonarchCommand, tree: Tree, source: Path, seconds: float, size: int

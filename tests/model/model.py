@@ -207,11 +207,11 @@ class Model:
 
     def _may_be_stale(self, file: File, before: Moment) -> bool:
         """ESTALE is for a file that changes all the time, and with ``open: none`` for one that has
-        changed since it was read, or whose mode has changed (40)."""
+        changed since it was read, or whose mode or size is another (40)."""
         if self._opens_are_told:
             return before.current < file.current
-        since = file.versions[file.snapped :]
-        if len({version.mode for version in since if version.content is not None}) > 1:
+        since = [v for v in file.versions[file.snapped :] if v.content is not None]
+        if len({(version.mode, len(version.content or b"")) for version in since}) > 1:
             return True
         return file.read_from is not None and file.read_from < file.current
 
@@ -245,7 +245,8 @@ class Model:
             if _fits(file.versions[n].content or b"", offset, end, got, complete=not number)
         }
         if fitting:
-            if got or not number:
+            # An empty answer may be the kernel's own, who knows where the file ends.
+            if got:
                 handle.candidates = fitting
                 handle.bound = True
         elif not self._is_patchwork(handle, offset, end, got):

@@ -29,7 +29,7 @@ Operation = tuple[Any, ...]
 
 MODES = ("python", "relay", "passthrough", "no_open")
 CHANGES = ("rewrite", "resize", "replace", "truncate", "append", "delete", "touch", "chmod")
-DAMAGES = ("flip", "zeros", "truncate", "delete", "swap", "stranger")
+DAMAGES = ("flip", "rot", "zeros", "truncate", "delete", "swap", "stranger")
 
 NAMES = ("a", "b", "c", "d/e", "d/f", "g")
 SLOTS = 3

@@ -25,7 +25,7 @@ from monarch.errors import MonarchError
 from tests.conftest import MODES, MonarchCommand, Mounted, mounts
 from tests.model.model import Version, Wrong
 from tests.model.plan import Settings
-from tests.mount.observe import copies, flip_bit
+from tests.mount.observe import copies
 
 PATIENCE_S = 20.0
 _ROOT = Path(__file__).parents[2]
@@ -337,10 +337,16 @@ class Rig:
                 if not size:
                     return False
                 os.truncate(path, dice.randrange(size))
-            case "flip":
+            case "flip" | "rot":
                 if not size:
                     return False
-                flip_bit(path, dice.randrange(size))
+                place, status = dice.randrange(size), path.stat()
+                with path.open("r+b", buffering=0) as file:
+                    byte = os.pread(file.fileno(), 1, place)[0]
+                    os.pwrite(file.fileno(), bytes([byte ^ 1]), place)
+                if kind == "rot":
+                    # As when the disk itself forgets: nobody has written.
+                    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
             case "zeros":
                 with path.open("r+b") as file:
                     file.write(bytes(size))

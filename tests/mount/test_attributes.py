@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment.inotify import OpenCounter
 from tests.mount.compare import assert_equal_trees, getdents, opened, wait_for_copies
-from tests.mount.observe import account, copy_of
+from tests.mount.observe import account, copy_of, forget_pages
 
 MiB = 1 << 20
 GiB = 1 << 30
@@ -128,6 +128,7 @@ def test_the_copy_of_a_sparse_file_of_4_gib_takes_little_room(
     for _ in range(2):
         with open(mounted.path / "huge", "rb", buffering=0) as file:
             assert os.pread(file.fileno(), 30, 4 * GiB - 10) == b"\0" * 4 + b"on both sides\0\0\0"
+            forget_pages(file.fileno())
         wait_for_copies(mounted, 1)
     assert mounted.xattr("huge") == "fast"
     copy = copy_of(mounted, "huge")

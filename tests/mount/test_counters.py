@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+import pytest
+
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.mount.observe import accounts_agree, epoch, resident, settled
@@ -46,6 +48,7 @@ def told(mounted: Mounted) -> dict[str, Any]:
     return mounted.status()
 
 
+@pytest.mark.promise(42)
 def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, source: Path) -> None:
     content = files()
     tree(content)

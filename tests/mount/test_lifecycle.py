@@ -276,6 +276,7 @@ def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
     assert ended_cleanly(made.state)
 
 
+@pytest.mark.fault("I2")
 def test_umount_says_so_where_there_is_no_monarch_mount(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -334,6 +335,7 @@ def test_a_killed_daemon_is_told_at_once_and_the_next_mount_repairs_it(
     assert ended_cleanly(made.state)
 
 
+@pytest.mark.fault("M2")
 def test_umount_cleans_up_after_a_killed_daemon(monarch: MonarchCommand, tree: Tree) -> None:
     made = monarch.mount(tree({"a": 1}))
     made.kill()

@@ -82,6 +82,7 @@ def test_a_missing_mount_point_is_told_with_how_to_make_it(
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.fault("M1")
 def test_a_file_is_no_mount_point(monarch: MonarchCommand, source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
     refused(monarch, source, tmp_path / "file", code=3, words="is a file")
@@ -95,6 +96,7 @@ def test_a_directory_with_entries_is_not_hidden(
     refused(monarch, source, mnt, code=3, words="is not empty: 'kept'")
 
 
+@pytest.mark.fault("M1")
 def test_a_second_mount_at_the_same_place_is_refused_and_the_first_lives(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_mount_point_inside_the_source_is_refused(monarch: MonarchCommand, tre
     refused(monarch, source, source / "inner", code=2, words="is inside the source")
 
 
+@pytest.mark.fault("M1")
 def test_the_source_is_not_mounted_over_itself(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a": 3})
     refused(monarch, source, source, code=2, words="is the source as well")
@@ -154,6 +157,7 @@ def test_a_missing_source_is_told(monarch: MonarchCommand, tmp_path: Path, mnt: 
     assert "check the path" in told
 
 
+@pytest.mark.fault("M1")
 def test_a_file_is_no_source(monarch: MonarchCommand, tmp_path: Path, mnt: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     refused(monarch, tmp_path / "file", mnt, code=4, words="is not a directory")

@@ -79,6 +79,7 @@ def test_tiers_are_filled_fastest_first_when_everything_fits(
     accounts_agree(mounted)
 
 
+@pytest.mark.promise(34)
 def test_files_that_do_not_all_fit_are_admitted_exactly_as_the_hash_says(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -276,6 +277,7 @@ def _files(tier: Path) -> dict[tuple[int, str], int]:
     return found
 
 
+@pytest.mark.promise(32)
 @pytest.mark.parametrize("policy", ["no_evict", "first_come", "lru"])
 def test_no_tier_holds_a_byte_too_much_while_four_readers_run(
     monarch: MonarchCommand, tree: Tree, source: Path, policy: str

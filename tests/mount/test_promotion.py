@@ -124,6 +124,7 @@ def test_a_small_file_read_in_parts_costs_the_source_its_bytes_once(
     assert seen["read_bytes"] == size
 
 
+@pytest.mark.promise(35)
 def test_eight_processes_that_open_a_cold_file_at_once_cost_one_open_and_one_read(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
 ) -> None:
@@ -168,6 +169,7 @@ def test_opening_again_while_the_commit_is_under_way_does_not_ask_the_source_aga
 # -- large files: copied behind the reader ---------------------------------------------------------
 
 
+@pytest.mark.promise(36)
 def test_a_large_file_is_read_from_the_source_while_its_copy_follows(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
 ) -> None:
@@ -227,6 +229,7 @@ def test_a_large_file_opened_again_during_its_copy_shares_the_open_file(
     assert calls()["open"] == 1
 
 
+@pytest.mark.promise(6)
 @pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_reader_that_holds_a_file_open_across_its_promotion_reads_right_bytes(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
@@ -253,6 +256,7 @@ def test_a_reader_that_holds_a_file_open_across_its_promotion_reads_right_bytes(
 # -- what a file tells of itself -------------------------------------------------------------------
 
 
+@pytest.mark.promise(30)
 def test_the_attributes_of_a_file_tell_where_it_is_at_each_stage(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -363,6 +367,7 @@ def test_an_evicted_file_gives_its_space_back_and_is_read_from_the_source(
     accounts_agree(mounted)
 
 
+@pytest.mark.promise(5, 41)
 @pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_evicted_while_it_is_open_and_mapped_is_read_to_its_end(
     monarch: MonarchCommand, tree: Tree, source: Path

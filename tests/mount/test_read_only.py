@@ -48,6 +48,7 @@ ATTEMPTS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.promise(25)
 def test_every_attempt_to_change_something_is_erofs(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"file": b"content", "full/file": b"x", "empty": None})
     (source / "link").symlink_to("file")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
+from tests.mount.command import not_mounted
 from tests.mount.observe import (
     account,
     accounts_agree,
@@ -266,9 +267,9 @@ def test_a_second_daemon_on_one_directory_is_refused_and_told_who_has_it(
     second.mkdir()
     state = first.state if shared == "state" else monarch.directory / "state2"
     tier = first.tiers["fast"] if shared == "tier" else monarch.directory / "tier2"
-    refused = monarch(
-        *("mount", str(source), str(second), "--state", str(state), "--tier", f"{tier}:1MB"),
-        check=False,
+    refused = not_mounted(
+        *(monarch, second, "mount", str(source), str(second)),
+        *("--state", str(state), "--tier", f"{tier}:1MB"),
     )
     assert refused.returncode == 7
     assert str(first.pid) in refused.stderr

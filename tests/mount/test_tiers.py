@@ -31,6 +31,9 @@ from tests.mount.observe import (
     wait_until,
 )
 
+# Where a reader is to find a copy damaged, not the scrub before him.
+NO_SCRUB = "limits.scrub_bandwidth=0"
+
 MIB = 1 << 20
 
 
@@ -70,6 +73,7 @@ def fill(disk: Path) -> Path:
 # -- full ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(33)
 @pytest.mark.fault("T1")
 @pytest.mark.promise(8)
 def test_reads_go_on_when_somebody_else_has_filled_the_disk(
@@ -310,7 +314,7 @@ def test_after_an_unclean_end_every_copy_is_verified_before_it_is_used(
     monarch.expects_log("digest")
     content = files(12)
     tree(content)
-    mounted = monarch.mount(source)
+    mounted = monarch.mount(source, options=[NO_SCRUB])
     epoch(mounted, content)
     settled(mounted)
     flipped, zeroed = copy_of(mounted, "003.jpg"), copy_of(mounted, "007.jpg")
@@ -319,7 +323,7 @@ def test_after_an_unclean_end_every_copy_is_verified_before_it_is_used(
     # What a power cut may leave: the name, the size and the times, but no bytes.
     with as_a_disk_does(zeroed):
         zeroed.write_bytes(bytes(zeroed.stat().st_size))
-    again = monarch.mount(source)
+    again = monarch.mount(source, options=[NO_SCRUB])
     with OpenCounter(source) as counter:
         epoch(again, content)
         settled(again)
@@ -386,18 +390,19 @@ def test_a_daemon_without_a_free_descriptor_keeps_its_copies(
     accounts_agree(mounted)
 
 
+@pytest.mark.promise(7)
 def test_an_emptied_tier_is_filled_again_by_those_who_read(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = files(600, 1000)
     tree(content)
-    mounted = monarch.mount(source)
+    mounted = monarch.mount(source, options=[NO_SCRUB])
     epoch(mounted, content)
     settled(mounted)
     mounted.umount()
     for directory in (mounted.tiers["fast"] / "monarch").glob("copies-*/*"):
         shutil.rmtree(directory)
-    again = monarch.mount(source)
+    again = monarch.mount(source, options=[NO_SCRUB])
     epoch(again, content)
     wait_until(lambda: len(resident(again, content)) == len(content), "all are back")
     time.sleep(0.5)  # whoever still sweeps

@@ -183,6 +183,7 @@ async def test_a_second_wish_for_a_copy_under_way_begins_no_second_flight(
         assert rig.metrics.source_opens == [0, 1]
 
 
+@pytest.mark.promise(37)
 async def test_copies_keep_to_the_bandwidth_that_they_are_given(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:

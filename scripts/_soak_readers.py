@@ -1,0 +1,247 @@
+"""Processes that read through a mount all the time and compare each byte with the source.
+
+The source is read directly, not through whatever makes it slow or has it fail. What a reader
+finds is told over a pipe, once a second; over the same pipe it is told to pause and to go on.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+_PIECES = (5000, 65_536, 1 << 20)
+_MAPPED = 200_000
+_MOST_OPEN = 8
+_TOLD_S = 1.0
+# After a mount has gone: how long until it is looked for again.
+_REST_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A read that failed, and since when its file was open, by the machine's monotonic clock."""
+
+    name: str
+    number: int
+    opened_s: float
+    ended_s: float
+
+
+@dataclass(slots=True)
+class Told:
+    """What a reader has done since it told last."""
+
+    files: int = 0
+    bytes: int = 0
+    wrong: list[str] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    name: str
+    fd: int
+    opened_s: float
+
+
+class Reading:
+    """One reader: ``step`` reads a file, in one of many ways."""
+
+    def __init__(
+        self, mountpoint: Path, source: Path, names: Sequence[str], dice: random.Random
+    ) -> None:
+        self._mountpoint = mountpoint
+        self._source = source
+        self._names = names
+        self._dice = dice
+        self._order: list[str] = []
+        self._kept: list[_Open] = []
+        self._copied = os.memfd_create("copied")
+        self.told = Told()
+
+    def step(self) -> None:
+        """Read the next file of the epoch, or one of those that are open."""
+        begun = time.monotonic()
+        name = self._next()
+        try:
+            self._kept.append(_Open(name, os.open(self._mountpoint / name, os.O_RDONLY), begun))
+            chosen = self._dice.choice((self._kept[-1], self._kept[-1], *self._kept))
+            name, begun = chosen.name, chosen.opened_s
+            self._compare(chosen)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            self.told.refused.append(Refused(name, number, begun, time.monotonic()))
+            if number in (errno.ENOTCONN, errno.ENOENT, errno.EFAULT):
+                # Everything is of a mount that has gone.
+                self.close()
+                time.sleep(_REST_S)
+        while len(self._kept) > self._dice.randrange(1, _MOST_OPEN):
+            _close(self._kept.pop(self._dice.randrange(len(self._kept))).fd)
+
+    def _next(self) -> str:
+        if not self._order:
+            self._order = self._dice.sample(self._names, len(self._names))
+        return self._order.pop()
+
+    def _compare(self, chosen: _Open) -> None:
+        true = os.open(self._source / chosen.name, os.O_RDONLY)
+        try:
+            size = os.fstat(true).st_size
+            if self._dice.random() < 0.5:
+                os.posix_fadvise(chosen.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            way = self._dice.choice((self._whole, self._whole, self._parts, self._mapped))
+            if not way(chosen.fd, true, size):
+                self.told.wrong.append(f"{chosen.name} ({way.__name__.lstrip('_')})")
+            self.told.files += 1
+        finally:
+            os.close(true)
+
+    def _whole(self, fd: int, true: int, size: int) -> bool:
+        piece = self._dice.choice(_PIECES)
+        place = 0
+        while True:
+            got, expected = os.pread(fd, piece, place), os.pread(true, piece, place)
+            if got != expected:
+                return False
+            if not got:
+                return place == size
+            place += len(got)
+            self.told.bytes += len(got)
+
+    def _parts(self, fd: int, true: int, size: int) -> bool:
+        for _ in range(6):
+            place, piece = self._dice.randrange(size + 10), self._dice.choice(_PIECES)
+            got = os.pread(fd, piece, place)
+            if got != os.pread(true, piece, place):
+                return False
+            self.told.bytes += len(got)
+        return True
+
+    def _mapped(self, fd: int, true: int, size: int) -> bool:
+        if not size:
+            return os.fstat(fd).st_size == 0
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as pages, memoryview(pages) as whole:
+            place = self._dice.randrange(size)
+            with whole[place : place + _MAPPED] as part:
+                # By the kernel: a page that cannot be had is EFAULT here, and would be SIGBUS.
+                os.ftruncate(self._copied, 0)
+                count = os.pwrite(self._copied, part, 0)
+        self.told.bytes += count
+        return os.pread(self._copied, count, 0) == os.pread(true, count, place)
+
+    def close(self) -> None:
+        for one in self._kept:
+            _close(one.fd)
+        self._kept.clear()
+
+
+def _close(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError as error:
+        # The daemon that would be told of it is gone.
+        if error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
+            raise
+
+
+def _read_on(reading: Reading, pipe: Connection) -> None:
+    told_s = time.monotonic()
+    paused = False
+    while True:
+        if paused or pipe.poll():
+            word = pipe.recv()
+            if word == "end":
+                return
+            paused = word == "pause"
+            if paused:
+                reading.close()
+        if not paused:
+            reading.step()
+        if paused or time.monotonic() - told_s > _TOLD_S:
+            reading.told.paused = paused
+            pipe.send(reading.told)
+            reading.told, told_s = Told(), time.monotonic()
+
+
+def _main(
+    mountpoint: Path, source: Path, names: Sequence[str], seed: int, pipe: Connection
+) -> None:
+    _read_on(Reading(mountpoint, source, names, random.Random(seed)), pipe)
+
+
+class Readers:
+    """``count`` processes that read below ``mountpoint``; paused until told to go."""
+
+    def __init__(
+        self, mountpoint: Path, source: Path, names: Sequence[str], *, count: int, seed: int
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.files = self.bytes = 0
+        self.wrong: list[str] = []
+        self.refused: list[Refused] = []
+        self._pipes: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._paused: set[Connection] = set()
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            ours.send("pause")
+            process = context.Process(
+                target=_main, args=(mountpoint, source, names, seed + number, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def hear(self) -> None:
+        """Take what they have told since."""
+        for pipe in self._pipes:
+            while pipe.poll():
+                told: Told = pipe.recv()
+                self.files += told.files
+                self.bytes += told.bytes
+                self.wrong += told.wrong
+                self.refused += told.refused
+                if told.paused:
+                    self._paused.add(pipe)
+
+    def pause(self, *, patience_s: float, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Have them close everything; whether all did so in time."""
+        self._paused.clear()
+        for pipe in self._pipes:
+            pipe.send("pause")
+        deadline = time.monotonic() + patience_s
+        while len(self._paused) < len(self._pipes):
+            meanwhile()
+            self.hear()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def go(self) -> None:
+        for pipe in self._pipes:
+            pipe.send("go")
+
+    def end(self) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send("end")
+            except OSError:
+                self.wrong.append("a reader has died")
+        for process in self._processes:
+            process.join(10)
+            if process.exitcode is None:
+                self.wrong.append("a reader hangs")
+                process.kill()
+            elif process.exitcode:
+                self.wrong.append(f"a reader ended with {process.exitcode}")
