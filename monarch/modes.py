@@ -20,6 +20,7 @@ from monarch.fuse.datapath import DatapathState
 from monarch.namespace.schema import SnapshotSummary
 from monarch.report import Mode
 from monarch.settings import MountSettings
+from monarch.text import counted
 from monarch.units import MiB, format_bytes
 
 # Below this mean size an open costs more than the read that follows it.
@@ -160,6 +161,9 @@ def _without_opens(
         return False, "verify: open must see every open"
     if settings.snapshot.ttl_s is not None:
         return False, f"snapshot.freshness: {settings.snapshot.freshness} needs to see opens"
+    if summary.unreadable:
+        # Their sizes are not known, and a kernel that asks for no open takes them for empty.
+        return False, f"{counted(summary.unreadable, 'entry', 'entries')} could not be read"
     mean = summary.bytes_total / summary.files if summary.files else 0
     files = f"files of {format_bytes(mean)} on average"
     if mean >= SMALL_FILE_BYTES:

@@ -184,7 +184,7 @@ class Readers:
     def __init__(
         self, mountpoint: Path, source: Path, names: Sequence[str], *, count: int, seed: int
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         self.files = self.bytes = 0
         self.wrong: list[str] = []
         self.refused: list[Refused] = []

@@ -276,3 +276,11 @@ def test_small_files_that_the_tiers_cannot_all_take_are_opened() -> None:
     choice = choose(settings(), SMALL, NODE, capacity=room - 1)
     assert (choice.datapath, choice.open) == ("passthrough", "open")
     assert "do not fit into the tiers'" in choice.why
+
+
+def test_files_whose_size_nobody_knows_are_opened() -> None:
+    """Without an open a kernel takes a file of size 0 for empty; asked, it hears that it may not."""
+    unread = dataclasses.replace(SMALL, unreadable=1)
+    choice = choose(settings(), unread, NODE, capacity=SMALL.bytes_total)
+    assert choice.open == "open"
+    assert "could not be read" in choice.why

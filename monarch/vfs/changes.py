@@ -35,6 +35,7 @@ class Changes:
     ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
     ``names_changed`` that the listing of a directory is. ``is_held_elsewhere`` says whether
     somebody has a copy open beside the bindings, and has its last release told.
+    ``may_be_half_read`` says whether somebody of whom nothing is told may have read a part of it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Changes:
         attributes_changed: Callable[[Ino], None],
         names_changed: Callable[[Ino], None],
         is_held_elsewhere: Callable[[Ino], bool],
+        may_be_half_read: Callable[[Ino], bool],
     ) -> None:
         self._inquiry = inquiry
         self._names = names
@@ -63,6 +65,7 @@ class Changes:
         self._attributes_changed = attributes_changed
         self._names_changed = names_changed
         self._is_held_elsewhere = is_held_elsewhere
+        self._may_be_half_read = may_be_half_read
         self._limiter = Limiter(60.0)
 
     async def look_again(self, ino: Ino) -> None:
@@ -88,6 +91,15 @@ class Changes:
             # are done finds the mark.
             self._residency.mark_changed(ino)
             fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
+        elif self._may_be_half_read(ino):
+            # He must not find another end of the file than that of the version he has begun with:
+            # his next read fails.
+            first = not self._residency.is_changed(ino)
+            self.forget_copy(ino)
+            self._residency.mark_changed(ino)
+            fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
+            if first and fresh == known:
+                self._noticed(ino, "changed at the source")
         else:
             self.forget_copy(ino)
             fresh = _refreshed(known, status)

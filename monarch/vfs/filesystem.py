@@ -189,6 +189,7 @@ class FileSystem:
             attributes_changed=attributes_changed if opens_are_told else self._sizes.changed,
             names_changed=names_changed,
             is_held_elsewhere=fast.outdate if fast is not None else lambda _: False,
+            may_be_half_read=lambda ino: not opens_are_told and self._was_read(ino),
         )
         self._account = (
             None
@@ -322,11 +323,7 @@ class FileSystem:
         Somebody may have the file open and have read a part of it. If the source has another
         version by now, its reads fail with ESTALE from now on, instead of mixing the two.
         """
-        seen = (
-            self._opens_are_told
-            or self._residency.is_served(ino)
-            or (self._fast is not None and self._fast.was_given(ino))
-        )
+        seen = self._opens_are_told or self._was_read(ino)
         if seen and self._residency.is_changed(ino):
             raise self._changed_under_reader(ino)
         try:
@@ -347,6 +344,11 @@ class FileSystem:
         self._visits[ino] = trio.current_time() + _VISIT_S
         self._visited.set()
         return binding
+
+    def _was_read(self, ino: Ino) -> bool:
+        """Whether a part of it was given to somebody of whose opens the kernel does not tell."""
+        given = self._fast is not None and self._fast.was_given(ino)
+        return given or self._residency.is_served(ino)
 
     def _end_visit(self, ino: Ino) -> None:
         del self._visits[ino]

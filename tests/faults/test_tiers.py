@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,13 +35,16 @@ from tests.mount.observe import (
 )
 
 MIB = 1 << 20
-# So that a test need not wait for seconds until a tier is seen to hang, or is tried again.
-QUICK = ("limits.tier_timeout=1s", "limits.tier_probe=200ms", "limits.scrub_bandwidth=0")
+# So that a test need not wait for seconds until a tier is looked at or tried again.
+PROBED = ("limits.tier_probe=200ms", "limits.scrub_bandwidth=0")
+# And until it is seen to hang. Not where a disk is behind it that others may keep busy for longer.
+QUICK = (*PROBED, "limits.tier_timeout=1s")
 TIERS = {"fast": "100MB", "large": "100MB"}
 
 
 def files(count: int = 20, size: int = 20_000) -> dict[str, bytes]:
-    return {f"{number:03d}.jpg": contents(str(number), size + number) for number in range(count)}
+    sizes = {f"{number:03d}.jpg": size + number for number in range(count)}
+    return {name: contents(name, size) for name, size in sizes.items()}
 
 
 def warnings(mounted: Mounted) -> list[str]:
@@ -79,15 +85,35 @@ def opens_for(mounted: Mounted, content: Mapping[str, bytes]) -> dict[str, int]:
         return counter.paths()
 
 
+def epoch_elsewhere(mounted: Mounted, content: Mapping[str, bytes]) -> None:
+    """As ``epoch``, by another process: if that hangs, this one does not."""
+    reader = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.at_once", str(mounted.path), "1"],
+        env=mounted.cli.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    sizes = {name: len(expected) for name, expected in content.items()}
+    try:
+        outcomes, _ = reader.communicate(json.dumps(sizes), timeout=2 * PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        reader.kill()
+        pytest.fail("a reader hangs")
+    assert json.loads(outcomes) == {"right": len(content)}
+
+
 @pytest.fixture
 def slow_tier(tmp_path: Path) -> Iterator[SlowSource]:
     """Where the tier ``fast`` will be. Name it before ``monarch``: it must outlive the mount."""
     reason = slowfs.unavailable()
     if reason:
         pytest.skip(reason)
-    (tmp_path / "disk").mkdir()
-    with SlowSource(tmp_path / "disk", tmp_path / "tiers" / "fast") as slowed:
-        yield slowed
+    # In memory: a disk may be slow by itself.
+    memory = next(filter(os.path.isdir, ("/dev/shm", tmp_path)))
+    with tempfile.TemporaryDirectory(prefix="monarch-tier-", dir=memory) as disk:
+        with SlowSource(Path(disk), tmp_path / "tiers" / "fast") as slowed:
+            yield slowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +180,7 @@ def test_a_disk_without_room_costs_no_read_and_is_not_tried_all_the_time(
     monarch.expects_log("copy to tier fast given up")
     content = files(60, 2_000)
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=QUICK)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=PROBED)
     # Only copies: whoever looks whether a few bytes can be written is deceived, time and again.
     slow_tier.rules("err write EDQUOT /stage/[0-9]")
     before = slow_tier.counters()["create"]
@@ -187,7 +213,7 @@ def test_copies_leave_free_what_is_to_be_kept_free(
 ) -> None:
     content = files(50, MIB)
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=QUICK)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=PROBED)
     epoch(mounted, content)
     # What does not fit is no failure, and is not tried again and again.
     assert settled(mounted)["copies"]["failed"] == 0
@@ -212,7 +238,7 @@ def test_a_disk_that_became_read_only_serves_what_it_has_and_the_next_tier_takes
     monarch.expects_log("copy to tier fast given up: .*|copy to tier fast given up, will")
     content = files()
     tree(content)
-    mounted = monarch.mount(source, tiers=TIERS, options=QUICK)
+    mounted = monarch.mount(source, tiers=TIERS, options=PROBED)
     before, after = sorted(content)[:8], sorted(content)[8:]
     epoch(mounted, content, before)
     settled(mounted)
@@ -238,7 +264,7 @@ def test_a_disk_that_was_unmounted_is_let_go_and_its_copies_are_used_again_when_
     monarch.expects_log("tier fast is out of service")
     content = files()
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     warmed(mounted, content)
     ext4.umount()
     assert "is not what it was" in goes_out(mounted)
@@ -262,7 +288,7 @@ def test_a_tier_that_was_removed_and_made_anew_is_filled_again(
     monarch.expects_log("tier fast is out of service|dropped|given up")
     content = files()
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     warmed(mounted, content)
     shutil.rmtree(mounted.tiers["fast"])
     goes_out(mounted)
@@ -274,7 +300,7 @@ def test_a_tier_that_was_removed_and_made_anew_is_filled_again(
     accounts_agree(mounted)
     # It is the same tier to the next mount.
     mounted.umount()
-    again = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    again = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     assert opens_for(again, content) == {}
     accounts_agree(again)
 
@@ -288,7 +314,7 @@ def test_a_disk_that_answers_everything_with_an_error_is_a_miss_until_it_is_repa
     monarch.expects_log("tier fast is out of service|dropped|given up")
     content = files()
     tree(content)
-    mounted = monarch.mount(source, tiers=TIERS, options=QUICK)
+    mounted = monarch.mount(source, tiers=TIERS, options=PROBED)
     before = sorted(content)[:8]
     epoch(mounted, content, before)
     settled(mounted)
@@ -319,7 +345,7 @@ def test_a_copy_that_cannot_be_read_is_dropped_and_told_once(
     monarch.expects_log(r"tier fast: copy of '00.\.jpg' dropped, and the source read .*EIO")
     content = files(6)
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     warmed(mounted, content)
     bad = sorted(content)[:3]
     inodes = "|".join(str((mounted.path / name).stat().st_ino) for name in bad)
@@ -350,7 +376,7 @@ def test_with_passthrough_only_who_has_the_copy_open_sees_that_the_disk_fails(
     monarch.expects_log("dropped")
     content = {"large": contents("large", 8 * MIB)}
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=QUICK)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=PROBED)
     warmed(mounted, content)
     with (mounted.path / "large").open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
@@ -377,7 +403,7 @@ def test_a_disk_that_cannot_be_read_any_more_takes_no_copies_until_it_can(
     monarch.expects_log("tier fast is out of service: copies there cannot be read")
     content = files(30, 2_000)
     tree(content)
-    mounted = monarch.mount(source, tiers=TIERS, options=QUICK)
+    mounted = monarch.mount(source, tiers=TIERS, options=PROBED)
     warmed(mounted, content)
     # It takes what is written, and gives nothing back.
     slow_tier.rules("err read EIO /(copies-|stage)")
@@ -428,10 +454,10 @@ def _hangs_at(
     options = [*QUICK, "limits.inline_max=64KiB", "limits.buffer_max=256KiB"]
     mounted = monarch.mount(source, tiers=TIERS, options=options)
     slow_tier.rules(f"hang {call} /monarch")
-    epoch(mounted, content)
+    epoch_elsewhere(mounted, content)
     goes_out(mounted)
     # With all threads and all memory that the one tier may keep, the other goes on.
-    epoch(mounted, content)
+    epoch_elsewhere(mounted, content)
     settled(mounted)
     epoch(mounted, content)
     settled(mounted)
@@ -456,8 +482,9 @@ def test_copies_in_a_tier_that_hangs_are_passed_by_and_used_again_when_it_answer
     slow_tier.rules("hang * .")
     # Seen before anybody asks for anything there.
     goes_out(mounted)
-    for _ in range(2):
-        assert opens_for(mounted, content) == dict.fromkeys(content, 1)
+    with OpenCounter(source) as counter:
+        epoch_elsewhere(mounted, content)
+        assert counter.paths() == dict.fromkeys(content, 1)
     slow_tier.rules()
     comes_back(mounted)
     assert opens_for(mounted, content) == {}
@@ -499,7 +526,7 @@ def test_the_mount_ends_though_a_tier_hangs_and_the_next_one_believes_nothing_of
     half = dict(list(content.items())[:10])
     warmed(mounted, half)
     slow_tier.rules("hang * .")
-    epoch(mounted, {name: content[name] for name in content if name not in half})
+    epoch_elsewhere(mounted, {name: content[name] for name in content if name not in half})
     mounted.umount()
     slow_tier.rules()
     again = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)

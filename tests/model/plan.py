@@ -112,7 +112,9 @@ def _settings(dice: random.Random, mode: str, may_have_disk: bool) -> Settings:
         disk=disk,
         freshness=dice.choice(("mount", "mount", "mount", "never", "never", "ttl:300ms")),
         # With `open: none` nobody tells of the opens at which copies would be verified.
-        verify=dice.choice(("unclean", "unclean", "never", "unclean" if mode == "no_open" else "open")),
+        verify=dice.choice(
+            ("unclean", "unclean", "never", "unclean" if mode == "no_open" else "open")
+        ),
         options=tuple(options),
         readers=dice.choice((2, 3, 3, 4)),
         files=tuple(files),

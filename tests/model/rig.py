@@ -170,9 +170,7 @@ class Rig:
             self._cleanup.callback(subprocess.run, ["umount", "-l", first], check=True)
         command = MonarchCommand(directory, "", settings.mode)
         self._environment = command.environment()
-        self.mounted = Mounted(
-            command, directory / "mnt", self.source, directory / "state", tiers
-        )
+        self.mounted = Mounted(command, directory / "mnt", self.source, directory / "state", tiers)
         # Where the copies of each file lie, as the last mount numbered them.
         self.inos: dict[str, int] = {}
         self.is_mounted = False
@@ -274,7 +272,7 @@ class Rig:
         text = self.mounted.log_text
         for line in text[self._seen_of_log :].splitlines():
             if "Traceback" in line or " error " in line or " critical " in line:
-                raise Wrong(f"the log: {text[text.index(line):][:3000]}")
+                raise Wrong(f"the log: {text[text.index(line) :][:3000]}")
         self._seen_of_log = len(text)
 
     def reader(self, number: int) -> _Reader:

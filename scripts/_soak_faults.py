@@ -1,0 +1,140 @@
+"""What goes wrong during a soak, one thing after the other: nothing that a mount may die of."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from _soak_mounts import Course, Window
+
+from monarch.errors import MonarchError
+from monarch.units import MiB
+from tests.equipment.slowfs import SlowSource
+
+# How long after a fault an error may still be its doing.
+GRACE_S = 3.0
+# Errors of a source that fails or hangs.
+OF_SOURCE = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EFAULT})
+
+
+class Faults:
+    """What goes wrong, one thing after the other: each begins, lasts a while, and is taken back."""
+
+    def __init__(
+        self, courses: Sequence[Course], slow: SlowSource | None, dice: random.Random, disk: bool
+    ) -> None:
+        self._courses = courses
+        self._slow = slow
+        self._dice = dice
+        self._disk = disk
+        self._undo: Callable[[], None] | None = None
+        self._until_s = 0.0
+        self.counts: dict[str, int] = {}
+
+    @property
+    def of_source(self) -> bool:
+        return self._undo is not None
+
+    def step(self, now_s: float) -> None:
+        """Take back what is over; perhaps begin something new."""
+        if self._undo is not None:
+            if now_s < self._until_s:
+                return
+            self.end()
+        elif now_s > self._until_s:
+            kinds: list[Callable[[], float]] = [self._evict, self._warm, self._delete, self._damage]
+            if self._slow is not None:
+                kinds += [self._latency, self._errors, self._hang]
+            if self._disk:
+                kinds.append(self._full)
+            kind = self._dice.choice(kinds)
+            name = kind.__name__.lstrip("_")
+            self.counts[name] = self.counts.get(name, 0) + 1
+            self._until_s = now_s + kind()
+
+    def end(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def _course(self) -> Course:
+        return self._dice.choice(self._courses)
+
+    def _some(self, course: Course) -> list[Path]:
+        copies = course.copies()
+        return self._dice.sample(copies, min(len(copies), 5))
+
+    def _ask(self, verb: str) -> float:
+        course = self._course()
+        with contextlib.suppress(MonarchError):
+            course.ask(verb, paths=[])
+        return self._dice.uniform(1, 4)
+
+    def _evict(self) -> float:
+        return self._ask("evict")
+
+    def _warm(self) -> float:
+        return self._ask("warm")
+
+    def _delete(self) -> float:
+        for path in self._some(self._course()):
+            path.unlink(missing_ok=True)
+        return self._dice.uniform(0.5, 2)
+
+    def _damage(self) -> float:
+        """Others' copies are put in the place of some: who has the old ones open keeps them."""
+        for path in self._some(self._course()):
+            with contextlib.suppress(FileNotFoundError):
+                staged = path.with_name(f"{path.name}.new")
+                size = path.stat().st_size
+                staged.write_bytes(self._dice.randbytes(size))
+                staged.rename(path)
+        return self._dice.uniform(0.5, 2)
+
+    def _rules(self, *lines: str, seconds: float, numbers: frozenset[int]) -> float:
+        assert self._slow is not None
+        slow = self._slow
+        begin_s = time.monotonic()
+        slow.rules(*lines)
+
+        def undo() -> None:
+            slow.rules()
+            window = Window(begin_s, time.monotonic() + GRACE_S, numbers)
+            for course in self._courses:
+                course.windows.append(window)
+
+        self._undo = undo
+        return seconds
+
+    def _latency(self) -> float:
+        lines = ("lat open 20", "lat read 5", "lat getattr 5")
+        return self._rules(*lines, seconds=self._dice.uniform(2, 6), numbers=frozenset())
+
+    def _errors(self) -> float:
+        kind = self._dice.choice(("open", "read", "getattr"))
+        lines = (f"err {kind} {errno.EIO} .*",)
+        return self._rules(*lines, seconds=self._dice.uniform(1, 4), numbers=OF_SOURCE)
+
+    def _hang(self) -> float:
+        kind = self._dice.choice(("open", "read"))
+        lines = (f"hang {kind} .*",)
+        return self._rules(*lines, seconds=self._dice.uniform(1, 4), numbers=OF_SOURCE)
+
+    def _full(self) -> float:
+        """Others take all that is free on the disk of the first tiers."""
+        fillers = [course.tiers[0] / "filler" for course in self._courses]
+        for filler in fillers:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(MiB)):
+                    pass
+
+        def undo() -> None:
+            for filler in fillers:
+                filler.unlink(missing_ok=True)
+
+        self._undo = undo
+        return self._dice.uniform(1, 5)
