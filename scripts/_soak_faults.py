@@ -88,7 +88,8 @@ class Faults:
     def _damage(self) -> float:
         """Others' copies are put in the place of some: who has the old ones open keeps them."""
         for path in self._some(self._course()):
-            with contextlib.suppress(FileNotFoundError):
+            # It may have gone, and the disk may be full.
+            with contextlib.suppress(OSError):
                 staged = path.with_name(f"{path.name}.new")
                 size = path.stat().st_size
                 staged.write_bytes(self._dice.randbytes(size))

@@ -99,36 +99,42 @@ class Reading:
             if self._dice.random() < 0.5:
                 os.posix_fadvise(chosen.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             way = self._dice.choice((self._whole, self._whole, self._parts, self._mapped))
-            if not way(chosen.fd, true, size):
-                self.told.wrong.append(f"{chosen.name} ({way.__name__.lstrip('_')})")
+            wrong = way(chosen.fd, true, size)
+            if wrong:
+                how, now_s = way.__name__.lstrip("_"), time.monotonic()
+                text = f"{chosen.name}, read {how}: {wrong}; of {size} bytes, open for"
+                self.told.wrong.append(f"{text} {now_s - chosen.opened_s:.3f} s until {now_s:.3f}")
             self.told.files += 1
         finally:
             os.close(true)
 
-    def _whole(self, fd: int, true: int, size: int) -> bool:
+    def _whole(self, fd: int, true: int, size: int) -> str:
         piece = self._dice.choice(_PIECES)
         place = 0
         while True:
             got, expected = os.pread(fd, piece, place), os.pread(true, piece, place)
             if got != expected:
-                return False
+                return _difference(place, got, expected)
             if not got:
-                return place == size
+                return "" if place == size else f"ends at {place}"
             place += len(got)
             self.told.bytes += len(got)
 
-    def _parts(self, fd: int, true: int, size: int) -> bool:
+    def _parts(self, fd: int, true: int, size: int) -> str:
         for _ in range(6):
             place, piece = self._dice.randrange(size + 10), self._dice.choice(_PIECES)
             got = os.pread(fd, piece, place)
-            if got != os.pread(true, piece, place):
-                return False
+            expected = os.pread(true, piece, place)
+            if got != expected:
+                return _difference(place, got, expected)
             self.told.bytes += len(got)
-        return True
+        return ""
 
-    def _mapped(self, fd: int, true: int, size: int) -> bool:
+    def _mapped(self, fd: int, true: int, size: int) -> str:
+        if os.fstat(fd).st_size != size:
+            return f"fstat tells {os.fstat(fd).st_size} bytes"
         if not size:
-            return os.fstat(fd).st_size == 0
+            return ""
         with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as pages, memoryview(pages) as whole:
             place = self._dice.randrange(size)
             with whole[place : place + _MAPPED] as part:
@@ -136,12 +142,22 @@ class Reading:
                 os.ftruncate(self._copied, 0)
                 count = os.pwrite(self._copied, part, 0)
         self.told.bytes += count
-        return os.pread(self._copied, count, 0) == os.pread(true, count, place)
+        got, expected = os.pread(self._copied, count, 0), os.pread(true, count, place)
+        return "" if got == expected else _difference(place, got, expected)
 
     def close(self) -> None:
         for one in self._kept:
             _close(one.fd)
         self._kept.clear()
+
+
+def _difference(place: int, got: bytes, expected: bytes) -> str:
+    """Where the first wrong byte is, and what follows it."""
+    same = next((n for n, (a, b) in enumerate(zip(got, expected)) if a != b), None)  # noqa: B905
+    if same is None:
+        return f"{len(got)} instead of {len(expected)} bytes at {place}"
+    zeros = "zeros" if not any(got[same:]) else "other bytes"
+    return f"{zeros} from {place + same} on, {len(got)} of {len(expected)} bytes at {place}"
 
 
 def _close(fd: int) -> None:

@@ -258,6 +258,33 @@ def test_readers_of_a_killed_daemon_are_told_at_once_and_the_next_mount_serves(
     accounts_agree(again)
 
 
+@pytest.mark.fault("M2")
+@pytest.mark.promise(12)
+def test_a_daemon_killed_while_it_waits_for_a_hung_source_keeps_nobody_waiting(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    """Its threads cannot end before the source answers; its readers can."""
+    sizes = {"hangs": 5000, "resident": 5000}
+    tree(sizes)
+    mounted = monarch.mount(slow.path)
+    (mounted.path / "resident").read_bytes()
+    settled(mounted)
+    slow.rules("hang open ^/hangs")
+    with subprocess.Popen(
+        ["cat", str(mounted.path / "hangs")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as waiting:
+        wait_until(lambda: slow.counters()["hanging"] > 0, "it waits for the source")
+        mounted.kill()
+        assert waiting.wait(30) == 1
+        with pytest.raises(OSError) as caught:
+            os.statvfs(mounted.path)
+    assert caught.value.errno == errno.ENOTCONN
+    again = monarch.mount(slow.path)
+    assert (again.path / "resident").read_bytes() == contents("resident", 5000)
+    slow.rules()
+    epoch(again, contents_of(sizes))
+
+
 def listed(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
