@@ -223,10 +223,10 @@ class Symptoms:
 
     def _of_descriptors(self) -> Iterator[Problem]:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit != resource.RLIM_INFINITY and (used := _descriptors()) > limit * _SCARCE_SHARE:
+        if limit != resource.RLIM_INFINITY and _descriptors() > limit * _SCARCE_SHARE:
             yield Problem(
                 "descriptors-scarce",
-                f"{used} of {limit} file descriptors are in use",
+                f"more than {_SCARCE_SHARE:.0%} of {limit} file descriptors are in use",
                 0,
                 f"as root `prlimit --pid {os.getpid()} --nofile=1048576` raises the limit now;"
                 " LimitNOFILE= of the unit, or limits.conf, for the next mount",

@@ -171,7 +171,8 @@ class Soak:
             f" {format_bytes(size)}, {wrong} wrong; steady daemon {format_bytes(steady.rss)},"
             f" {steady.descriptors} descriptors; {len(self.courses[1].lifetimes)} other lifetimes"
         )
-        self._console.print(line, end="\r" if self._console.is_terminal else "\n", highlight=False)
+        end = "\r" if self._console.is_terminal else "\n"
+        self._console.print(line, end=end, highlight=False, soft_wrap=True)
 
     def _turn_over(self) -> None:
         """The second mount ends, one way or the other, and is made anew in the next mode."""
@@ -392,11 +393,15 @@ def main(arguments: Sequence[str]) -> int:
             Path(options.json).write_text(json.dumps(told, indent=1))
         if options.plot:
             plot(told, Path(options.plot))
-        console.print(f"faults: {told['faults']}", highlight=False)
-    for verdict in soak.verdicts:
-        console.print(verdict.words, highlight=False, markup=False)
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(told["faults"].items()))
+        console.print(f"faults: {counts or 'none'}", highlight=False, soft_wrap=True)
+    told_of = [verdict.words for verdict in soak.verdicts if verdict.flat is not None]
+    if len(told_of) < len(soak.verdicts):
+        told_of.append(f"too short to judge {len(soak.verdicts) - len(told_of)} of the lines")
+    for words in told_of:
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
     for problem in soak.problems:
-        console.print(f"[red]{problem}[/]" if "[" not in problem else problem, highlight=False)
+        console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)
     if kept:
         console.print(f"{len(soak.problems)} problems; logs and states are in {directory}")
     return 1 if soak.problems else 0

@@ -18,11 +18,12 @@ from _soak_readers import Readers, Refused
 from monarch.control.client import call
 from monarch.units import KiB
 
+# The first is that of the mount that lives through the whole run.
 MODES = {
-    "python": "datapath=python",
     "relay": "datapath=relay,open=open",
     "passthrough": "datapath=passthrough,open=open",
     "no_open": "datapath=relay,open=none",
+    "python": "datapath=python",
 }
 SETTLE_S = 30.0
 

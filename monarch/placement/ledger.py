@@ -51,7 +51,7 @@ class Ledger:
         return self._known(tier) not in self._closed
 
     def room(self, tier: int) -> int:
-        """Bytes that can be reserved, on the disk too; negative where something is to leave first."""
+        """Bytes that can be reserved, on the disk too; negative if something is to leave first."""
         left = self._capacity[tier] - self._used[self._known(tier)] - self._reserved[tier]
         return int(min(left, self._disk[tier]))
 

@@ -340,6 +340,9 @@ class Engine:
                 nursery.start_soon(self._keep_wanted_going)
                 nursery.start_soon(self._ward.run)
         finally:
+            # Nobody must find in a line, should the work begin again, what is given up here.
+            for line in (*self._copies.values(), *self._contents.values()):
+                line.take(len(line))
             for flight in list(self._flights.values()):
                 self._give_up(flight, retry=True)
 

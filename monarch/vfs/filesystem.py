@@ -434,7 +434,8 @@ class FileSystem:
         try:
             fd = await self._open_copy(tier, attributes)
         except OSError as error:
-            if error.errno not in _NOT_THE_COPY:
+            # Evicted meanwhile, it is not there, and nothing is wrong with that.
+            if error.errno not in _NOT_THE_COPY and self._residency.tier_of(ino) == number:
                 self.changes.copy_failed(attributes, number, error)
                 self._spoil_pages(ino)
             return None

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,16 @@ def slow_tier(tmp_path: Path) -> Iterator[SlowSource]:
     with tempfile.TemporaryDirectory(prefix="monarch-tier-", dir=memory) as disk:
         with SlowSource(Path(disk), tmp_path / "tiers" / "fast") as slowed:
             yield slowed
+
+
+@contextmanager
+def ruled(slowed: SlowSource, rule: str) -> Iterator[None]:
+    """With this rule, and without it whatever happens: who looks for leftovers must not hang."""
+    slowed.rules(rule)
+    try:
+        yield
+    finally:
+        slowed.rules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,16 +464,15 @@ def _hangs_at(
     tree(content)
     options = [*QUICK, "limits.inline_max=64KiB", "limits.buffer_max=256KiB"]
     mounted = monarch.mount(source, tiers=TIERS, options=options)
-    slow_tier.rules(f"hang {call} /monarch")
-    epoch_elsewhere(mounted, content)
-    goes_out(mounted)
-    # With all threads and all memory that the one tier may keep, the other goes on.
-    epoch_elsewhere(mounted, content)
-    settled(mounted)
-    epoch(mounted, content)
-    settled(mounted)
-    assert resident(mounted, content) == dict.fromkeys(content, "large")
-    slow_tier.rules()
+    with ruled(slow_tier, f"hang {call} /monarch"):
+        epoch_elsewhere(mounted, content)
+        goes_out(mounted)
+        # With all threads and all memory that the one tier may keep, the other goes on.
+        epoch_elsewhere(mounted, content)
+        settled(mounted)
+        epoch_elsewhere(mounted, content)
+        settled(mounted)
+        assert resident(mounted, content) == dict.fromkeys(content, "large")
     comes_back(mounted)
     wait_until(lambda: copies(mounted)["fast"] == {}, "what came too late is gone")
     accounts_agree(mounted)
@@ -475,17 +485,16 @@ def test_copies_in_a_tier_that_hangs_are_passed_by_and_used_again_when_it_answer
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service: no answer within 1 s; all is read from below")
-    content = files()
+    # So many that nobody could wait for each of them.
+    content = files(60, 2_000)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     warmed(mounted, content)
-    slow_tier.rules("hang * .")
-    # Seen before anybody asks for anything there.
-    goes_out(mounted)
-    with OpenCounter(source) as counter:
+    with ruled(slow_tier, "hang * ."), OpenCounter(source) as counter:
+        # Seen before anybody asks for anything there.
+        goes_out(mounted)
         epoch_elsewhere(mounted, content)
         assert counter.paths() == dict.fromkeys(content, 1)
-    slow_tier.rules()
     comes_back(mounted)
     assert opens_for(mounted, content) == {}
     accounts_agree(mounted)
@@ -502,12 +511,16 @@ def test_a_tier_that_became_slower_than_any_source_is_left_alone(
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     first = dict(list(content.items())[:5])
     warmed(mounted, first)
-    slow_tier.rules("lat * 500")
-    epoch(mounted, first)
-    epoch(mounted, content)
-    goes_out(mounted)
-    assert opens_for(mounted, content) == dict.fromkeys(content, 1)
-    slow_tier.rules()
+    with ruled(slow_tier, "lat * 500"):
+        epoch(mounted, first)
+        epoch(mounted, content)
+        goes_out(mounted)
+        assert opens_for(mounted, content) == dict.fromkeys(content, 1)
+        # An answer is not enough, if it takes its time.
+        slow_tier.rules("lat * 100")
+        tried = slow_tier.counters()["fsync"]
+        wait_until(lambda: slow_tier.counters()["fsync"] >= tried + 2, "it is tried")
+        assert not tier(mounted)["in_service"]
     comes_back(mounted)
     epoch(mounted, content)
     settled(mounted)
@@ -525,10 +538,9 @@ def test_the_mount_ends_though_a_tier_hangs_and_the_next_one_believes_nothing_of
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     half = dict(list(content.items())[:10])
     warmed(mounted, half)
-    slow_tier.rules("hang * .")
-    epoch_elsewhere(mounted, {name: content[name] for name in content if name not in half})
-    mounted.umount()
-    slow_tier.rules()
+    with ruled(slow_tier, "hang * ."):
+        epoch_elsewhere(mounted, {name: content[name] for name in content if name not in half})
+        mounted.umount()
     again = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     assert again.stages() == []
     opened = opens_for(again, content)

@@ -251,9 +251,10 @@ class Model:
             if got:
                 handle.candidates = fitting
                 handle.bound = True
-        elif not self._is_patchwork(handle, offset, end, got):
-            if got or not number:
-                raise Wrong(f"1: {self._told(handle, offset, end, got)}")
+        elif (got or not number) and not self._is_patchwork(
+            handle, offset, end, got, complete=not number
+        ):
+            raise Wrong(f"1: {self._told(handle, offset, end, got)}")
         if number:
             self._read_failed(handle, before, number)
         elif size is None and before.current == file.current and handle.opened == file.current:
@@ -271,11 +272,14 @@ class Model:
                 return
         if number == errno.ENOENT and not self._opens_are_told:
             # The open was not told: it is the first read that finds nothing.
-            if file.absent(range(handle.opened, file.current + 1)):
+            changes = range(handle.opened, file.current + 1)
+            if file.absent(changes):
                 return
         raise Wrong(f"5: {file.name}: {_name(number)} for an open file")
 
-    def _is_patchwork(self, handle: Handle, offset: int, end: int | None, got: bytes) -> bool:
+    def _is_patchwork(
+        self, handle: Handle, offset: int, end: int | None, got: bytes, *, complete: bool
+    ) -> bool:
         """Whether each page is of a version that was written into the file that is open.
 
         A file that is read from the source shows what others write into it, as the source does.
@@ -289,9 +293,9 @@ class Model:
             for version in file.versions[min(handle.candidates, default=0) :]
             if version.inode in inodes and version.content is not None
         ]
-        if end is not None and len(got) < end - offset:
-            if all(len(content) > offset + len(got) for content in contents):
-                return False
+        ended = complete and (end is None or len(got) < end - offset)
+        if ended and all(len(content) > offset + len(got) for content in contents):
+            return False
         place = 0
         while place < len(got):
             step = min(_PAGE - (offset + place) % _PAGE, len(got) - place)

@@ -11,6 +11,7 @@ some are taken away is a plan again. They are tuples, a name and its arguments:
     together    ("together", (operation, ...)): all at once, one of them no reader's
     mount       ("evict", file, ...)  ("warm", file, ...): without files all
                 ("settle",): wait until nothing is copied  ("look",): wait for two looks of a ttl
+                ("idle",): nothing is asked for so long that the mount lets go of what was read
                 ("quiet", evict): close all, compare the accounts; with ``evict`` drop all copies
                 ("end", "clean" or "kill")  ("mount", refresh)
     source      ("change", kind, file, size), kind one of CHANGES
@@ -152,6 +153,7 @@ class _Writer:
             self._damage: 5,
             self._quiet: 4,
             self._remount: 5,
+            self._idle: 1 if self._settings.mode == "no_open" else 0,
             self._disk: 3 if self._settings.disk else 0,
         }
         (kind,) = dice.choices(list(kinds), list(kinds.values()))
@@ -273,6 +275,9 @@ class _Writer:
         names = [name for name, _ in self._settings.files]
         dice.shuffle(names)
         return made + [("read", self._reader(), name) for name in names]
+
+    def _idle(self) -> list[Operation]:
+        return [("idle",)]
 
     def _disk(self) -> list[Operation]:
         return [(self._dice.choice(("fill", "drain")),)]

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from tests.mount.observe import accounts_agree
 # Operations of a reader, which may be under way while something else happens.
 READERS = ("read", "open", "readall", "pread", "map", "touch", "forget", "close", "stat", "list")
 _KiB = 1 << 10
+# Longer than what was read without an open is kept.
+_IDLE_S = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +323,7 @@ class Player:
         }
         self._model.digest(name, digests, digest)
 
-    # -- what the mount is asked ---------------------------------------------------------------------
+    # -- what the mount is asked -------------------------------------------------------------------
 
     def _verb(self, verb: str, names: tuple[str, ...]) -> None:
         self._mount(False)
@@ -340,6 +342,9 @@ class Player:
     def _settle(self) -> None:
         self._mount(False)
         self._rig.settle()
+
+    def _idle(self) -> None:
+        time.sleep(_IDLE_S)
 
     def _look(self) -> None:
         """Two whole looks at the source while nothing else happens: all copies are of today."""
@@ -388,7 +393,7 @@ class Player:
             return False
         return True
 
-    # -- the source and the tiers ----------------------------------------------------------------------
+    # -- the source and the tiers ------------------------------------------------------------------
 
     def _change(self, kind: str, name: str, size: int) -> None:
         file = self._model.files.get(name)
@@ -398,6 +403,11 @@ class Player:
                 return
             kind = "replace"
         content: bytes | None = None
+        if kind == "forged" and file is not None:
+            # For the tests of all this: a version that the file never had.
+            forged = replace(file.versions[-1], content=self._bytes(name, 10))
+            file.versions[-1] = forged
+            return
         match kind:
             case "rewrite":
                 content = self._bytes(name, len(old or b""))

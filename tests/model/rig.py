@@ -1,4 +1,4 @@
-"""The real things that a plan is played on: source, tiers, mounts, daemons and reading processes."""
+"""The real things that a plan is played on: source, tiers, mounts, daemons and readers."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ class Rig:
         if settings.disk:
             first = tiers[settings.tiers[0][0]]
             option = f"size={settings.disk}"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", first], check=True)
-            self._cleanup.callback(subprocess.run, ["umount", "-l", first], check=True)
+            _run("mount", "-t", "tmpfs", "-o", option, "tmpfs", str(first))
+            self._cleanup.callback(lambda: _run("umount", "-l", str(first)))
         command = MonarchCommand(directory, "", settings.mode)
         self._environment = command.environment()
         self.mounted = Mounted(command, directory / "mnt", self.source, directory / "state", tiers)
@@ -182,7 +182,7 @@ class Rig:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         while str(self.mounted.path) in mounts():
-            subprocess.run(["umount", "-l", str(self.mounted.path)], check=True)
+            _run("umount", "-l", str(self.mounted.path))
         self._workers.reset()
         if pid:
             wait_until(lambda: not alive(pid), "the daemon ends")
@@ -321,7 +321,7 @@ class Rig:
 
     def damage(self, kind: str, first: str, second: str, dice: random.Random) -> bool:
         """Whether there was something to be damaged."""
-        found = [path for name in (first, second) if (path := self._copy_of(name)) is not None]
+        found = [path for name in (first, second) if (path := self.copy_of(name)) is not None]
         if kind == "stranger":
             return self._strangers(dice)
         if not found:
@@ -351,7 +351,7 @@ class Rig:
             case _:
                 if len(found) < 2 or found[0] == found[1]:
                     return False
-                other, aside = found[1], self._aside / "copy"
+                other = found[1]
                 if path.stat().st_dev != other.stat().st_dev:
                     return False
                 aside = path.with_name("swapped")
@@ -361,9 +361,6 @@ class Rig:
         return True
 
     def copy_of(self, name: str) -> Path | None:
-        return self._copy_of(name)
-
-    def _copy_of(self, name: str) -> Path | None:
         ino = self.inos.get(name)
         found = [tier[ino] for tier in copies(self.mounted).values() if ino in tier]
         return found[0] if found and ino is not None else None
@@ -403,6 +400,10 @@ class Rig:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
 
 
 def _write(path: Path, content: bytes) -> list[Version]:

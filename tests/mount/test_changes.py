@@ -96,6 +96,37 @@ def refreshing(mounted: Mounted) -> list[str]:
 
 @pytest.mark.fault("S4", "S6")
 @pytest.mark.promise(1, 26)
+@pytest.mark.modes("no_open")
+@pytest.mark.promise(40)
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("change", CHANGES)
+def test_without_opens_a_change_before_the_first_read_gives_the_new_bytes_whole(
+    monarch: MonarchCommand, tree: Tree, size: int, change: Callable[[Path], None]
+) -> None:
+    source = tree({"file": size})
+    mounted = monarch.mount(source, tiers={"fast": "100MiB"})
+    os.stat(mounted.path / "file")  # the kernel now knows the old size
+    change(source / "file")
+    expected = (source / "file").read_bytes()
+    monarch.expects_log(CHANGED)
+
+    def read() -> bytes:
+        with open(mounted.path / "file", "rb", buffering=0) as file:
+            return file.readall()
+
+    def has_come() -> bool:
+        # Nothing between: an error until the kernel knows the size, then all of it.
+        try:
+            assert read() == expected
+        except OSError as error:
+            assert error.errno == errno.ESTALE
+            return False
+        return True
+
+    wait_until(has_come, "the new version is served")
+    assert (mounted.path / "file").stat().st_size == len(expected)
+
+
 @pytest.mark.modes(*OPENS_ARE_TOLD)
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_a_change_before_the_first_open_gives_the_new_bytes_at_once(
