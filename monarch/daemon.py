@@ -11,6 +11,7 @@ The process that calls ``run`` must have no threads and no event loop yet.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -67,6 +68,7 @@ from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
 from monarch.transfer.ward import Served, Ward
 from monarch.types import Ino, Progress
+from monarch.units import KiB
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import Inquiry
@@ -88,6 +90,9 @@ _SYNC_DEADLINE_S = 10.0
 _LAST_COPIES_S = 10.0
 # As conf/monarch@.service has it.
 _OOM_SCORE_ADJUST = -500
+# Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGE_BLOCK_BYTES = 256 * KiB
 # How long the end may wait for requests that are being answered. Seconds.
 _LAST_ANSWERS_S = 1.0
 
@@ -130,6 +135,7 @@ def run(
     """
     _allow_descriptors()
     _be_spared()
+    _give_memory_back()
     state = state_directory(settings)
     with hold_state(settings, state), ExitStack() as cleanup:
         path = settings.log.file or state / "daemon.log"
@@ -176,6 +182,18 @@ def _be_spared() -> None:
         if int(file.read()) == 0:
             file.seek(0)
             file.write(str(_OOM_SCORE_ADJUST))
+
+
+def _give_memory_back() -> None:
+    """Have what was freed go back to the machine, as far as the C library can be told to.
+
+    Files pass through by the thousand, fetched by one thread and freed by another. An arena for
+    each thread, and large blocks kept for the next, would hold several times what is in use.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda parameter, value: 0)
+    mallopt(_M_ARENA_MAX, 2)
+    mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 @contextmanager
@@ -339,14 +357,12 @@ class _Mount:
             names_changed=self._names_changed,
             store_pages=self._store_pages,
             forget_pages=self._forget_pages,
-            size_shown=self._size_shown,
             fast=self._datapath,
             opens_are_told=choice.open == "open",
             kernel_reads=choice.datapath == "passthrough",
         )
         # Of its own: a disk that does not answer must hold up nothing else.
         self._scrub_threads = Threads(1, "scrub", abandon=True)
-        self._size_threads = Threads(1, "sizes", abandon=True)
         self._scrub = Scrub(
             tiers=tiers,
             is_read=self._engine.is_read,
@@ -437,10 +453,6 @@ class _Mount:
     def _forget_pages(self, ino: Ino) -> None:
         self._scrub_threads.start(self._session.forget_pages, self.filesystem.names.path(ino))
 
-    async def _size_shown(self, ino: Ino) -> int:
-        path = self.filesystem.names.path(ino)
-        return await self._size_threads.run(self._session.size_shown, path)
-
     def _store_pages(self, ino: Ino, content: bytes) -> None:
         self._session.store_pages(ino, content)
 
@@ -457,9 +469,7 @@ class _Mount:
                 residency=self._residency,
                 status=self._status,
                 checkup=self._checkup,
-                background=lambda task: service.start_soon(
-                    self._supervisor.attempt, "warm", task
-                ),
+                background=lambda task: service.start_soon(self._supervisor.attempt, "warm", task),
                 stop=self._stop,
             )
             await service.start(Server(socket, verbs.table()).serve)

@@ -19,6 +19,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -375,6 +376,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"no such mode: {', '.join(sorted(unknown))}")
     if not (math.isfinite(options.minutes) and options.minutes > 0):
         parser.error("--minutes must be more than 0")
+    # A request to end, like that of a scheduler, unmounts all as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(stderr=True)
     directory = Path(tempfile.mkdtemp(prefix="soak-", dir=options.directory)).resolve()
     soak = Soak(options, directory, console)

@@ -11,6 +11,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -194,6 +195,8 @@ def _read_on(reading: Reading, pipe: Connection) -> None:
 def _main(
     mountpoint: Path, source: Path, names: Sequence[str], seed: int, pipe: Connection
 ) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for who started us, who tells us to end
     _read_on(Reading(mountpoint, source, names, random.Random(seed)), pipe)
 
 

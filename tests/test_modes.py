@@ -279,7 +279,7 @@ def test_small_files_that_the_tiers_cannot_all_take_are_opened() -> None:
 
 
 def test_files_whose_size_nobody_knows_are_opened() -> None:
-    """Without an open a kernel takes a file of size 0 for empty; asked, it hears that it may not."""
+    """Without an open a kernel takes a file of size 0 for empty; who asks hears that he may not."""
     unread = dataclasses.replace(SMALL, unreadable=1)
     choice = choose(settings(), unread, NODE, capacity=SMALL.bytes_total)
     assert choice.open == "open"

@@ -155,8 +155,7 @@ def _monarch_above(path: str) -> str:
     above = [
         mounted
         for mounted in mounts()
-        if wanted == mounted.mountpoint
-        or wanted.startswith(mounted.mountpoint.rstrip(b"/") + b"/")
+        if wanted == mounted.mountpoint or wanted.startswith(mounted.mountpoint.rstrip(b"/") + b"/")
     ]
     # The longest is the nearest; of two at one place the later hides the earlier.
     nearest = max(enumerate(above), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)

@@ -154,18 +154,6 @@ class Session:
             finally:
                 os.close(fd)
 
-    def size_shown(self, path: bytes) -> int:
-        """The size that the kernel tells of a file, negative if it tells none.
-
-        In a thread, for it touches the mount.
-        """
-        try:
-            return os.stat(
-                os.path.join(os.fsencode(self._mountpoint), path), follow_symlinks=False
-            ).st_size
-        except OSError:
-            return -1
-
     def widen_readahead(self) -> None:
         """Let the kernel ask for large pieces of a sequential reader's file, as root may.
 

@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol, TypeVar
 
@@ -122,7 +122,6 @@ class FileSystem:
     ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
     ``names_changed`` that a directory's listing is. ``store_pages`` gives it the bytes of a file
     that is being opened, ``forget_pages`` has it drop those of a file that no open is told of.
-    ``size_shown`` is the size that the kernel tells of a file.
     ``verify`` says when a copy is checked before use
     (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
     thing; ``opens_are_told`` is False if the kernel only reads, ``kernel_reads`` True if it reads
@@ -148,7 +147,6 @@ class FileSystem:
         names_changed: Callable[[Ino], None],
         store_pages: Callable[[Ino, bytes], None],
         forget_pages: Callable[[Ino], None],
-        size_shown: Callable[[Ino], Awaitable[int]],
         fast: FastPath | None,
         opens_are_told: bool,
         kernel_reads: bool,
@@ -173,7 +171,7 @@ class FileSystem:
         # When a binding that no open made may go.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
-        self._sizes = Sizes(names, attributes_changed=attributes_changed, shown=size_shown)
+        self._sizes = Sizes(names, attributes_changed=attributes_changed)
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0

@@ -57,8 +57,8 @@ class Trouble:
 class Inquiry:
     """Calls of ``source``; ``names`` tells the path of an inode for messages.
 
-    A call is given up after ``timeout_s``, while ``run`` counts them. ``oldest_elsewhere_s`` tells how long a call that was
-    not made here has waited for the source, 0 if there is none.
+    A call is given up after ``timeout_s``, while ``run`` counts them. ``oldest_elsewhere_s`` tells
+    how long a call that was not made here has waited for the source, 0 if there is none.
     """
 
     def __init__(

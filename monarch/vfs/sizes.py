@@ -1,49 +1,45 @@
 """Which files have another size than a kernel believes that tells no opens.
 
-Such a kernel reads up to the end that it knows. Told of another while a read is under way, it takes
-no size from the answer either, and shows the zeros behind the new end, or cuts what has grown. So
-reads of a file whose size has changed fail until the kernel is seen to know the new one.
+Such a kernel reads up to the end that it knows. A read that it had sent before it was told of
+another end takes no size from the answer: it would show zeros behind a new end. So the reads of a
+file whose size has changed fail until those that were under way then have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import trio
 
 from monarch.namespace.overlay import Namespace
 from monarch.types import Ino
 
-# How long it takes at least until one that did not know it is asked again. Seconds.
-_STEP_S = 0.05
+# How long that takes, and in how many turns of the loop at least: it may have stood still.
+_STEPS, _STEP_S = 5, 0.05
 
 
 class Sizes:
     """``attributes_changed`` has the kernel ask for the attributes of an inode when it needs them.
 
-    ``shown`` has it need them: the size that ``stat`` tells through the mount, negative if none.
+    It is asked by nobody here: a process that waits for its own mount cannot be killed.
     """
 
-    def __init__(
-        self,
-        names: Namespace,
-        *,
-        attributes_changed: Callable[[Ino], None],
-        shown: Callable[[Ino], Awaitable[int]],
-    ) -> None:
+    def __init__(self, names: Namespace, *, attributes_changed: Callable[[Ino], None]) -> None:
         self._names = names
         self._attributes_changed = attributes_changed
-        self._shown = shown
-        # What the kernel was last seen to believe, where it is not what the snapshot tells.
-        self._believed: dict[Ino, int] = {}
-        self._unheard: set[Ino] = set()
+        # What the kernel was told last, where it is not what the snapshot tells.
+        self._told: dict[Ino, int] = {}
+        # With the steps that are left.
+        self._unheard: dict[Ino, int] = {}
         self._waiting = trio.Event()
 
     def changed(self, ino: Ino) -> None:
         """The attributes of an inode have changed."""
-        believed = self._believed.get(ino, self._names.snapshot.attributes(ino).size)
-        if self._names.attributes(ino).size != believed:
-            self._unheard.add(ino)
+        size = self._names.attributes(ino).size
+        told = self._told.get(ino, self._names.snapshot.attributes(ino).size)
+        if size != told or ino in self._unheard:
+            self._told[ino] = size
+            self._unheard[ino] = _STEPS
             self._waiting.set()
         self._attributes_changed(ino)
 
@@ -51,15 +47,14 @@ class Sizes:
         return ino in self._unheard
 
     async def run(self) -> None:
-        """See to it that the kernel hears of them, until cancelled."""
+        """Let them be heard of, until cancelled."""
         while True:
             await self._waiting.wait()
-            self._waiting = trio.Event()
-            for ino in list(self._unheard):
-                size = await self._shown(ino)
-                if self._names.is_gone(ino) or size == self._names.attributes(ino).size:
-                    self._believed[ino] = size
-                    self._unheard.discard(ino)
-            if self._unheard:
-                await trio.sleep(_STEP_S)
-                self._waiting.set()
+            await trio.sleep(_STEP_S)
+            for ino, steps in list(self._unheard.items()):
+                if steps > 1:
+                    self._unheard[ino] = steps - 1
+                else:
+                    del self._unheard[ino]
+            if not self._unheard:
+                self._waiting = trio.Event()

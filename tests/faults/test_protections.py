@@ -1,4 +1,4 @@
-"""Every row of the table of faults, and every promise, has tests; each protection is in its place."""
+"""Every row of the table of faults, and every promise, has tests; each protection is there."""
 
 from __future__ import annotations
 

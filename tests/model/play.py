@@ -43,19 +43,23 @@ def play(
     plan: Plan, directory: Path, workers: Workers, trace: Callable[[str], None] | None = None
 ) -> Failure | None:
     """What went wrong, if anything did. ``directory`` is made for it and taken away."""
-    with rig(directory, plan.settings, workers) as made:
-        player = Player(plan, made)
-        number, operation = -1, ("begin",)
-        steps: list[Operation] = [("begin",), *plan.operations, ("finish",)]
-        try:
-            for number, operation in enumerate(steps, start=-1):
-                began = time.monotonic()
-                player.play(operation)
-                if trace is not None:
-                    trace(f"{number:3} {time.monotonic() - began:.3f} s  {operation}")
-        except (Wrong, MonarchError, AssertionError, OSError) as error:
-            what = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
-            return Failure(number, operation, what, made.mounted.log_text)
+    number, operation = -1, ("begin",)
+    steps: list[Operation] = [("begin",), *plan.operations, ("finish",)]
+    log = ""
+    try:
+        with rig(directory, plan.settings, workers) as made:
+            try:
+                player = Player(plan, made)
+                for number, operation in enumerate(steps, start=-1):
+                    began = time.monotonic()
+                    player.play(operation)
+                    if trace is not None:
+                        trace(f"{number:3} {time.monotonic() - began:.3f} s  {operation}")
+            finally:
+                log = made.mounted.log_text
+    except (Wrong, MonarchError, AssertionError, OSError) as error:
+        what = str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
+        return Failure(number, operation, what, log)
     return None
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
-
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
