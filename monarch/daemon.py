@@ -426,7 +426,6 @@ class _Mount:
         )
         self._metrics = metrics
         self._supervisor = Supervisor(metrics.error)
-        self._ready = trio.Event()
         self._timed_out = 0
         self._answering = trio.CancelScope()
         self._changes, self._changed_inos = trio.open_memory_channel[Ino](1024)
@@ -509,7 +508,6 @@ class _Mount:
             "books": self._note_served,
             "sweep": self._sweep,
             "scrub": self._scrub.run,
-            "readahead": self._widen_readahead,
             "health": self._status.watch_health,
         }
         if self._settings.snapshot.freshness != "never":
@@ -525,12 +523,8 @@ class _Mount:
         await answers(self._settings.mountpoint)
         self._status.state = "serving"
         log.info("ready")
+        self._session.widen_readahead()
         ready()
-        self._ready.set()
-
-    async def _widen_readahead(self) -> None:
-        await self._ready.wait()
-        await trio.to_thread.run_sync(self._session.widen_readahead, abandon_on_cancel=True)
 
     async def _signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:

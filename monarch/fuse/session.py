@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +32,15 @@ log = logging.getLogger(__name__)
 _MAX_TASKS = 10_000
 # Tasks that wait for the next request; with fewer, each burst would start and end some.
 _IDLE_TASKS = 32
+# The daemon must not touch its own mount, not even in a thread. Killed while it waits for an answer
+# that only it could give, that thread would never end, nor would the device be closed, and whoever
+# reads would wait for ever. Another process does not hold the device.
+_NULL = subprocess.DEVNULL
+_FORGET = """
+import os, sys
+fd = os.open(os.fsencode(sys.argv[1]), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+"""
 # What the kernel reads ahead of a sequential reader: the largest request that FUSE can make.
 _READ_AHEAD_BYTES = 1 * MiB
 
@@ -143,24 +154,22 @@ class Session:
     def forget_pages(self, path: bytes) -> None:
         """Have the kernel drop what it keeps of a file's bytes, in a kernel that tells no opens.
 
-        In a thread, for it touches the mount. Pages that are being read, or are mapped, stay: the
-        kernel does not wait for them, as it would if it were told to forget the inode.
+        Pages that are being read, or are mapped, stay: the kernel does not wait for them, as it
+        would if it were told to forget the inode. Waits for a process; call it in a thread.
         """
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        name = os.path.join(os.fsencode(self._mountpoint), path)
         with suppress(OSError):
-            fd = os.open(os.path.join(os.fsencode(self._mountpoint), path), flags)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _FORGET, name],
+                stdin=_NULL,
+                stdout=_NULL,
+                stderr=_NULL,
+            )
 
     def widen_readahead(self) -> None:
-        """Let the kernel ask for large pieces of a sequential reader's file, as root may.
-
-        Touches the mount: call it in a thread, while the session serves.
-        """
-        device = os.stat(self._mountpoint).st_dev
-        knob = f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb"
+        """Let the kernel ask for large pieces of a sequential reader's file, as root may."""
+        mounted = mount_at(self._mountpoint)
+        knob = f"/sys/class/bdi/{mounted.device if mounted else None}/read_ahead_kb"
         with suppress(OSError), open(knob, "r+") as file:
             if int(file.read()) < _READ_AHEAD_BYTES // KiB:
                 file.write(str(_READ_AHEAD_BYTES // KiB))
@@ -168,7 +177,11 @@ class Session:
 
 async def answers(mountpoint: Path) -> None:
     """Wait until the mount answers a request; raises FuseError if it does not in 10 seconds."""
+    asking = await trio.lowlevel.open_process(
+        ["stat", "--", os.fspath(mountpoint)], stdin=_NULL, stdout=_NULL, stderr=_NULL
+    )
     with trio.move_on_after(10) as patience:
-        await trio.to_thread.run_sync(os.stat, mountpoint, abandon_on_cancel=True)
+        await asking.wait()
     if patience.cancelled_caught:
+        asking.kill()
         raise FuseError(f"the mount at {os.fspath(mountpoint)!r} does not answer")

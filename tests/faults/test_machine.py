@@ -485,7 +485,7 @@ def call_fails_once(
 
 
 TASKS = (
-    *("signals", "engine", "changes", "visits", "books", "sweep", "readahead", "watch", "inquiry"),
+    *("signals", "engine", "changes", "visits", "books", "sweep", "watch", "inquiry"),
     *("sizes", "scrub", "health", "warm"),
 )
 

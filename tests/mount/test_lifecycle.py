@@ -369,7 +369,7 @@ def test_two_mounts_live_side_by_side_and_status_shows_both(
     table = monarch("status").stdout.splitlines()
     for made in (one, two):
         (row,) = [line for line in table if line.startswith(f"{made.path} ")]
-        assert row.split()[1] == str(made.source) and row.split()[-1] == "healthy"
+        assert row.split()[1] == str(made.source) and row.split()[-1] == "ok"
     one.umount()
     assert (two.path / "sub/a").read_bytes() == b"two"
 

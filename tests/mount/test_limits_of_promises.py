@@ -72,7 +72,7 @@ def test_a_change_that_no_attribute_shows_is_not_noticed(
 ) -> None:
     """The source gives other bytes than before, and the same size, times and inode number."""
     tree({"file": 5000})
-    slow.rules("flip ^/file")
+    slow.rules("flip read ^/file")
     mounted = monarch.mount(slow.path)
     then = read_through(mounted.path / "file")
     settled(mounted)
