@@ -124,7 +124,7 @@ def test_a_full_tier_takes_copies_again_when_there_is_room(
     monarch.expects_log("copy to tier fast given up")
     content = files()
     tree(content)
-    mounted = monarch.mount(source, tiers={"fast": "100MB"})
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=["limits.tier_probe=1s"])
     filler = fill(small_disk)
     epoch(mounted, content)
     assert not settled(mounted)["tiers"][0]["in_service"]
