@@ -241,7 +241,7 @@ class Soak:
             )
             for what, slot, scale, tolerance, share, unit in (
                 ("resident memory", "rss", MiB, 4.0, 0.05, " MiB"),
-                ("proportional memory", "pss", MiB, 4.0, 0.05, " MiB"),
+                ("memory of its own", "own", MiB, 4.0, 0.05, " MiB"),
                 ("descriptors", "descriptors", 1, 8.0, 0.1, ""),
                 ("threads", "threads", 1, 6.0, 0.1, ""),
             )

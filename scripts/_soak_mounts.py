@@ -38,7 +38,7 @@ class Sample:
 
     at_s: float
     rss: int
-    pss: int
+    own: int
     descriptors: int
     threads: int
     log_bytes: int
@@ -127,11 +127,11 @@ class Course:
     def sample(self, now_s: float) -> None:
         pid = self.daemon.pid
         try:
-            rss, pss = _memory(pid)
+            rss, own = _memory(pid)
             seen = Sample(
                 at_s=now_s,
                 rss=rss,
-                pss=pss,
+                own=own,
                 descriptors=len(os.listdir(f"/proc/{pid}/fd")),
                 threads=len(os.listdir(f"/proc/{pid}/task")),
                 log_bytes=self._log_size(),
@@ -231,13 +231,13 @@ class Course:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Resident bytes, and resident bytes of which those that are shared count by parts."""
-    found = {"Rss": 0, "Pss": 0}
+    """Resident bytes, and those of them that are no file's: nobody else can change that number."""
+    found = {"Rss": 0, "Anonymous": 0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name in found:
             found[name] = int(rest.split()[0]) * KiB
-    return found["Rss"], found["Pss"]
+    return found["Rss"], found["Anonymous"]
 
 
 def alive(pid: int) -> bool:
