@@ -320,6 +320,8 @@ def clock(tmp_path: Path) -> Clock:
     return Clock(tmp_path)
 
 
+# The datapath in C knows no clock of the wall.
+@pytest.mark.modes("python", "relay")
 @pytest.mark.fault("M5")
 @pytest.mark.promise(54)
 def test_a_clock_that_jumps_by_days_expires_nothing_and_takes_no_copy(
