@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -16,6 +17,8 @@ from monarch.registry import MountRecord, Registry, alive
 
 # The daemon syncs its tiers at the end, for at most ten seconds.
 _DEADLINE_S = 30.0
+# How long a process of the daemon's own, or one that has just let go, may be in the way. Seconds.
+_PASSING_S = 2.0
 _STEP_S = 0.02
 _SHOWN_PIDS = 10
 
@@ -40,10 +43,7 @@ def umount(mountpoint: str, *, lazy: bool, as_json: bool) -> None:
             f"{os.fspath(path)!r} is no Monarch mount", hint="`monarch status` lists the mounts"
         )
     if mountpoints.mount_at(path) is not None:
-        try:
-            mountpoints.unmount(path, lazy=lazy or (record is not None and not alive(record)))
-        except BusyError as error:
-            raise BusyError(f"{error}{_users(path)}", hint="or use --lazy") from error
+        _unmount(path, record, lazy=lazy)
     if record is not None:
         if not lazy:
             _wait_for_end(record)
@@ -59,8 +59,32 @@ def _record(registry: Registry, path: Path) -> MountRecord | None:
     return next((r for r in registry.all() if r.mountpoint == os.fspath(path)), None)
 
 
-def _users(path: Path) -> str:
-    pids = mountpoints.users_of(path)
+def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:
+    """Raises BusyError with who it is, unless it is the daemon that has had something looked at."""
+    deadline = time.monotonic() + _PASSING_S
+    while True:
+        try:
+            mountpoints.unmount(path, lazy=lazy or (record is not None and not alive(record)))
+        except BusyError as error:
+            pids = mountpoints.users_of(path)
+            passing = record is not None and all(_parent(pid) in (None, record.pid) for pid in pids)
+            if not passing or time.monotonic() > deadline:
+                raise BusyError(f"{error}{_named(pids)}", hint="or use --lazy") from error
+            time.sleep(_STEP_S)
+        else:
+            return
+
+
+def _parent(pid: int) -> int | None:
+    """The process that started another, None if that has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _named(pids: Sequence[int]) -> str:
     if not pids:
         return ""
     more = ", ..." if len(pids) > _SHOWN_PIDS else ""
