@@ -24,7 +24,7 @@ from monarch.tiers.directory import Tier
 from monarch.tiers.source import Source
 from monarch.transfer.readers import SourceTraffic
 from monarch.types import Ino
-from monarch.units import KiB, MiB
+from monarch.units import MiB
 from monarch.vfs.served import Served, Tally
 
 # The numbers of the tables in _names.h.
@@ -38,7 +38,6 @@ _THREADS_PER_CPU = 2
 _MAX_THREADS = 32
 # What one end may have sent that the other has not taken yet. Above the largest message.
 _SOCKET_BYTES = 4 * MiB
-_LEAST_SOCKET_BYTES = 192 * KiB
 _SO_SNDBUFFORCE = 32
 
 
@@ -167,10 +166,6 @@ class Datapath:
 
     def state(self) -> DatapathState:
         return DatapathState(**self._native.state())
-
-    @property
-    def ended(self) -> bool:
-        return bool(self._native.state()["ended"])
 
     # -- tiers that come and go ------------------------------------------------------------------
 

@@ -766,9 +766,9 @@ def test_who_is_killed_after_a_signal_that_it_survived_is_let_go(
 
 
 def test_the_end_of_the_device_is_told(made: Rig) -> None:
-    assert not made.datapath.ended
+    assert not made.datapath.state().ended
     made.kernel.shutdown(socket.SHUT_RDWR)
-    eventually(lambda: made.datapath.ended, "the end is noticed")
+    eventually(lambda: made.datapath.state().ended, "the end is noticed")
     eventually(lambda: made.datapath.state().threads == 0, "all threads have ended")
 
 
