@@ -18,13 +18,14 @@ import pytest
 from tests.conftest import MODES, OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
-from tests.mount.command import nobody
+from tests.mount.command import needs_root, nobody
 from tests.mount.compare import assert_equal_trees
 from tests.mount.observe import (
     account,
     accounts_agree,
     asked_for,
     epoch,
+    error_of,
     forget_pages,
     read_through,
     resident,
@@ -35,18 +36,9 @@ from tests.mount.observe import (
 SMALL_INLINE = "limits.inline_max=64KiB"
 LARGE = 2_000_000
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount and become others")
-
 
 def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
     return {f"{number:03d}.jpg": contents(str(number), size) for number in range(count)}
-
-
-def error_of(path: Path) -> int:
-    with pytest.raises(OSError) as failed:
-        read_through(path)
-    assert failed.value.errno is not None
-    return failed.value.errno
 
 
 def calls(slow: SlowSource) -> dict[str, int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from monarch.control.client import call
 from tests.conftest import Mounted
@@ -63,6 +64,14 @@ def read_through(path: Path) -> bytes:
         content = file.readall()
         forget_pages(file.fileno())
         return content
+
+
+def error_of(path: Path) -> int:
+    """The errno with which reading a file fails."""
+    with pytest.raises(OSError) as failed:
+        read_through(path)
+    assert failed.value.errno is not None
+    return failed.value.errno
 
 
 @contextmanager

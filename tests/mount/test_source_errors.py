@@ -19,6 +19,7 @@ from tests.mount.observe import (
     asked_for,
     ended,
     epoch,
+    error_of,
     read_through,
     resident,
     settled,
@@ -30,13 +31,6 @@ SMALL_INLINE = "limits.inline_max=64KiB"
 
 def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
     return {f"{number:03d}.jpg": contents(str(number), size) for number in range(count)}
-
-
-def error_of(path: Path) -> int:
-    with pytest.raises(OSError) as failed:
-        read_through(path)
-    assert failed.value.errno is not None
-    return failed.value.errno
 
 
 @pytest.mark.fault("S2")
