@@ -1,6 +1,7 @@
 """The one tree of errors. Each class has an errno for a system call and an exit code for the shell.
 
     MonarchError            1  EIO     anything that has no better name
+      Refused               1  (own)   a system call that cannot be carried out
       UsageError            2  EINVAL  a command line that cannot be carried out
         ConfigError         2  EINVAL  mistakes in a configuration file, all of them at once
       MountPointError       3  EINVAL  the mount point cannot be used
@@ -23,6 +24,7 @@ the keyboard.
 from __future__ import annotations
 
 import errno as errno_
+import os
 
 
 class MonarchError(Exception):
@@ -38,6 +40,17 @@ class MonarchError(Exception):
     def __str__(self) -> str:
         message: str = self.args[0]
         return f"{message}; {self.hint}" if self.hint else message
+
+
+class Refused(MonarchError):
+    """A system call asks for what cannot be, as on any file system: its caller's ``errno``.
+
+    The caller is told and nobody else: it is no line of a log.
+    """
+
+    def __init__(self, errno: int) -> None:
+        super().__init__(os.strerror(errno))
+        self.errno = errno
 
 
 class UsageError(MonarchError):

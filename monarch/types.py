@@ -1,7 +1,8 @@
 """The vocabulary that every layer shares: inode numbers, attributes and the identity of a file.
 
-Inode numbers are dense and come from the snapshot: 1 is the root, n the last entry. What crosses
-a module border is one of these frozen values, never a tuple of five or a dict.
+Inode numbers are dense and come from the snapshot: 1 is the root, n the last entry. What is made
+through the mount has a number from ``WRITTEN_INO`` on. What crosses a module border is one of these
+frozen values, never a tuple of five or a dict.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NewType
 Ino = NewType("Ino", int)
 
 ROOT_INO = Ino(1)
+# Above every number of a snapshot, whose table has 32 bits for it.
+WRITTEN_INO = Ino(1 << 32)
 
 # How long work reports that it is going on: (done, total or None while unknown, words).
 Progress = Callable[[int, int | None, str], None]
@@ -34,7 +37,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What ``stat`` tells of one entry. ``blocks`` are 512-byte units, as in ``st_blocks``."""
+    """What ``stat`` tells of one entry. ``blocks`` are 512-byte units, as in ``st_blocks``.
+
+    ``atime_ns`` is None where access times are not kept: it is then shown as ``mtime_ns``.
+    """
 
     ino: Ino
     parent: Ino
@@ -48,6 +54,7 @@ class Attributes:
     source_ino: int
     blocks: int
     rdev: int
+    atime_ns: int | None = None
 
     @property
     def is_file(self) -> bool:

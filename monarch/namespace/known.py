@@ -1,0 +1,102 @@
+"""What the source has, as far as is known: a snapshot, and what was found different since.
+
+The snapshot is immutable. When the source turns out to have changed an entry or to have lost it,
+that one entry is noted here, so memory grows with the changes and not with the files. Used from
+one thread, the event loop's; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from monarch.errors import SourceError
+from monarch.namespace.snapshot import Snapshot
+from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
+
+
+class Known:
+    """The source's side of a namespace; what was made through the mount is here once it is there.
+
+    ``differs`` is told each inode of the snapshot that is not what the snapshot says, for those
+    who ask the snapshot itself.
+    """
+
+    def __init__(self, snapshot: Snapshot, differs: Callable[[Ino], None]) -> None:
+        self.snapshot = snapshot
+        self._differs = differs
+        self.refreshed: dict[Ino, Attributes] = {}
+        self.gone: set[Ino] = set()
+        self._moved: dict[Ino, bytes] = {}
+        self._has_unreadable = snapshot.info().unreadable > 0
+
+    def differs(self, ino: Ino) -> None:
+        if ino < WRITTEN_INO:
+            self._differs(ino)
+
+    def refresh(self, ino: Ino, attributes: Attributes) -> None:
+        """The source tells other attributes than the snapshot; it may have the entry again."""
+        self.differs(ino)
+        self.gone.discard(ino)
+        parent = attributes.parent if ino >= WRITTEN_INO else self.snapshot.attributes(ino).parent
+        self.refreshed[ino] = replace(attributes, ino=ino, parent=parent)
+
+    def forget(self, ino: Ino) -> None:
+        self.differs(ino)
+        self.refreshed.pop(ino, None)
+        self.gone.add(ino)
+
+    def move(self, ino: Ino, path: bytes) -> None:
+        self.differs(ino)
+        self._moved[ino] = path
+
+    def moved(self, ino: Ino) -> bytes | None:
+        return self._moved.get(ino)
+
+    def drop(self, ino: Ino) -> None:
+        """Nobody will ask for the inode any more."""
+        self.refreshed.pop(ino, None)
+        self._moved.pop(ino, None)
+        if ino >= WRITTEN_INO:
+            self.gone.discard(ino)
+
+    def attributes(self, ino: Ino) -> Attributes:
+        """The newest that is known; of an entry that is gone, what it was."""
+        return self.refreshed.get(ino) or self.snapshot.attributes(ino)
+
+    def lookup(self, parent: Ino, name: bytes) -> Ino | None:
+        """Raises SourceError, EACCES, if the directory could not be listed."""
+        ino = self.snapshot.lookup(parent, name)
+        if ino is None:
+            self.require_listed(parent)
+        return None if ino is None or ino in self.gone else ino
+
+    def require_listed(self, ino: Ino) -> None:
+        """What is in a directory that could not be listed is unknown; it is not empty."""
+        if not self.is_listed(ino):
+            raise SourceError("the directory could not be listed", errno=errno.EACCES)
+
+    def is_listed(self, ino: Ino) -> bool:
+        return not self._has_unreadable or not self.snapshot.unreadable(ino)
+
+    def walk(self, ino: Ino) -> Iterator[tuple[Ino, Attributes]]:
+        """The regular files at and beneath ``ino`` that are not gone, as Snapshot.walk."""
+        for found, attributes in self.snapshot.walk(ino):
+            if found not in self.gone:
+                yield found, self.refreshed.get(found, attributes)
+
+    def names(self, ino: Ino) -> Iterator[tuple[Ino, bytes]]:
+        """Where the snapshot has an entry: its directory and its name there, its first one first.
+
+        A file with several names is looked for in the whole snapshot the first time.
+        """
+        if ino == ROOT_INO:
+            return
+        snapshot = self.snapshot
+        yield snapshot.parent(ino), snapshot.name(ino)
+        attributes = snapshot.attributes(ino)
+        if attributes.nlink > 1 and not stat.S_ISDIR(attributes.mode):
+            for slot in snapshot.aliases(ino):
+                yield snapshot.parent(slot), snapshot.name(slot)

@@ -1,0 +1,841 @@
+"""The tree that the mount shows where names were made, changed and removed through the mount.
+
+What was written is kept beside the snapshot: a ``Node`` for each inode that was made or changed, a
+``Listing`` for each directory whose names differ. All else is answered by what is known of the
+source, so memory grows with what is written and not with the files. Each operation looks at
+everything that may refuse it before it changes anything, and refuses as a local file system does.
+Used from one thread, the event loop's; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from monarch.errors import Refused
+from monarch.namespace.known import Known
+from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
+
+# As renameat2(2) has it.
+RENAME_NOREPLACE = 1
+
+# Names that a directory got have indices from here on; those of the snapshot are below.
+ADDED_INDEX = 1 << 32
+
+NAME_MAX = 255
+# As ext4 has it: what the source would refuse later is refused now.
+LINK_MAX = 65000
+# Bytes of a symbolic link's target: what a path may have without its NUL.
+TARGET_MAX = 4095
+# Bytes of names and values that one inode's extended attributes may have: twice the largest value
+# that Linux lets through. They are kept in memory.
+XATTRS_MAX = 128 << 10
+
+_KINDS = frozenset(
+    (
+        stat.S_IFREG,
+        stat.S_IFDIR,
+        stat.S_IFLNK,
+        stat.S_IFIFO,
+        stat.S_IFSOCK,
+        stat.S_IFCHR,
+        stat.S_IFBLK,
+    )
+)
+_DOTS = (b".", b"..")
+_DIRECTORY_BYTES = 4096
+# What stands in a listing for a name of the snapshot that was removed.
+_NONE = Ino(0)
+
+
+@dataclass(slots=True)
+class Node:
+    """An inode that was made or changed through the mount; who holds it may change plain fields.
+
+    ``names`` are all names it has, each the directory's number and the name there, the first one
+    first; without any it is *nameless*, and ``nlink`` is 0. The root has none either. ``parent`` is
+    the directory of the first name, or of the last that there was. ``size`` in bytes, ``blocks`` in
+    512-byte units, times in ns since the epoch. ``object`` is the number of the absorbed file that
+    has its bytes; 0: the source has them, or there are none. ``source_ino`` is the source's number
+    of it, 0 if it was made here.
+
+    What ``keeps_*`` names was set through the mount; the rest of a node without an object follows
+    the source when that changes.
+    """
+
+    ino: Ino
+    parent: Ino
+    mode: int
+    uid: int
+    gid: int
+    nlink: int
+    mtime_ns: int
+    ctime_ns: int
+    atime_ns: int
+    rdev: int = 0
+    size: int = 0
+    blocks: int = 0
+    source_ino: int = 0
+    target: bytes = b""
+    object: int = 0
+    xattrs: dict[bytes, bytes] = field(default_factory=dict)
+    names: dict[tuple[Ino, bytes], None] = field(default_factory=dict)
+    keeps_mode: bool = False
+    keeps_owner: bool = False
+    keeps_times: bool = False
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def attributes(self) -> Attributes:
+        return Attributes(
+            self.ino,
+            self.parent,
+            self.mode,
+            self.nlink,
+            self.uid,
+            self.gid,
+            self.size,
+            self.mtime_ns,
+            self.ctime_ns,
+            self.source_ino,
+            self.blocks,
+            self.rdev,
+            self.atime_ns,
+        )
+
+    def touch(self, now_ns: int) -> None:
+        """Its content, or its names if it is a directory, changed at ``now_ns``."""
+        self.mtime_ns = self.ctime_ns = now_ns
+        self.keeps_times = True
+
+    def follow(self, attributes: Attributes) -> None:
+        """The source has other attributes: take over what was not set through the mount."""
+        if self.object or stat.S_IFMT(attributes.mode) != stat.S_IFMT(self.mode):
+            return
+        if not self.keeps_mode:
+            self.mode = attributes.mode
+        if not self.keeps_owner:
+            self.uid, self.gid = attributes.uid, attributes.gid
+        if not self.keeps_times:
+            self.mtime_ns = self.atime_ns = attributes.mtime_ns
+        self.ctime_ns = max(self.ctime_ns, attributes.ctime_ns)
+        self.source_ino = attributes.source_ino
+        if self.is_file:
+            self.size, self.blocks = attributes.size, attributes.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """What a rename did: the inode that has the new name, and the one that lost it, if any."""
+
+    node: Node
+    replaced: Node | None
+
+
+class Listing:
+    """How the names of one directory differ from those that the snapshot has there.
+
+    A name of the snapshot keeps its place there, whoever has it. Any other gets the next index when
+    it comes, so that a listing that is being read goes on behind what it has seen.
+    """
+
+    __slots__ = ("_added", "_order", "changed", "end")
+
+    def __init__(self) -> None:
+        # Names that the snapshot has, and whose they are now.
+        self.changed: dict[bytes, Ino] = {}
+        self._added: dict[bytes, tuple[int, Ino]] = {}
+        # Every name that was added, by index, and with them some that went again.
+        self._order: list[tuple[int, bytes]] = []
+        self.end = ADDED_INDEX
+
+    def find(self, name: bytes) -> Ino | None:
+        """Whose the name is, 0 if it was removed; None if that is as in the snapshot."""
+        found = self.changed.get(name)
+        if found is None and (added := self._added.get(name)) is not None:
+            return added[1]
+        return found
+
+    def put(self, name: bytes, ino: Ino, *, in_snapshot: bool) -> None:
+        if in_snapshot:
+            self.changed[name] = ino
+        elif (added := self._added.get(name)) is not None:
+            self._added[name] = (added[0], ino)
+        else:
+            self._added[name] = (self.end, ino)
+            self._order.append((self.end, name))
+            self.end += 1
+
+    def remove(self, name: bytes, *, in_snapshot: bool) -> None:
+        if in_snapshot:
+            self.changed[name] = _NONE
+            return
+        del self._added[name]
+        if len(self._order) > 2 * len(self._added) + 64:
+            # A new list: who is reading the old one goes on in it.
+            self._order = [(index, name) for index, name in self._order if self._has(index, name)]
+
+    def added(self, start: int, end: int) -> Iterator[tuple[int, bytes, Ino]]:
+        """The names that were added, from index ``start`` to before ``end``."""
+        order = self._order
+        for at in range(bisect_left(order, (start,)), bisect_left(order, (end,))):
+            index, name = order[at]
+            if self._has(index, name):
+                yield index, name, self._added[name][1]
+
+    def _has(self, index: int, name: bytes) -> bool:
+        added = self._added.get(name)
+        return added is not None and added[0] == index
+
+
+class Written:
+    """One tree of what is known of the source and what was written over it.
+
+    Methods that take an inode number raise IndexError for one that the snapshot does not have, and
+    Refused, ESTALE, for one that was made through the mount and is forgotten. Those that take a
+    name raise SourceError, EACCES, if the directory could not be listed when the snapshot was made.
+    Those that change something raise Refused with the errno that Linux gives on a local file
+    system, and have then changed nothing.
+
+    Inodes that are made are numbered from ``first_ino`` on, and no number comes again.
+    """
+
+    def __init__(self, known: Known, *, first_ino: Ino = WRITTEN_INO) -> None:
+        self._known = known
+        self._nodes: dict[Ino, Node] = {}
+        self._listings: dict[Ino, Listing] = {}
+        # Inodes of the snapshot that lost all names through the mount.
+        self._removed: set[Ino] = set()
+        self._next_ino = Ino(max(first_ino, WRITTEN_INO))
+
+    # -- asking --------------------------------------------------------------------------------
+
+    @property
+    def next_ino(self) -> Ino:
+        """The number that the next inode gets."""
+        return self._next_ino
+
+    def node(self, ino: Ino) -> Node | None:
+        """What was written of an inode; None if nothing was, or nothing is known any more."""
+        return self._nodes.get(ino)
+
+    def is_written(self, ino: Ino) -> bool:
+        """Whether it was made through the mount, or is of the snapshot and was changed."""
+        return ino in self._nodes
+
+    def is_gone(self, ino: Ino) -> bool:
+        """Whether it has no name any more, through the mount or at the source."""
+        if ino in self._known.gone or ino in self._removed:
+            return True
+        node = self._nodes.get(ino)
+        if node is None:
+            return ino >= WRITTEN_INO
+        return not node.names and ino != ROOT_INO
+
+    def attributes(self, ino: Ino) -> Attributes:
+        """The newest that is known; of an entry that is gone, what it was."""
+        node = self._nodes.get(ino)
+        if node is not None:
+            return node.attributes
+        self._require_known(ino)
+        return self._known.attributes(ino)
+
+    def at_source(self, ino: Ino) -> Attributes | None:
+        """What the source has, as far as is known, whatever was written since.
+
+        None for what was made through the mount, until ``refresh`` tells of it.
+        """
+        if ino >= WRITTEN_INO:
+            return self._known.refreshed.get(ino)
+        return self._known.attributes(ino)
+
+    def lookup(self, parent: Ino, name: bytes) -> Ino | None:
+        """Whose a name is; None if nobody has it, in a directory that is gone, or in no directory.
+
+        Raises SourceError, EACCES, if the directory could not be listed.
+        """
+        if not self._nodes:
+            return self._known.lookup(parent, name) if parent < WRITTEN_INO else None
+        listing = self._listings.get(parent)
+        if listing is not None and (found := listing.find(name)) is not None:
+            return found if found != _NONE and found not in self._known.gone else None
+        if parent >= WRITTEN_INO or parent in self._removed:
+            return None
+        return self._known.lookup(parent, name)
+
+    def resolve(self, path: bytes) -> Ino | None:
+        """The number at a path relative to the root. Symbolic links are not followed."""
+        ino = ROOT_INO
+        for part in path.split(b"/"):
+            if part not in (b"", b"."):
+                found = self.lookup(ino, part)
+                if found is None:
+                    return None
+                ino = found
+        return ino
+
+    def list_from(
+        self, ino: Ino, start: int, *, end: int | None = None
+    ) -> Iterator[tuple[int, bytes, Attributes]]:
+        """The entries of a directory from the index ``start`` on, each with its index.
+
+        The index is an entry's place in the snapshot, and above all of those if it came since, so
+        that a listing can be continued behind an entry whatever went or came in between. It ends at
+        what came since its first entry was taken; with ``end``, at what came since ``list_end``
+        gave that. Raises SourceError, EACCES, if it could not be listed.
+        """
+        if ino < WRITTEN_INO:
+            self._known.require_listed(ino)
+        yield from self._entries(ino, start, end)
+
+    def list_end(self, ino: Ino) -> int:
+        """The index before which all entries are that a directory has now.
+
+        A listing that is begun now and continued to there ends, though names are added to the
+        directory as fast as they are read, as by who renames each file that he finds.
+        """
+        listing = self._listings.get(ino)
+        return ADDED_INDEX if listing is None else listing.end
+
+    def walk(self, ino: Ino = ROOT_INO) -> Iterator[tuple[Ino, Attributes]]:
+        """The regular files at and beneath ``ino`` that are not gone, depth first.
+
+        A file with several names comes once for each.
+        """
+        if not self._nodes:
+            yield from self._known.walk(ino)
+            return
+        attributes = self.attributes(ino)
+        if attributes.is_file and not self.is_gone(ino):
+            yield ino, attributes
+        if not attributes.is_dir:
+            return
+        pending = [self._entries(ino, 0, None)]
+        while pending:
+            for _, _, attributes in pending[-1]:
+                if attributes.is_file:
+                    yield attributes.ino, attributes
+                elif attributes.is_dir:
+                    pending.append(self._entries(attributes.ino, 0, None))
+                    break
+            else:
+                pending.pop()
+
+    def path(self, ino: Ino) -> bytes:
+        """Where the source has the entry, relative to its root.
+
+        What was made through the mount is where the mount shows it, unless ``move`` says otherwise;
+        raises Refused, ENOENT, if it is nameless.
+        """
+        if ino < WRITTEN_INO:
+            return self._known.moved(ino) or self._known.snapshot.path(ino)
+        return self._known.moved(ino) or self.visible_path(ino)
+
+    def visible_path(self, ino: Ino) -> bytes:
+        """Where the mount shows the inode, by its first name, relative to the root.
+
+        Raises Refused, ENOENT, if it has no name.
+        """
+        parts: list[bytes] = []
+        while ino != ROOT_INO:
+            node = self._nodes.get(ino)
+            if node is None:
+                if ino >= WRITTEN_INO or ino in self._removed:
+                    raise Refused(errno.ENOENT)
+                # A directory of the snapshot stays where it is, so all above are there, too.
+                parts.append(self._known.snapshot.path(ino))
+                break
+            ino, name = self._first_name(node)
+            parts.append(name)
+        return b"/".join(reversed(parts))
+
+    def path_of(self, parent: Ino, name: bytes) -> bytes:
+        """The path of a name in a directory, whether it is there or not. Raises as visible_path."""
+        above = self.visible_path(parent)
+        return above + b"/" + name if above else name
+
+    def visible_paths(self, ino: Ino) -> Iterator[bytes]:
+        """All paths at which the mount shows an inode, the first one first; none if nameless."""
+        node = self._nodes.get(ino)
+        names = iter(node.names) if node is not None else self._names_below(ino)
+        for parent, name in names:
+            yield self.path_of(parent, name)
+
+    def readlink(self, ino: Ino) -> bytes:
+        """The target of a symbolic link. Raises ValueError for anything else."""
+        node = self._nodes.get(ino)
+        if node is None:
+            self._require_known(ino)
+            return self._known.snapshot.readlink(ino)
+        if not stat.S_ISLNK(node.mode):
+            raise ValueError(f"inode {ino} is not a symbolic link")
+        return node.target
+
+    def xattr(self, ino: Ino, name: bytes) -> bytes:
+        """The value that was set through the mount. Raises Refused, ENODATA, if none was."""
+        node = self._nodes.get(ino)
+        value = None if node is None else node.xattrs.get(name)
+        if value is None:
+            raise Refused(errno.ENODATA)
+        return value
+
+    def xattrs(self, ino: Ino) -> tuple[bytes, ...]:
+        """The names of what was set through the mount."""
+        node = self._nodes.get(ino)
+        return () if node is None else tuple(node.xattrs)
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def take(self, ino: Ino) -> Node:
+        """The node of an inode; one of the snapshot gets it, with all its names.
+
+        An inode that the source has lost is nameless. Raises Refused, ESTALE, if it is forgotten.
+        """
+        node = self._nodes.get(ino)
+        if node is not None:
+            return node
+        self._require_known(ino)
+        if ino in self._removed:
+            raise Refused(errno.ESTALE)
+        now = self._known.attributes(ino)
+        names = dict.fromkeys(self._names_below(ino))
+        is_link = stat.S_ISLNK(now.mode)
+        node = Node(
+            ino=ino,
+            parent=now.parent,
+            mode=now.mode,
+            uid=now.uid,
+            gid=now.gid,
+            nlink=now.nlink if names or ino == ROOT_INO else 0,
+            mtime_ns=now.mtime_ns,
+            ctime_ns=now.ctime_ns,
+            atime_ns=now.mtime_ns,
+            rdev=now.rdev,
+            size=now.size,
+            blocks=now.blocks,
+            source_ino=now.source_ino,
+            target=self._known.snapshot.readlink(ino) if is_link else b"",
+            names=names,
+        )
+        self._known.differs(ino)
+        self._nodes[ino] = node
+        return node
+
+    def make(
+        self,
+        parent: Ino,
+        name: bytes,
+        *,
+        mode: int,
+        uid: int,
+        gid: int,
+        now_ns: int,
+        rdev: int = 0,
+        target: bytes = b"",
+        object: int = 0,
+        ino: Ino | None = None,
+    ) -> Node:
+        """A new inode of the kind that ``mode`` says: ``target`` of a symbolic link, ``rdev`` of a
+        device, ``object`` of a file. In a directory with the set-group-ID bit it has that group.
+
+        Its number is the next one, or ``ino``, as when what was done before is done again. Raises
+        Refused; ValueError if ``ino`` is another's.
+        """
+        kind = stat.S_IFMT(mode)
+        if kind not in _KINDS:
+            raise Refused(errno.EINVAL)
+        if kind == stat.S_IFLNK:
+            _require_target(target)
+        self._require_place(parent, name)
+        if self.lookup(parent, name) is not None:
+            raise Refused(errno.EEXIST)
+        if ino is not None and (ino < WRITTEN_INO or ino in self._nodes):
+            raise ValueError(f"inode {ino} is another's")
+        directory = self.take(parent)
+        if directory.mode & stat.S_ISGID:
+            gid = directory.gid
+            if kind == stat.S_IFDIR:
+                mode |= stat.S_ISGID
+        number = self._next_ino if ino is None else ino
+        self._next_ino = Ino(max(self._next_ino, number + 1))
+        is_dir = kind == stat.S_IFDIR
+        size = _DIRECTORY_BYTES if is_dir else len(target)
+        node = Node(
+            ino=number,
+            parent=parent,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            nlink=2 if is_dir else 1,
+            mtime_ns=now_ns,
+            ctime_ns=now_ns,
+            atime_ns=now_ns,
+            rdev=rdev if kind in (stat.S_IFCHR, stat.S_IFBLK) else 0,
+            size=size,
+            blocks=size // 512 if is_dir else 0,
+            target=target,
+            object=object,
+            keeps_mode=True,
+            keeps_owner=True,
+            keeps_times=True,
+        )
+        self._nodes[number] = node
+        self._put(parent, name, node)
+        _count(directory, is_dir)
+        directory.touch(now_ns)
+        return node
+
+    def link(self, ino: Ino, parent: Ino, name: bytes, *, now_ns: int) -> Node:
+        """One more name of a file, or of anything else but a directory. Raises Refused."""
+        self._require_place(parent, name)
+        if self.lookup(parent, name) is not None:
+            raise Refused(errno.EEXIST)
+        attributes = self.attributes(ino)
+        if attributes.is_dir:
+            raise Refused(errno.EPERM)
+        if self.is_gone(ino):
+            raise Refused(errno.ENOENT)
+        if attributes.nlink >= LINK_MAX:
+            raise Refused(errno.EMLINK)
+        node = self.take(ino)
+        self._put(parent, name, node)
+        node.nlink += 1
+        node.ctime_ns = now_ns
+        self.take(parent).touch(now_ns)
+        return node
+
+    def unlink(self, parent: Ino, name: bytes, *, now_ns: int) -> Node:
+        """Remove a name of anything but a directory. Raises Refused.
+
+        Without another name the inode is nameless; ``forget_node`` when nobody has it open.
+        """
+        self._require_directory(parent)
+        _require_name(name, errno.EISDIR, errno.EISDIR)
+        ino = self._require(parent, name)
+        if self.attributes(ino).is_dir:
+            raise Refused(errno.EISDIR)
+        node = self.take(ino)
+        self._remove(parent, name)
+        self._lose(node, parent, name, now_ns)
+        self.take(parent).touch(now_ns)
+        return node
+
+    def rmdir(self, parent: Ino, name: bytes, *, now_ns: int) -> Node:
+        """Remove an empty directory, which is nameless then. Raises Refused."""
+        self._require_directory(parent)
+        _require_name(name, errno.EINVAL, errno.ENOTEMPTY)
+        ino = self._require(parent, name)
+        if not self.attributes(ino).is_dir:
+            raise Refused(errno.ENOTDIR)
+        self._require_empty(ino)
+        node = self.take(ino)
+        self._remove(parent, name)
+        self._lose(node, parent, name, now_ns)
+        directory = self.take(parent)
+        _discount(directory)
+        directory.touch(now_ns)
+        return node
+
+    def rename(
+        self,
+        parent: Ino,
+        name: bytes,
+        to_parent: Ino,
+        to_name: bytes,
+        *,
+        flags: int = 0,
+        now_ns: int,
+    ) -> Renamed | None:
+        """Give an inode another name, in place of whoever has that.
+
+        None if both are names of one inode: nothing happens then. Raises Refused; EXDEV for a
+        directory of the snapshot: what is in it is found at the source by the path that it has, so
+        whoever moves it is to copy it, as between file systems.
+        """
+        if flags & ~RENAME_NOREPLACE:
+            raise Refused(errno.EINVAL)
+        self._require_directory(parent)
+        self._require_directory(to_parent)
+        _require_name(name, errno.EBUSY, errno.EBUSY)
+        if to_name in _DOTS:
+            raise Refused(errno.EEXIST if flags & RENAME_NOREPLACE else errno.EBUSY)
+        ino = self._require(parent, name)
+        _require_name(to_name, errno.EBUSY, errno.EBUSY)
+        existing = self.lookup(to_parent, to_name)
+        self._require_order(ino, existing, parent=parent, to_parent=to_parent, flags=flags)
+        if existing == ino:
+            return None
+        is_dir = self.attributes(ino).is_dir
+        if existing is not None:
+            if is_dir != self.attributes(existing).is_dir:
+                raise Refused(errno.ENOTDIR if is_dir else errno.EISDIR)
+            if is_dir:
+                self._require_empty(existing)
+        if is_dir and ino < WRITTEN_INO:
+            raise Refused(errno.EXDEV)
+
+        node, directory, to_directory = self.take(ino), self.take(parent), self.take(to_parent)
+        replaced = None if existing is None else self.take(existing)
+        if replaced is not None:
+            self._lose(replaced, to_parent, to_name, now_ns)
+            if is_dir:
+                _discount(to_directory)
+        self._remove(parent, name)
+        del node.names[parent, name]
+        self._put(to_parent, to_name, node)
+        node.parent = self._first_name(node)[0]
+        node.ctime_ns = now_ns
+        if is_dir and parent != to_parent:
+            _discount(directory)
+            _count(to_directory, True)
+        directory.touch(now_ns)
+        to_directory.touch(now_ns)
+        return Renamed(node, replaced)
+
+    def change(
+        self,
+        ino: Ino,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+        size: int | None = None,
+        now_ns: int,
+    ) -> Node:
+        """Set what is given, and the change time. Of ``mode`` the permission bits count.
+
+        Another owner takes the set-user-ID and set-group-ID bits from what is no directory. Another
+        size changes the modification time and nothing but the number: bytes are the caller's.
+        Raises Refused: EISDIR or EINVAL for the size of what has none.
+        """
+        if size is not None:
+            attributes = self.attributes(ino)
+            if size < 0 or not (attributes.is_file or attributes.is_dir):
+                raise Refused(errno.EINVAL)
+            if attributes.is_dir:
+                raise Refused(errno.EISDIR)
+        node = self.take(ino)
+        if mode is not None:
+            node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
+            node.keeps_mode = True
+        if uid is not None or gid is not None:
+            node.uid = node.uid if uid is None else uid
+            node.gid = node.gid if gid is None else gid
+            node.keeps_owner = True
+            if mode is None and not node.is_dir:
+                self._drop_privileges(node)
+        if size is not None:
+            node.size = size
+            node.touch(now_ns)
+        if atime_ns is not None or mtime_ns is not None:
+            node.atime_ns = node.atime_ns if atime_ns is None else atime_ns
+            node.mtime_ns = node.mtime_ns if mtime_ns is None else mtime_ns
+            node.keeps_times = True
+        node.ctime_ns = now_ns
+        return node
+
+    def set_xattr(self, ino: Ino, name: bytes, value: bytes, *, now_ns: int) -> Node:
+        """Raises Refused, ENOSPC, if an inode's attributes get too many bytes."""
+        node = self.take(ino)
+        others = sum(len(key) + len(kept) for key, kept in node.xattrs.items() if key != name)
+        if others + len(name) + len(value) > XATTRS_MAX:
+            raise Refused(errno.ENOSPC)
+        node.xattrs[name] = value
+        node.ctime_ns = now_ns
+        return node
+
+    def remove_xattr(self, ino: Ino, name: bytes, *, now_ns: int) -> Node:
+        """Raises Refused, ENODATA, if there is none of that name."""
+        self.xattr(ino, name)
+        node = self.take(ino)
+        del node.xattrs[name]
+        node.ctime_ns = now_ns
+        return node
+
+    def forget_node(self, ino: Ino) -> None:
+        """Nobody has a nameless inode open any more. Raises ValueError if it has a name."""
+        node = self._nodes.get(ino)
+        if node is None:
+            return
+        if node.names or ino == ROOT_INO:
+            raise ValueError(f"inode {ino} has a name")
+        del self._nodes[ino]
+        self._known.drop(ino)
+
+    # -- how ---------------------------------------------------------------------------------
+
+    def _entries(
+        self, ino: Ino, start: int, end: int | None
+    ) -> Iterator[tuple[int, bytes, Attributes]]:
+        """As list_from; of a directory that could not be listed, none but those that came."""
+        listing = self._listings.get(ino)
+        if end is None:
+            end = self.list_end(ino)
+        nodes, refreshed, gone = self._nodes, self._known.refreshed, self._known.gone
+        if ino < WRITTEN_INO and start < ADDED_INDEX and ino not in self._removed:
+            entries = enumerate(self._known.snapshot.list_from(ino, start), start)
+            if not nodes and not refreshed and not gone:
+                for index, (name, attributes) in entries:
+                    yield index, name, attributes
+                return
+            changed = {} if listing is None else listing.changed
+            for index, (name, attributes) in entries:
+                found = changed.get(name, attributes.ino)
+                if found == _NONE or found in gone:
+                    continue
+                node = nodes.get(found)
+                if node is not None:
+                    yield index, name, node.attributes
+                elif found == attributes.ino:
+                    yield index, name, refreshed.get(found, attributes)
+                else:
+                    yield index, name, self._known.attributes(found)
+        if listing is not None:
+            for index, name, found in listing.added(start, end):
+                if found not in gone:
+                    yield index, name, self.attributes(found)
+
+    def _require_known(self, ino: Ino) -> None:
+        """Of what was made through the mount, all is in its node."""
+        if ino >= WRITTEN_INO:
+            raise Refused(errno.ESTALE)
+
+    def _require_directory(self, ino: Ino) -> None:
+        is_forgotten = ino >= WRITTEN_INO and ino not in self._nodes
+        if not is_forgotten and not self.attributes(ino).is_dir:
+            raise Refused(errno.ENOTDIR)
+        if self.is_gone(ino):
+            raise Refused(errno.ENOENT)
+
+    def _require_place(self, parent: Ino, name: bytes) -> None:
+        """Whether something may be made there."""
+        self._require_directory(parent)
+        _require_name(name, errno.EEXIST, errno.EEXIST)
+
+    def _require_empty(self, ino: Ino) -> None:
+        if ino < WRITTEN_INO and not self._known.is_listed(ino):
+            raise Refused(errno.ENOTEMPTY)
+        for _ in self._entries(ino, 0, None):
+            raise Refused(errno.ENOTEMPTY)
+
+    def _require_order(
+        self, ino: Ino, existing: Ino | None, *, parent: Ino, to_parent: Ino, flags: int
+    ) -> None:
+        """A rename must not put a directory beneath itself, nor replace what it is in."""
+        if existing is not None and flags & RENAME_NOREPLACE:
+            raise Refused(errno.EEXIST)
+        if self._is_at_or_above(ino, to_parent):
+            raise Refused(errno.EINVAL)
+        if existing is not None and self._is_at_or_above(existing, parent):
+            raise Refused(errno.ENOTEMPTY)
+
+    def _is_at_or_above(self, ino: Ino, directory: Ino) -> bool:
+        while directory not in (ino, ROOT_INO):
+            node = self._nodes.get(directory)
+            directory = self._known.snapshot.parent(directory) if node is None else node.parent
+        return directory == ino
+
+    def _require(self, parent: Ino, name: bytes) -> Ino:
+        ino = self.lookup(parent, name)
+        if ino is None:
+            raise Refused(errno.ENOENT)
+        return ino
+
+    def _first_name(self, node: Node) -> tuple[Ino, bytes]:
+        for named in node.names:
+            return named
+        raise Refused(errno.ENOENT)
+
+    def _names_below(self, ino: Ino) -> Iterator[tuple[Ino, bytes]]:
+        """The names of an inode that nothing was written of."""
+        if ino < WRITTEN_INO and not self.is_gone(ino):
+            yield from self._known.names(ino)
+
+    def _in_snapshot(self, parent: Ino, name: bytes) -> bool:
+        return parent < WRITTEN_INO and self._known.snapshot.slot(parent, name) is not None
+
+    def _put(self, parent: Ino, name: bytes, node: Node) -> None:
+        """Give an inode a name that nobody is seen to have."""
+        listing = self._listings.setdefault(parent, Listing())
+        in_snapshot = self._in_snapshot(parent, name)
+        before = listing.find(name)
+        if before is None and in_snapshot:
+            before = self._known.snapshot.lookup(parent, name)
+        # The source has lost who had it, and may have it again.
+        if before is not None and (lost := self._nodes.get(before)) is not None:
+            lost.names.pop((parent, name), None)
+        listing.put(name, node.ino, in_snapshot=in_snapshot)
+        node.names[parent, name] = None
+
+    def _remove(self, parent: Ino, name: bytes) -> None:
+        listing = self._listings.setdefault(parent, Listing())
+        listing.remove(name, in_snapshot=self._in_snapshot(parent, name))
+
+    def _lose(self, node: Node, parent: Ino, name: bytes, now_ns: int) -> None:
+        """An inode loses a name."""
+        del node.names[parent, name]
+        node.ctime_ns = now_ns
+        if node.names:
+            node.nlink -= 1
+            node.parent = self._first_name(node)[0]
+            return
+        # Names outside the mount do not count: nobody gets to it by them.
+        node.nlink = 0
+        if node.is_dir:
+            self._listings.pop(node.ino, None)
+        if node.ino < WRITTEN_INO:
+            self._removed.add(node.ino)
+
+    @staticmethod
+    def _drop_privileges(node: Node) -> None:
+        drop = stat.S_ISUID
+        if node.mode & stat.S_IXGRP:
+            drop |= stat.S_ISGID
+        if node.mode & drop:
+            node.mode &= ~drop
+            node.keeps_mode = True
+
+
+def _require_name(name: bytes, of_dot: int, of_dot_dot: int) -> None:
+    """``of_dot`` and ``of_dot_dot`` are what the operation gives for these."""
+    if not name:
+        raise Refused(errno.ENOENT)
+    if name in _DOTS:
+        raise Refused(of_dot if name == b"." else of_dot_dot)
+    if b"/" in name or b"\0" in name:
+        raise Refused(errno.EINVAL)
+    if len(name) > NAME_MAX:
+        raise Refused(errno.ENAMETOOLONG)
+
+
+def _require_target(target: bytes) -> None:
+    if not target:
+        raise Refused(errno.ENOENT)
+    if b"\0" in target:
+        raise Refused(errno.EINVAL)
+    if len(target) > TARGET_MAX:
+        raise Refused(errno.ENAMETOOLONG)
+
+
+def _count(directory: Node, is_dir: bool) -> None:
+    """A directory got an entry. Some file systems do not count directories: theirs have 1 link."""
+    if is_dir and directory.nlink > 1:
+        directory.nlink += 1
+
+
+def _discount(directory: Node) -> None:
+    """A directory lost a directory."""
+    if directory.nlink > 2:
+        directory.nlink -= 1
