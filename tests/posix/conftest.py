@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ WRITTEN_WAYS = ("python", "relay", "passthrough")
 
 # What each test finds in its directory, as it came from the source.
 OLD = b"from the source\n" * 1000
-DIRECTORIES = 450
+DIRECTORIES = 400
 # A directory of the source with so many names.
 MANY = "many"
 NAMES = 10_000
@@ -127,21 +128,36 @@ def drained_at_the_end(mounted: Mounted, named: Callable[[str], str] = str) -> I
 @pytest.fixture(scope="session")
 def place(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     directory = tmp_path_factory.mktemp(f"posix-{way}")
-    source = directory / "source"
-    source.mkdir()
-    fill(source)
     if way == NATIVE:
-        yield Place(way, source)
+        fill(directory)
+        yield Place(way, directory)
         shutil.rmtree(directory)
         return
     command = MonarchCommand(directory, uuid.uuid4().hex, way)
+    source = Path(tempfile.mkdtemp(prefix="monarch-posix-", dir=_in_memory()))
     try:
+        source.chmod(0o755)
+        fill(source)
         mounted = command.mount(source, tiers={"fast": "2GiB"}, options=options(way))
         made = Place(way, mounted.path)
         with drained_at_the_end(mounted, made.named):
             yield made
     finally:
         command.close()
+        shutil.rmtree(source)
+
+
+def _in_memory() -> Path | None:
+    """Where files cost nothing, if they can have all that a disk's can: a source of thousands of
+    them is made for each way and each process of pytest.
+    """
+    memory = Path("/dev/shm")
+    try:
+        with tempfile.NamedTemporaryFile(dir=memory) as file:
+            os.setxattr(file.fileno(), "user.a", b"x")
+    except OSError:
+        return None
+    return memory
 
 
 @pytest.fixture
@@ -162,28 +178,30 @@ def anyone(here: Place, request: pytest.FixtureRequest) -> Iterator[Place]:
     if request.param == "root":
         yield here
         return
-    if os.geteuid() != 0:
-        pytest.skip("only root becomes another user")
-    for name in (
-        ".",
-        "old",
-        "full",
-        "full/inner",
-        "full/deep",
-        "empty",
-        "twin",
-        "link",
-        "dangling",
-    ):
-        os.chown(name, USER, USER, follow_symlinks=False)
-    with as_user():
+    with _given_away():
         yield here
 
 
-@pytest.fixture(params=["new", "from the source"])
-def name(anyone: Place, request: pytest.FixtureRequest) -> str:
+@contextlib.contextmanager
+def _given_away() -> Iterator[None]:
+    """The current directory, and all in it, belongs to a user, who makes the calls."""
+    if os.geteuid() != 0:
+        pytest.skip("only root becomes another user")
+    mine = ("old", "full", "full/inner", "full/deep", "empty", "twin", "link", "dangling")
+    for name in (".", *mine):
+        os.chown(name, USER, USER, follow_symlinks=False)
+    with as_user():
+        yield
+
+
+@pytest.fixture(params=["new", "from the source", "of a user"])
+def name(here: Place, request: pytest.FixtureRequest) -> Iterator[str]:
     """A file that holds ``OLD``: one that was just made, or one that the source has."""
-    if request.param == "new":
+    if request.param == "from the source":
+        yield "old"
+        return
+    with contextlib.ExitStack() as stack:
+        if request.param == "of a user":
+            stack.enter_context(_given_away())
         write_file("new", OLD)
-        return "new"
-    return "old"
+        yield "new"

@@ -249,12 +249,10 @@ def test_writing_cutting_and_emptying_change_mtime_and_ctime(name: str) -> None:
         with opened(name, os.O_WRONLY) as fd:
             os.write(fd, b"x")
 
-    for change in (
-        written,
-        lambda: os.truncate(name, 50),
-        lambda: os.truncate(name, 99),
-        truncated,
-    ):
+    def cut(size: int) -> None:
+        os.truncate(name, size)
+
+    for change in (written, lambda: cut(50), lambda: cut(99), truncated):
         os.utime(name, ns=(PAST, PAST))
         assert later(name, change)
         assert os.stat(name).st_mtime_ns > PAST

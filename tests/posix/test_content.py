@@ -396,8 +396,7 @@ def locked(function: Callable[[], object]) -> bool:
     def attempt() -> bool:
         try:
             function()
-        except OSError as error:
-            assert error.errno in (errno.EAGAIN, errno.EACCES), error
+        except (BlockingIOError, PermissionError):
             return True
         return False
 

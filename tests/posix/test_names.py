@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -212,10 +213,8 @@ def test_readers_of_a_file_that_is_replaced_again_and_again_see_whole_versions_o
 def test_two_processes_that_rename_the_same_names_lose_nothing(here: Place) -> None:
     def rename(names: list[str]) -> None:
         for turn in range(200):
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 os.rename(names[turn % len(names)], names[(turn + 1) % len(names)])
-            except FileNotFoundError:
-                pass
 
     together(lambda: rename(["old", "a", "b"]), lambda: rename(["b", "old", "a"]))
     (left,) = [name for name in ("old", "a", "b") if exists(name)]
