@@ -40,6 +40,8 @@ _REFUSALS = {
     "tmpfile": (errno.EOPNOTSUPP,),
     "exchange": (errno.EINVAL,),
     "devices": (errno.EPERM,),
+    "a directory of the source that is renamed": (errno.EXDEV,),
+    "a file of the source that is written while it is read": (errno.ETXTBSY,),
 }
 _REFUSALS_OF_PYTHON = {"fallocate": (errno.EOPNOTSUPP,)}
 _REFUSALS_OF_DISKS = {"direct": (errno.EINVAL,), "fallocate": (errno.EOPNOTSUPP,)}
@@ -192,6 +194,16 @@ def _given_away() -> Iterator[None]:
         os.chown(name, USER, USER, follow_symlinks=False)
     with as_user():
         yield
+
+
+@pytest.fixture(params=["new", "from the source"])
+def full(anyone: Place, request: pytest.FixtureRequest) -> str:
+    """A directory that holds a file, ``inner``, and an empty directory, ``deep``."""
+    if request.param == "from the source":
+        return "full"
+    os.makedirs("new/deep")
+    write_file("new/inner", b"inner")
+    return "new"
 
 
 @pytest.fixture(params=["new", "from the source", "of a user"])

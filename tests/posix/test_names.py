@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import subprocess
 import time
 
 import pytest
@@ -71,53 +72,66 @@ def test_rename_of_a_file_over_a_directory_and_the_other_way_is_refused(anyone: 
     assert read_file("old") == OLD
 
 
-def test_rename_of_a_directory_replaces_an_empty_one_only(anyone: Place) -> None:
+def test_rename_of_a_directory_replaces_an_empty_one_only(anyone: Place, full: str) -> None:
+    os.mkdir("without anything")
     with fails(errno.ENOTEMPTY, errno.EEXIST):
-        os.rename("empty", "full")
-    number = os.stat("full").st_ino
-    os.rename("full", "empty")
+        os.rename("without anything", full)
+    number = os.stat(full).st_ino
+    with anyone.may_refuse("a directory of the source that is renamed"):
+        os.rename(full, "empty")
     assert os.stat("empty").st_ino == number
-    assert not exists("full")
+    assert not exists(full)
     assert read_file("empty/inner") == b"inner"
     assert sorted(os.listdir("empty")) == ["deep", "inner"]
 
 
-def test_what_is_below_a_renamed_directory_goes_with_it_and_stays_usable(anyone: Place) -> None:
-    write_file("full/deep/new", b"new")
-    with opened("full/deep/new", os.O_RDWR) as fd, opened("full/deep", os.O_RDONLY) as deep:
-        os.rename("full", "moved")
-        os.mkdir("full")
+def test_what_is_below_a_renamed_directory_goes_with_it_and_stays_usable(
+    anyone: Place, full: str
+) -> None:
+    write_file(f"{full}/deep/new", b"new")
+    with opened(f"{full}/deep/new", os.O_RDWR) as fd, opened(f"{full}/deep", os.O_RDONLY) as deep:
+        with anyone.may_refuse("a directory of the source that is renamed"):
+            os.rename(full, "moved")
+        os.mkdir(full)
         os.write(fd, b"NEW")
         assert read_file("moved/deep/new") == b"NEW"
         os.close(os.open("later", os.O_WRONLY | os.O_CREAT, dir_fd=deep))
     assert sorted(os.listdir("moved/deep")) == ["later", "new"]
     assert read_file("moved/inner") == b"inner"
-    assert os.listdir("full") == []
-    os.rename("moved", "full")
-    assert read_file("full/deep/new") == b"NEW"
+    assert os.listdir(full) == []
+    os.rename("moved", full)
+    assert read_file(f"{full}/deep/new") == b"NEW"
 
 
-def test_a_directory_moves_between_directories_and_its_dot_dot_with_it(anyone: Place) -> None:
+def test_a_directory_moves_between_directories_and_its_dot_dot_with_it(
+    anyone: Place, full: str
+) -> None:
     os.mkdir("target")
     links = os.stat(".").st_nlink
-    os.rename("full", "target/full")
+    with anyone.may_refuse("a directory of the source that is renamed"):
+        os.rename(full, "target/full")
     assert os.stat("target/full/..").st_ino == os.stat("target").st_ino
     # One less here and one more there, where links of directories are counted at all.
     if links > 1:
         assert (os.stat(".").st_nlink, os.stat("target").st_nlink) == (links - 1, 3)
 
 
-def test_rename_into_its_own_subtree_is_einval(anyone: Place) -> None:
-    for target in ("full/deep/full", "full/full", "full/deep"):
+def test_rename_into_its_own_subtree_is_einval(full: str) -> None:
+    for target in ("deep/full", "full", "deep"):
         with fails(errno.EINVAL, errno.ENOTEMPTY):
-            os.rename("full", target)
-    with fails(errno.EINVAL):
-        os.rename("full", "full/new")
+            os.rename(full, f"{full}/{target}")
     with fails(errno.ENOTEMPTY, errno.EEXIST, errno.EINVAL):
-        os.rename("full/deep", "full")
+        os.rename(f"{full}/deep", full)
     with fails(errno.EBUSY, errno.EINVAL):
-        os.rename("full/.", "other")
-    assert sorted(os.listdir("full")) == ["deep", "inner"]
+        os.rename(f"{full}/.", "other")
+    assert sorted(os.listdir(full)) == ["deep", "inner"]
+
+
+def test_a_directory_of_the_source_is_moved_by_mv_whatever_that_takes(anyone: Place) -> None:
+    subprocess.run(["mv", "full", "moved"], check=True)
+    assert not exists("full")
+    assert read_file("moved/inner") == b"inner"
+    assert os.listdir("moved/deep") == []
 
 
 def test_rename_between_two_names_of_one_file_does_nothing(name: str) -> None:
@@ -385,8 +399,10 @@ def test_a_name_can_be_something_else_after_it_was_removed(anyone: Place) -> Non
         os.unlink("old")
         write_file("old", b"again")
     assert read_file("old") == b"again"
-    os.rename("full", "was full")
-    os.rename("was full/inner", "full")
+    os.rename("full/inner", "was in full")
+    os.rmdir("full/deep")
+    os.rmdir("full")
+    os.rename("was in full", "full")
     assert read_file("full") == b"inner"
 
 
@@ -587,7 +603,20 @@ def test_a_name_may_hold_every_byte_but_two(anyone: Place) -> None:
 def test_names_that_trouble_others_are_names_like_any(anyone: Place) -> None:
     for name in (
         *(".hidden", "trailing.", "...", " ", "a ", "-rf", "a\nb", "Ünï→cødé🚀", "e\u0301"),
-        *("con", "CASE", "case", "*", "\\", '"', "'", "%s", "$HOME", ".part", ".monarch-1-1.part"),
+        *(
+            "con",
+            "CASE",
+            "case",
+            "*",
+            "\\",
+            '"',
+            "'",
+            "%s",
+            "$HOME",
+            ".part",
+            "monarch-1-1.part",
+            ".monarch-1-1",
+        ),
     ):
         write_file(name, b"it")
         os.mkdir(f"{name}.d")
