@@ -595,7 +595,7 @@ class Written:
         self._put(to_parent, to_name, node)
         node.parent = self._first_name(node)[0]
         node.ctime_ns = now_ns
-        if is_dir and parent != to_parent:
+        if is_dir:
             _discount(directory)
             _count(to_directory, True)
         directory.touch(now_ns)

@@ -164,6 +164,7 @@ def test_numbers_are_drawn_from_where_the_counter_is_set_and_never_come_again(
     assert shown.make(b"a").ino == start
     # One that is made again, from before.
     assert shown.make(b"old", ino=Ino(WRITTEN_INO + 5)).ino == WRITTEN_INO + 5
+    assert shown.make(b"next").ino == start + 1
     assert shown.make(b"ahead", ino=Ino(start + 50)).ino == start + 50
     names.forget_node(shown.unlink(b"ahead").ino)
     assert shown.make(b"b").ino == names.next_ino - 1 == start + 51
@@ -663,6 +664,30 @@ def test_who_renames_each_file_that_he_finds_comes_to_an_end(
     assert all(name.endswith(b".bak") for name in shown.listed(b"d"))
 
 
+def test_what_replaces_a_name_has_its_place_in_the_listing(shown: Shown) -> None:
+    names, parent = shown.names, shown.ino(b"full")
+    for name in (b"x", b"y", b"z"):
+        shown.make(b"full/" + name)
+    (index, first, _), (_, second, _) = islice(names.list_from(parent, 0), 2)
+    assert (index, first, second) == (0, b"a", b"x")
+    shown.rename(b"full/y", b"full/x")
+    shown.rename(b"full/z", b"full/a")
+    assert shown.listed(b"full") == [b"a", b"x"]
+    assert list(names.list_from(parent, ADDED_INDEX + 1)) == []
+
+
+def test_what_came_and_went_takes_no_memory(shown: Shown) -> None:
+    names = shown.names
+    for _ in range(500):
+        shown.make(b"empty/d", DIR)
+        shown.make(b"empty/d/f")
+        names.forget_node(shown.unlink(b"empty/d/f").ino)
+        names.forget_node(shown.rmdir(b"empty/d").ino)
+    assert set(names._nodes) == {shown.ino(b"empty")}
+    assert set(names._listings) == {shown.ino(b"empty")}
+    assert len(names._listings[shown.ino(b"empty")]._order) < 100
+
+
 def test_indices_of_what_is_added_grow_and_never_come_again(shown: Shown) -> None:
     seen: list[int] = []
     for _ in range(200):
@@ -712,6 +737,7 @@ def test_what_was_removed_does_not_come_back_by_the_source(shown: Shown) -> None
         names.refresh(ino, known)
         assert names.resolve(b"file") is None and names.is_gone(ino)
         names.forget_node(ino)
+    assert names.refreshed == 0
 
 
 def test_a_name_that_the_source_lost_can_be_given_anew(shown: Shown) -> None:
@@ -1183,7 +1209,7 @@ def test_whatever_is_done_a_real_directory_does_the_same(
     until = time.monotonic() + request.config.getoption("--soak") / 6
     twin = Twin(shown, top, random.Random(seed))
     try:
-        while len(twin.done) < 400 or time.monotonic() < until:
+        while len(twin.done) < 600 or time.monotonic() < until:
             for _ in range(20):
                 twin.step()
             assert tree_of(shown.names) == real_tree_of(twin.top), twin.done[-20:]
