@@ -601,7 +601,7 @@ def test_a_listing_that_goes_on_shows_each_entry_once_whatever_happens_meanwhile
     names, parent = shown.names, shown.ino(b"d")
     rng = random.Random(1)
     renamed = 0
-    for _ in range(60):
+    for _ in range(20):
         for n in range(60):
             with contextlib.suppress(Refused):
                 shown.make(b"d/x%03d" % n)
@@ -751,6 +751,19 @@ def test_a_name_that_the_source_lost_can_be_given_anew(shown: Shown) -> None:
     assert shown.listed() == before
     names.refresh(ino, known)
     assert shown.ino(b"file") == node.ino
+
+
+def test_what_the_source_has_again_has_only_the_names_that_are_left(shown: Shown) -> None:
+    names, ino = shown.names, shown.ino(b"hard")
+    known = names.attributes(ino)
+    first = names.visible_path(ino)
+    names.forget(ino)
+    shown.make(first)
+    names.refresh(ino, known)
+    (left,) = names.visible_paths(ino)
+    assert {first, left} == {b"hard", b"dir/hard"}
+    assert names.visible_path(ino) == left and shown.ino(left) == ino
+    assert names.take(ino).nlink == 1
 
 
 def test_a_renamed_file_that_the_source_loses_leaves_its_name_to_others(shown: Shown) -> None:
@@ -1165,6 +1178,53 @@ class Twin:
                 lambda: os.setxattr(real, name, value),
                 ("set_xattr", [path], {"name": name, "value": value, "now_ns": self.now}),
             )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tree_is_whole_while_the_source_loses_and_finds_files(
+    seed: int, source: Path, over: Callable[[Path], Shown]
+) -> None:
+    """What is listed is found, and each inode knows its names and no other (``tree_of``)."""
+    fill_both(source)
+    shown = over(source)
+    names, rng = shown.names, random.Random(seed)
+    snapshot = names.snapshot
+    places = map(Ino, range(2, snapshot.entries + 1))
+    inos = [ino for ino in places if snapshot.attributes(ino).ino == ino]
+    files = [ino for ino in inos if snapshot.attributes(ino).is_file]
+
+    def somewhere() -> tuple[Ino, bytes]:
+        directories = [path for path, what in tree_of(names).items() if stat.S_ISDIR(what[0])]
+        return shown.ino(rng.choice(directories)), rng.choice(b"a b c f g".split())
+
+    def step() -> None:
+        ino, (parent, name) = rng.choice(files), somewhere()
+        match rng.randrange(9):
+            case 0:
+                names.forget(ino)
+            case 1:
+                names.refresh(ino, snapshot.attributes(ino))
+            case 2:
+                names.make(parent, name, mode=rng.choice((FILE, DIR)), uid=0, gid=0, now_ns=NOW)
+            case 3:
+                names.unlink(parent, name, now_ns=NOW)
+            case 4:
+                names.rmdir(parent, name, now_ns=NOW)
+            case 5:
+                names.link(ino, parent, name, now_ns=NOW)
+            case 6:
+                if not names.is_gone(ino):
+                    names.take(ino).object = rng.randrange(2)
+            case _:
+                names.rename(parent, name, *somewhere(), now_ns=NOW)
+
+    for _ in range(300):
+        with contextlib.suppress(Refused):
+            step()
+        tree_of(names)
+        for ino in inos:
+            for path in () if names.is_gone(ino) else names.visible_paths(ino):
+                assert names.resolve(path) == ino
 
 
 def do_again(shown: Shown, kind: str, paths: list[bytes], given: dict[str, Any]) -> None:
