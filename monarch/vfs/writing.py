@@ -248,9 +248,7 @@ class Writing:
         self._taken(ino)
         if self.files.is_open(ino):
             return
-        self.names.forget_node(ino)
-        if node.object:
-            self.files.remove(node.object)
+        self.files.forget(node)
 
     # -- attributes --------------------------------------------------------------------------------
 
