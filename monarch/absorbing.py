@@ -227,7 +227,7 @@ class WriteSide:
         if waiting:
             log.info(
                 "%s of earlier mounts %s on the way to the source",
-                counted(len(waiting), "operation"),
+                counted(len(waiting), "operation", "operations"),
                 "is" if len(waiting) == 1 else "are",
             )
         self.files.take_up(ops, found.done)
@@ -254,7 +254,7 @@ class WriteSide:
             backlog = self.drain.backlog()
             log.warning(
                 "%s with %s were not drained; they stay in tier %s, and the next mount goes on",
-                counted(backlog.files, "file"),
+                counted(backlog.files, "file", "files"),
                 format_bytes(backlog.bytes),
                 self.place.tier.name,
             )
