@@ -597,7 +597,11 @@ def _tier_options(texts: Sequence[str], problems: list[str]) -> list[dict[str, A
 
 
 def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) -> None:
-    """Puts ``-o`` options into ``fields``; the last of two for the same key holds."""
+    """Puts ``-o`` options into ``fields``; the last of two for the same key holds.
+
+    But ``absorb``, of which each names one more pattern.
+    """
+    patterns: list[str] = []
     valid = _option_keys()
     for option in (part for text in options for part in text.split(",") if part):
         key, equals, value = option.partition("=")
@@ -606,6 +610,10 @@ def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) 
             continue
         if not equals and not valid[key]:
             problems.append(f"-o {option}: needs a value; write {key}=VALUE")
+            continue
+        if key == "absorb":
+            patterns.append(value)
+            fields[key] = patterns
             continue
         section, _, inner = key.rpartition(".")
         target = fields.setdefault(section, {}) if section else fields

@@ -30,6 +30,7 @@ import trio
 
 from monarch import log as log_setup
 from monarch import points
+from monarch.absorbing import WriteSide, absorbing
 from monarch.checkup import Checkup
 from monarch.control.server import Server
 from monarch.errors import MonarchError, TierError
@@ -67,7 +68,7 @@ from monarch.tiers.source import Source, let_go
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
 from monarch.transfer.ward import Served, Ward
-from monarch.types import Ino, Progress
+from monarch.types import WRITTEN_INO, Ino, Progress
 from monarch.units import KiB
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
@@ -269,7 +270,11 @@ class _Mount:
             for tier, space, copies in zip(settings.tiers, spaces, held, strict=True)
         ]
         self._residency = Residency(snapshot.entries)
-        names = Namespace(snapshot, self._residency.mark_differing)
+        place = absorbing(settings, tiers)
+        first_ino = place.found.next_ino if place is not None else 0
+        names = Namespace(
+            snapshot, self._residency.mark_differing, first_ino=Ino(max(WRITTEN_INO, first_ino))
+        )
         ledger = Ledger(capacities)
         self._controller = Controller(
             self._residency, ledger, _policy(settings, snapshot, capacities)
@@ -340,6 +345,24 @@ class _Mount:
             timeout_s=settings.limits.source_timeout,
             oldest_elsewhere_s=self._oldest_source_call_s,
         )
+        self._writing = (
+            None
+            if place is None
+            else WriteSide(
+                place,
+                settings=settings,
+                snapshot_id=snapshot.id,
+                names=names,
+                inquiry=inquiry,
+                readers=readers,
+                ledger=ledger,
+                residency=self._residency,
+                fast=self._datapath,
+                taken=self._taken,
+                evict=self._evict,
+                evicted=self._engine.removed,
+            )
+        )
         self.filesystem = FileSystem(
             names=names,
             inquiry=inquiry,
@@ -360,6 +383,7 @@ class _Mount:
             fast=self._datapath,
             opens_are_told=choice.open == "open",
             kernel_reads=choice.datapath == "passthrough",
+            writing=self._writing.writing if self._writing is not None else None,
         )
         # Of its own: a disk that does not answer must hold up nothing else.
         self._scrub_threads = Threads(1, "scrub", abandon=True)
@@ -398,6 +422,7 @@ class _Mount:
             settings.mountpoint,
             os.fsencode(settings.source),
             allow_other=settings.allow_other,
+            writable=bool(settings.absorbs),
             datapath=self._datapath,
         )
         self._status = Status(
@@ -434,6 +459,14 @@ class _Mount:
         """How reads are served now: as chosen, unless the kernel turned out not to agree."""
         state = self._datapath.state() if self._datapath is not None else None
         return self._choice.mode if state is None else agreed(self._choice, state)
+
+    def _taken(self, ino: Ino) -> None:
+        """A file of the source is written: its copy is of another version."""
+        if ino <= self.filesystem.names.entries:
+            self.filesystem.changes.forget_copy(ino)
+
+    def _evict(self, ino: Ino) -> int:
+        return self.filesystem.evict(ino)
 
     def _oldest_source_call_s(self) -> float:
         return self._datapath.state().oldest_wait_s if self._datapath is not None else 0.0
@@ -494,6 +527,9 @@ class _Mount:
                 self._session.close()
                 with trio.move_on_after(_LAST_COPIES_S, shield=True):
                     await self._engine.finish()
+                if self._writing is not None:
+                    self._writing.files.close()
+                    await self._writing.finish()
                 service.cancel_scope.cancel()
 
     def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
@@ -512,6 +548,8 @@ class _Mount:
         }
         if self._settings.snapshot.freshness != "never":
             tasks["watch"] = self._watch.run
+        if self._writing is not None:
+            tasks.update(self._writing.tasks())
         return tasks
 
     def _stop(self) -> None:
@@ -634,6 +672,8 @@ class _Mount:
 
     async def close(self, *, clean: bool) -> None:
         self.filesystem.close()
+        if self._writing is not None:
+            self._writing.close()
         if self._engine.is_stuck:
             # What still hangs in a tier holds its descriptors, and may yet write a record.
             log.warning("a tier hangs: copies will be verified at the next mount")

@@ -159,6 +159,8 @@ def _without_opens(
         return settings.open == "none", f"the configuration says open: {settings.open}"
     if settings.verify == "open":
         return False, "verify: open must see every open"
+    if settings.absorbs:
+        return False, "who writes must be known"
     if settings.snapshot.ttl_s is not None:
         return False, f"snapshot.freshness: {settings.snapshot.freshness} needs to see opens"
     if summary.unreadable:

@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from monarch.absorbed import check_pattern
 from monarch.units import GiB, MiB, format_bytes, parse_bytes, parse_seconds
 
 # Of a tier's file system when no capacity is given. The other half is left to the job, which was
@@ -102,6 +103,11 @@ def _address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError(f"{value!r} is not HOST:PORT; write it like localhost:9464")
+    return value
+
+
+def _pattern(value: str) -> str:
+    check_pattern(value)
     return value
 
 
@@ -272,6 +278,41 @@ class LogSettings(Section):
     )
 
 
+class WritebackSettings(Section):
+    fsync: Literal["local", "source"] = Field(
+        default="local",
+        description="What fsync waits for: local (the bytes are safe on this node's disk) or source"
+        " (they are at the source).",
+    )
+    tier: str | None = Field(
+        default=None,
+        description="Name of the tier that takes what is written. null: the first that is not"
+        " memory.",
+    )
+    reserve: Size | None = Field(
+        default=None,
+        description="Bytes of that tier which copies of the source leave to what is written; so"
+        " much of what is drained stays there to be read. null: twice the largest file written so"
+        " far, and a twentieth of the tier.",
+    )
+    bandwidth: Size = Field(
+        default=0, description="Bytes per second that are written to the source; 0: no limit."
+    )
+    workers: Count = Field(
+        default=4, description="Files that are written to the source at the same time."
+    )
+    verify: bool = Field(
+        default=True,
+        description="Read each file back from the source and compare digests before it gets its"
+        " name there.",
+    )
+    end_timeout: Duration = Field(
+        default=60.0,
+        description="How long a daemon that is told to end by a signal goes on draining. What is"
+        " left stays in the tier, and the next mount goes on.",
+    )
+
+
 class MountSettings(Section):
     name: str = Field(pattern=_NAME, description="Name of the mount: its key under `mounts`.")
     source: AbsolutePath = Field(description="Directory to be mounted. Required.")
@@ -297,6 +338,20 @@ class MountSettings(Section):
     limits: LimitSettings = Field(
         default=LimitSettings(), description="How much of the node and of the source may be used."
     )
+    write: Literal["none", "absorb"] = Field(
+        default="none",
+        description="Whether the mount can be written: none (it is read-only, but for the paths of"
+        " `absorb`), or absorb (everything can: a tier takes it and it is drained to the source).",
+    )
+    absorb: tuple[Annotated[str, AfterValidator(_pattern)], ...] = Field(
+        default=(),
+        description="Paths that can be written while all others are read-only, relative to the"
+        " mount, like ckpt/** or runs/*/logs.",
+    )
+    writeback: WritebackSettings = Field(
+        default=WritebackSettings(),
+        description="What is written: what fsync means, and how it comes home to the source.",
+    )
     verify: Literal["unclean", "open", "never"] = Field(
         default="unclean",
         description="When a copy is checked against its digest before use: unclean (once, after a"
@@ -321,7 +376,9 @@ class MountSettings(Section):
     metrics: MetricsSettings = Field(default=MetricsSettings(), description="What can be measured.")
     log: LogSettings = Field(default=LogSettings(), description="What the daemon writes down.")
 
-    @field_validator("snapshot", "placement", "limits", "metrics", "log", mode="before")
+    @field_validator(
+        "snapshot", "placement", "limits", "writeback", "metrics", "log", mode="before"
+    )
     @classmethod
     def _empty_section(cls, value: object) -> object:
         # A section whose every line is commented out.
@@ -342,7 +399,24 @@ class MountSettings(Section):
                     "none and verify: open exclude each other, for no open would be seen; leave"
                     " one of them out"
                 )
+            if fields.data.get("absorb") or fields.data.get("write") == "absorb":
+                raise ValueError(
+                    "none and a mount that can be written exclude each other, for who writes must"
+                    " be known; leave one of them out"
+                )
         return value
+
+    @property
+    def absorbs(self) -> tuple[str, ...]:
+        """The patterns of what can be written; empty for a mount that is read-only."""
+        return ("**",) if self.write == "absorb" and not self.absorb else self.absorb
+
+    @field_validator("absorb", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: object) -> object:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("tiers", mode="before")
     @classmethod

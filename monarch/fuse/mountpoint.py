@@ -180,8 +180,8 @@ def _inside(path: str, directory: str) -> bool:
     return path.startswith(directory.rstrip("/") + "/")
 
 
-def mount(mountpoint: Path, name: str, *, allow_other: bool) -> int:
-    """Mount read-only and return the descriptor of the FUSE device, which is the mount's life.
+def mount(mountpoint: Path, name: str, *, allow_other: bool, writable: bool) -> int:
+    """Mount and return the descriptor of the FUSE device, which is the mount's life.
 
     ``name`` is shown as what is mounted. Root mounts by itself, others through fusermount3. Raises
     FuseError.
@@ -194,7 +194,7 @@ def mount(mountpoint: Path, name: str, *, allow_other: bool) -> int:
         name.encode(),
         os.fsencode(mountpoint),
         FS_TYPE.encode(),
-        ctypes.c_ulong(_MS_RDONLY | _MS_NOSUID | _MS_NODEV),
+        ctypes.c_ulong((0 if writable else _MS_RDONLY) | _MS_NOSUID | _MS_NODEV),
         options.encode(),
     )
     if done == 0:
@@ -206,7 +206,7 @@ def mount(mountpoint: Path, name: str, *, allow_other: bool) -> int:
             f"cannot mount at {os.fspath(mountpoint)!r}: {os.strerror(number)}",
             hint="run: monarch doctor",
         )
-    return _mount_by_program(mountpoint, name, allow_other=allow_other)
+    return _mount_by_program(mountpoint, name, allow_other=allow_other, writable=writable)
 
 
 def _open_device() -> int:
@@ -221,10 +221,11 @@ def _open_device() -> int:
         raise FuseError(f"/dev/fuse: {error.strerror}", hint=hint) from error
 
 
-def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool) -> int:
+def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool, writable: bool) -> int:
     """fusermount3 mounts for an ordinary user and hands the device's descriptor back."""
     escaped = name.replace("\\", "\\\\").replace(",", "\\,")
-    options = f"ro,nosuid,nodev,default_permissions,subtype=monarch,fsname={escaped}"
+    access = "rw" if writable else "ro"
+    options = f"{access},nosuid,nodev,default_permissions,subtype=monarch,fsname={escaped}"
     options += ",allow_other" if allow_other else ""
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -1,6 +1,8 @@
 """The door: turns FUSE requests into calls of the file system, and errors into numbers.
 
-It decides nothing. A handler that raises anything but FUSEError would end pyfuse3's loop and the
+Names and attributes are changed by ``Writing``, if the mount can be written at all; then every
+request that the kernel makes has an answer here, and one that we have no use for is refused. It
+decides nothing. A handler that raises anything but FUSEError would end pyfuse3's loop and the
 mount with it, so ``_answered`` lets nothing else through: an error of ours or of a system call
 becomes its errno, an unforeseen exception EIO for that caller and one traceback in the log.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import stat
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -23,6 +26,7 @@ from monarch.log import Limiter
 from monarch.text import errno_words
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.writing import Writing
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,8 @@ _BLOCK = 4096
 
 # As of every file system that a source can be on. The kernel itself lets 1024 bytes through.
 _NAME_MAX = 255
+# What a mount that can be written tells of the files that may still be made.
+_NAMES_FREE = 1 << 32
 
 # What is no slip of ours.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
@@ -132,7 +138,7 @@ class Operations(pyfuse3.Operations):
             missing = EntryAttributes()
             missing.entry_timeout = _TIMEOUT_S
             return missing
-        return _entry(self._names.attributes(ino))
+        return _entry(self._filesystem.latest(self._names.attributes(ino)))
 
     @_answered
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
@@ -150,7 +156,7 @@ class Operations(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         reply = pyfuse3.readdir_reply
         for index, name, attributes in self._names.list_from(Ino(fh), start_id):
-            if not reply(token, name, _entry(attributes), index + 1):
+            if not reply(token, name, _entry(self._filesystem.latest(attributes)), index + 1):
                 return
 
     async def releasedir(self, fh: int) -> None:
@@ -163,7 +169,7 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
-        keep_cache = await self._filesystem.open(Ino(inode))
+        keep_cache = await self._filesystem.open(Ino(inode), flags)
         return FileInfo(fh=inode, keep_cache=keep_cache)
 
     @_answered
@@ -180,7 +186,127 @@ class Operations(pyfuse3.Operations):
     async def release(self, fh: int) -> None:
         self._filesystem.release(Ino(fh))
 
+    @_answered
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        made = await self._writing.create(
+            Ino(parent_inode), name, mode=mode, uid=ctx.uid, gid=ctx.gid
+        )
+        return FileInfo(fh=made.ino, keep_cache=True), _entry(made)
+
+    @_answered
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        return await self._writing.files.write(Ino(fh), off, buf)
+
+    @_answered
+    async def flush(self, fh: int) -> None:
+        """The last release records what was written; closing waits for nothing."""
+
+    @_answered
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        await self._writing.sync(Ino(fh))
+
+    @_answered
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        await self._writing.sync_names()
+
+    # -- changes of names --------------------------------------------------------------------------
+
+    @property
+    def _writing(self) -> Writing:
+        writing = self._filesystem.writing
+        if writing is None:
+            raise FUSEError(errno.EROFS)
+        return writing
+
+    @_answered
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        parent = Ino(parent_inode)
+        if stat.S_IFMT(mode) in (0, stat.S_IFREG):
+            made = await self._writing.make_file(parent, name, mode=mode, uid=ctx.uid, gid=ctx.gid)
+        else:
+            made = self._writing.make(parent, name, mode=mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev)
+        return _entry(made)
+
+    @_answered
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        mode = stat.S_IFDIR | stat.S_IMODE(mode)
+        return _entry(
+            self._writing.make(Ino(parent_inode), name, mode=mode, uid=ctx.uid, gid=ctx.gid)
+        )
+
+    @_answered
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext
+    ) -> EntryAttributes:
+        mode = stat.S_IFLNK | 0o777
+        made = self._writing.make(
+            Ino(parent_inode), name, mode=mode, uid=ctx.uid, gid=ctx.gid, target=target
+        )
+        return _entry(made)
+
+    @_answered
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext
+    ) -> EntryAttributes:
+        return _entry(await self._writing.link(Ino(inode), Ino(new_parent_inode), new_name))
+
+    @_answered
+    async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        self._writing.unlink(Ino(parent_inode), name)
+
+    @_answered
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        self._writing.rmdir(Ino(parent_inode), name)
+
+    @_answered
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: RequestContext,
+    ) -> None:
+        await self._writing.rename(
+            Ino(parent_inode_old), name_old, Ino(parent_inode_new), name_new, flags
+        )
+
     # -- attributes of the mount and of files ------------------------------------------------------
+
+    @_answered
+    async def setattr(
+        self,
+        inode: int,
+        attr: EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        ctx: RequestContext,
+    ) -> EntryAttributes:
+        changed = await self._writing.change(
+            Ino(inode),
+            mode=attr.st_mode if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        )
+        return _entry(changed)
+
+    @_answered
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
+        await self._writing.set_xattr(Ino(inode), name, value)
+
+    @_answered
+    async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
+        await self._writing.set_xattr(Ino(inode), name, None)
 
     @_answered
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
@@ -189,6 +315,12 @@ class Operations(pyfuse3.Operations):
         told.f_blocks = -(-self._names.info().bytes_total // _BLOCK)
         told.f_files = self._names.entries
         told.f_namemax = _NAME_MAX
+        if (room := self._filesystem.room()) is not None:
+            told.f_blocks = max(told.f_blocks, room.total // _BLOCK)
+            told.f_bfree = told.f_bavail = room.available // _BLOCK
+            # As many as one likes: what is made is kept in memory and in the journal.
+            told.f_ffree = told.f_favail = _NAMES_FREE
+            told.f_files += _NAMES_FREE
         return told
 
     @_answered
@@ -200,9 +332,10 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def listxattr(self, inode: int, ctx: RequestContext) -> list[bytes]:
-        # Whoever lists attributes copies them (cp -a, rsync -X): a copy of the file would carry
-        # "user.monarch.tier" about, and the value may change length while it is being read.
-        return []
+        # Those that somebody has set. Whoever lists attributes copies them (cp -a, rsync -X): a
+        # copy would carry "user.monarch.tier" about, and the value may change length while it is
+        # being read.
+        return self._filesystem.xattrs(Ino(inode))
 
 
 def _entry(attributes: Attributes) -> EntryAttributes:

@@ -58,8 +58,10 @@ class Session:
         source: bytes,
         *,
         allow_other: bool,
+        writable: bool,
         datapath: Datapath | None,
     ) -> None:
+        self._writable = writable
         self._operations = operations
         self._mountpoint = mountpoint
         self._source = source
@@ -72,7 +74,9 @@ class Session:
     def mount(self) -> None:
         """Make the mount; the kernel's requests wait until ``serve``. Raises FuseError."""
         name = self._source.decode("ascii", "backslashreplace")
-        device = fuse = mount(self._mountpoint, name, allow_other=self._allow_other)
+        device = fuse = mount(
+            self._mountpoint, name, allow_other=self._allow_other, writable=self._writable
+        )
         try:
             if self._datapath is not None:
                 fuse = self._datapath.start(device)

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from monarch.absorbed import is_staged
 from monarch.beneath import lstat_beneath, open_beneath
 from monarch.namespace.build import open_source, paced
 from monarch.namespace.scan import Scan, pack_record
@@ -174,7 +175,7 @@ def _verify_names(root_fd: int, snapshot: Snapshot, directory: Ino) -> list[Diff
     try:
         fd = open_beneath(root_fd, path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            now = {os.fsencode(name) for name in os.listdir(fd)}
+            now = {name for name in map(os.fsencode, os.listdir(fd)) if not is_staged(name)}
         finally:
             os.close(fd)
     except (FileNotFoundError, NotADirectoryError):

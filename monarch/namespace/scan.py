@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from monarch.absorbed import is_staged
 from monarch.beneath import open_beneath
 from monarch.errors import SourceError
 from monarch.namespace.schema import (
@@ -346,9 +347,8 @@ class Scan:
                 names = self._previous.names(directory.before)
             else:
                 # A source may answer with a name twice while the directory changes.
-                names = sorted(
-                    {name.encode(_ENCODING, _ENCODING_ERRORS) for name in os.listdir(directory.fd)}
-                )
+                found = {n.encode(_ENCODING, _ENCODING_ERRORS) for n in os.listdir(directory.fd)}
+                names = sorted(name for name in found if not is_staged(name))
         except OSError as error:
             if self._is_gone(error):
                 return nothing

@@ -229,6 +229,10 @@ class Written:
         """What was written of an inode; None if nothing was, or nothing is known any more."""
         return self._nodes.get(ino)
 
+    def nodes(self) -> list[Node]:
+        """All that was written and is not forgotten."""
+        return list(self._nodes.values())
+
     def is_written(self, ino: Ino) -> bool:
         """Whether it was made through the mount, or is of the snapshot and was changed."""
         return ino in self._nodes

@@ -25,6 +25,8 @@ class Ledger:
         self._capacity = [0, *capacities]
         self._used = [0] * len(self._capacity)
         self._reserved = [0] * len(self._capacity)
+        # What is kept for others than copies.
+        self._held = [0] * len(self._capacity)
         # What the disk has room for beyond what is reserved; less than nothing if others filled it.
         self._disk: list[float] = [math.inf] * len(self._capacity)
         self._closed: set[int] = set()
@@ -44,16 +46,23 @@ class Ledger:
 
     def free(self, tier: int) -> int:
         """Bytes neither used nor reserved; 0 in a tier that was made smaller than what it holds."""
-        self._known(tier)
-        return max(0, self._capacity[tier] - self._used[tier] - self._reserved[tier])
+        return max(0, self._left(tier))
+
+    def _left(self, tier: int) -> int:
+        used = self._used[self._known(tier)] + self._reserved[tier] + self._held[tier]
+        return self._capacity[tier] - used
+
+    def hold(self, tier: int, size: int) -> None:
+        """Keep so many bytes of a tier's capacity for others than copies, from now on."""
+        _require_size(size)
+        self._held[self._known(tier)] = size
 
     def is_open(self, tier: int) -> bool:
         return self._known(tier) not in self._closed
 
     def room(self, tier: int) -> int:
         """Bytes that can be reserved, on the disk too; negative if something is to leave first."""
-        left = self._capacity[tier] - self._used[self._known(tier)] - self._reserved[tier]
-        return int(min(left, self._disk[tier]))
+        return int(min(self._left(tier), self._disk[tier]))
 
     def see_room(self, tier: int, available: int) -> None:
         """So many bytes may still be written to the disk, by copies under way and all others."""

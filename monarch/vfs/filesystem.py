@@ -21,7 +21,7 @@ from typing import Literal, Protocol, TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch.errors import SourceChanged, SourceError
+from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
 from monarch.placement.controller import Controller, Promote
@@ -29,7 +29,7 @@ from monarch.placement.epochs import Epochs
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
 from monarch.settings import LimitSettings
-from monarch.tiers.directory import Tier
+from monarch.tiers.directory import Space, Tier
 from monarch.tiers.records import Record, Records
 from monarch.tiers.seal import BrokenSeal
 from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
@@ -40,6 +40,7 @@ from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import Account, FastPath
 from monarch.vfs.sizes import Sizes
+from monarch.vfs.writing import XATTR_DURABLE, Writing
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class FileSystem:
     ``verify`` says when a copy is checked before use
     (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
     thing; ``opens_are_told`` is False if the kernel only reads, ``kernel_reads`` True if it reads
-    copies by itself.
+    copies by itself. ``writing`` does what a mount that can be written does beyond reading.
     """
 
     def __init__(
@@ -150,7 +151,9 @@ class FileSystem:
         fast: FastPath | None,
         opens_are_told: bool,
         kernel_reads: bool,
+        writing: Writing | None,
     ) -> None:
+        self.writing = writing
         self.names = names
         self._inquiry = inquiry
         self._tiers: Mapping[int, Tier] = {tier.number: tier for tier in tiers}
@@ -221,12 +224,15 @@ class FileSystem:
 
     # -- open, read, release -----------------------------------------------------------------
 
-    async def open(self, ino: Ino) -> bool:
-        """Bind ``ino`` for one more reader; whether the kernel may keep its cached pages.
+    async def open(self, ino: Ino, flags: int) -> bool:
+        """Bind ``ino`` for one more user; whether the kernel may keep its cached pages.
 
-        Raises SourceError with the source's errno if the file has to come from there and does
-        not, ESTALE if it changes all the time.
+        ``flags`` as of open(2). Raises SourceError with the source's errno if the file has to come
+        from there and does not, ESTALE if it changes all the time; Refused if it cannot be written.
         """
+        if self._is_written(ino) or flags & (os.O_ACCMODE | os.O_TRUNC):
+            await self._open_written(ino, flags)
+            return True
         started = time.perf_counter()
         if self._account is not None:
             self._account.note_opens()
@@ -243,6 +249,18 @@ class FileSystem:
         self._hand_over(binding)
         self._count_open(binding, started)
         return keep_pages
+
+    def _is_written(self, ino: Ino) -> bool:
+        return self.writing is not None and self.writing.has(ino)
+
+    async def _open_written(self, ino: Ino, flags: int) -> None:
+        if self.writing is None:
+            raise Refused(errno.EROFS)
+        elsewhere = self._fast is not None and self._fast.users(ino) > 1
+        if not self._is_written(ino) and (ino in self._bindings or elsewhere):
+            # They read a copy, or the source, and would not see what is written.
+            raise Refused(errno.ETXTBSY)
+        await self.writing.open(ino, flags)
 
     def _count_open(self, binding: Binding, started: float) -> None:
         self._metrics.opened(binding.tier, time.perf_counter() - started)
@@ -284,6 +302,8 @@ class FileSystem:
 
         Raises SourceError.
         """
+        if self.writing is not None and self.writing.files.is_open(ino):
+            return await self.writing.files.read(ino, offset, size)
         started = time.perf_counter()
         binding = self._bindings.get(ino) or await self._visit(ino)
         if self._sizes.are_unheard(ino):
@@ -373,6 +393,9 @@ class FileSystem:
             self._account.note_all()
 
     def release(self, ino: Ino) -> None:
+        if self.writing is not None and self.writing.files.is_open(ino):
+            self.writing.files.release(ino)
+            return
         binding = self._bindings[ino]
         binding.users -= 1
         if binding.users == 0:
@@ -390,14 +413,24 @@ class FileSystem:
         self._bindings.clear()
         self._visits.clear()
 
+    def latest(self, attributes: Attributes) -> Attributes:
+        """The same, with the size and times that a file has which is being written now."""
+        if self.writing is not None and self.writing.files.is_open(attributes.ino):
+            return self.writing.attributes(attributes.ino)
+        return attributes
+
+    def room(self) -> Space | None:
+        """What may still be written; None where nothing may."""
+        return self.writing.room() if self.writing is not None else None
+
     async def attributes(self, ino: Ino) -> Attributes:
         """What ``stat`` tells; asks the source only for a file that was gone and is not open.
 
         Raises SourceError, ENOENT if it still is.
         """
-        if self.names.is_gone(ino) and ino not in self._bindings:
+        if self.names.is_gone(ino) and ino not in self._bindings and not self._is_written(ino):
             await self.changes.find_again(ino)
-        return self.names.attributes(ino)
+        return self.latest(self.names.attributes(ino))
 
     # -- binding -------------------------------------------------------------------------------
 
@@ -680,12 +713,19 @@ class FileSystem:
     # -- what a file tells of itself -------------------------------------------------------------
 
     def xattr(self, ino: Ino, name: bytes) -> bytes | None:
-        """The value of ``user.monarch.*`` of a regular file, None where there is none."""
+        """The value of an attribute that was set, or of ``user.monarch.*`` of a regular file.
+
+        None where there is none.
+        """
+        if self.writing is not None and self.names.is_written(ino):
+            return self.writing.xattr(ino, name)
         if not self.names.attributes(ino).is_file:
             return None
         if self._account is not None:
             self._account.note_opens()
         tier = self._residency.tier_of(ino)
+        if name == XATTR_DURABLE:
+            return b"source"
         if name == XATTR_TIER:
             return self._metrics.names[tier].encode()
         if name == XATTR_STATE:
@@ -696,6 +736,10 @@ class FileSystem:
             record = self._records.get(ino)
             return record.digest.hex().encode() if record is not None else None
         return None
+
+    def xattrs(self, ino: Ino) -> list[bytes]:
+        """The names of the attributes that were set."""
+        return self.writing.xattrs(ino) if self.writing is not None else []
 
     def _item(self, attributes: Attributes) -> Item:
         return Item(attributes.ino, attributes.size, attributes.source_ino)

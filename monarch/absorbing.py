@@ -1,0 +1,265 @@
+"""Where what is written goes: the tier that absorbs it, its journal, and what that tells.
+
+    TIER/monarch/absorbed-SOURCE/      SOURCE: which source it is of, 16 hexadecimal digits
+        journal                        every operation, in its order (writeback/journal.py)
+        XX/NUMBER                      the bytes of the files that were written
+
+What was not drained when a mount ended is found by the next one that has the tier, even if that
+mount cannot be written any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+import xxhash
+
+from monarch.absorbed import Covered
+from monarch.errors import TierError
+from monarch.namespace.overlay import Namespace
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.settings import MountSettings
+from monarch.text import counted
+from monarch.threads import Threads
+from monarch.tiers.directory import PRIVATE, Space, Tier
+from monarch.transfer.readers import Readers
+from monarch.types import Ino
+from monarch.units import format_bytes
+from monarch.vfs.files import WrittenFiles
+from monarch.vfs.inquiry import Inquiry
+from monarch.vfs.replay import replay
+from monarch.vfs.room import Room
+from monarch.vfs.served import FastWrites
+from monarch.vfs.stock import Stock
+from monarch.vfs.writing import Writing
+from monarch.writeback.drain import Drain
+from monarch.writeback.home import Home
+from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.objects import Objects
+from monarch.writeback.ops import Op
+
+log = logging.getLogger(__name__)
+
+PREFIX = "absorbed-"
+_SNAPSHOT = "snapshot"
+# Calls of the absorbing tier at the same time: opening, writing beside the fast path, fsync.
+_TIER_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Absorbing:
+    """The tier that absorbs, and what it holds of earlier mounts."""
+
+    tier: Tier
+    directory: Path
+    journal: Journal
+    objects: Objects
+    found: Replay
+
+
+def directory_of(tier: Path, source: Path) -> Path:
+    """Where a tier keeps what is written for a source."""
+    digest = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(source)))
+    return tier / PRIVATE / f"{PREFIX}{digest}"
+
+
+def absorbing(settings: MountSettings, tiers: Sequence[Tier]) -> Absorbing | None:
+    """The place for what is written; None for a mount that is read-only and never was another.
+
+    Raises TierError if it cannot be used.
+    """
+    kept = [tier for tier in tiers if directory_of(tier.path, settings.source).exists()]
+    if not kept and not settings.absorbs:
+        return None
+    chosen = kept[0] if kept else _chosen(settings, tiers)
+    if kept and settings.absorbs and (wanted := _chosen(settings, tiers)) is not chosen:
+        log.warning(
+            "tier %s still has what was written before, so it goes on absorbing instead of %s",
+            chosen.name,
+            wanted.name,
+        )
+    if chosen.in_memory and settings.absorbs:
+        log.warning(
+            "tier %s is memory: what is written there survives the daemon, not the machine",
+            chosen.name,
+        )
+    directory = directory_of(chosen.path, settings.source)
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise TierError(
+            f"tier {os.fspath(chosen.path)!r}: {error.strerror}",
+            hint="make room there, or name another with writeback.tier",
+        ) from error
+    journal = Journal.open(directory, source=os.fsencode(settings.source))
+    objects = Objects(directory)
+    found = journal.replay()
+    return Absorbing(chosen, directory, journal, objects, found)
+
+
+def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:
+    name = settings.writeback.tier
+    if name is None:
+        return next((tier for tier in tiers if not tier.in_memory), tiers[0])
+    for tier in tiers:
+        if tier.name == name:
+            return tier
+    known = ", ".join(tier.name for tier in tiers)
+    raise TierError(f"writeback.tier: there is no tier {name!r}", hint=f"there are: {known}")
+
+
+def snapshot_known(directory: Path) -> str:
+    """The id of the snapshot over which the journal leads to the tree; empty if none is known."""
+    with suppress(OSError):
+        return (directory / _SNAPSHOT).read_text().strip()
+    return ""
+
+
+def know_snapshot(directory: Path, snapshot_id: str) -> None:
+    """Raises OSError."""
+    staged = directory / f"{_SNAPSHOT}.part"
+    with open(staged, "w", encoding="ascii") as file:
+        file.write(snapshot_id)
+        file.flush()
+        os.fsync(file.fileno())
+    staged.rename(directory / _SNAPSHOT)
+
+
+class WriteSide:
+    """Everything of a mount that can be written, wired: what ``daemon`` runs and asks."""
+
+    def __init__(
+        self,
+        place: Absorbing,
+        *,
+        settings: MountSettings,
+        snapshot_id: str,
+        names: Namespace,
+        inquiry: Inquiry,
+        readers: Readers,
+        ledger: Ledger,
+        residency: Residency,
+        fast: FastWrites | None,
+        taken: Callable[[Ino], None],
+        evict: Callable[[Ino], int],
+        evicted: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.place = place
+        self._names = names
+        self._settings = settings.writeback
+        # Of their own, for what they wait for must hold up nobody who reads.
+        self._threads = Threads(_TIER_THREADS, "absorb", abandon=True)
+        drain_threads = Threads(settings.writeback.workers + 2, "drain", abandon=True)
+        stock = Stock(names)
+        self.drain = Drain(
+            contents=stock,
+            journal=place.journal,
+            objects=place.objects,
+            home=Home(inquiry.source, place.journal.token),
+            threads=drain_threads,
+            bandwidth=settings.writeback.bandwidth,
+            verify=settings.writeback.verify,
+            workers=settings.writeback.workers,
+            busy=readers.busy,
+            demand=self._is_pressed,
+        )
+        self.files = WrittenFiles(
+            names=names,
+            stock=stock,
+            journal=place.journal,
+            objects=place.objects,
+            drain=self.drain,
+            inquiry=inquiry,
+            threads=self._threads,
+            tier=place.tier.number,
+            fast=fast,
+        )
+        self.room = Room(
+            tier=place.tier,
+            reserve=settings.writeback.reserve,
+            files=self.files,
+            stock=stock,
+            ledger=ledger,
+            residency=residency,
+            look=self._look,
+            evict=evict,
+            evicted=evicted,
+        )
+        ops = self._history(snapshot_id)
+        self.writing = Writing(
+            names=names,
+            covered=Covered(settings.absorbs),
+            journal=place.journal,
+            drain=self.drain,
+            files=self.files,
+            inquiry=inquiry,
+            next_object=place.found.next_object,
+            waits_for_source=settings.writeback.fsync == "source",
+            taken=taken,
+            space=lambda: self.room.space,
+        )
+        self._take_up(ops)
+
+    def _history(self, snapshot_id: str) -> list[tuple[int, Op]]:
+        """What leads from the snapshot to the tree: a new one knows what the source has got."""
+        found, place = self.place.found, self.place
+        ops = list(found.ops)
+        if snapshot_known(place.directory) != snapshot_id:
+            ops = [(seq, op) for seq, op in ops if seq not in found.done]
+            if ops or found.done:
+                place.journal.compact(ops, position=place.journal.position)
+            know_snapshot(place.directory, snapshot_id)
+        return ops
+
+    def _take_up(self, ops: list[tuple[int, Op]]) -> None:
+        """Show what was written in earlier mounts, and go on draining it."""
+        found, place = self.place.found, self.place
+        replay(self._names, ops, now_ns=time.time_ns())
+        waiting = [(seq, op) for seq, op in ops if seq not in found.done]
+        if waiting:
+            log.info(
+                "%s of earlier mounts %s on the way to the source",
+                counted(len(waiting), "operation", "operations"),
+                "is" if len(waiting) == 1 else "are",
+            )
+        self.files.take_up(ops, found.done)
+        place.objects.sweep({op.object for _, op in ops})
+        self.drain.load(found)
+        self.files.record_unrecorded(found.unpublished)
+
+    def _is_pressed(self) -> bool:
+        """Whether what waits takes so much that it goes before readers of the source."""
+        return self.drain.backlog().bytes > self.room.reserve / 2
+
+    async def _look(self) -> Space:
+        return await self._threads.run(self.place.tier.space)
+
+    def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
+        """What goes on beside the answers."""
+        return {"drain": self.drain.run, "writing": self.files.run, "room": self.room.run}
+
+    async def finish(self) -> None:
+        """Wait until the source has all, but for no longer than configured."""
+        with trio.move_on_after(self._settings.end_timeout, shield=True) as patience:
+            await self.drain.settle()
+        if patience.cancelled_caught:
+            backlog = self.drain.backlog()
+            log.warning(
+                "%s with %s were not drained; they stay in tier %s, and the next mount goes on",
+                counted(backlog.files, "file", "files"),
+                format_bytes(backlog.bytes),
+                self.place.tier.name,
+            )
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.place.journal.sync()
+        self.place.journal.close()

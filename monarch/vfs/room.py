@@ -1,0 +1,102 @@
+"""Room in the absorbing tier: what is written goes before copies of the source.
+
+So much is kept for writing as is written now, and at least the reserve. Copies make room for it,
+and what has been drained stays as long as the reserve has place for it, oldest out first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import trio
+
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.tiers.directory import Space, Tier
+from monarch.types import Ino
+from monarch.vfs.files import WrittenFiles
+from monarch.vfs.stock import Stock
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+# Of the tier, if nothing is configured.
+_RESERVE_SHARE = 0.05
+_LARGEST_FILES = 2
+# Copies dropped between two looks of the event loop at its other work.
+_STRIDE = 64
+
+
+class Room:
+    """``look`` finds out in a thread what the tier's disk has; ``evict`` drops a copy.
+
+    ``reserve`` in bytes, None for twice the largest file and a share of the tier.
+    """
+
+    def __init__(
+        self,
+        *,
+        tier: Tier,
+        reserve: int | None,
+        files: WrittenFiles,
+        stock: Stock,
+        ledger: Ledger,
+        residency: Residency,
+        look: Callable[[], Awaitable[Space]],
+        evict: Callable[[Ino], int],
+        evicted: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._tier = tier
+        self._reserve = reserve
+        self._files = files
+        self._stock = stock
+        self._ledger = ledger
+        self._residency = residency
+        self._look = look
+        self._evict = evict
+        self._evicted = evicted
+        self.space = tier.space()
+
+    @property
+    def reserve(self) -> int:
+        if self._reserve is not None:
+            return self._reserve
+        share = int(self._ledger.capacity(self._tier.number) * _RESERVE_SHARE)
+        return max(share, _LARGEST_FILES * self._stock.largest)
+
+    async def run(self) -> None:
+        """Keep the room, until cancelled."""
+        while True:
+            with suppress(OSError):
+                self.space = await self._look()
+                await self.keep()
+            await trio.sleep(_LOOK_S)
+
+    async def keep(self) -> None:
+        """Let go of what has been drained beyond the reserve, and of copies that are in the way."""
+        number, reserve = self._tier.number, self.reserve
+        self._files.let_drained_go(self._stock.drained_bytes - reserve)
+        written = self._stock.bytes
+        self._ledger.hold(number, max(reserve, written))
+        wanted = max(0, reserve - written) - self.space.available
+        await self._drop_copies(max(wanted, -self._ledger.room(number)))
+
+    async def make(self, size: int) -> bool:
+        """Make room for so many bytes now; whether anything was let go of."""
+        freed = self._files.let_drained_go(size)
+        return await self._drop_copies(size - freed) or freed > 0
+
+    async def _drop_copies(self, size: int) -> bool:
+        freed = dropped = 0
+        for ino in self._residency.resident_in(self._tier.number):
+            if freed >= size:
+                break
+            freed += self._evict(ino)
+            dropped += 1
+            if dropped % _STRIDE == 0:
+                await trio.sleep(0)
+        if dropped:
+            await self._evicted()
+        return dropped > 0

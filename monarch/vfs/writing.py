@@ -1,0 +1,448 @@
+"""What a mount that can be written does with names and attributes: checks, does, and journals it.
+
+An operation changes the tree in memory (``namespace``), goes into the journal, and from there to
+the source in the background (``writeback``). The kernel has checked permissions before; here it is
+decided whether the path may be written at all. Bytes are ``files``' business.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import trio
+
+from monarch.absorbed import Covered, is_staged
+from monarch.errors import Refused, SourceChanged
+from monarch.namespace.overlay import Namespace
+from monarch.namespace.written import Node
+from monarch.tiers.directory import Space
+from monarch.tiers.source import Source, identity_of
+from monarch.types import Attributes, Identity, Ino
+from monarch.units import MiB
+from monarch.vfs.files import WrittenFiles
+from monarch.vfs.inquiry import Inquiry
+from monarch.writeback.drain import Drain
+from monarch.writeback.journal import Journal
+from monarch.writeback.ops import Kind, Op
+
+log = logging.getLogger(__name__)
+
+XATTR_DURABLE = b"user.monarch.durable"
+_OURS = b"user.monarch."
+# What the source could keep as well. Others have a meaning that is not ours to give.
+_KEPT = (b"user.", b"trusted.")
+_LARGEST_XATTR = 64 * 1024
+_TURN = 8 * MiB
+
+
+class Writing:
+    """One mount's writing side. Belongs to the event loop. Everything raises Refused.
+
+    A file of the source that is changed in whatever way is *taken*: it gets an object with its
+    bytes. ``taken`` hears of each. ``space`` tells what the tier has.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Namespace,
+        covered: Covered,
+        journal: Journal,
+        drain: Drain,
+        files: WrittenFiles,
+        inquiry: Inquiry,
+        next_object: int,
+        waits_for_source: bool,
+        taken: Callable[[Ino], None],
+        space: Callable[[], Space],
+    ) -> None:
+        self.names = names
+        self.files = files
+        self._covered = covered
+        self._journal = journal
+        self._drain = drain
+        self._inquiry = inquiry
+        self._next_object = next_object
+        self._waits_for_source = waits_for_source
+        self._taken = taken
+        self.room = space
+        # Files of the source that are being taken: whoever comes meanwhile waits.
+        self._taking: dict[Ino, trio.Event] = {}
+
+    # -- may it ------------------------------------------------------------------------------------
+
+    def _require_covered(self, parent: Ino, name: bytes) -> bytes:
+        path = self.names.path_of(parent, name)
+        if not self._covered.covers(path):
+            raise Refused(errno.EROFS)
+        if is_staged(name):
+            # At the source such a name is of what is on its way there.
+            raise Refused(errno.EPERM)
+        return path
+
+    def _require_node_covered(self, ino: Ino) -> bytes:
+        path = self.names.visible_path(ino)
+        if not self._covered.covers(path):
+            raise Refused(errno.EROFS)
+        return path
+
+    def has(self, ino: Ino) -> bool:
+        """Whether it is a file that was made or changed here."""
+        node = self.names.node(ino)
+        return node is not None and node.is_file
+
+    # -- names -------------------------------------------------------------------------------------
+
+    async def create(
+        self, parent: Ino, name: bytes, *, mode: int, uid: int, gid: int
+    ) -> Attributes:
+        """A new regular file that is open."""
+        path = self._require_covered(parent, name)
+        if self.names.lookup(parent, name) is not None:
+            raise Refused(errno.EEXIST)
+        number = self._take_number()
+        fd = await self.files.create(number)
+        try:
+            node = self.names.make(
+                parent,
+                name,
+                mode=stat.S_IFREG | stat.S_IMODE(mode),
+                uid=uid,
+                gid=gid,
+                now_ns=time.time_ns(),
+                object=number,
+            )
+        except Refused:
+            os.close(fd)
+            self.files.remove(number)
+            raise
+        self._note_made("create", node, path)
+        self.files.opened(node, fd, created=True)
+        return self.names.attributes(node.ino)
+
+    def make(
+        self,
+        parent: Ino,
+        name: bytes,
+        *,
+        mode: int,
+        uid: int,
+        gid: int,
+        rdev: int = 0,
+        target: bytes = b"",
+    ) -> Attributes:
+        """A directory, symbolic link, fifo or socket."""
+        path = self.names.path_of(parent, name)
+        kind = stat.S_IFMT(mode)
+        if not (kind == stat.S_IFDIR and self._covered.leads_to(path)):
+            self._require_covered(parent, name)
+        if kind in (stat.S_IFCHR, stat.S_IFBLK):
+            # They would have no effect here, and no right to be at the source.
+            raise Refused(errno.EPERM)
+        node = self.names.make(
+            parent,
+            name,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            now_ns=time.time_ns(),
+            rdev=rdev,
+            target=target,
+        )
+        kinds: dict[int, Kind] = {stat.S_IFDIR: "mkdir", stat.S_IFLNK: "symlink"}
+        self._note_made(kinds.get(kind, "mknod"), node, path)
+        return self.names.attributes(node.ino)
+
+    async def make_file(
+        self, parent: Ino, name: bytes, *, mode: int, uid: int, gid: int
+    ) -> Attributes:
+        """A new regular file that nobody has open: mknod."""
+        attributes = await self.create(parent, name, mode=mode, uid=uid, gid=gid)
+        self.files.release(attributes.ino)
+        return attributes
+
+    def _note_made(self, kind: Kind, node: Node, path: bytes) -> None:
+        self._note(
+            Op(
+                kind=kind,
+                path=path,
+                to=node.target,
+                ino=node.ino,
+                object=node.object,
+                mode=node.mode,
+                uid=node.uid,
+                gid=node.gid,
+                rdev=node.rdev,
+                mtime_ns=node.mtime_ns,
+            )
+        )
+
+    async def link(self, ino: Ino, parent: Ino, name: bytes) -> Attributes:
+        to = self._require_covered(parent, name)
+        path = self._require_node_covered(ino)
+        if self.names.attributes(ino).is_file:
+            self.files.record(await self.take(ino, empty=False))
+        self.names.link(ino, parent, name, now_ns=time.time_ns())
+        self._note(Op(kind="link", path=path, to=to, object=self._object_of(ino)))
+        return self.attributes(ino)
+
+    def unlink(self, parent: Ino, name: bytes) -> None:
+        path = self._require_covered(parent, name)
+        ino = self._known(parent, name)
+        number = self._object_of(ino)
+        self.names.unlink(parent, name, now_ns=time.time_ns())
+        self._note(Op(kind="unlink", path=path, object=number))
+        self._left(ino)
+
+    def rmdir(self, parent: Ino, name: bytes) -> None:
+        path = self.names.path_of(parent, name)
+        ino = self._known(parent, name)
+        made_here = self._covered.leads_to(path) and self.names.is_written(ino)
+        if not made_here:
+            self._require_covered(parent, name)
+        self.names.rmdir(parent, name, now_ns=time.time_ns())
+        self._note(Op(kind="rmdir", path=path))
+
+    async def rename(
+        self, parent: Ino, name: bytes, to_parent: Ino, to_name: bytes, flags: int
+    ) -> None:
+        path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
+        covered = self._covered.covers(path), self._covered.covers(to)
+        if not any(covered):
+            raise Refused(errno.EROFS)
+        if not all(covered):
+            # Who moves it then copies it, which may be allowed.
+            raise Refused(errno.EXDEV)
+        ino = self._known(parent, name)
+        replaced = self.names.lookup(to_parent, to_name)
+        if self.names.attributes(ino).is_file:
+            self.files.record(await self.take(ino, empty=False))
+        self.names.rename(parent, name, to_parent, to_name, flags=flags, now_ns=time.time_ns())
+        if replaced == ino:
+            return
+        self._note(Op(kind="rename", path=path, to=to, object=self._object_of(ino)))
+        if replaced is not None:
+            self._left(replaced)
+
+    def _known(self, parent: Ino, name: bytes) -> Ino:
+        ino = self.names.lookup(parent, name)
+        if ino is None:
+            raise Refused(errno.ENOENT)
+        return ino
+
+    def _object_of(self, ino: Ino) -> int:
+        node = self.names.node(ino)
+        return node.object if node is not None else 0
+
+    def _left(self, ino: Ino) -> None:
+        """A name of it is gone: with the last one, and when nobody has it open, all of it goes."""
+        node = self.names.node(ino)
+        if node is None or node.names or stat.S_ISDIR(node.mode):
+            return
+        self._taken(ino)
+        if self.files.is_open(ino):
+            return
+        self.files.forget(node)
+
+    # -- attributes --------------------------------------------------------------------------------
+
+    async def change(
+        self,
+        ino: Ino,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        size: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+    ) -> Attributes:
+        """Change what is not None."""
+        node = self.names.node(ino)
+        path = b""
+        if node is None or node.names or stat.S_ISDIR(node.mode):
+            path = self._require_node_covered(ino)
+        if self.names.attributes(ino).is_file:
+            node = await self.take(ino, empty=size == 0)
+            if size is not None:
+                await self.files.truncate(node, size)
+            self.files.status(node)
+        elif size is not None:
+            raise Refused(errno.EINVAL)
+        if mode is None and uid is None and gid is None and atime_ns is None and mtime_ns is None:
+            return self.names.attributes(ino)
+        node = self.names.change(
+            ino,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            atime_ns=atime_ns,
+            mtime_ns=mtime_ns,
+            now_ns=time.time_ns(),
+        )
+        if node.object > 0 and (atime_ns is not None or mtime_ns is not None):
+            await self.files.set_times(node, atime_ns=node.atime_ns, mtime_ns=node.mtime_ns)
+        if path:
+            self._note(
+                Op(
+                    kind="attr",
+                    path=path,
+                    object=node.object,
+                    mode=None if mode is None else stat.S_IMODE(mode),
+                    uid=uid,
+                    gid=gid,
+                    atime_ns=atime_ns,
+                    mtime_ns=mtime_ns,
+                )
+            )
+        return self.names.attributes(ino)
+
+    def attributes(self, ino: Ino) -> Attributes:
+        node = self.names.node(ino)
+        if node is not None:
+            self.files.status(node)
+        return self.names.attributes(ino)
+
+    def xattr(self, ino: Ino, name: bytes) -> bytes | None:
+        """The value of an extended attribute, None where there is none."""
+        node = self.names.node(ino)
+        if node is None:
+            return None
+        if name == XATTR_DURABLE and node.is_file:
+            return self.files.durable(node)
+        return node.xattrs.get(name)
+
+    def xattrs(self, ino: Ino) -> list[bytes]:
+        node = self.names.node(ino)
+        return list(node.xattrs) if node is not None else []
+
+    async def set_xattr(self, ino: Ino, name: bytes, value: bytes | None) -> None:
+        """Set an extended attribute, or remove it: None."""
+        path = self._require_node_covered(ino)
+        if name.startswith(_OURS):
+            raise Refused(errno.EPERM)
+        if not name.startswith(_KEPT):
+            raise Refused(errno.EOPNOTSUPP)
+        if self.names.attributes(ino).is_file:
+            await self.take(ino, empty=False)
+        if value is not None and len(value) > _LARGEST_XATTR:
+            raise Refused(errno.E2BIG)
+        now_ns = time.time_ns()
+        if value is None:
+            node = self.names.remove_xattr(ino, name, now_ns=now_ns)
+        else:
+            node = self.names.set_xattr(ino, name, value, now_ns=now_ns)
+        self._note(Op(kind="xattr", path=path, object=node.object, xattrs={name: value}))
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    async def open(self, ino: Ino, flags: int) -> None:
+        """Open a file for writing, or one that is written here for reading."""
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            if self.files.is_open_at_source(ino):
+                # Who reads it there would not see what is written.
+                raise Refused(errno.ETXTBSY)
+            node = self.names.node(ino)
+            if node is None or node.names:
+                self._require_node_covered(ino)
+            node = await self.take(ino, empty=bool(flags & os.O_TRUNC))
+        else:
+            found = self.names.node(ino)
+            assert found is not None
+            node = found
+        await self.files.open(node)
+        if flags & os.O_TRUNC:
+            try:
+                await self.files.truncate(node, 0)
+            except BaseException:
+                self.files.release(ino)
+                raise
+
+    async def take(self, ino: Ino, *, empty: bool) -> Node:
+        """Have the bytes of a file in an object; ``empty``: they are about to go anyway."""
+        while True:
+            node = self.names.node(ino)
+            if node is not None and node.object:
+                return node
+            taking = self._taking.get(ino)
+            if taking is None:
+                break
+            await taking.wait()
+        taking = self._taking[ino] = trio.Event()
+        try:
+            return await self._take(ino, empty=empty)
+        finally:
+            del self._taking[ino]
+            taking.set()
+
+    async def _take(self, ino: Ino, *, empty: bool) -> Node:
+        number = self._take_number()
+        fd = await self.files.create(number)
+        xattrs: dict[bytes, bytes] = {}
+        try:
+            if not empty:
+                path, identity = self.names.path(ino), self.names.attributes(ino).identity
+                source = self._inquiry.source
+                xattrs = await self._inquiry.ask(ino, _bring, source, path, identity, fd)
+        except BaseException:
+            os.close(fd)
+            self.files.remove(number)
+            raise
+        path = self.names.visible_path(ino)
+        node = self.names.take(ino)
+        node.object = number
+        if not node.xattrs:
+            node.xattrs = xattrs
+        self._note(Op(kind="take", path=path, object=number, mode=node.mode))
+        self._taken(ino)
+        self.files.opened(node, fd, created=False)
+        self.files.release(ino)
+        return node
+
+    async def sync(self, ino: Ino) -> None:
+        """What fsync promises: the file is safe, here or at the source as configured."""
+        seq = await self.files.sync(ino) if self.files.is_open(ino) else 0
+        await self.sync_names()
+        if self._waits_for_source and seq:
+            await self._drain.wait(seq)
+
+    async def sync_names(self) -> None:
+        """All that was done to names is safe."""
+        await self.files.sync_journal()
+
+    def _take_number(self) -> int:
+        self._next_object += 1
+        return self._next_object - 1
+
+    def _note(self, op: Op) -> None:
+        self._drain.put(self._journal.append(op), op)
+
+
+def _bring(source: Source, path: bytes, identity: Identity, fd: int) -> dict[bytes, bytes]:
+    """Copy a whole file of the source into ``fd``; its attributes that anybody may set.
+
+    Raises OSError, and SourceChanged if it is not that version, or no longer.
+    """
+    file = source.open(path)
+    try:
+        if identity_of(file.status) != identity:
+            raise SourceChanged("not the version that the snapshot tells of")
+        offset = 0
+        while count := os.sendfile(fd, file.fd, offset, _TURN):
+            offset += count
+        if offset != identity.size or identity_of(os.fstat(file.fd)) != identity:
+            raise SourceChanged("changed while it was taken")
+        xattrs = {}
+        with suppress(OSError):
+            for name in os.listxattr(file.fd):
+                if name.startswith("user."):
+                    xattrs[os.fsencode(name)] = os.getxattr(file.fd, name)
+        return xattrs
+    finally:
+        file.release()

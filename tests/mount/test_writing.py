@@ -1,0 +1,223 @@
+"""What is written through a mount: seen at once, safe when said so, drained, never lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.mount.observe import wait_until
+
+pytestmark = pytest.mark.modes(*OPENS_ARE_TOLD)
+
+_MB = 1 << 20
+
+
+def durable(path: Path) -> str:
+    return os.getxattr(path, "user.monarch.durable").decode()
+
+
+def write_safely(path: Path, content: bytes) -> None:
+    """As a trainer saves: under another name, synced, renamed, the directory synced."""
+    staged = path.with_name(path.name + ".tmp")
+    with staged.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    staged.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+
+
+def drained(mounted: Mounted, *names: str) -> None:
+    def there() -> bool:
+        return all(durable(mounted.path / name) == "source" for name in names)
+
+    wait_until(there, f"{names} are not drained")
+
+
+@pytest.fixture
+def absorbing(monarch: MonarchCommand, tree: Tree) -> Mounted:
+    """A small dataset of which everything can be written."""
+    return monarch.mount(
+        tree({"a.bin": 1000, "d/b.bin": 5000}), tiers={"fast": "64MiB"}, options=["write=absorb"]
+    )
+
+
+@pytest.mark.promise(61)
+def test_without_being_told_to_a_mount_absorbs_nothing(monarch: MonarchCommand, tree: Tree) -> None:
+    mounted = monarch.mount(tree({"a": 1}))
+    with pytest.raises(OSError) as raised:
+        (mounted.path / "new").write_bytes(b"x")
+    assert raised.value.errno == errno.EROFS
+
+
+@pytest.mark.promise(61)
+def test_only_what_the_patterns_name_can_be_changed(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"data/a": 10, "ckpt/old": 10})
+    mounted = monarch.mount(source, options=["absorb=ckpt/**", "absorb=runs/*/logs"])
+    at = mounted.path
+    (at / "ckpt/new").write_bytes(b"new")
+    (at / "runs/1/logs").mkdir(parents=True)
+    (at / "runs/1/logs/out").write_bytes(b"log")
+    for attempt in (
+        lambda: (at / "data/new").write_bytes(b"x"),
+        lambda: (at / "data/a").write_bytes(b"x"),
+        lambda: (at / "data/a").unlink(),
+        lambda: (at / "data/a").chmod(0o600),
+        lambda: (at / "runs/1/out").write_bytes(b"x"),
+        lambda: os.truncate(at / "data/a", 0),
+        lambda: os.utime(at / "data/a"),
+    ):
+        with pytest.raises(OSError) as raised:
+            attempt()
+        assert raised.value.errno == errno.EROFS
+    for one, other in (("data/a", "ckpt/a"), ("ckpt/new", "data/new")):
+        with pytest.raises(OSError) as raised:
+            (at / one).rename(at / other)
+        assert raised.value.errno == errno.EXDEV
+    assert (at / "data/a").read_bytes() == contents("data/a", 10)
+    drained(mounted, "ckpt/new", "runs/1/logs/out")
+    assert (source / "ckpt/new").read_bytes() == b"new"
+    assert (source / "runs/1/logs/out").read_bytes() == b"log"
+
+
+@pytest.mark.promise(62)
+def test_what_is_written_is_seen_at_once_and_comes_to_the_source(absorbing: Mounted) -> None:
+    at, source = absorbing.path, absorbing.source
+    (at / "ckpt").mkdir()
+    content = contents("big", 3 * _MB + 17)
+    (at / "ckpt/step-1.pt").write_bytes(content)
+    assert (at / "ckpt/step-1.pt").read_bytes() == content
+    assert (at / "ckpt/step-1.pt").stat().st_size == len(content)
+    assert sorted(os.listdir(at)) == ["a.bin", "ckpt", "d"]
+    (at / "ckpt/step-1.pt").chmod(0o640)
+    os.symlink("step-1.pt", at / "ckpt/latest")
+    drained(absorbing, "ckpt/step-1.pt")
+    wait_until(lambda: (source / "ckpt/latest").is_symlink(), "the link is not drained")
+    assert (source / "ckpt/step-1.pt").read_bytes() == content
+    assert (source / "ckpt/step-1.pt").stat().st_mode & 0o7777 == 0o640
+    assert os.readlink(source / "ckpt/latest") == "step-1.pt"
+    there, here = (source / "ckpt/step-1.pt").stat(), (at / "ckpt/step-1.pt").stat()
+    assert there.st_mtime_ns == here.st_mtime_ns
+    absorbing.umount()
+    assert sorted(os.listdir(source / "ckpt")) == ["latest", "step-1.pt"]
+
+
+@pytest.mark.promise(62)
+def test_a_file_of_the_source_can_be_written_renamed_and_removed(absorbing: Mounted) -> None:
+    at, source = absorbing.path, absorbing.source
+    with (at / "a.bin").open("r+b") as file:
+        file.seek(500)
+        file.write(b"in the middle")
+    expected = bytearray(contents("a.bin", 1000))
+    expected[500:513] = b"in the middle"
+    assert (at / "a.bin").read_bytes() == expected
+    (at / "d/b.bin").rename(at / "c.bin")
+    assert (at / "c.bin").read_bytes() == contents("d/b.bin", 5000)
+    (at / "d").rmdir()
+    drained(absorbing, "a.bin", "c.bin")
+    absorbing.umount()
+    assert sorted(os.listdir(source)) == ["a.bin", "c.bin"]
+    assert (source / "a.bin").read_bytes() == expected
+    assert (source / "c.bin").read_bytes() == contents("d/b.bin", 5000)
+
+
+@pytest.mark.promise(64)
+def test_a_file_says_how_durable_it_is(absorbing: Mounted) -> None:
+    path = absorbing.path / "f"
+    with path.open("wb") as file:
+        file.write(b"x" * 100)
+        file.flush()
+        assert durable(path) == "none"
+        os.fsync(file.fileno())
+        assert durable(path) in ("local", "source")
+    drained(absorbing, "f")
+
+
+@pytest.mark.promise(63)
+def test_fsync_waits_for_the_source_if_it_shall(monarch: MonarchCommand, tree: Tree) -> None:
+    mounted = monarch.mount(tree({"a": 1}), options=["write=absorb", "writeback.fsync=source"])
+    with (mounted.path / "f").open("wb") as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        os.fsync(file.fileno())
+        assert (mounted.source / "f").read_bytes() == b"x" * 100_000
+        assert durable(mounted.path / "f") == "source"
+
+
+@pytest.mark.promise(67)
+def test_a_killed_daemon_has_lost_nothing(monarch: MonarchCommand, absorbing: Mounted) -> None:
+    at = absorbing.path
+    (at / "ckpt").mkdir()
+    for step in range(5):
+        write_safely(at / f"ckpt/{step}.pt", contents(str(step), 200_000))
+    (at / "closed").write_bytes(b"closed, not synced")
+    absorbing.kill()
+    again = monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    for step in range(5):
+        assert (again.path / f"ckpt/{step}.pt").read_bytes() == contents(str(step), 200_000)
+    assert (again.path / "closed").read_bytes() == b"closed, not synced"
+    drained(again, *(f"ckpt/{step}.pt" for step in range(5)), "closed")
+    again.umount()
+    names = sorted(os.listdir(absorbing.source / "ckpt"))
+    assert names == [f"{step}.pt" for step in range(5)]
+    for step in range(5):
+        there = (absorbing.source / f"ckpt/{step}.pt").read_bytes()
+        assert there == contents(str(step), 200_000)
+
+
+@pytest.mark.promise(62)
+def test_what_came_and_went_before_it_was_drained_leaves_nothing(absorbing: Mounted) -> None:
+    at = absorbing.path
+    for number in range(20):
+        (at / f"tmp{number}").write_bytes(b"x" * 1000)
+        (at / f"tmp{number}").unlink()
+    with (at / "open").open("w+b") as file:
+        file.write(b"still there")
+        (at / "open").unlink()
+        file.flush()
+        file.seek(0)
+        assert file.read() == b"still there"
+        assert os.fstat(file.fileno()).st_nlink == 0
+    absorbing.umount()
+    assert sorted(os.listdir(absorbing.source)) == ["a.bin", "d"]
+    assert list(absorbing.tiers["fast"].rglob("absorbed-*/??/*")) == []
+
+
+@pytest.mark.promise(62)
+def test_mapped_and_read_bytes_are_the_same(absorbing: Mounted) -> None:
+    path = absorbing.path / "mapped"
+    code = (
+        "import mmap, os, sys\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+        "os.ftruncate(fd, 1 << 20)\n"
+        "m = mmap.mmap(fd, 1 << 20)\n"
+        "m[1000:1005] = b'hello'\n"
+        "m.flush()\n"
+        "assert os.pread(fd, 5, 1000) == b'hello'\n"
+        "os.pwrite(fd, b'world', 5000)\n"
+        "assert m[5000:5005] == b'world'\n"
+        "m[70000:70003] = b'end'\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    found = path.read_bytes()
+    assert (found[1000:1005], found[5000:5005], found[70000:70003]) == (b"hello", b"world", b"end")
+    drained(absorbing, "mapped")
+    assert (absorbing.source / "mapped").read_bytes() == found
+
+
+@pytest.mark.promise(69)
+def test_a_signal_ends_the_mount_after_it_has_drained(absorbing: Mounted) -> None:
+    content = contents("x", 2 * _MB)
+    (absorbing.path / "x").write_bytes(content)
+    os.kill(absorbing.pid, signal.SIGTERM)
+    wait_until(lambda: not Path(f"/proc/{absorbing.pid}").exists(), "the daemon has not ended")
+    assert (absorbing.source / "x").read_bytes() == content

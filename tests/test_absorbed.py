@@ -1,0 +1,46 @@
+"""Which paths of a mount may be written."""
+
+from __future__ import annotations
+
+import pytest
+
+from monarch.absorbed import Covered, check_pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "covered", "not_covered"),
+    [
+        ("ckpt/**", [b"ckpt", b"ckpt/a", b"ckpt/a/b"], [b"", b"ckp", b"ckpt2", b"x/ckpt"]),
+        ("ckpt", [b"ckpt", b"ckpt/a", b"ckpt/a/b"], [b"", b"ckpt2", b"x/ckpt"]),
+        ("**", [b"", b"a", b"a/b/c"], []),
+        ("runs/*/logs", [b"runs/1/logs", b"runs/1/logs/x"], [b"runs", b"runs/1", b"runs/1/data"]),
+        ("**/*.pt", [b"a.pt", b"x/a.pt", b"x/y/a.pt"], [b"a.txt", b"x", b"x/a.ptx"]),
+        ("a/**/z", [b"a/z", b"a/b/z", b"a/b/c/z", b"a/z/q"], [b"a", b"a/b", b"z"]),
+        ("caf\udcc3\udca9/**", [b"caf\xc3\xa9/x"], [b"cafe/x"]),
+        ("new\nline", [b"new\nline/a"], [b"new"]),
+    ],
+)
+def test_a_pattern_covers_what_it_names_and_everything_beneath(
+    pattern: str, covered: list[bytes], not_covered: list[bytes]
+) -> None:
+    found = Covered([pattern])
+    assert [path for path in covered if not found.covers(path)] == []
+    assert [path for path in not_covered if found.covers(path)] == []
+
+
+def test_the_directories_that_lead_to_a_pattern_are_known() -> None:
+    found = Covered(["runs/*/logs", "ckpt/**"])
+    assert all(found.leads_to(path) for path in (b"", b"runs", b"runs/7", b"ckpt", b"ckpt/x"))
+    assert not any(found.leads_to(path) for path in (b"data", b"data/runs"))
+
+
+def test_without_patterns_nothing_is_covered() -> None:
+    assert not Covered([])
+    assert not Covered([]).covers(b"")
+    assert not Covered([]).covers(b"a")
+
+
+@pytest.mark.parametrize("pattern", ["", "/ckpt", "../x", "a//b", "a/./b", "a\0b"])
+def test_a_pattern_that_leaves_the_mount_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"ckpt|NUL"):
+        check_pattern(pattern)
