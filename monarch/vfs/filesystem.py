@@ -40,7 +40,7 @@ from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import Account, FastPath
 from monarch.vfs.sizes import Sizes
-from monarch.vfs.writing import Writing
+from monarch.vfs.writing import XATTR_DURABLE, Writing
 
 log = logging.getLogger(__name__)
 
@@ -428,7 +428,7 @@ class FileSystem:
 
         Raises SourceError, ENOENT if it still is.
         """
-        if self.names.is_gone(ino) and ino not in self._bindings:
+        if self.names.is_gone(ino) and ino not in self._bindings and not self._is_written(ino):
             await self.changes.find_again(ino)
         return self.latest(self.names.attributes(ino))
 
@@ -724,6 +724,8 @@ class FileSystem:
         if self._account is not None:
             self._account.note_opens()
         tier = self._residency.tier_of(ino)
+        if name == XATTR_DURABLE:
+            return b"source"
         if name == XATTR_TIER:
             return self._metrics.names[tier].encode()
         if name == XATTR_STATE:
