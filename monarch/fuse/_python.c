@@ -361,6 +361,13 @@ static PyObject *datapath_written(Datapath *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(opens_changes(&self->path->opens, ino));
 }
 
+static PyObject *datapath_is_passed(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(opens_is_passed(&self->path->opens, ino));
+}
+
 static PyObject *datapath_outdate(Datapath *self, PyObject *args) {
     unsigned long long ino;
     if (!PyArg_ParseTuple(args, "K", &ino))
@@ -581,6 +588,7 @@ static PyMethodDef methods[] = {
     {"unbind", (PyCFunction)datapath_unbind, METH_VARARGS, NULL},
     {"rebind", (PyCFunction)datapath_rebind, METH_VARARGS, NULL},
     {"written", (PyCFunction)datapath_written, METH_VARARGS, NULL},
+    {"is_passed", (PyCFunction)datapath_is_passed, METH_VARARGS, NULL},
     {"outdate", (PyCFunction)datapath_outdate, METH_VARARGS, NULL},
     {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},
     {"store", (PyCFunction)datapath_store, METH_VARARGS, NULL},

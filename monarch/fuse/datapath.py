@@ -234,6 +234,10 @@ class Datapath:
         """
         return int(self._native.written(ino))
 
+    def is_passed(self, ino: Ino) -> bool:
+        """Whether the kernel reads an open inode by itself, and will until all have closed it."""
+        return bool(self._native.is_passed(ino))
+
     def outdate(self, ino: Ino) -> bool:
         """The source has another version: whoever has the copy open keeps it whole.
 
