@@ -33,10 +33,12 @@ from monarch.tiers.directory import PRIVATE, Space, Tier
 from monarch.transfer.readers import Readers
 from monarch.types import Ino
 from monarch.units import format_bytes
-from monarch.vfs.files import FastWrites, WrittenFiles
+from monarch.vfs.files import WrittenFiles
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.replay import replay
 from monarch.vfs.room import Room
+from monarch.vfs.served import FastWrites
+from monarch.vfs.stock import Stock
 from monarch.vfs.writing import Writing
 from monarch.writeback.drain import Drain
 from monarch.writeback.home import Home
@@ -156,7 +158,9 @@ class WriteSide:
         # Of their own, for what they wait for must hold up nobody who reads.
         self._threads = Threads(_TIER_THREADS, "absorb", abandon=True)
         drain_threads = Threads(settings.writeback.workers + 2, "drain", abandon=True)
+        stock = Stock(names)
         self.drain = Drain(
+            contents=stock,
             journal=place.journal,
             objects=place.objects,
             home=Home(inquiry.source, place.journal.token),
@@ -169,6 +173,7 @@ class WriteSide:
         )
         self.files = WrittenFiles(
             names=names,
+            stock=stock,
             journal=place.journal,
             objects=place.objects,
             drain=self.drain,
@@ -181,6 +186,7 @@ class WriteSide:
             tier=place.tier,
             reserve=settings.writeback.reserve,
             files=self.files,
+            stock=stock,
             ledger=ledger,
             residency=residency,
             look=self._look,
@@ -221,13 +227,13 @@ class WriteSide:
         if waiting:
             log.info(
                 "%s of earlier mounts %s on the way to the source",
-                counted(len(waiting), "operation"),
+                counted(len(waiting), "operation", "operations"),
                 "is" if len(waiting) == 1 else "are",
             )
-        self.files.adopt(ops, found.done)
+        self.files.take_up(ops, found.done)
         place.objects.sweep({op.object for _, op in ops})
-        self.drain.load(found, self.files)
-        self.files.record_unrecorded(found)
+        self.drain.load(found)
+        self.files.record_unrecorded(found.unpublished)
 
     def _is_pressed(self) -> bool:
         """Whether what waits takes so much that it goes before readers of the source."""
@@ -248,7 +254,7 @@ class WriteSide:
             backlog = self.drain.backlog()
             log.warning(
                 "%s with %s were not drained; they stay in tier %s, and the next mount goes on",
-                counted(backlog.files, "file"),
+                counted(backlog.files, "file", "files"),
                 format_bytes(backlog.bytes),
                 self.place.tier.name,
             )

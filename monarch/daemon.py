@@ -68,7 +68,7 @@ from monarch.tiers.source import Source, let_go
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
 from monarch.transfer.ward import Served, Ward
-from monarch.types import Ino, Progress
+from monarch.types import WRITTEN_INO, Ino, Progress
 from monarch.units import KiB
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
@@ -270,7 +270,11 @@ class _Mount:
             for tier, space, copies in zip(settings.tiers, spaces, held, strict=True)
         ]
         self._residency = Residency(snapshot.entries)
-        names = Namespace(snapshot, self._residency.mark_differing)
+        place = absorbing(settings, tiers)
+        first_ino = place.found.next_ino if place is not None else 0
+        names = Namespace(
+            snapshot, self._residency.mark_differing, first_ino=Ino(max(WRITTEN_INO, first_ino))
+        )
         ledger = Ledger(capacities)
         self._controller = Controller(
             self._residency, ledger, _policy(settings, snapshot, capacities)
@@ -341,7 +345,6 @@ class _Mount:
             timeout_s=settings.limits.source_timeout,
             oldest_elsewhere_s=self._oldest_source_call_s,
         )
-        place = absorbing(settings, tiers)
         self._writing = (
             None
             if place is None

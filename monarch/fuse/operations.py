@@ -332,9 +332,9 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def listxattr(self, inode: int, ctx: RequestContext) -> list[bytes]:
-        # Only those that somebody has set. Whoever lists attributes copies them (cp -a, rsync -X): a
-        # copy of the file would carry "user.monarch.tier" about, and the value may change length
-        # while it is being read.
+        # Those that somebody has set. Whoever lists attributes copies them (cp -a, rsync -X): a
+        # copy would carry "user.monarch.tier" about, and the value may change length while it is
+        # being read.
         return self._filesystem.xattrs(Ino(inode))
 
 

@@ -12,7 +12,8 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from typing import TypeVar
 
 import trio
 from typing_extensions import TypeVarTuple, Unpack
@@ -23,8 +24,10 @@ from monarch.namespace.written import Node
 from monarch.placement.residency import SOURCE
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile
-from monarch.types import Identity, Ino
+from monarch.types import WRITTEN_INO, Identity, Ino
 from monarch.vfs.inquiry import Inquiry
+from monarch.vfs.served import FastWrites
+from monarch.vfs.stock import Stock, WrittenFile
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Journal
 from monarch.writeback.objects import Objects
@@ -38,36 +41,6 @@ _QUIET_S = 2.0
 _LOOK_S = 0.5
 
 
-class FastWrites(Protocol):
-    """What the native datapath does for written files, see ``fuse/datapath.py``."""
-
-    def bind(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool: ...
-    def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool: ...
-    def written(self, ino: Ino) -> int: ...
-    def release_written(self, ino: Ino) -> None: ...
-
-
-class WrittenFile:
-    """An open one. ``users`` are opens not released; the counts are of changes to its bytes.
-
-    ``home`` is the file at the source that is read, if its object was let go of. ``changes`` are those made here, beside the fast path; ``recorded`` how many there were when
-    its content was recorded last.
-    """
-
-    __slots__ = ("changes", "fd", "home", "ino", "object", "quiet_s", "recorded", "seen", "users")
-
-    def __init__(self, node: Node, fd: int, home: SourceFile | None = None) -> None:
-        self.ino = node.ino
-        self.object = node.object
-        self.fd = fd
-        self.home = home
-        self.users = 0
-        self.changes = 0
-        self.recorded = 0
-        self.seen = 0
-        self.quiet_s = 0.0
-
-
 class WrittenFiles:
     """Belongs to the event loop; what may wait for the disk is done in ``threads``.
 
@@ -78,6 +51,7 @@ class WrittenFiles:
         self,
         *,
         names: Namespace,
+        stock: Stock,
         journal: Journal,
         objects: Objects,
         drain: Drain,
@@ -87,6 +61,7 @@ class WrittenFiles:
         fast: FastWrites | None,
     ) -> None:
         self._names = names
+        self._stock = stock
         self._journal = journal
         self._objects = objects
         self._drain = drain
@@ -95,58 +70,38 @@ class WrittenFiles:
         self._tier = tier
         self._fast = fast
         self._open: dict[Ino, WrittenFile] = {}
-        self._by_object: dict[int, WrittenFile] = {}
         self._opening: dict[Ino, trio.Event] = {}
-        # The last content of each object: its number in the journal, and whether it was synced.
-        self._contents: dict[int, tuple[int, bool]] = {}
-        # Whose object it is, what it takes of the tier in bytes, and those that are at the source
-        # as they are here, the longest first.
-        self._inos: dict[int, Ino] = {}
-        self._taken_bytes: dict[int, int] = {}
-        self._drained: dict[int, Identity] = {}
-        self.bytes = 0
-        self.drained_bytes = 0
-        self.largest = 0
 
     def is_open(self, ino: Ino) -> bool:
         return ino in self._open
-
-    def is_written(self, number: int) -> bool:
-        """Whether somebody has an object open and has changed it since it was recorded."""
-        file = self._by_object.get(number)
-        return file is not None and self._count(file) != file.recorded
 
     def durable(self, node: Node) -> bytes:
         """How safe the bytes are: ``none``, ``local`` or ``source``."""
         if not node.object:
             return b"source"
-        seq, synced = self._contents.get(node.object, (0, False))
-        file = self._open.get(node.ino)
-        if seq == 0 or (file is not None and self._count(file) != file.recorded):
+        seq, synced = self._stock.content(node.object)
+        if seq == 0 or self._stock.is_written(node.object):
             return b"none"
         if self._drain.is_done(seq):
             return b"source"
         return b"local" if synced else b"none"
 
-    # -- what the drain asks and tells -------------------------------------------------------------
+    def take_up(self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]) -> None:
+        """Take over the objects of earlier mounts, of which ``ops`` tell, and ``done`` what the
+        source has of them."""
+        for node in self._stock.take_up(ops, done):
+            # Of one that is missing the drain tells.
+            with suppress(OSError):
+                status = self._objects.status(node.object)
+                node.size, node.blocks = status.st_size, status.st_blocks
+                node.mtime_ns = status.st_mtime_ns
+            self._stock.own(node)
 
-    def is_dead(self, number: int) -> bool:
-        """Whether no name leads to an object any more."""
-        ino = self._inos.get(number)
-        node = self._names.node(ino) if ino is not None else None
-        return node is None or node.object != number or not node.names
-
-    def published(self, number: int, path: bytes, identity: Identity) -> None:
-        """An object is at the source, whole, as this version."""
-        self._forget_drained(number)
-        ino = self._inos.get(number)
-        if ino is not None and not self.is_written(number):
-            self._drained[number] = identity
-            self.drained_bytes += self._taken_bytes.get(number, 0)
-
-    def _forget_drained(self, number: int) -> None:
-        if self._drained.pop(number, None) is not None:
-            self.drained_bytes -= self._taken_bytes.get(number, 0)
+    def record_unrecorded(self, unpublished: Callable[[Iterable[int]], set[int]]) -> None:
+        """A daemon that was killed has not recorded what was open then: it is as it is."""
+        nodes = {node.object: node for node in self._names.nodes() if node.object and node.names}
+        for number in sorted(unpublished(nodes)):
+            self._record(nodes[number], size=nodes[number].size, synced=False)
 
     def let_drained_go(self, size: int) -> int:
         """Remove objects that are at the source and nobody has open, the oldest first.
@@ -154,74 +109,11 @@ class WrittenFiles:
         Until so many bytes are free; how many are. Their files are read from the source.
         """
         freed = 0
-        for number in list(self._drained):
-            if freed >= size:
-                break
-            node = self._names.node(self._inos[number])
-            if node is None or node.ino in self._open or node.ino in self._opening:
-                continue
-            identity = self._drained[number]
-            freed += self._taken_bytes.get(number, 0)
-            self.remove(number)
-            self._let_go(node, identity)
+        for node in self._stock.leaving(size, self._open.keys() | self._opening.keys()):
+            number = node.object
+            freed += self._stock.leave(node)
+            self._remove(number)
         return freed
-
-    def _let_go(self, node: Node, identity: Identity) -> None:
-        """The bytes of a file are the source's from now on."""
-        self._inos.pop(node.object, None)
-        self._drained.pop(node.object, None)
-        node.object = 0
-        node.size, node.mtime_ns = identity.size, identity.mtime_ns
-        node.ctime_ns, node.source_ino = identity.ctime_ns, identity.source_ino
-
-    def adopt(self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]) -> None:
-        """Take over the objects of earlier mounts, of which ``ops`` tell, and ``done`` what the
-        source has of them."""
-        gone = set()
-        for seq, op in ops:
-            if op.kind == "content":
-                self._contents[op.object] = (seq, op.synced)
-                self._drained.pop(op.object, None)
-                if (identity := done.get(seq)) is not None:
-                    self._drained[op.object] = identity
-            elif op.kind == "gone":
-                gone.add(op.object)
-        for node in self._names.nodes():
-            if not node.object:
-                continue
-            self._inos[node.object] = node.ino
-            if node.object in gone:
-                self._let_go(node, self._drained[node.object])
-            else:
-                self._adopt(node)
-
-    def _adopt(self, node: Node) -> None:
-        try:
-            status = self._objects.status(node.object)
-        except OSError:
-            # The drain tells of a record without its bytes.
-            return
-        node.size, node.blocks = status.st_size, status.st_blocks
-        node.mtime_ns = status.st_mtime_ns
-        self._count_bytes(node.object, node.size, node.blocks)
-        if node.object in self._drained:
-            self.drained_bytes += self._taken_bytes[node.object]
-
-    def record_unrecorded(self, unpublished: Callable[[Iterable[int]], set[int]]) -> None:
-        """A daemon that was killed has not recorded what was open then: it is as it is."""
-        for number in sorted(unpublished(list(self._inos))):
-            node = self._names.node(self._inos[number])
-            if node is not None and node.names and node.object == number:
-                self._record(node, size=node.size, synced=False)
-
-    def _count_bytes(self, number: int, size: int, blocks: int) -> None:
-        taken = blocks * 512
-        more = taken - self._taken_bytes.get(number, 0)
-        self._taken_bytes[number] = taken
-        self.bytes += more
-        if number in self._drained:
-            self.drained_bytes += more
-        self.largest = max(self.largest, size)
 
     # -- open and closed ---------------------------------------------------------------------------
 
@@ -231,9 +123,9 @@ class WrittenFiles:
 
     def opened(self, node: Node, fd: int, *, created: bool) -> None:
         """Take over the descriptor of an object that is now open for its first user."""
-        file = self._open[node.ino] = self._by_object[node.object] = WrittenFile(node, fd)
-        file.users = 1
-        self._inos[node.object] = node.ino
+        file = WrittenFile(node, fd, fast=self._fast)
+        self._open[node.ino] = self._stock.open[node.object] = file
+        self._stock.own(node)
         if self._fast is not None:
             self._fast.bind_written(node.ino, fd, tier=self._tier, create=created)
 
@@ -270,8 +162,7 @@ class WrittenFiles:
         return await self._inquiry.ask(ino, source.open, self._names.path(ino))
 
     def _opened_home(self, node: Node, home: SourceFile) -> None:
-        file = self._open[node.ino] = WrittenFile(node, home.fd, home)
-        file.users = 1
+        self._open[node.ino] = WrittenFile(node, home.fd, fast=None, home=home)
         if self._fast is not None:
             self._fast.bind(node.ino, home.fd, tier=SOURCE, size=home.status.st_size)
 
@@ -292,22 +183,28 @@ class WrittenFiles:
         else:
             self.record(node)
             self._keep_status(node, file)
-            del self._by_object[file.object]
+            del self._stock.open[file.object]
             if self._fast is not None:
                 self._fast.release_written(ino)
             self._threads.start(os.close, file.fd)
         del self._open[ino]
         if not node.names:
-            self._names.forget_node(ino)
-            if file.object:
-                self.remove(file.object)
+            self.forget(node)
+
+    def forget(self, node: Node) -> None:
+        """A file that no name leads to and nobody has open."""
+        number, node.object = node.object, 0
+        if node.ino >= WRITTEN_INO:
+            self._names.forget_node(node.ino)
+        if number:
+            self.remove(number)
 
     def remove(self, number: int) -> None:
-        """An object that no name leads to and nobody has open."""
-        self._forget_drained(number)
-        self.bytes -= self._taken_bytes.pop(number, 0)
-        self._contents.pop(number, None)
-        self._inos.pop(number, None)
+        """An object that is nobody's."""
+        self._stock.forget(number)
+        self._remove(number)
+
+    def _remove(self, number: int) -> None:
         self._journal.append(Op(kind="gone", object=number))
         self._threads.start(self._objects.remove, number)
 
@@ -363,7 +260,7 @@ class WrittenFiles:
     def _keep_status(self, node: Node, file: WrittenFile) -> None:
         status = os.fstat(file.fd)
         node.size, node.blocks = status.st_size, status.st_blocks
-        self._count_bytes(file.object, node.size, node.blocks)
+        self._stock.own(node)
         if status.st_mtime_ns != node.mtime_ns:
             node.mtime_ns = status.st_mtime_ns
             node.ctime_ns = max(node.ctime_ns, status.st_mtime_ns)
@@ -375,13 +272,13 @@ class WrittenFiles:
         file = self._open[ino]
         if file.home is not None:
             return 0
-        count = self._count(file)
+        count = file.count()
         size = os.fstat(file.fd).st_size
         await self._ask(self._objects.sync, file.object, file.fd)
         node = self._names.node(ino)
         if node is None or not node.names or self._open.get(ino) is not file:
             return 0
-        seq, synced = self._contents.get(file.object, (0, False))
+        seq, synced = self._stock.content(file.object)
         if file.recorded == count and synced:
             return seq
         # What came meanwhile is not safe, and is recorded when it is, or at the end.
@@ -398,11 +295,11 @@ class WrittenFiles:
         file = self._open.get(node.ino)
         if file is None or file.home is not None or not node.names:
             return
-        if self._count(file) != file.recorded or file.object not in self._contents:
+        if file.is_changed or self._stock.content(file.object)[0] == 0:
             self._record_open(file, node)
 
     def _record_open(self, file: WrittenFile, node: Node) -> None:
-        file.recorded = self._count(file)
+        file.recorded = file.count()
         self._keep_status(node, file)
         self._record(node, size=node.size, synced=False)
 
@@ -422,8 +319,7 @@ class WrittenFiles:
             synced=synced,
         )
         seq = self._journal.append(op)
-        self._forget_drained(node.object)
-        self._contents[node.object] = (seq, synced)
+        self._stock.record(node.object, seq, synced=synced)
         self._drain.put(seq, op)
         return seq
 
@@ -431,8 +327,8 @@ class WrittenFiles:
         """Record what is open, was written and is quiet now, until cancelled."""
         while True:
             await trio.sleep(_LOOK_S)
-            for file in list(self._by_object.values()):
-                count = self._count(file)
+            for file in list(self._stock.open.values()):
+                count = file.count()
                 if count != file.seen:
                     file.seen, file.quiet_s = count, 0.0
                 elif count != file.recorded:
@@ -440,9 +336,6 @@ class WrittenFiles:
                     node = self._names.node(file.ino)
                     if file.quiet_s >= _QUIET_S and node is not None and node.names:
                         self._record_open(file, node)
-
-    def _count(self, file: WrittenFile) -> int:
-        return file.changes + (self._fast.written(file.ino) if self._fast is not None else 0)
 
     async def _ask(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:

@@ -40,7 +40,7 @@ from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import Account, FastPath
 from monarch.vfs.sizes import Sizes
-from monarch.vfs.writing import Writing
+from monarch.vfs.writing import XATTR_DURABLE, Writing
 
 log = logging.getLogger(__name__)
 
@@ -256,8 +256,8 @@ class FileSystem:
     async def _open_written(self, ino: Ino, flags: int) -> None:
         if self.writing is None:
             raise Refused(errno.EROFS)
-        elsewhere = self._fast is not None and self._fast.users(ino) > 1
-        if not self._is_written(ino) and (ino in self._bindings or elsewhere):
+        passed = self._fast is not None and self._fast.is_passed(ino)
+        if passed or (not self._is_written(ino) and ino in self._bindings):
             # They read a copy, or the source, and would not see what is written.
             raise Refused(errno.ETXTBSY)
         await self.writing.open(ino, flags)
@@ -428,7 +428,7 @@ class FileSystem:
 
         Raises SourceError, ENOENT if it still is.
         """
-        if self.names.is_gone(ino) and ino not in self._bindings:
+        if self.names.is_gone(ino) and ino not in self._bindings and not self._is_written(ino):
             await self.changes.find_again(ino)
         return self.latest(self.names.attributes(ino))
 
@@ -724,6 +724,8 @@ class FileSystem:
         if self._account is not None:
             self._account.note_opens()
         tier = self._residency.tier_of(ino)
+        if name == XATTR_DURABLE:
+            return b"source"
         if name == XATTR_TIER:
             return self._metrics.names[tier].encode()
         if name == XATTR_STATE:

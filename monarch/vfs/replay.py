@@ -7,6 +7,7 @@ the source what the record says.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat

@@ -17,6 +17,7 @@ from monarch.placement.residency import Residency
 from monarch.tiers.directory import Space, Tier
 from monarch.types import Ino
 from monarch.vfs.files import WrittenFiles
+from monarch.vfs.stock import Stock
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Room:
         tier: Tier,
         reserve: int | None,
         files: WrittenFiles,
+        stock: Stock,
         ledger: Ledger,
         residency: Residency,
         look: Callable[[], Awaitable[Space]],
@@ -49,6 +51,7 @@ class Room:
         self._tier = tier
         self._reserve = reserve
         self._files = files
+        self._stock = stock
         self._ledger = ledger
         self._residency = residency
         self._look = look
@@ -61,7 +64,7 @@ class Room:
         if self._reserve is not None:
             return self._reserve
         share = int(self._ledger.capacity(self._tier.number) * _RESERVE_SHARE)
-        return max(share, _LARGEST_FILES * self._files.largest)
+        return max(share, _LARGEST_FILES * self._stock.largest)
 
     async def run(self) -> None:
         """Keep the room, until cancelled."""
@@ -74,8 +77,8 @@ class Room:
     async def keep(self) -> None:
         """Let go of what has been drained beyond the reserve, and of copies that are in the way."""
         number, reserve = self._tier.number, self.reserve
-        self._files.let_drained_go(self._files.drained_bytes - reserve)
-        written = self._files.bytes
+        self._files.let_drained_go(self._stock.drained_bytes - reserve)
+        written = self._stock.bytes
         self._ledger.hold(number, max(reserve, written))
         wanted = max(0, reserve - written) - self.space.available
         await self._drop_copies(max(wanted, -self._ledger.room(number)))

@@ -248,9 +248,7 @@ class Writing:
         self._taken(ino)
         if self.files.is_open(ino):
             return
-        self.names.forget_node(ino)
-        if node.object:
-            self.files.remove(node.object)
+        self.files.forget(node)
 
     # -- attributes --------------------------------------------------------------------------------
 
@@ -335,7 +333,11 @@ class Writing:
             await self.take(ino, empty=False)
         if value is not None and len(value) > _LARGEST_XATTR:
             raise Refused(errno.E2BIG)
-        node = self.names.set_xattr(ino, name, value, now_ns=time.time_ns())
+        now_ns = time.time_ns()
+        if value is None:
+            node = self.names.remove_xattr(ino, name, now_ns=now_ns)
+        else:
+            node = self.names.set_xattr(ino, name, value, now_ns=now_ns)
         self._note(Op(kind="xattr", path=path, object=node.object, xattrs={name: value}))
 
     # -- bytes -------------------------------------------------------------------------------------

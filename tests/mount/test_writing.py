@@ -37,8 +37,10 @@ def write_safely(path: Path, content: bytes) -> None:
 
 
 def drained(mounted: Mounted, *names: str) -> None:
-    for name in names:
-        wait_until(lambda: durable(mounted.path / name) == "source", f"{name} is not drained")
+    def there() -> bool:
+        return all(durable(mounted.path / name) == "source" for name in names)
+
+    wait_until(there, f"{names} are not drained")
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+"""What the absorbing tier holds of written files: whose it is, how much, and what may go.
+
+Belongs to the event loop; nothing here waits. The drain asks it about objects and tells it what has
+come to the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+
+from monarch.namespace.overlay import Namespace
+from monarch.namespace.written import Node
+from monarch.tiers.source import SourceFile
+from monarch.types import Identity, Ino
+from monarch.vfs.served import FastWrites
+from monarch.writeback.ops import Op
+
+_BLOCK = 512
+
+
+class WrittenFile:
+    """One that is open. ``users`` are opens not released.
+
+    ``home`` is the file at the source that is read, if its object was let go of. ``changes`` counts
+    those to its bytes made beside the fast path; ``recorded`` is how many there were in all when
+    its content was recorded last.
+    """
+
+    __slots__ = (
+        *("_fast", "changes", "fd", "home", "ino", "object"),
+        *("quiet_s", "recorded", "seen", "users"),
+    )
+
+    def __init__(
+        self, node: Node, fd: int, *, fast: FastWrites | None, home: SourceFile | None = None
+    ) -> None:
+        self.ino = node.ino
+        self.object = node.object
+        self.fd = fd
+        self.home = home
+        self.users = 1
+        self.changes = 0
+        self.recorded = 0
+        self.seen = 0
+        self.quiet_s = 0.0
+        self._fast = fast
+
+    def count(self) -> int:
+        """How often its bytes were changed since it was opened."""
+        return self.changes + (self._fast.written(self.ino) if self._fast is not None else 0)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether there is something new since its content was recorded."""
+        return self.count() != self.recorded
+
+
+class Stock:
+    """``bytes`` is what all objects take of the tier's disk, ``drained_bytes`` those among them
+    that the source has as well; ``largest`` the longest file so far."""
+
+    def __init__(self, names: Namespace) -> None:
+        self._names = names
+        self.open: dict[int, WrittenFile] = {}
+        self._inos: dict[int, Ino] = {}
+        self._sizes: dict[int, int] = {}
+        # The last content of each object: its number in the journal, and whether it was synced.
+        self._contents: dict[int, tuple[int, bool]] = {}
+        # Those that are at the source as they are here, and as what, the longest there first.
+        self._drained: dict[int, Identity] = {}
+        self.bytes = 0
+        self.drained_bytes = 0
+        self.largest = 0
+
+    # -- what the drain asks and tells -------------------------------------------------------------
+
+    def is_dead(self, object: int) -> bool:
+        """Whether it has no name any more."""
+        node = self._node(object)
+        return node is None or not node.names
+
+    def is_written(self, object: int) -> bool:
+        """Whether somebody has it open and has changed it since it was recorded."""
+        file = self.open.get(object)
+        return file is not None and file.is_changed
+
+    def published(self, object: int, path: bytes, identity: Identity) -> None:
+        """The source has its bytes as they were recorded last."""
+        self._forget_drained(object)
+        if object in self._sizes:
+            self._drained[object] = identity
+            self.drained_bytes += self._sizes[object]
+
+    # -- what is kept ------------------------------------------------------------------------------
+
+    def _node(self, number: int) -> Node | None:
+        ino = self._inos.get(number)
+        node = self._names.node(ino) if ino is not None else None
+        return node if node is not None and node.object == number else None
+
+    def content(self, number: int) -> tuple[int, bool]:
+        """The number of its last content in the journal, 0 if there is none; whether synced."""
+        return self._contents.get(number, (0, False))
+
+    def record(self, number: int, seq: int, *, synced: bool) -> None:
+        """A content was recorded: what the source has is older."""
+        self._forget_drained(number)
+        self._contents[number] = (seq, synced)
+
+    def own(self, node: Node) -> None:
+        """The object of a file, with its size as it is now."""
+        number, taken = node.object, node.blocks * _BLOCK
+        self._inos[number] = node.ino
+        more = taken - self._sizes.get(number, 0)
+        self._sizes[number] = taken
+        self.bytes += more
+        if number in self._drained:
+            self.drained_bytes += more
+        self.largest = max(self.largest, node.size)
+
+    def forget(self, number: int) -> None:
+        """The object is gone."""
+        self._forget_drained(number)
+        self.bytes -= self._sizes.pop(number, 0)
+        self._contents.pop(number, None)
+        self._inos.pop(number, None)
+
+    def _forget_drained(self, number: int) -> None:
+        if self._drained.pop(number, None) is not None:
+            self.drained_bytes -= self._sizes.get(number, 0)
+
+    def leaving(self, size: int, busy: Container[Ino]) -> Iterator[Node]:
+        """Files whose objects may go to free so many bytes, the oldest first, none of ``busy``.
+
+        Each is the source's when it comes: its object is to be removed.
+        """
+        freed = 0
+        for number in list(self._drained):
+            if freed >= size:
+                return
+            node = self._node(number)
+            if node is not None and node.ino not in busy:
+                freed += self._sizes[number]
+                yield node
+
+    def leave(self, node: Node) -> int:
+        """The bytes of a file are the source's from now on; how many are free."""
+        number = node.object
+        identity = self._drained[number]
+        freed = self._sizes[number]
+        self.forget(number)
+        _read_at_source(node, identity)
+        return freed
+
+    def take_up(
+        self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]
+    ) -> list[Node]:
+        """What earlier mounts have left: the files that have objects by what ``ops`` tell.
+
+        ``done`` is what the source has of it.
+        """
+        gone = set()
+        for seq, op in ops:
+            if op.kind == "content":
+                self._contents[op.object] = (seq, op.synced)
+                self._drained.pop(op.object, None)
+                if (identity := done.get(seq)) is not None:
+                    self._drained[op.object] = identity
+            elif op.kind == "gone":
+                gone.add(op.object)
+        found = []
+        for node in self._names.nodes():
+            if node.object in gone:
+                _read_at_source(node, self._drained[node.object])
+            elif node.object:
+                self._inos[node.object] = node.ino
+                found.append(node)
+        for number in self._drained.keys() - {node.object for node in found}:
+            del self._drained[number]
+        return found
+
+
+def _read_at_source(node: Node, identity: Identity) -> None:
+    node.object = 0
+    node.size, node.mtime_ns = identity.size, identity.mtime_ns
+    node.ctime_ns, node.source_ino = identity.ctime_ns, identity.source_ino
