@@ -152,9 +152,11 @@ class Sizes:
 class Lab:
     """One contender in one round. A method is given the side: the mount's directory or native's.
 
-    ``backing`` is what lies behind the slow source, where nothing is slow to look.
+    ``backing`` is what lies behind the slow source, where nothing is slow to look. ``name`` is no
+    other's, nor that of another round.
     """
 
+    name: str
     sizes: Sizes
     mounted: Mounted
     native: Path
@@ -170,7 +172,7 @@ class Lab:
 
     def _directory(self, root: Path) -> Path:
         self.count += 1
-        made = root / f"{os.getpid()}-{id(self):x}-{self.count}"
+        made = root / f"{self.name}-{self.count}"
         made.mkdir()
         return made
 
@@ -318,6 +320,8 @@ class Bench:
             self.note("without torch.save: PyTorch is not installed")
             self.lines = LINES[1:]
         else:
+            # The first one would pay for what is loaded for it.
+            save_model(work / "warm-up", tensors(MB))
             self._state = tensors(sizes.checkpoint)
 
     def note(self, line: str) -> None:
@@ -340,7 +344,15 @@ class Bench:
         self._mounts += 1
         place = self._work / f"{one.name.replace(' ', '-')}-{self._mounts}"
         with self._mounted(one, place) as mounted:
-            lab = Lab(self._sizes, mounted, self._native, self._backing, one.fronts, self._state)
+            lab = Lab(
+                name=place.name,
+                sizes=self._sizes,
+                mounted=mounted,
+                native=self._native,
+                backing=self._backing,
+                names_arrive=one.fronts,
+                state=self._state,
+            )
             for line in self.lines:
                 key = line.name, one.name
                 result = self._results.setdefault(key, Result(line.row(one.name, judged)))

@@ -63,10 +63,13 @@ def options(way: str) -> list[str]:
 
 @dataclass
 class Place:
-    """Where files are made. ``used`` tells which test had which directory."""
+    """Where files are made, and the source that they come to. ``used`` tells which test had which
+    directory.
+    """
 
     way: str
     root: Path
+    source: Path
     used: dict[bytes, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -86,6 +89,10 @@ class Place:
         name = f"{len(self.used):03}"
         self.used[name.encode()] = test
         return self.root / name
+
+    def at_source(self, name: str) -> str:
+        """The path at the source of a name in the current directory."""
+        return str(self.source / f"{len(self.used) - 1:03}" / name)
 
     def named(self, difference: str) -> str:
         """With the test in whose directory it is."""
@@ -132,7 +139,7 @@ def place(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]
     directory = tmp_path_factory.mktemp(f"posix-{way}")
     if way == NATIVE:
         fill(directory)
-        yield Place(way, directory)
+        yield Place(way, directory, directory)
         shutil.rmtree(directory)
         return
     command = MonarchCommand(directory, uuid.uuid4().hex, way)
@@ -141,7 +148,7 @@ def place(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]
         source.chmod(0o755)
         fill(source)
         mounted = command.mount(source, tiers={"fast": "2GiB"}, options=options(way))
-        made = Place(way, mounted.path)
+        made = Place(way, mounted.path, source)
         with drained_at_the_end(mounted, made.named):
             yield made
     finally:

@@ -267,6 +267,20 @@ def test_a_file_of_the_source_with_two_names_is_written_by_either(anyone: Place)
     assert read_file("other twin") == b"written"
 
 
+def test_a_file_of_the_source_that_lost_one_of_its_names_is_changed_by_the_other(
+    anyone: Place,
+) -> None:
+    os.unlink("other twin")
+    # Its drain changes the file at the source, which is still the one that it was.
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and exists(anyone.at_source("other twin")):
+        time.sleep(0.02)
+    os.chmod("twin", 0o600)
+    assert read_file("twin") == b"twin"
+    os.rename("twin", "full/twin")
+    assert os.stat("full/twin").st_nlink == 1
+
+
 def test_link_refuses_directories_what_exists_and_what_is_missing(anyone: Place) -> None:
     with fails(errno.EPERM):
         os.link("full", "second")
@@ -407,14 +421,25 @@ def test_a_name_can_be_something_else_after_it_was_removed(anyone: Place) -> Non
 
 
 def test_a_removed_directory_that_is_open_takes_nothing(anyone: Place) -> None:
-    fd = os.open("empty", os.O_RDONLY)
-    os.rmdir("empty")
-    with fails(errno.ENOENT):
-        os.open("f", os.O_WRONLY | os.O_CREAT, dir_fd=fd)
-    with fails(errno.ENOENT):
-        os.mkdir("d", dir_fd=fd)
-    assert os.listdir(fd) == []
-    os.close(fd)
+    with opened("empty", os.O_RDONLY) as fd:
+        os.rmdir("empty")
+        with fails(errno.ENOENT):
+            os.open("f", os.O_WRONLY | os.O_CREAT, dir_fd=fd)
+        with fails(errno.ENOENT):
+            os.mkdir("d", dir_fd=fd)
+        assert os.listdir(fd) == []
+        assert stat.S_ISDIR(os.fstat(fd).st_mode)
+        os.fchmod(fd, 0o700)
+        assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o700
+
+
+def test_a_removed_fifo_that_is_open_is_told_of(anyone: Place) -> None:
+    os.mkfifo("pipe")
+    with opened("pipe", os.O_RDWR) as fd:
+        os.unlink("pipe")
+        assert os.fstat(fd).st_nlink == 0
+        os.write(fd, b"still a pipe")
+        assert os.read(fd, 100) == b"still a pipe"
 
 
 def test_a_tree_of_the_source_is_removed_whole_and_made_again(anyone: Place) -> None:
