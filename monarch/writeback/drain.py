@@ -77,6 +77,11 @@ class Contents(Protocol):
         """Whether somebody has it open for writing."""
         ...
 
+    def left_out(self, object: int) -> None:
+        """A content of it was left out, since somebody writes: his close must record another,
+        whether or not he writes any more."""
+        ...
+
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded; ``path`` is its first name there."""
         ...
@@ -219,6 +224,11 @@ class Drain:
         finally:
             self._waiters -= 1
 
+    async def settle(self) -> None:
+        """Until the source has all that was put by now."""
+        if self._queue:
+            await self.wait(self._queue[-1].seq)
+
     def backlog(self) -> Backlog:
         sizes = {
             entry.op.object: entry.op.size for entry in self._queue if entry.op.kind == "content"
@@ -317,6 +327,8 @@ class Drain:
         None of them is about a path of another, or of one whose mark may be lost.
         """
         touched = Touched()
+        # What is to be done with a file of which a content comes in this turn is known after it.
+        moved: set[int] = set()
         batch: list[_Entry] = []
         steps: list[Step | None] = []
         for entry in islice(self._queue, _BATCH):
@@ -325,8 +337,12 @@ class Drain:
                 entry.is_staging or not (self._is_skipped(entry) or entry.is_ready)
             ):
                 break
+            if op.object and op.object in moved:
+                break
             step = self._step(entry)
             if step is not None:
+                if op.kind == "content":
+                    moved.add(op.object)
                 if touched.meets(op) or self._touched.meets(op):
                     break
                 touched.add(op)
@@ -501,8 +517,8 @@ class Drain:
                 self._lose(entry, str(error))
         except _Written:
             if in_turn:
-                log.debug("%r is being written; it will come again", os.fsdecode(entry.op.path))
                 entry.skipped = True
+                self._contents.left_out(entry.op.object)
         except Exception:
             if in_turn:
                 raise
