@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import trio
+
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.tiers.source import SourceFile
@@ -22,14 +24,16 @@ _BLOCK = 512
 class WrittenFile:
     """One that is open. ``users`` are opens not released.
 
-    ``home`` is the file at the source that is read, if its object was let go of. ``changes`` counts
-    those to its bytes made beside the fast path; ``recorded`` is how many there were in all when
-    its content was recorded last.
+    ``home`` is the file at the source that is read, if its object was let go of. ``is_through``:
+    the tier was full, ``fd`` is of its staged file at the source.
+    ``changes`` counts those to its bytes made beside the fast path; ``recorded`` is how many there
+    were in all when its content was recorded last. Who changes bytes beside the fast path holds
+    ``turn``.
     """
 
     __slots__ = (
-        *("_fast", "changes", "fd", "home", "ino", "object"),
-        *("quiet_s", "recorded", "seen", "users"),
+        *("_fast", "changes", "fd", "home", "ino", "is_through", "left_fd", "object"),
+        *("quiet_s", "recorded", "seen", "turn", "users"),
     )
 
     def __init__(
@@ -39,6 +43,10 @@ class WrittenFile:
         self.object = node.object
         self.fd = fd
         self.home = home
+        self.is_through = False
+        # Of the object that it had before: a read may still be using it.
+        self.left_fd = -1
+        self.turn = trio.Lock()
         self.users = 1
         self.changes = 0
         self.recorded = 0
@@ -98,6 +106,10 @@ class Stock:
         if object in self._sizes:
             self._drained[object] = identity
             self.drained_bytes += self._sizes[object]
+
+    def is_through(self, number: int) -> bool:
+        """Whether its bytes are in a staged file at the source, or came from one."""
+        return number in self._through
 
     # -- what is kept ------------------------------------------------------------------------------
 
