@@ -9,7 +9,6 @@ given to it, and when nobody has written for a while.
 from __future__ import annotations
 
 import errno
-import errno
 import logging
 import os
 import stat
@@ -130,10 +129,25 @@ class WrittenFiles:
         freed = 0
         busy = self._open.keys() | self._opening.keys()
         for node in self._stock.leaving(size, busy=busy, is_done=self._drain.is_done):
-            number = node.object
-            freed += self._stock.leave(node)
-            self._remove(number)
+            freed += self._leave(node)
         return freed
+
+    def _leave(self, node: Node) -> int:
+        """A file is read from the source from now on; the bytes that are free."""
+        number = node.object
+        freed = self._stock.leave(node)
+        self._remove(number)
+        return freed
+
+    async def arrive(self, node: Node) -> None:
+        """Wait until a file that went to the source directly is there, and then the source's."""
+        await self._drain.wait(self._stock.content(node.object)[0])
+        if node.object and node.ino not in self._open and self._stock.is_through(node.object):
+            self._leave(node)
+
+    def is_away(self, node: Node) -> bool:
+        """Whether it went to the source directly, and nobody has it open."""
+        return self._stock.is_through(node.object) and node.ino not in self._open
 
     # -- open and closed ---------------------------------------------------------------------------
 
@@ -158,10 +172,10 @@ class WrittenFiles:
                 continue
             opening = self._opening[ino] = trio.Event()
             try:
-                if self._stock.is_through(node.object):
+                if self.is_away(node):
                     # It is read where it will be: the drain has little to do for it.
-                    await self._drain.wait(self._stock.content(node.object)[0])
-                if node.object and not self._stock.is_through(node.object):
+                    await self.arrive(node)
+                if node.object:
                     fd = await self._ask(self._objects.open, node.object)
                     self.opened(node, fd, created=False)
                 else:
@@ -225,6 +239,8 @@ class WrittenFiles:
 
     def remove(self, number: int) -> None:
         """An object that is nobody's."""
+        if (path := self._stock.staged_beside(number)) is not None:
+            self._threads.start(self._home.discard_part, path, number)
         self._stock.forget(number)
         self._remove(number)
 
@@ -333,6 +349,7 @@ class WrittenFiles:
         file.is_through = True
         node.size, node.blocks = size, 0
         self._stock.own(node)
+        self._stock.went_through(file.object, path)
         self._threads.start(self._objects.remove, file.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
@@ -433,6 +450,8 @@ class WrittenFiles:
         """Record what is open, was written and is quiet now, until cancelled."""
         while True:
             await trio.sleep(_LOOK_S)
+            for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
+                self._leave(node)
             for file in list(self._stock.open.values()):
                 count = file.count()
                 if count != file.seen:

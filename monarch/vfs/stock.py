@@ -77,6 +77,8 @@ class Stock:
         self._contents: dict[int, tuple[int, bool]] = {}
         # What was done last to the file of each, by its number in the journal.
         self._last: dict[int, int] = {}
+        # Those that had no room here any more: beside which path they are staged at the source.
+        self._through: dict[int, bytes] = {}
         # Those that are at the source as they are here, and as what, the longest there first.
         self._drained: dict[int, Identity] = {}
         self.bytes = 0
@@ -110,6 +112,19 @@ class Stock:
     def is_through(self, number: int) -> bool:
         """Whether its bytes are in a staged file at the source, or came from one."""
         return number in self._through
+
+    def went_through(self, number: int, path: bytes) -> None:
+        """There was no room for an object any more: its bytes are at the source, beside ``path``."""
+        self._through[number] = path
+
+    def staged_beside(self, number: int) -> bytes | None:
+        """The path beside which an object's bytes are at the source; None if they are not."""
+        return self._through.get(number)
+
+    def arrived(self, busy: Container[Ino]) -> list[Node]:
+        """Files that went to the source directly and are there under their names by now."""
+        nodes = [self._node(number) for number in self._through if number in self._drained]
+        return [node for node in nodes if node is not None and node.ino not in busy]
 
     # -- what is kept ------------------------------------------------------------------------------
 
@@ -145,6 +160,7 @@ class Stock:
         self.bytes -= self._sizes.pop(number, 0)
         self._contents.pop(number, None)
         self._last.pop(number, None)
+        self._through.pop(number, None)
         self._inos.pop(number, None)
 
     def _forget_drained(self, number: int) -> None:
@@ -208,6 +224,8 @@ class Stock:
                 self._drained.pop(op.object, None)
                 if (identity := done.get(seq)) is not None:
                     self._drained[op.object] = identity
+            elif op.kind == "through":
+                self._through[op.object] = op.path
             elif op.kind == "gone":
                 gone.add(op.object)
         found = []
