@@ -98,9 +98,10 @@ class WrittenFiles:
         if not node.object:
             return b"source"
         seq, synced = self._stock.content(node.object)
-        if seq == 0 or self._stock.is_written(node.object):
+        file = self._open.get(node.ino)
+        if seq == 0 or (file is not None and file.is_changed):
             return b"none"
-        if self._drain.is_done(seq):
+        if self._drain.is_done(seq) and not (file is not None and file.is_through):
             return b"source"
         return b"local" if synced else b"none"
 
@@ -453,14 +454,16 @@ class WrittenFiles:
             for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
                 self._leave(node)
             for file in list(self._stock.open.values()):
+                if file.is_through:
+                    continue
                 count = file.count()
                 if count != file.seen:
                     file.seen, file.quiet_s = count, 0.0
                 elif count != file.recorded:
                     file.quiet_s += _LOOK_S
-                    node = self._names.node(file.ino)
-                    if file.quiet_s >= _QUIET_S and node is not None and node.names:
-                        self._record_open(file, node)
+                    written = self._names.node(file.ino)
+                    if file.quiet_s >= _QUIET_S and written is not None and written.names:
+                        self._record_open(file, written)
 
     async def _ask(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:

@@ -93,9 +93,12 @@ class Stock:
         return node is None or not node.names
 
     def is_written(self, object: int) -> bool:
-        """Whether somebody has it open and has changed it since it was recorded."""
+        """Whether somebody has it open and has changed it since it was recorded.
+
+        What goes to the source directly is not whole before it is closed.
+        """
         file = self.open.get(object)
-        return file is not None and file.is_changed
+        return file is not None and (file.is_changed or file.is_through)
 
     def left_out(self, object: int) -> None:
         """A content of it was not published since somebody writes: there must be another one."""
@@ -114,7 +117,7 @@ class Stock:
         return number in self._through
 
     def went_through(self, number: int, path: bytes) -> None:
-        """There was no room for an object any more: its bytes are at the source, beside ``path``."""
+        """There was no room for an object any more: it is staged at the source, by ``path``."""
         self._through[number] = path
 
     def staged_beside(self, number: int) -> bytes | None:
