@@ -127,7 +127,8 @@ def from_record(record: Mapping[str, Any]) -> Op:
                 raw(name): None if value is None else b64decode(value, validate=True)
                 for name, value in record.get("xattrs", {}).items()
             },
-            **{name: bool(record.get(name, False)) for name in _FLAGS},
+            synced=bool(record.get("synced", False)),
+            through=bool(record.get("through", False)),
         )
     except (TypeError, AttributeError) as error:
         raise ValueError(f"an operation that cannot be read: {error}") from error
