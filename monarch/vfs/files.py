@@ -336,7 +336,8 @@ class WrittenFiles:
             await self._ask(self._fast.unbind, file.ino)
         path = self._names.visible_path(file.ino)
         fd = await self._inquiry.ask(
-            file.ino, partial(self._home.open_part, path, file.object, make=True)
+            file.ino,
+            partial(self._home.open_part, path, file.object, make=True, through=True),
         )
         try:
             size = await self._inquiry.ask(file.ino, _copy_all, file.fd, fd)
@@ -345,12 +346,15 @@ class WrittenFiles:
             if self._fast is not None:
                 self._fast.rebind(file.ino, file.fd, tier=self._tier)
             raise
-        self._journal.append(Op(kind="through", path=path, object=file.object))
+        op = Op(kind="through", path=path, object=file.object)
+        self._drain.put(self._journal.append(op), op)
         file.left_fd, file.fd = file.fd, fd
         file.is_through = True
         node.size, node.blocks = size, 0
         self._stock.own(node)
         self._stock.went_through(file.object, path)
+        # What of it was safe here is safe there.
+        await self.sync_journal()
         self._threads.start(self._objects.remove, file.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
@@ -418,11 +422,13 @@ class WrittenFiles:
         file = self._open.get(node.ino)
         if file is None or file.home is not None or not node.names:
             return
-        if file.is_changed or self._stock.content(file.object)[0] == 0:
+        is_new = self._stock.content(file.object)[0] == 0
+        if file.is_changed or file.is_left_out or is_new:
             self._record_open(file, node)
 
     def _record_open(self, file: WrittenFile, node: Node) -> None:
         file.recorded = file.count()
+        file.is_left_out = False
         self._keep_status(node, file)
         self._record(node, size=node.size, synced=False)
 
@@ -459,7 +465,7 @@ class WrittenFiles:
                 count = file.count()
                 if count != file.seen:
                     file.seen, file.quiet_s = count, 0.0
-                elif count != file.recorded:
+                elif count != file.recorded or file.is_left_out:
                     file.quiet_s += _LOOK_S
                     written = self._names.node(file.ino)
                     if file.quiet_s >= _QUIET_S and written is not None and written.names:
@@ -509,4 +515,5 @@ def _copy_all(object_fd: int, part_fd: int) -> int:
             piece = os.pread(object_fd, min(_TURN_BYTES, ends - offset), offset)
             offset += _write_all(part_fd, piece, offset)
     os.ftruncate(part_fd, size)
+    os.fsync(part_fd)
     return size
