@@ -6,7 +6,10 @@ come to the source.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import trio
 
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
@@ -21,14 +24,27 @@ _BLOCK = 512
 class WrittenFile:
     """One that is open. ``users`` are opens not released.
 
-    ``home`` is the file at the source that is read, if its object was let go of. ``changes`` counts
-    those to its bytes made beside the fast path; ``recorded`` is how many there were in all when
-    its content was recorded last.
+    ``home`` is the file at the source that is read, if its object was let go of. ``is_through``:
+    the tier was full, ``fd`` is of its staged file at the source.
+    ``is_left_out``: its last content was not published, there must be another. ``changes`` counts
+    those to its bytes made beside the fast path; ``recorded`` is how many there
+    were in all when its content was recorded last. Who changes bytes beside the fast path holds
+    ``turn``.
     """
 
     __slots__ = (
-        *("_fast", "changes", "fd", "home", "ino", "object"),
-        *("quiet_s", "recorded", "seen", "users"),
+        *(
+            "_fast",
+            "changes",
+            "fd",
+            "home",
+            "ino",
+            "is_left_out",
+            "is_through",
+            "left_fd",
+            "object",
+        ),
+        *("quiet_s", "recorded", "seen", "turn", "users"),
     )
 
     def __init__(
@@ -38,6 +54,11 @@ class WrittenFile:
         self.object = node.object
         self.fd = fd
         self.home = home
+        self.is_through = False
+        self.is_left_out = False
+        # Of the object that it had before: a read may still be using it.
+        self.left_fd = -1
+        self.turn = trio.Lock()
         self.users = 1
         self.changes = 0
         self.recorded = 0
@@ -66,6 +87,10 @@ class Stock:
         self._sizes: dict[int, int] = {}
         # The last content of each object: its number in the journal, and whether it was synced.
         self._contents: dict[int, tuple[int, bool]] = {}
+        # What was done last to the file of each, by its number in the journal.
+        self._last: dict[int, int] = {}
+        # Those that had no room here any more: beside which path they are staged at the source.
+        self._through: dict[int, bytes] = {}
         # Those that are at the source as they are here, and as what, the longest there first.
         self._drained: dict[int, Identity] = {}
         self.bytes = 0
@@ -80,9 +105,17 @@ class Stock:
         return node is None or not node.names
 
     def is_written(self, object: int) -> bool:
-        """Whether somebody has it open and has changed it since it was recorded."""
+        """Whether somebody has it open and has changed it since it was recorded.
+
+        What goes to the source directly is not whole before it is closed.
+        """
         file = self.open.get(object)
-        return file is not None and file.is_changed
+        return file is not None and (file.is_changed or file.is_through)
+
+    def left_out(self, object: int) -> None:
+        """A content of it was not published since somebody writes: there must be another one."""
+        if (file := self.open.get(object)) is not None:
+            file.is_left_out = True
 
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded last."""
@@ -90,6 +123,23 @@ class Stock:
         if object in self._sizes:
             self._drained[object] = identity
             self.drained_bytes += self._sizes[object]
+
+    def is_through(self, number: int) -> bool:
+        """Whether its bytes are in a staged file at the source, or came from one."""
+        return number in self._through
+
+    def went_through(self, number: int, path: bytes) -> None:
+        """There was no room for an object any more: it is staged at the source, by ``path``."""
+        self._through[number] = path
+
+    def staged_beside(self, number: int) -> bytes | None:
+        """The path beside which an object's bytes are at the source; None if they are not."""
+        return self._through.get(number)
+
+    def arrived(self, busy: Container[Ino]) -> list[Node]:
+        """Files that went to the source directly and are there under their names by now."""
+        nodes = [self._node(number) for number in self._through if number in self._drained]
+        return [node for node in nodes if node is not None and node.ino not in busy]
 
     # -- what is kept ------------------------------------------------------------------------------
 
@@ -106,6 +156,7 @@ class Stock:
         """A content was recorded: what the source has is older."""
         self._forget_drained(number)
         self._contents[number] = (seq, synced)
+        self._last[number] = seq
 
     def own(self, node: Node) -> None:
         """The object of a file, with its size as it is now."""
@@ -123,23 +174,32 @@ class Stock:
         self._forget_drained(number)
         self.bytes -= self._sizes.pop(number, 0)
         self._contents.pop(number, None)
+        self._last.pop(number, None)
+        self._through.pop(number, None)
         self._inos.pop(number, None)
 
     def _forget_drained(self, number: int) -> None:
         if self._drained.pop(number, None) is not None:
             self.drained_bytes -= self._sizes.get(number, 0)
 
-    def leaving(self, size: int, busy: Container[Ino]) -> Iterator[Node]:
+    def noted(self, number: int, seq: int) -> None:
+        """Something was done to the file of an object."""
+        self._last[number] = seq
+
+    def leaving(
+        self, size: int, *, busy: Container[Ino], is_done: Callable[[int], bool]
+    ) -> Iterator[Node]:
         """Files whose objects may go to free so many bytes, the oldest first, none of ``busy``.
 
-        Each is the source's when it comes: its object is to be removed.
+        ``is_done`` tells whether the source has what was noted by that number.
         """
         freed = 0
         for number in list(self._drained):
             if freed >= size:
                 return
             node = self._node(number)
-            if node is not None and node.ino not in busy:
+            last = self._last.get(number, 0)
+            if node is not None and node.ino not in busy and is_done(last):
                 freed += self._sizes[number]
                 yield node
 
@@ -149,8 +209,19 @@ class Stock:
         identity = self._drained[number]
         freed = self._sizes[number]
         self.forget(number)
-        _read_at_source(node, identity)
+        self._read_at_source(node, identity)
         return freed
+
+    def _read_at_source(self, node: Node, identity: Identity) -> None:
+        node.object = 0
+        now = replace(
+            node.attributes,
+            size=identity.size,
+            mtime_ns=identity.mtime_ns,
+            ctime_ns=identity.ctime_ns,
+            source_ino=identity.source_ino,
+        )
+        self._names.refresh(node.ino, now)
 
     def take_up(
         self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]
@@ -161,26 +232,24 @@ class Stock:
         """
         gone = set()
         for seq, op in ops:
+            if op.object:
+                self._last[op.object] = seq
             if op.kind == "content":
                 self._contents[op.object] = (seq, op.synced)
                 self._drained.pop(op.object, None)
                 if (identity := done.get(seq)) is not None:
                     self._drained[op.object] = identity
+            elif op.kind == "through":
+                self._through[op.object] = op.path
             elif op.kind == "gone":
                 gone.add(op.object)
         found = []
         for node in self._names.nodes():
             if node.object in gone:
-                _read_at_source(node, self._drained[node.object])
+                self._read_at_source(node, self._drained[node.object])
             elif node.object:
                 self._inos[node.object] = node.ino
                 found.append(node)
         for number in self._drained.keys() - {node.object for node in found}:
             del self._drained[number]
         return found
-
-
-def _read_at_source(node: Node, identity: Identity) -> None:
-    node.object = 0
-    node.size, node.mtime_ns = identity.size, identity.mtime_ns
-    node.ctime_ns, node.source_ino = identity.ctime_ns, identity.source_ino

@@ -77,6 +77,11 @@ class Contents(Protocol):
         """Whether somebody has it open for writing."""
         ...
 
+    def left_out(self, object: int) -> None:
+        """A content of it was left out, since somebody writes: his close must record another,
+        whether or not he writes any more."""
+        ...
+
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded; ``path`` is its first name there."""
         ...
@@ -175,6 +180,8 @@ class Drain:
         # What of an object was published last, and as what.
         self._published: dict[int, tuple[Identity, Identity]] = {}
         self._lost: dict[int, bytes] = {}
+        # Objects whose bytes are at the source: what was recorded of them before comes with those.
+        self._through: set[int] = set()
         # Paths at the source whose marks may be lost, and where in the journal the last one ends.
         self._touched = Touched()
         self._marks_end = 0
@@ -193,6 +200,8 @@ class Drain:
     def load(self, replay: Replay) -> None:
         """Go on where an earlier life has stopped. Before all else."""
         for seq, op in replay.ops:
+            if op.kind == "through":
+                self._through.add(op.object)
             if seq in replay.done:
                 self._note(op, replay.done[seq])
                 self._done_upto = seq
@@ -218,6 +227,11 @@ class Drain:
                 await self._changed.park()
         finally:
             self._waiters -= 1
+
+    async def settle(self) -> None:
+        """Until the source has all that was put by now."""
+        if self._queue:
+            await self.wait(self._queue[-1].seq)
 
     def backlog(self) -> Backlog:
         sizes = {
@@ -317,6 +331,8 @@ class Drain:
         None of them is about a path of another, or of one whose mark may be lost.
         """
         touched = Touched()
+        # What is to be done with a file of which a content comes in this turn is known after it.
+        moved: set[int] = set()
         batch: list[_Entry] = []
         steps: list[Step | None] = []
         for entry in islice(self._queue, _BATCH):
@@ -325,8 +341,12 @@ class Drain:
                 entry.is_staging or not (self._is_skipped(entry) or entry.is_ready)
             ):
                 break
+            if op.object and op.object in moved:
+                break
             step = self._step(entry)
             if step is not None:
+                if op.kind == "content":
+                    moved.add(op.object)
                 if touched.meets(op) or self._touched.meets(op):
                     break
                 touched.add(op)
@@ -336,10 +356,12 @@ class Drain:
 
     def _is_skipped(self, entry: _Entry) -> bool:
         """Whether a content is left out: nobody has the file any more, or it will come again."""
+        op = entry.op
         entry.skipped = (
             entry.skipped
-            or entry.op.object in self._lost
-            or self._contents.is_dead(entry.op.object)
+            or op.object in self._lost
+            or (op.object in self._through and not op.through)
+            or self._contents.is_dead(op.object)
         )
         return entry.skipped
 
@@ -348,11 +370,12 @@ class Drain:
         op, home = entry.op, self._home
         absent = bool(op.object) and op.object not in self._present
         match op.kind:
-            case "create" | "take" | "gone":
+            case "create" | "take" | "through" | "gone":
                 self._note(op, None)
                 return None
             case "content" if entry.skipped:
-                return partial(_none, home.discard, op) if entry.was_tried else None
+                is_ours = entry.was_tried and not op.through
+                return partial(_none, home.discard, op) if is_ours else None
             case "content" if entry.staged is not None:
                 return partial(home.publish, op=_as_staged(op, entry.staged), staged=entry.staged)
             case "content":
@@ -501,8 +524,8 @@ class Drain:
                 self._lose(entry, str(error))
         except _Written:
             if in_turn:
-                log.debug("%r is being written; it will come again", os.fsdecode(entry.op.path))
                 entry.skipped = True
+                self._contents.left_out(entry.op.object)
         except Exception:
             if in_turn:
                 raise
@@ -535,6 +558,8 @@ class Drain:
         Raises OSError, _Missing, _Written.
         """
         op, looks = entry.op, 0
+        if op.through:
+            return await self._there_already(entry)
         while True:
             staging = Staging(
                 self._objects,
@@ -551,6 +576,23 @@ class Drain:
             if not in_turn or looks > _LOOKS:
                 raise _Written
             await trio.sleep(_LOOK_S)
+
+    async def _there_already(self, entry: _Entry) -> Staged | None:
+        """A content that was written at the source, as ``_staged_content``."""
+        op = entry.op
+        if self._contents.is_written(op.object):
+            # It would get its name before it is whole.
+            raise _Written
+        try:
+            size, identity = await self._threads.run(self._home.finish_part, op)
+        except FileNotFoundError as error:
+            raise _Missing("others have removed it at the source") from error
+        version = Identity(size, op.mtime_ns or 0, 0, 0)
+        if identity is None:
+            return Staged(size, version)
+        self._published[op.object] = (version, identity)
+        entry.published = True
+        return None
 
     async def _copied(self, entry: _Entry, staging: Staging) -> Staged | None:
         """One attempt; None if somebody was writing. Sets ``published`` instead if that is so."""

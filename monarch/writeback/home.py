@@ -174,10 +174,42 @@ class Home:
         folders = Folders(self)
         try:
             fd, _ = folders.of(path, make=make)
-            part = self.part_name(number)
+            part = self.part_name(number, through=through)
             with suppress(FileNotFoundError):
                 os.unlink(part, dir_fd=fd)
             return os.open(part, _NEW, 0o600, dir_fd=fd)
+        finally:
+            folders.close()
+
+    def finish_part(self, op: Op) -> tuple[int, Identity | None]:
+        """Make durable what was written at the source directly, dressed as ``op`` says.
+
+        Its size, and what it is if it has its names already, None if it is still staged. Raises
+        OSError, ENOENT if there is neither.
+        """
+        folders = Folders(self)
+        try:
+            directory_fd, name = folders.of(op.paths[0])
+            part = self.part_name(op.object, through=True)
+            is_staged = _status(directory_fd, part) is not None
+            fd = os.open(part if is_staged else name, _TO_SYNC, dir_fd=directory_fd)
+            try:
+                self._dress(fd, op)
+                os.fsync(fd)
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
+            return status.st_size, None if is_staged else identity_of(status)
+        finally:
+            folders.close()
+
+    def discard_part(self, path: bytes, number: int) -> None:
+        """Remove the staged file of an object without bytes in the tier, if it is there."""
+        folders = Folders(self)
+        try:
+            with suppress(OSError):
+                fd, _ = folders.of(path)
+                os.unlink(self.part_name(number, through=True), dir_fd=fd)
         finally:
             folders.close()
 
@@ -191,7 +223,7 @@ class Home:
         Raises OSError, ESTALE if what was staged is not there any more.
         """
         fd, name = folders.of(op.paths[0], make=True)
-        part = self.part_name(op.object)
+        part = self.part_name(op.object, through=op.through)
         found = _status(fd, part)
         if found is None or found.st_size != staged.size:
             raise OSError(errno.ESTALE, "what was staged at the source is gone")

@@ -59,9 +59,7 @@ class Walk:
 
     def write(self) -> None:
         path = self._random.choice([self._any("file"), self._free()])
-        if path is not None and not (
-            path in self._world.tree and self._world.tree[path].writers
-        ):
+        if path is not None and not (path in self._world.tree and self._world.tree[path].writers):
             self._world.write(path, self.bytes(), synced=self._random.random() < 0.3)
 
     def replace(self) -> None:
@@ -221,9 +219,7 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
     walk = Walk(world, seed)
     chance = random.Random(seed)
     for _ in range(8):
-        await life(
-            world, walk, steps=12, turn=chance.randrange(1, 40), monkeypatch=monkeypatch
-        )
+        await life(world, walk, steps=12, turn=chance.randrange(1, 40), monkeypatch=monkeypatch)
         world.check_order()
     assert not await life(world, walk, steps=10, turn=10**9, monkeypatch=monkeypatch)
     world.check_all_is_there()
