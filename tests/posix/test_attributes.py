@@ -6,10 +6,13 @@ import errno
 import os
 import stat
 import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import MonarchCommand
 from tests.posix.calls import (
     USER,
     UTIME_NOW,
@@ -21,7 +24,7 @@ from tests.posix.calls import (
     utimensat,
     write_file,
 )
-from tests.posix.conftest import OLD, Place
+from tests.posix.conftest import NATIVE, OLD, Place, options
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -372,6 +375,30 @@ def test_attributes_that_are_too_long_or_have_no_namespace_are_refused(name: str
     with fails(errno.ENOENT):
         os.setxattr("missing", "user.a", b"x")
     assert listed(name) == ["user." + "n" * 250]
+
+
+def test_attributes_that_a_file_has_at_the_source_stay_when_it_is_changed(
+    way: str, tmp_path: Path
+) -> None:
+    if way == NATIVE:
+        pytest.skip("there is no other source")
+    source = tmp_path / "source"
+    source.mkdir()
+    for made in ("written", "renamed", "given one more"):
+        (source / made).write_bytes(b"x")
+        os.setxattr(source / made, "user.kept", b"kept")
+    command = MonarchCommand(tmp_path, uuid.uuid4().hex, way)
+    try:
+        mounted = command.mount(source, options=options(way))
+        (mounted.path / "written").write_bytes(b"written")
+        (mounted.path / "renamed").rename(mounted.path / "moved")
+        os.setxattr(mounted.path / "given one more", "user.more", b"more")
+        mounted.umount()
+    finally:
+        command.close()
+    for made in ("written", "moved", "given one more"):
+        assert os.getxattr(source / made, "user.kept") == b"kept", made
+    assert os.getxattr(source / "given one more", "user.more") == b"more"
 
 
 def test_links_and_fifos_have_no_attributes_of_a_user_s(anyone: Place) -> None:
