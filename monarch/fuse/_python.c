@@ -526,6 +526,13 @@ static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
                          LOAD(path->source_bytes), LOAD(path->source_waiting));
 }
 
+static PyObject *datapath_users(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyLong_FromUnsignedLong(opens_users(&self->path->opens, ino));
+}
+
 static PyObject *datapath_reached(Datapath *self, PyObject *args) {
     unsigned long long ino;
     if (!PyArg_ParseTuple(args, "K", &ino))
@@ -587,6 +594,7 @@ static PyMethodDef methods[] = {
     {"events", (PyCFunction)datapath_events, METH_NOARGS, NULL},
     {"tallies", (PyCFunction)datapath_tallies, METH_VARARGS, NULL},
     {"source", (PyCFunction)datapath_source, METH_NOARGS, NULL},
+    {"users", (PyCFunction)datapath_users, METH_VARARGS, NULL},
     {"reached", (PyCFunction)datapath_reached, METH_VARARGS, NULL},
     {"was_given", (PyCFunction)datapath_was_given, METH_VARARGS, NULL},
     {"state", (PyCFunction)datapath_state, METH_NOARGS, NULL},
