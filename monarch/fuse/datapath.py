@@ -207,8 +207,8 @@ class Datapath:
     def release_written(self, ino: Ino) -> None:
         """Nobody has a written inode open any more, as far as Python is told of it.
 
-        A creation that it was bound for and that is not answered yet must fail then. Who was reading
-        it before it was written goes on reading what it was bound to last.
+        A creation that it was bound for and that is not answered yet must fail then. Who was
+        reading it before it was written goes on reading what it was bound to last.
         """
         self._native.release_written(ino)
 
