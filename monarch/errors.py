@@ -14,6 +14,7 @@
       FuseError             8  EIO     the kernel or fusermount3 would not mount; the daemon died
       NotMountedError       9  ENOTCONN  no Monarch daemon answers there
       BusyError            10  EBUSY   files are open; nothing was done
+      CheckpointError       1  EIO     a checkpoint, or a data order, that cannot be used
 
 Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
 "something is wrong" of ``fsck``;
@@ -117,6 +118,10 @@ class NotMountedError(MonarchError):
 class BusyError(MonarchError):
     exit_code = 10
     errno = errno_.EBUSY
+
+
+class CheckpointError(MonarchError):
+    """To a trainer, which is another process than the daemon."""
 
 
 _BY_EXIT_CODE: dict[int, type[MonarchError]] = {

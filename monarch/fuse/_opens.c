@@ -442,13 +442,13 @@ uint64_t opens_changes(struct opens *opens, uint64_t ino) {
     return changes;
 }
 
-uint32_t opens_users(struct opens *opens, uint64_t ino) {
+bool opens_is_passed(struct opens *opens, uint64_t ino) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
-    uint32_t users = entry ? entry->users - entry->held : 0;
+    bool passed = entry && entry->kind == OPEN_PASSTHROUGH;
     pthread_mutex_unlock(&stripe->lock);
-    return users;
+    return passed;
 }
 
 int64_t opens_reached(struct opens *opens, uint64_t ino) {

@@ -145,8 +145,8 @@ bool opens_unbind(struct opens *opens, uint64_t ino);
 bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier);
 /* The changes made since it was bound. */
 uint64_t opens_changes(struct opens *opens, uint64_t ino);
-/* Opens of the inode that were not released yet, those under way included. */
-uint32_t opens_users(struct opens *opens, uint64_t ino);
+/* Whether the kernel reads it by itself. */
+bool opens_is_passed(struct opens *opens, uint64_t ino);
 /* How far a reader has gone through an open file from its start, in bytes. */
 int64_t opens_reached(struct opens *opens, uint64_t ino);
 /* Takes out whatever is left, one entry a call; false at the end. */

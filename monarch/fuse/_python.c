@@ -361,6 +361,13 @@ static PyObject *datapath_written(Datapath *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(opens_changes(&self->path->opens, ino));
 }
 
+static PyObject *datapath_is_passed(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(opens_is_passed(&self->path->opens, ino));
+}
+
 static PyObject *datapath_outdate(Datapath *self, PyObject *args) {
     unsigned long long ino;
     if (!PyArg_ParseTuple(args, "K", &ino))
@@ -526,13 +533,6 @@ static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
                          LOAD(path->source_bytes), LOAD(path->source_waiting));
 }
 
-static PyObject *datapath_users(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyLong_FromUnsignedLong(opens_users(&self->path->opens, ino));
-}
-
 static PyObject *datapath_reached(Datapath *self, PyObject *args) {
     unsigned long long ino;
     if (!PyArg_ParseTuple(args, "K", &ino))
@@ -588,13 +588,13 @@ static PyMethodDef methods[] = {
     {"unbind", (PyCFunction)datapath_unbind, METH_VARARGS, NULL},
     {"rebind", (PyCFunction)datapath_rebind, METH_VARARGS, NULL},
     {"written", (PyCFunction)datapath_written, METH_VARARGS, NULL},
+    {"is_passed", (PyCFunction)datapath_is_passed, METH_VARARGS, NULL},
     {"outdate", (PyCFunction)datapath_outdate, METH_VARARGS, NULL},
     {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},
     {"store", (PyCFunction)datapath_store, METH_VARARGS, NULL},
     {"events", (PyCFunction)datapath_events, METH_NOARGS, NULL},
     {"tallies", (PyCFunction)datapath_tallies, METH_VARARGS, NULL},
     {"source", (PyCFunction)datapath_source, METH_NOARGS, NULL},
-    {"users", (PyCFunction)datapath_users, METH_VARARGS, NULL},
     {"reached", (PyCFunction)datapath_reached, METH_VARARGS, NULL},
     {"was_given", (PyCFunction)datapath_was_given, METH_VARARGS, NULL},
     {"state", (PyCFunction)datapath_state, METH_NOARGS, NULL},

@@ -235,6 +235,10 @@ class Datapath:
         """
         return int(self._native.written(ino))
 
+    def is_passed(self, ino: Ino) -> bool:
+        """Whether the kernel reads an open inode by itself, and will until all have closed it."""
+        return bool(self._native.is_passed(ino))
+
     def outdate(self, ino: Ino) -> bool:
         """The source has another version: whoever has the copy open keeps it whole.
 
@@ -276,10 +280,6 @@ class Datapath:
     def open_files(self) -> int:
         """Opens that were not released yet, those that Python answered included."""
         return self.state().open_files
-
-    def users(self, ino: Ino) -> int:
-        """Opens of an inode that were not released yet, one that is being answered included."""
-        return int(self._native.users(ino))
 
     def backing_ids(self) -> int:
         """Files that the kernel was given to read itself and has not given back."""

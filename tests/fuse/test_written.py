@@ -100,7 +100,7 @@ def passed_write(made: Rig, ino: Ino, offset: int, data: bytes) -> Request:
 
 def test_a_created_file_is_written_read_and_counted_without_python(made: Rig, fd: int) -> None:
     handle = created(made, fd)
-    assert made.datapath.open_files() == made.datapath.users(NEW) == 1
+    assert made.datapath.open_files() == 1
     whole = contents("whole", 3 * BLOCK + 5)
     for offset in range(0, len(whole), BLOCK):
         told = made.write(NEW, handle, offset, whole[offset : offset + BLOCK])
@@ -208,11 +208,11 @@ def test_a_creation_that_fails_opens_nothing(made: Rig, fd: int, bound: bool) ->
     passed = made.passed()
     if bound:
         assert made.datapath.bind_written(NEW, fd, tier=1, create=True)
-        assert made.datapath.users(NEW) == 1
+        assert made.datapath.open_files() == 1
         made.datapath.release_written(NEW)
     made.reply(passed, error=errno.EDQUOT)
     assert made.answer(unique).error == errno.EDQUOT
-    assert made.datapath.open_files() == made.datapath.users(NEW) == 0
+    assert made.datapath.open_files() == 0
 
 
 def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
@@ -229,7 +229,7 @@ def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
         made.reply_create(passed, NEW)
         eventually(lambda: bool(told.extend(made.datapath.served()) or told), "Python is told")
         assert told.pop() == (NEW, ABANDONED, None)
-        assert made.datapath.open_files() == made.datapath.users(NEW) == 0
+        assert made.datapath.open_files() == 0
         made.datapath.release_written(NEW)
 
 

@@ -795,9 +795,16 @@ def test_what_was_open_when_the_source_lost_it_has_no_name_to_be_written_to(show
 
 
 def test_a_directory_whose_rest_the_source_lost_is_empty(shown: Shown) -> None:
-    shown.names.forget(shown.ino(b"full/a"))
+    names, lost, moved = shown.names, shown.ino(b"full/a"), shown.ino(b"file")
+    shown.rename(b"file", b"full/moved")
+    for ino in (lost, moved):
+        names.forget(ino)
     shown.rmdir(b"full")
-    assert shown.names.resolve(b"full") is None
+    assert names.resolve(b"full") is None
+    for ino in (lost, moved):
+        assert names.attributes(ino).nlink == 0
+        names.refresh(ino, replace(names.attributes(ino), nlink=1))
+        assert names.is_gone(ino), "there is no directory to show it in"
 
 
 def test_what_was_made_is_at_the_source_once_it_is_told(shown: Shown) -> None:
