@@ -19,8 +19,8 @@
  *
  * Memory shared with Python: the residency table and the marks, a byte for each inode, written
  * under the interpreter's lock and read here; no reader takes that lock. A read takes no lock at
- * all, but of a file that is written, and allocates nothing. All lengths and numbers from the kernel
- * are checked before use.
+ * all, but of a file that is written, and allocates nothing. All lengths and numbers from the
+ * kernel are checked before use.
  *
  *   _datapath.c  the threads: readers and the replier, their beginning and end
  *   _requests.c  what a reader answers: opens, reads, writes, names
