@@ -119,7 +119,7 @@ def test_what_does_not_fit_into_the_tier_goes_to_the_source(
 def test_there_is_no_room_only_when_the_source_has_none_either(
     small_tier: CuttableDisk, monarch: MonarchCommand, source: Path
 ) -> None:
-    monarch.expects_log("the tier is full|does not get on")
+    monarch.expects_log("the tier is full|does not get on|No space left on device")
     with Disk(monarch.directory / "source disk", size=24 * _MB).mounted(source):
         mounted = monarch.mount(source, tiers={"fast": "12MiB"}, options=OPTIONS)
         with pytest.raises(OSError) as raised:
@@ -157,7 +157,8 @@ def test_copies_of_the_source_give_way_to_what_is_written(
 def test_a_source_that_fails_loses_nothing_and_holds_up_nobody(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, rule: str
 ) -> None:
-    monarch.expects_log("does not get on|no answer") if "hang" not in rule else None
+    if "hang" not in rule:
+        monarch.expects_log("does not get on")
     tree({"a": 10})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     slow.rules(rule)
@@ -217,8 +218,7 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_kills(
         told = [saver.stdout.readline() for _ in range(rng.randrange(1, 12))]
         time.sleep(rng.random() * 0.05)
         mounted.kill()
-        told += saver.stdout.readlines()
-        saver.wait()
+        told += saver.communicate()[0].splitlines()
         for line in filter(None, told):
             number, size = map(int, line.split())
             safe[number] = size
@@ -244,7 +244,6 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
     monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
 ) -> None:
     cuts = 200 if pytestconfig.getoption("--soak") else 4
-    monarch.expects_log("was never synced|is no record|is cut off|are no record") if False else None
     source = tree({"a": 10})
     at = monarch.directory / "tiers"
     disk = Disk(monarch.directory / "disk 0", size=48 * _MB)
@@ -272,8 +271,7 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
             disk = power.cut(monarch.directory / f"disk {turn + 1}")
             mounted.kill()
             subprocess.run(["umount", "-l", str(mounted.path)], check=True)
-            told += saver.stdout.readlines()
-            saver.wait()
+            told += saver.communicate()[0].splitlines()
             for line in filter(None, told):
                 number, size = map(int, line.split())
                 safe[number] = size
