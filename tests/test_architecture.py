@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("settings", ("settings", "places", "config", "metrics", "log")),
     ("pillars", ("namespace", "placement", "tiers", "control")),
     ("movement", ("transfer",)),
+    ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
     ("door", ("fuse",)),
     (
@@ -65,6 +66,7 @@ EXTENSION, ITS_MODULE = "monarch.fuse._datapath", "monarch.fuse.datapath"
 PURE = (
     *("monarch.placement", "monarch.order"),
     *("monarch.transfer.outages", "monarch.transfer.throttle"),
+    *("monarch.writeback.losses", "monarch.writeback.ops", "monarch.writeback.touched"),
 )
 IMPURE = frozenset(
     (
@@ -90,7 +92,7 @@ IMPURE = frozenset(
 )
 
 # Imported by nobody, since something outside the package starts them.
-ENTRIES = frozenset({"monarch", "monarch.__main__", "monarch.cli.main"})
+ENTRIES = frozenset({"monarch", "monarch.__main__", "monarch.cli.main", "monarch.writeback.drain"})
 
 NOT_USED = frozenset(
     (

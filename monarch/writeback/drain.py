@@ -77,6 +77,11 @@ class Contents(Protocol):
         """Whether somebody has it open for writing."""
         ...
 
+    def left_out(self, object: int) -> None:
+        """A content of it was left out, since somebody writes: his close must record another,
+        whether or not he writes any more."""
+        ...
+
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded; ``path`` is its first name there."""
         ...
@@ -105,7 +110,8 @@ class Backlog:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A change that waits; the rest is of contents.
+    """A change that waits. ``record``: which of the journal's is its own. The rest is of
+    contents.
 
     ``was_tried``: something of it may be staged. ``is_staging``: somebody is at it; ``is_left``:
     it was tried ahead of its turn, in vain. Ready are those that are ``staged``, those that are
@@ -115,6 +121,7 @@ class _Entry:
     seq: int
     op: Op
     recorded_ns: int
+    record: int
     was_tried: bool
     is_staging: bool = False
     is_left: bool = False
@@ -175,9 +182,9 @@ class Drain:
         # What of an object was published last, and as what.
         self._published: dict[int, tuple[Identity, Identity]] = {}
         self._lost: dict[int, bytes] = {}
-        # Paths at the source whose marks may be lost, and where in the journal the last one ends.
+        # Paths at the source whose marks may be lost, and which record is the last of these.
         self._touched = Touched()
-        self._marks_end = 0
+        self._last_mark = 0
         self._done_upto = 0
         self._waiters = 0
         self._changed = trio.lowlevel.ParkingLot()
@@ -197,11 +204,12 @@ class Drain:
                 self._note(op, replay.done[seq])
                 self._done_upto = seq
             else:
-                self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], was_tried=True))
+                self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
 
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
-        self._queue.append(_Entry(seq, op, time.time_ns(), was_tried=False))
+        record = self._journal.written
+        self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
         if op.kind == "content" or len(self._queue) == 1:
             self._changed.unpark_all()
 
@@ -218,6 +226,11 @@ class Drain:
                 await self._changed.park()
         finally:
             self._waiters -= 1
+
+    async def settle(self) -> None:
+        """Until the source has all that was put by now."""
+        if self._queue:
+            await self.wait(self._queue[-1].seq)
 
     def backlog(self) -> Backlog:
         sizes = {
@@ -317,6 +330,8 @@ class Drain:
         None of them is about a path of another, or of one whose mark may be lost.
         """
         touched = Touched()
+        # What is to be done with a file of which a content comes in this turn is known after it.
+        moved: set[int] = set()
         batch: list[_Entry] = []
         steps: list[Step | None] = []
         for entry in islice(self._queue, _BATCH):
@@ -325,8 +340,12 @@ class Drain:
                 entry.is_staging or not (self._is_skipped(entry) or entry.is_ready)
             ):
                 break
+            if op.object and op.object in moved:
+                break
             step = self._step(entry)
             if step is not None:
+                if op.kind == "content":
+                    moved.add(op.object)
                 if touched.meets(op) or self._touched.meets(op):
                     break
                 touched.add(op)
@@ -383,6 +402,7 @@ class Drain:
         real = [step for step in steps if step is not None]
         outcome = Outcome((), None)
         if real:
+            await self._sync(max(entry.record for entry in batch))
             outcome = await self._threads.run(self._home.carry_out, real)
         made = iter(outcome.made)
         done: dict[int, Identity | None] = {}
@@ -414,11 +434,19 @@ class Drain:
                 await self._rest(error, errno_words(error.errno))
             else:
                 break
-        self._marks_end = self._journal.position
+        self._last_mark = self._journal.written
+
+    async def _sync(self, record: int) -> None:
+        """Until the journal is on the disk up to that record.
+
+        Nothing is done at the source of which a power cut could take the record: the mount would
+        show what the source has not got any more.
+        """
+        if self._journal.synced < record:
+            await self._threads.run(self._journal.sync)
 
     async def _sync_marks(self) -> None:
-        if self._journal.synced < self._marks_end:
-            await self._threads.run(self._journal.sync)
+        await self._sync(self._last_mark)
         self._touched.clear()
 
     def _arrived(self, entry: _Entry, was_made: bool, identity: Identity | None) -> None:
@@ -501,8 +529,8 @@ class Drain:
                 self._lose(entry, str(error))
         except _Written:
             if in_turn:
-                log.debug("%r is being written; it will come again", os.fsdecode(entry.op.path))
                 entry.skipped = True
+                self._contents.left_out(entry.op.object)
         except Exception:
             if in_turn:
                 raise
@@ -558,9 +586,7 @@ class Drain:
         written = self._contents.is_written(op.object)
         try:
             # What may still be stored into mapped pages shows only after a sync.
-            version = await self._threads.run(
-                partial(staging.open, sync=written or not op.synced, empty=not op.size)
-            )
+            version = await self._threads.run(partial(staging.open, sync=written or not op.synced))
         except FileNotFoundError as error:
             raise _Missing("there is no such object") from error
         is_recorded = (version.size, version.mtime_ns) == (op.size, op.mtime_ns)
@@ -577,6 +603,11 @@ class Drain:
         if known == version:
             entry.published = True
             return None
+        if not op.synced:
+            # It is on the disk now. Without that a power cut would take here what is there.
+            self._journal.mark_believed(op.object)
+            entry.record = self._journal.written
+        await self._sync(entry.record)
         staged = Staged(version.size, version)
         dress = partial(self._home.dress, op=_as_staged(op, staged))
         await self._move(staging, version.size, dress)
