@@ -77,6 +77,7 @@ PURE = (
     *("monarch.placement", "monarch.order"),
     *("monarch.transfer.outages", "monarch.transfer.throttle"),
     *("monarch.frameworks.interval", "monarch.frameworks.layout"),
+    *("monarch.writeback.losses", "monarch.writeback.ops", "monarch.writeback.touched"),
 )
 IMPURE = frozenset(
     (
