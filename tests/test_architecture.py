@@ -24,16 +24,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "vocabulary",
         (
             *("types", "errors", "units", "order", "points", "text"),
-            *(
-                "absorbed",
-                "beneath",
-                "buckets",
-                "footing",
-                "health",
-                "registry",
-                "report",
-                "threads",
-            ),
+            *("absorbed", "beneath", "buckets", "footing"),
+            *("health", "registry", "report", "threads"),
         ),
     ),
     ("settings", ("settings", "places", "config", "metrics", "log")),
