@@ -152,6 +152,10 @@ class Stock:
         """The number of its last content in the journal, 0 if there is none; whether synced."""
         return self._contents.get(number, (0, False))
 
+    def last(self, number: int) -> int:
+        """The number in the journal of what was done last to the file of an object."""
+        return self._last.get(number, 0)
+
     def record(self, number: int, seq: int, *, synced: bool) -> None:
         """A content was recorded: what the source has is older."""
         self._forget_drained(number)
@@ -198,8 +202,7 @@ class Stock:
             if freed >= size:
                 return
             node = self._node(number)
-            last = self._last.get(number, 0)
-            if node is not None and node.ino not in busy and is_done(last):
+            if node is not None and node.ino not in busy and is_done(self.last(number)):
                 freed += self._sizes[number]
                 yield node
 

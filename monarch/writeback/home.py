@@ -161,15 +161,16 @@ class Home:
 
     # -- contents ----------------------------------------------------------------------------
 
-    def part_name(self, number: int) -> bytes:
-        """What the staged file of an object is called."""
-        return b"%s%d.part" % (self._prefix, number)
+    def part_name(self, number: int, *, through: bool = False) -> bytes:
+        """What the staged file of an object is called; ``through``: of one whose bytes are there
+        alone."""
+        return b"%s%d%s.part" % (self._prefix, number, b"-through" if through else b"")
 
     def _link_name(self, number: int) -> bytes:
         # Not that of the staged file: another content may have been staged already.
         return b"%s%d.link" % (self._prefix, number)
 
-    def open_part(self, path: bytes, number: int, *, make: bool) -> int:
+    def open_part(self, path: bytes, number: int, *, make: bool, through: bool = False) -> int:
         """A descriptor of the empty staged file of an object, beside ``path``. Raises OSError."""
         folders = Folders(self)
         try:
