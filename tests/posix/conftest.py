@@ -152,8 +152,10 @@ def place(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]
         with drained_at_the_end(mounted, made.named):
             yield made
     finally:
-        command.close()
-        shutil.rmtree(source)
+        try:
+            command.close()
+        finally:
+            shutil.rmtree(source)
 
 
 def _in_memory() -> Path | None:
