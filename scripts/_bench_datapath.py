@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from _bench import (
     BenchError,
@@ -44,7 +45,9 @@ from _contenders import (
 from _labs import (
     AUTO,
     BEST,
+    CAPTION,
     FIRST,
+    GROUPS,
     LINES,
     QUICK,
     SLOW_FIRST,
@@ -66,6 +69,10 @@ EPOCH_1_ENOUGH = 2_500
 EPOCH_1_RATIO = 0.5
 PER_DIRECTORY = 1000
 MB = 1_000_000
+
+
+# How _matrix.py shows the results.
+SHOWN: dict[str, Any] = {"groups": GROUPS, "caption": CAPTION}
 
 
 class Bench:

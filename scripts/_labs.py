@@ -234,6 +234,11 @@ FILES = "files/s"
 MB_S = "MB/s"
 FIRST = Line("epoch 1, 1 reader", FILES, Images.first, drops=True)
 SLOW_FIRST = Line("epoch 1, slow source, 4 readers", FILES, Slow.first, bars={AUTO: 0.95})
+GROUPS = ("epoch 1", "files", "large file", "list and stat")
+CAPTION = (
+    "ratio to native and median; ~: the ratios of the rounds scatter by more than 10 %. "
+    "Native of the slow source is the slow source."
+)
 # By source: what is measured in one mount, in this order.
 LINES: Mapping[type[Lab], tuple[Line, ...]] = {
     Images: (

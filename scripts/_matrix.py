@@ -12,17 +12,26 @@ from _bench import SCATTER_LIMIT, STYLES, Result, number, variation
 from rich import box
 from rich.table import Table
 
-CAPTION = (
-    "ratio to native and median; ~: the ratios of the rounds scatter by more than 10 %. "
-    "Native of the slow source is the slow source."
-)
-
 
 class Matrix:
-    """The results of contenders by line. ``judged`` are those with a bar, derived ones too."""
+    """The results of contenders by line. ``judged`` are those with a bar, derived ones too.
 
-    def __init__(self, title: str, results: Sequence[Result[Any]]) -> None:
+    ``groups`` are what names of lines begin with, for figures, whose files are named
+    ``subject``-group; with ``log`` ratios span powers of ten.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        results: Sequence[Result[Any]],
+        *,
+        subject: str,
+        groups: Sequence[str],
+        caption: str,
+        log: bool = False,
+    ) -> None:
         self.title = title
+        self._subject, self._names, self._caption, self._log = subject, groups, caption, log
         self.who = list(
             dict.fromkeys(result.row.who for result in results if not result.row.derived)
         )
@@ -63,7 +72,7 @@ class Matrix:
 
     def table(self) -> Table:
         made = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-        made.caption, made.caption_justify = CAPTION, "left"
+        made.caption, made.caption_justify = self._caption, "left"
         made.add_column("what, unit", no_wrap=True)
         for name in ("native", *self.who):
             made.add_column(name, justify="right")
@@ -95,7 +104,7 @@ class Matrix:
                 ]
             )
         tables = ("\n".join(f"| {' | '.join(row)} |" for row in rows_) for rows_ in (rows, bars))
-        return f"{self.title}. {CAPTION}\n\n" + "\n\n".join(tables) + "\n"
+        return f"{self.title}. {self._caption}\n\n" + "\n\n".join(tables) + "\n"
 
     # -- figures -----------------------------------------------------------------------------------
 
@@ -120,7 +129,7 @@ class Matrix:
         for name, lines in groups.items():
             figure, axis = pyplot.subplots(figsize=(12, 4.5), layout="constrained")
             self._draw(axis, name, lines)
-            self._finish(figure, path / f"datapath-{name.replace(' ', '-')}.png")
+            self._finish(figure, path / f"{self._subject}-{name.replace(' ', '-')}.png")
 
     def _finish(self, figure: Any, path: Path) -> None:
         from matplotlib import pyplot
@@ -146,7 +155,7 @@ class Matrix:
         groups: dict[str, list[str]] = {}
         for line in self.lines:
             if any(self.ratio(line, who) is not None for who in self.who):
-                for name in ("epoch 1", "files", "large file", "list and stat"):
+                for name in self._names:
                     if line.startswith(name):
                         groups.setdefault(name, []).append(line)
         return groups
@@ -164,8 +173,10 @@ class Matrix:
             labels = [f"{height:.2f}" if height else "" for height in heights]
             axis.bar_label(bars, labels, fontsize=6, rotation=90, padding=2)
         axis.axhline(1.0, color="#808080", linewidth=0.8)
-        words = [f"{line.removeprefix(name).lstrip(', ')}\n{self.unit(line)}" for line in lines]
+        words = [f"{line.removeprefix(name).lstrip(',: ')}\n{self.unit(line)}" for line in lines]
         axis.set_xticks(range(len(lines)), words, fontsize=8)
         axis.set_ylabel(f"{name}: x native", fontsize=8)
+        if self._log:
+            axis.set_yscale("log")
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)

@@ -248,3 +248,54 @@ def test_a_run_that_is_ended_unmounts_everything(
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert mounts_below(tmp_path) == [] and list(tmp_path.iterdir()) == []
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def test_a_job_must_wait_five_times_less_for_monarch_than_for_the_slow_source(
+    bench: ModuleType,
+) -> None:
+    import _bench_write  # type: ignore[import-not-found]
+
+    def said(slow: float, ours: float) -> str:
+        rows = [
+            bench.Result(_bench_write.SAVE.row(who, "auto"), [seconds] * 3, [1.0] * 3)
+            for who, seconds in (("slow source", slow), ("auto", ours))
+        ]
+        assert rows[0].verdict == ""
+        (waits,) = _bench_write.derived(rows, "auto")
+        return f"{rows[1].verdict}, {waits.verdict}"
+
+    assert said(10, 1.1) == "good, good"
+    assert said(10, 1.3) == "missed, good"
+    assert said(5, 1.1) == "good, missed"
+
+
+def test_what_was_written_is_whole(bench: ModuleType, tmp_path: Path) -> None:
+    import _writers  # type: ignore[import-not-found]
+
+    assert _writers.write_through(tmp_path / "large", 2_500_000) > 0
+    assert (tmp_path / "large").stat().st_size == 2_500_000
+    assert _writers.create_files(tmp_path, 5, sync=True) > 0
+    assert {(tmp_path / f"{number}").stat().st_size for number in range(5)} == {10_000}
+    assert _writers.replace_file(tmp_path, 7) > 0
+    assert (tmp_path / "target").stat().st_size == 10_006 and not (tmp_path / "staged").exists()
+    seconds = _writers.append_and_sync(tmp_path / "log", 9)
+    assert seconds == sorted(seconds) and (tmp_path / "log").stat().st_size == 9 * 4096
+
+
+def test_writing_is_measured_on_every_side_until_it_is_at_the_source(tmp_path: Path) -> None:
+    if reason := slowfs.unavailable():
+        pytest.skip(reason)
+    sizes = ["--files", "10", "--size-mb", "2", "--rounds", "1", "--modes", "python"]
+    where = ["--directory", str(tmp_path), "--json", str(tmp_path / "report.json")]
+    command = [sys.executable, str(SCRIPTS / "bench"), "write", "--peers", "none", *sizes, *where]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    rows = {(row["name"], row["who"]): row for row in report["rows"]}
+    for who in ("slow source", "python"):
+        for name in ("checkpoint: 1 MiB writes and fsync", "fsync of 4 KiB: 99 of 100"):
+            assert rows[name, who]["median"] > 0 and rows[name, who]["ratio"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

@@ -1,0 +1,104 @@
+"""Writes as training does, and times what the job waits for.
+
+Each function makes what it writes beneath a directory and returns seconds. What must be safe before
+the job goes on is fsynced within them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PIECE_BYTES = 1 << 20
+SMALL_BYTES = 10_000
+APPEND_BYTES = 4096
+
+
+def tensors(size_bytes: int) -> Any:
+    """A state of a model, of about so many bytes in tensors of 64 MB at most."""
+    import torch
+
+    largest, left = 64 * 10**6, size_bytes
+    state: dict[str, Any] = {}
+    while left > 0:
+        count = max(1, min(left, largest) // 4)
+        state[f"layer{len(state)}.weight"] = torch.rand(count)
+        left -= count * 4
+    return state
+
+
+def save_model(path: Path, state: Any) -> float:
+    import torch
+
+    begin = time.perf_counter()
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - begin
+
+
+def write_through(path: Path, size_bytes: int) -> float:
+    """In pieces of 1 MiB, and then fsync. Each piece is another, so nothing can be left out."""
+    piece = bytearray(os.urandom(PIECE_BYTES))
+    begin = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    left = size_bytes
+    while left > 0:
+        piece[:8] = left.to_bytes(8, "little")
+        left -= os.write(fd, memoryview(piece)[: min(left, PIECE_BYTES)])
+    os.fsync(fd)
+    os.close(fd)
+    return time.perf_counter() - begin
+
+
+def create_files(directory: Path, count: int, *, sync: bool) -> float:
+    """Files of 10 KB, one after the other."""
+    content = os.urandom(SMALL_BYTES)
+    begin = time.perf_counter()
+    for number in range(count):
+        fd = os.open(directory / f"{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.write(fd, content)
+        if sync:
+            os.fsync(fd)
+        os.close(fd)
+    return time.perf_counter() - begin
+
+
+def replace_file(directory: Path, count: int) -> float:
+    """A file that is written beside and renamed over the last one, so many times, each longer."""
+    content = os.urandom(SMALL_BYTES + count)
+    staged, target = directory / "staged", directory / "target"
+    begin = time.perf_counter()
+    for number in range(count):
+        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.write(fd, memoryview(content)[: SMALL_BYTES + number])
+        os.close(fd)
+        os.rename(staged, target)
+    return time.perf_counter() - begin
+
+
+def append_and_sync(path: Path, count: int) -> list[float]:
+    """Seconds of each fsync after 4 KiB were appended, sorted."""
+    content = os.urandom(APPEND_BYTES)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    seconds = []
+    for _ in range(count):
+        os.write(fd, content)
+        begin = time.perf_counter()
+        os.fsync(fd)
+        seconds.append(time.perf_counter() - begin)
+    os.close(fd)
+    return sorted(seconds)
+
+
+def wait_until(holds: Callable[[], bool], *, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
