@@ -14,9 +14,10 @@
       FuseError             8  EIO     the kernel or fusermount3 would not mount; the daemon died
       NotMountedError       9  ENOTCONN  no Monarch daemon answers there
       BusyError            10  EBUSY   files are open; nothing was done
+      NotDrainedError      13  EBUSY   what was written is not all at the source
 
 Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
-"something is wrong" of ``fsck``;
+"something is wrong" of ``fsck`` and ``ckpt verify``;
 11 and 12 are the answers "degraded" and "failing" of ``status --check``; 130 is an interrupt from
 the keyboard.
 """
@@ -119,6 +120,13 @@ class BusyError(MonarchError):
     errno = errno_.EBUSY
 
 
+class NotDrainedError(MonarchError):
+    """What was written through a mount did not come to the source in the time given."""
+
+    exit_code = 13
+    errno = errno_.EBUSY
+
+
 _BY_EXIT_CODE: dict[int, type[MonarchError]] = {
     kind.exit_code: kind
     for kind in (
@@ -131,6 +139,7 @@ _BY_EXIT_CODE: dict[int, type[MonarchError]] = {
         FuseError,
         NotMountedError,
         BusyError,
+        NotDrainedError,
     )
 }
 

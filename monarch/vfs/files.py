@@ -22,6 +22,7 @@ from monarch.errors import Refused, SourceChanged
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.placement.residency import SOURCE
+from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile
 from monarch.types import WRITTEN_INO, Identity, Ino
@@ -39,6 +40,8 @@ T = TypeVar("T")
 # A file that is open and was not written for so long is recorded as it is. Seconds.
 _QUIET_S = 2.0
 _LOOK_S = 0.5
+# What the disk is to blame for, and not who asks.
+_OF_THE_DISK = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EUCLEAN})
 
 
 class WrittenFiles:
@@ -71,6 +74,9 @@ class WrittenFiles:
         self._fast = fast
         self._open: dict[Ino, WrittenFile] = {}
         self._opening: dict[Ino, trio.Event] = {}
+        # How often the tier's disk has refused something, and with what the last time.
+        self.failures = 0
+        self.failure = ""
 
     def is_open(self, ino: Ino) -> bool:
         return ino in self._open
@@ -342,6 +348,9 @@ class WrittenFiles:
             return await self._threads.run(function, *args)
         except OSError as error:
             number = error.errno or errno.EIO
+            if number in _OF_THE_DISK:
+                self.failures += 1
+                self.failure = errno_words(number)
             raise Refused(number) from error
 
 
