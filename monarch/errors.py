@@ -15,6 +15,7 @@
       NotMountedError       9  ENOTCONN  no Monarch daemon answers there
       BusyError            10  EBUSY   files are open; nothing was done
       NotDrainedError      13  EBUSY   what was written is not all at the source
+      CheckpointError       1  EIO     a checkpoint, or a data order, that cannot be used
 
 Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
 "something is wrong" of ``fsck`` and ``ckpt verify``;
@@ -125,6 +126,10 @@ class NotDrainedError(MonarchError):
 
     exit_code = 13
     errno = errno_.EBUSY
+
+
+class CheckpointError(MonarchError):
+    """To a trainer, which is another process than the daemon."""
 
 
 _BY_EXIT_CODE: dict[int, type[MonarchError]] = {

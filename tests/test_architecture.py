@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
-    ("door", ("fuse",)),
+    ("door", ("fuse", "frameworks")),
     (
         "composition",
         (
@@ -62,7 +62,8 @@ CONFINED = {
     "pyfuse3": ("fuse",),
     "lmdb": ("namespace",),
     "yaml": ("config",),
-    "numpy": ("buckets", "namespace", "placement", "tiers", "daemon"),
+    "numpy": ("buckets", "order", "namespace", "placement", "tiers", "daemon", "frameworks"),
+    "torch": ("frameworks",),
     "click": ("cli",),
     "rich": ("cli",),
     "prometheus_client": ("metrics",),
@@ -75,6 +76,7 @@ EXTENSION, ITS_MODULE = "monarch.fuse._datapath", "monarch.fuse.datapath"
 PURE = (
     *("monarch.placement", "monarch.order"),
     *("monarch.transfer.outages", "monarch.transfer.throttle"),
+    *("monarch.frameworks.interval", "monarch.frameworks.layout"),
 )
 IMPURE = frozenset(
     (
@@ -100,7 +102,12 @@ IMPURE = frozenset(
 )
 
 # Imported by nobody, since something outside the package starts them.
-ENTRIES = frozenset({"monarch", "monarch.__main__", "monarch.cli.main"})
+ENTRIES = frozenset(
+    (
+        *("monarch", "monarch.__main__", "monarch.cli.main"),
+        *("monarch.frameworks.checkpoint", "monarch.frameworks.torch"),
+    )
+)
 
 NOT_USED = frozenset(
     (
@@ -342,6 +349,9 @@ def test_every_module_says_what_it_is_responsible_for() -> None:
         ("monarch.cli.mount", "from yaml import safe_load", "yaml belongs to config"),
         ("monarch.placement.ledger", "import time", "time in a pure module"),
         ("monarch.transfer.throttle", "from trio import sleep", "trio in a pure module"),
+        ("monarch.frameworks.interval", "import time", "time in a pure module"),
+        ("monarch.frameworks.torch", "import monarch.daemon", "frameworks imports daemon"),
+        ("monarch.order", "import torch", "torch belongs to frameworks"),
         ("monarch.daemon", "print('x')", "print"),
         ("monarch.tiers.utils", "", "not named 'utils'"),
         ("monarch.tiers.tier", "class TierManager: ...", "is named 'manager'"),
@@ -401,6 +411,12 @@ def _loaded_by(statement: str) -> set[str]:
 def test_a_trainer_that_sends_a_hint_loads_no_file_system() -> None:
     loaded = _loaded_by("import monarch.control.client")
     assert loaded & {"pyfuse3", "lmdb", "trio", "numpy"} == set()
+
+
+def test_a_trainer_that_saves_checkpoints_loads_no_file_system_and_no_framework() -> None:
+    loaded = _loaded_by("import monarch.frameworks.checkpoint")
+    assert "numpy" in loaded
+    assert loaded & {"pyfuse3", "lmdb", "trio", "pydantic", "yaml", "torch"} == set()
 
 
 def test_the_command_line_starts_without_the_file_system() -> None:

@@ -1,0 +1,1 @@
+"""What a trainer imports: checkpoints beside the training, in any framework."""

@@ -1,0 +1,175 @@
+"""How many iterations lie between two checkpoints: as few as the accepted overhead allows.
+
+``choose_interval`` is the choice of CheckFreq (Mohan, Phanishayee and Chidambaram, FAST 2021) from
+measured costs. ``Interval`` makes it anew whenever a checkpoint is on storage, from what that one
+cost: storage that becomes slower or faster is followed at once, in both directions.
+
+Pure: times are arguments, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+# Before anything is known, a checkpoint comes early, to be measured.
+FIRST_INTERVAL = 10
+
+# One slow write is believed at once, and forgotten when it is not among the last few.
+_WRITES = 3
+# What an iteration takes while nothing is written is the median of so many.
+_QUIET_ITERATIONS = 32
+
+# Interference that shows in so many intervals in a row is answered by a longer interval.
+_WINDOWS = 3
+_STRETCH = 1.25
+_MOST_STRETCH = 8.0
+
+# Quotients of times that are whole numbers but for the last bit.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What was measured, in seconds and bytes.
+
+    ``iteration_s``: an iteration; ``update_s``: its part in which the weights change. ``copy_s``: a
+    copy of the state to host memory, ``write_s``: from there to storage. ``visible_s``: how long a
+    copy to host memory holds up the training, if that was measured. ``gpu_copy_s``: a copy that
+    stays on the GPU, ``gpu_free_bytes`` what is free there, ``state_bytes`` what it needs.
+    """
+
+    iteration_s: float
+    update_s: float
+    copy_s: float
+    write_s: float
+    visible_s: float | None = None
+    gpu_copy_s: float = math.inf
+    gpu_free_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where the copy is made first, what it costs, and the least interval for either reason.
+
+    ``visible_s``: how long training is held up. ``by_write``: iterations until the checkpoint is on
+    storage, shared by those in flight. ``by_budget``: iterations that make ``visible_s`` the
+    accepted share.
+    """
+
+    mode: Literal["gpu", "cpu"]
+    visible_s: float
+    by_write: int
+    by_budget: int
+
+    @property
+    def interval(self) -> int:
+        """Iterations, at least 1."""
+        return max(1, self.by_write, self.by_budget)
+
+
+def choose_interval(costs: Costs, *, p: float, max_in_flight: int = 1) -> Choice:
+    """CheckFreq's choice. ``p``: the share of an iteration that checkpoints may cost, 0.035 say."""
+    visible = costs.visible_s
+    if visible is None:
+        # The copy goes on behind the next iteration, but not behind its update of the weights.
+        visible = max(0.0, costs.copy_s - (costs.iteration_s - costs.update_s))
+    mode: Literal["gpu", "cpu"] = "cpu"
+    total = costs.copy_s + costs.write_s
+    if costs.state_bytes <= costs.gpu_free_bytes and costs.gpu_copy_s <= visible:
+        mode, visible = "gpu", costs.gpu_copy_s
+        total = costs.gpu_copy_s + costs.write_s
+    return Choice(
+        mode,
+        visible,
+        _ceil((total - visible) / (max_in_flight * costs.iteration_s)),
+        _ceil(visible / (p * costs.iteration_s)),
+    )
+
+
+class Interval:
+    """The interval in use, ``iterations``, made anew from what is told of the run."""
+
+    def __init__(self, *, p: float, max_in_flight: int = 1) -> None:
+        """``p`` as in ``choose_interval``. Raises ValueError if one of them is not positive."""
+        if not p > 0 or max_in_flight < 1:
+            raise ValueError("p is above 0 and max_in_flight at least 1")
+        self._p = p
+        self._max_in_flight = max_in_flight
+        self.iterations = FIRST_INTERVAL
+        self._fed = 0
+        self._stretch = 1.0
+        self._noisy = 0
+        self._quiet: deque[float] = deque(maxlen=_QUIET_ITERATIONS)
+        self._writes: deque[float] = deque(maxlen=_WRITES)
+        self._visibles: deque[float] = deque(maxlen=_WRITES)
+        self._window: list[float] = []
+        self._updates: list[float] = []
+        self._last: tuple[list[float], list[float]] = ([], [])
+        self._visible_s = 0.0
+
+    def iterated(
+        self, seconds: float, *, update_s: float = 0.0, visible_s: float = 0.0, quiet: bool = True
+    ) -> None:
+        """An iteration took ``seconds``, of these ``update_s`` for its update, and besides was held
+        up by a checkpoint for ``visible_s``; ``quiet``: nothing was being written meanwhile.
+        """
+        self._window.append(seconds)
+        self._updates.append(update_s)
+        self._visible_s += visible_s
+        if quiet:
+            self._quiet.append(seconds)
+
+    def begun(self, *, late: bool = False) -> None:
+        """A checkpoint begins, and with it a window; ``late``: one was due before it, but those
+        before were still being written."""
+        if self._window:
+            self._visibles.append(self._visible_s)
+            if self._quiet and not late:
+                self._look_at(self._window)
+            self._last = (self._window, self._updates)
+        self._window, self._updates, self._visible_s = [], [], 0.0
+
+    def persisted(self, *, copy_s: float, write_s: float) -> None:
+        """A checkpoint is on storage: copied to host memory in ``copy_s``, then written."""
+        self._writes.append(write_s)
+        window, updates = (self._window, self._updates) if self._window else self._last
+        if not window:
+            return
+        costs = Costs(
+            iteration_s=max(median(window), _ROUNDING),
+            update_s=median(updates),
+            copy_s=copy_s,
+            # The median alone would let two more be late before it follows.
+            write_s=max(write_s, median(self._writes)),
+            visible_s=median(self._visibles) if self._visibles else None,
+        )
+        choice = choose_interval(costs, p=self._p, max_in_flight=self._max_in_flight)
+        self._fed = choice.interval
+        self._apply()
+
+    def _look_at(self, window: list[float]) -> None:
+        """The second guard: what writing costs without being late, in processor time or memory."""
+        undisturbed = median(self._quiet) * len(window)
+        overhead = (sum(window) + self._visible_s) / max(undisturbed, _ROUNDING) - 1
+        self._noisy = self._noisy + 1 if overhead > self._p else 0
+        if self._noisy == _WINDOWS:
+            self._noisy = 0
+            self._stretch = min(self._stretch * _STRETCH, _MOST_STRETCH)
+            self._apply()
+        elif overhead * _STRETCH <= self._p and self._stretch > 1:
+            # A shorter interval would still be within the budget.
+            self._stretch = max(1.0, self._stretch / _STRETCH)
+            self._apply()
+
+    def _apply(self) -> None:
+        if self._fed:
+            self.iterations = _ceil(self._fed * self._stretch)
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - _ROUNDING)

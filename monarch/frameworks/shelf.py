@@ -1,0 +1,521 @@
+"""A directory of checkpoints: written so that no crash leaves a torn one, listed, thinned out.
+
+A checkpoint is written under a temporary name, synced, and renamed to ``step-STEP-SERIAL.ckpt``,
+which no other ever had; then the ``manifest`` that names it is exchanged in the same way. So what
+the manifest names was whole and durable before, and a crash in between leaves a whole file without
+an entry, which is entered at the next start.
+
+The manifest has a line for each checkpoint, oldest first: the XXH3 of the rest in 16 hexadecimal
+digits, a blank, JSON. Removing goes the other way: first the entry, then the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from monarch.errors import CheckpointError, LockedError
+from monarch.frameworks.layout import TRAILER_BYTES, Octets, parse, parse_header, trailer
+from monarch.units import MiB
+
+MANIFEST = "manifest"
+_LOCK = "lock"
+_VERSION = 1
+_NAME = re.compile(r"step-(\d+)-(\d+)\.ckpt")
+_PART = re.compile(r"\..+\.part")
+# A thread that comes back from a checksum or a write waits for Python's lock, up to 5 ms each time
+# beside a busy trainer, so there are few of them.
+PIECE_BYTES = 8 * MiB
+
+DURABLE = "user.monarch.durable"
+# ``none``: only in memory; ``local``: on the node's own storage; ``source``: where the mount's
+# source is. None: not on a Monarch mount, so as durable as that file system's fsync.
+Durable = Literal["none", "local", "source"]
+_ENOUGH = {"local": ("local", "source", None), "source": ("source", None)}
+
+# Each is a reason to go on without a lock: this file system has none.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An entry of the manifest. ``size`` in bytes, ``xxh3`` of the file in hexadecimal.
+
+    ``step``: updates of the weights; ``epoch``, ``consumed``: how far the data order had come;
+    ``saved_ns``: the wall clock's time; ``serial``: rises with each checkpoint of the directory.
+    """
+
+    name: str
+    size: int
+    xxh3: str
+    step: int
+    epoch: int
+    consumed: int
+    saved_ns: int
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A checkpoint as the directory shows it: ``complete`` if its file is there in full length."""
+
+    checkpoint: Checkpoint
+    complete: bool
+    durable: Durable | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A checkpoint whose file was read: ``whole``, ``damaged`` (other bytes than were written),
+    ``missing``, or ``unreadable``; ``why`` in words, empty if whole."""
+
+    checkpoint: Checkpoint
+    state: Literal["whole", "damaged", "missing", "unreadable"]
+    why: str
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
+    """What the manifest names, newest first; nothing is read but the manifest.
+
+    Empty if there is no manifest. Raises CheckpointError if it is a newer Monarch's, OSError.
+    """
+    path = Path(directory)
+    listed = []
+    for checkpoint in reversed(_read_manifest(path).checkpoints):
+        try:
+            complete = os.stat(path / checkpoint.name).st_size == checkpoint.size
+        except OSError:
+            complete = False
+        listed.append(Listed(checkpoint, complete, durability(path / checkpoint.name)))
+    return listed
+
+
+def verify(directory: str | os.PathLike[str]) -> list[Verified]:
+    """Every checkpoint of the manifest, newest first, read and compared with its checksum."""
+    path = Path(directory)
+    return [verified(path, each) for each in reversed(_read_manifest(path).checkpoints)]
+
+
+def prune(
+    directory: str | os.PathLike[str],
+    *,
+    keep_last: int,
+    keep_every: int | Literal["epoch"] | None = None,
+    durable: Literal["local", "source"] = "local",
+) -> list[Checkpoint]:
+    """Remove old checkpoints and return them, oldest first.
+
+    Kept are the newest ``keep_last`` that are whole, all that are newer than these, and with
+    ``keep_every`` the newest of each epoch, or of each so many steps. Nothing is removed unless one
+    of the whole ones is as durable as ``durable``. Raises LockedError while a trainer uses the
+    directory (it removes old ones itself), CheckpointError, OSError, ValueError.
+    """
+    with hold(Path(directory)) as shelf:
+        return shelf.thin_out(
+            keep_last=keep_last, keep_every=keep_every, durable=durable, believed=set()
+        )
+
+
+def durability(path: Path) -> Durable | None:
+    """What a Monarch mount says of the file's bytes; None where nobody says anything."""
+    try:
+        told = os.getxattr(path, DURABLE).decode("ascii", "replace")
+    except OSError:
+        return None
+    return told if told in ("none", "local", "source") else None  # type: ignore[return-value]
+
+
+def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
+    """Read the file once, piece by piece."""
+    try:
+        fd = os.open(directory / checkpoint.name, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Verified(checkpoint, "missing", "its file is gone")
+    except OSError as error:
+        return Verified(checkpoint, "unreadable", str(error.strerror))
+    try:
+        digest = xxhash.xxh3_64()
+        size = 0
+        for piece in _pieces(fd):
+            digest.update(piece)
+            size += len(piece)
+    except OSError as error:
+        return Verified(checkpoint, "unreadable", str(error.strerror))
+    finally:
+        os.close(fd)
+    if size != checkpoint.size:
+        return Verified(checkpoint, "damaged", f"{size} bytes, not {checkpoint.size}")
+    if digest.hexdigest() != checkpoint.xxh3:
+        return Verified(checkpoint, "damaged", "its bytes do not have its checksum")
+    return Verified(checkpoint, "whole", "")
+
+
+def load(directory: Path, checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
+    """The header's facts and the state. Raises CheckpointError unless every byte is as written."""
+    try:
+        content = _whole(directory / checkpoint.name)
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint.name}: {error.strerror}") from error
+    if xxhash.xxh3_64_hexdigest(content.data) != checkpoint.xxh3:
+        raise CheckpointError(f"{checkpoint.name}: its bytes do not have its checksum")
+    try:
+        return parse(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.name}: {error}") from error
+
+
+@contextlib.contextmanager
+def hold(directory: Path) -> Iterator[Shelf]:
+    """A shelf for a while."""
+    shelf = Shelf(directory)
+    try:
+        yield shelf
+    finally:
+        shelf.release()
+
+
+class Shelf:
+    """The one writer of a directory. Its methods are called one at a time.
+
+    Raises LockedError if another process, or another Shelf, writes into it; OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._lock_fd = _locked(directory)
+        _HELD.add(self)
+        try:
+            manifest = _read_manifest(directory)
+            self._checkpoints = manifest.checkpoints
+            self.troubles = manifest.troubles
+            self._adopt()
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """Oldest first."""
+        return self._checkpoints
+
+    def next_serial(self) -> int:
+        return max((each.serial for each in self._checkpoints), default=0) + 1
+
+    def stage(
+        self,
+        name: str,
+        pieces: Iterable[bytes | memoryview],
+        *,
+        end: Callable[[int], bytes] | None = None,
+    ) -> tuple[Path, int, str]:
+        """Write and sync a temporary file: its path, size, and XXH3. Any thread.
+
+        ``end`` gives its last bytes, from the XXH3 of those before. Raises OSError, and
+        then nothing is left.
+        """
+        part = self.directory / f".{name}.part"
+        digest = xxhash.xxh3_64()
+        size = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(part, flags, 0o666)
+            try:
+                for piece in pieces:
+                    digest.update(piece)
+                    size += len(piece)
+                    _write_all(fd, piece)
+                if end is not None:
+                    last = end(digest.intdigest())
+                    digest.update(last)
+                    size += len(last)
+                    _write_all(fd, last)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            _remove(part)
+            raise
+        return part, size, digest.hexdigest()
+
+    def publish(self, part: Path, checkpoint: Checkpoint) -> None:
+        """Name the staged file ``part`` and enter it. Durable when this returns.
+
+        Raises OSError, and then the manifest is as it was, or names the new one as well.
+        """
+        path = self.directory / checkpoint.name
+        try:
+            os.replace(part, path)
+            _sync_directory(self.directory)
+            after = [*self._checkpoints, checkpoint]
+            self._exchange(sorted(after, key=lambda each: each.serial))
+        except BaseException:
+            _remove(part)
+            # After the manifest's rename the directory's sync can still fail.
+            with contextlib.suppress(OSError, CheckpointError):
+                found = _read_manifest(self.directory).checkpoints
+                if checkpoint.name not in {each.name for each in found}:
+                    _remove(path)
+            raise
+
+    def thin_out(
+        self,
+        *,
+        keep_last: int,
+        keep_every: int | Literal["epoch"] | None,
+        durable: Literal["local", "source"],
+        believed: set[str],
+    ) -> list[Checkpoint]:
+        """As ``prune``. What ``believed`` names is not read again; what was read joins it."""
+        if keep_last < 1:
+            raise ValueError("at least one checkpoint is kept")
+        newest_first = self._checkpoints[::-1]
+        if len(newest_first) <= keep_last:
+            return []
+        whole: list[Checkpoint] = []
+        for checkpoint in newest_first:
+            known = checkpoint.name in believed
+            if known or verified(self.directory, checkpoint).state == "whole":
+                believed.add(checkpoint.name)
+                whole.append(checkpoint)
+            if len(whole) == keep_last:
+                break
+        safe = any(durability(self.directory / c.name) in _ENOUGH[durable] for c in whole)
+        if len(whole) < keep_last or not safe:
+            return []
+        oldest_kept = whole[-1].serial
+        kept = {each.serial for each in _newest_of_each(self._checkpoints, keep_every)}
+        old = [c for c in self._checkpoints if c.serial < oldest_kept and c.serial not in kept]
+        if old:
+            gone = {each.serial for each in old}
+            self._exchange([c for c in self._checkpoints if c.serial not in gone])
+            for checkpoint in old:
+                _remove(self.directory / checkpoint.name)
+        return old
+
+    def release(self) -> None:
+        """Let another one write. May be called twice."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            _HELD.discard(self)
+            self._lock_fd = -1
+
+    def _exchange(self, checkpoints: list[Checkpoint]) -> None:
+        lines = [json.dumps({"version": _VERSION})]
+        lines += [json.dumps(asdict(each), separators=(",", ":")) for each in checkpoints]
+        content = b"".join(map(_line, lines))
+        part, _, _ = self.stage(MANIFEST, [content])
+        try:
+            os.replace(part, self.directory / MANIFEST)
+        except BaseException:
+            _remove(part)
+            raise
+        self._checkpoints = checkpoints
+        _sync_directory(self.directory)
+
+    def _adopt(self) -> None:
+        """Enter whole checkpoints that a crash kept out of the manifest; remove what it left."""
+        entered = {each.name for each in self._checkpoints}
+        found = []
+        for name in os.listdir(self.directory):
+            if _PART.fullmatch(name):
+                _remove(self.directory / name)
+            elif _NAME.fullmatch(name) and name not in entered:
+                try:
+                    found.append(_examined(self.directory, name))
+                except (OSError, CheckpointError) as error:
+                    self.troubles.append(f"{self.directory / name}: {error}; it is left alone")
+        if found:
+            after = sorted([*self._checkpoints, *found], key=lambda each: each.serial)
+            self._exchange(after)
+
+
+@dataclass(slots=True)
+class _Manifest:
+    checkpoints: list[Checkpoint]
+    troubles: list[str]
+
+
+def _read_manifest(directory: Path) -> _Manifest:
+    """A line that is damaged is left out, and told of; its file is found again by itself."""
+    try:
+        content = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return _Manifest([], [])
+    found = _Manifest([], [])
+    for number, line in enumerate(content.splitlines(), 1):
+        text = line[17:]
+        try:
+            if line[:17] != _line_mark(text):
+                raise ValueError("damaged")
+            told = json.loads(text)
+            if number > 1:
+                found.checkpoints.append(_entry(told))
+                continue
+            version = told["version"]
+        except (KeyError, TypeError, ValueError):
+            found.troubles.append(f"{directory / MANIFEST}: line {number} is damaged")
+            continue
+        if version != _VERSION:
+            raise CheckpointError(
+                f"{directory / MANIFEST} has version {version}, this Monarch knows {_VERSION}",
+                hint="use the Monarch that wrote it, or another directory",
+            )
+    return found
+
+
+def _entry(told: dict[str, Any]) -> Checkpoint:
+    """Raises KeyError, TypeError, ValueError. A name leads to nowhere but the directory."""
+    name, xxh3 = str(told["name"]), str(told["xxh3"])
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no checkpoint")
+    return Checkpoint(
+        name=name,
+        size=int(told["size"]),
+        xxh3=xxh3,
+        step=int(told["step"]),
+        epoch=int(told["epoch"]),
+        consumed=int(told["consumed"]),
+        saved_ns=int(told["saved_ns"]),
+        serial=int(told["serial"]),
+    )
+
+
+def _line(text: str) -> bytes:
+    content = text.encode()
+    return _line_mark(content) + content + b"\n"
+
+
+def _line_mark(content: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(content).encode() + b" "
+
+
+def _newest_of_each(
+    checkpoints: Sequence[Checkpoint], every: int | Literal["epoch"] | None
+) -> Iterable[Checkpoint]:
+    if every is None:
+        return ()
+    if every != "epoch" and every < 1:
+        raise ValueError("keep_every is a number of steps, or 'epoch'")
+    newest: dict[int, Checkpoint] = {}
+    for each in checkpoints:
+        newest[each.epoch if every == "epoch" else each.step // every] = each
+    return newest.values()
+
+
+def _examined(directory: Path, name: str) -> Checkpoint:
+    """The entry of a file that has none. Raises CheckpointError unless it is whole, OSError."""
+    fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(fd)
+        left = status.st_size - TRAILER_BYTES
+        inner = xxhash.xxh3_64()
+        for piece in _pieces(fd, max(0, left)):
+            inner.update(piece)
+        end = os.pread(fd, TRAILER_BYTES + 1, max(0, left))
+        if end != trailer(inner.intdigest()):
+            raise CheckpointError("it is damaged, or not whole")
+        header = parse_header(os.pread(fd, 16, 0), lambda to: os.pread(fd, to - 16, 16))
+    finally:
+        os.close(fd)
+    inner.update(end)
+    try:
+        known = {"name": name, "size": status.st_size, "xxh3": inner.hexdigest()}
+        return _entry({**header, **known})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"its header makes no sense ({error})") from error
+
+
+def name_of(step: int, serial: int) -> str:
+    return f"step-{step:08d}-{serial:06d}.ckpt"
+
+
+def _pieces(fd: int, size: int | None = None) -> Iterator[memoryview]:
+    """The first ``size`` bytes, or all; each piece is valid until the next."""
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    offset = 0
+    while size is None or offset < size:
+        wanted = PIECE_BYTES if size is None else min(PIECE_BYTES, size - offset)
+        count = os.preadv(fd, [buffer[:wanted]], offset)
+        if not count:
+            return
+        yield buffer[:count]
+        offset += count
+
+
+def _whole(path: Path) -> Octets:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = np.empty(os.fstat(fd).st_size, np.uint8)
+        memory = content.data
+        offset = 0
+        while offset < len(memory):
+            count = os.preadv(fd, [memory[offset : offset + 64 * MiB]], offset)
+            if not count:
+                break
+            offset += count
+        return content[:offset]
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, piece: bytes | memoryview) -> None:
+    left = memoryview(piece)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    """What cannot be removed now is found again at the next start."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _locked(directory: Path) -> int:
+    """A descriptor that holds the directory, or -1 where the file system has no locks."""
+    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in _NO_LOCKS:
+            return -1
+        if error.errno == errno.EWOULDBLOCK:
+            raise LockedError(
+                f"{os.fspath(directory)!r} is in use by another trainer",
+                hint="wait until it ends, or name another directory",
+            ) from None
+        raise
+    return fd
+
+
+# Workers that a trainer forks outlive its death by a while, and would hold its lock so long.
+_HELD: weakref.WeakSet[Shelf] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for shelf in list(_HELD):
+        shelf.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
