@@ -429,7 +429,7 @@ class _Mount:
             datapath=self._datapath,
         )
         lost = Lost(state)
-        self._written_verbs = WrittenVerbs(side=self._writing, lost=lost)
+        self._written_verbs = WrittenVerbs(names=names, side=self._writing, lost=lost)
         self._status = Status(
             settings=settings,
             mode=self._mode,

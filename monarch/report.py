@@ -307,7 +307,7 @@ class WrittenTotals(Report):
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress(Report):
-    """``*_done`` of what was not at the source when it was asked; ``trouble`` as in WritingReport."""
+    """``*_done`` of what was not at the source when asked; ``trouble`` as in WritingReport."""
 
     files_done: int
     files_total: int

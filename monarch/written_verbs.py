@@ -1,4 +1,4 @@
-"""What the control socket can be asked about written files: which there are, and to wait for them."""
+"""What the control socket can be asked about written files: which there are, and to await them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from monarch.absorbing import WriteSide
 from monarch.control.server import Send, Verb
 from monarch.errors import UsageError
 from monarch.lost import Lost
+from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.report import (
     DrainProgress,
@@ -39,7 +40,8 @@ _NAMED = 1000
 class WrittenVerbs:
     """``side`` is None for a mount that is read-only: nothing was written, nothing waits."""
 
-    def __init__(self, *, side: WriteSide | None, lost: Lost) -> None:
+    def __init__(self, *, names: Namespace, side: WriteSide | None, lost: Lost) -> None:
+        self._names = names
         self._side = side
         self._lost = lost
 
@@ -48,7 +50,7 @@ class WrittenVerbs:
 
     async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Every file at and beneath ``path`` that was written, in parts."""
-        side, below = self._side, _name(params.get("path", ""))
+        side, below = self._side, self._name(params.get("path", ""))
         files = size = drained_files = drained_bytes = 0
         part: list[WrittenFile] = []
         room = _PART_BYTES
@@ -84,7 +86,7 @@ class WrittenVerbs:
         paths = params.get("paths")
         if paths is not None and not isinstance(paths, list):
             raise UsageError("paths must be a list of texts")
-        below = None if paths is None else [_name(path) for path in paths]
+        below = None if paths is None else [self._name(path) for path in paths]
         seq: int | None = None
         with trio.move_on_after(float("inf") if timeout_s is None else timeout_s):
             await self._recorded(side)
@@ -115,7 +117,7 @@ class WrittenVerbs:
                 pending &= side.stock.unrecorded()
         # Those that stay open are recorded as they are.
         for ino in pending:
-            node = side.writing.names.node(ino)
+            node = self._names.node(ino)
             if node is not None:
                 side.files.record(node)
 
@@ -144,11 +146,23 @@ class WrittenVerbs:
             self._lost.acknowledge()
         return LostReport(names, acknowledged).to_dict()
 
+    def _name(self, path: object) -> bytes:
+        """A path relative to the mount, of something that is there. Raises UsageError."""
+        if not isinstance(path, str):
+            raise UsageError("a path must be a text")
+        try:
+            name = os.fsencode(path).strip(b"/")
+        except UnicodeEncodeError as error:
+            raise UsageError(f"no such file in the mount: {path!r}") from error
+        if self._names.resolve(name) is None:
+            raise UsageError(f"no such file in the mount: {path!r}")
+        return name
+
     def _nodes(self, below: bytes) -> Iterator[tuple[Node, bytes]]:
         """The regular files that were written and have a name, with a path that lies there."""
         if self._side is None:
             return
-        names = self._side.writing.names
+        names = self._names
         for node in list(names.nodes()):
             if not node.is_file or not node.names:
                 continue
@@ -177,13 +191,3 @@ class _Course:
 def _done(total: int, left: int, drained: int) -> int:
     """What was not drained may have gone: removed again, or written anew."""
     return min(total, max(drained, total - left))
-
-
-def _name(path: object) -> bytes:
-    """A path relative to the mount. Raises UsageError."""
-    if not isinstance(path, str):
-        raise UsageError("a path must be a text")
-    try:
-        return os.fsencode(path).strip(b"/")
-    except UnicodeEncodeError as error:
-        raise UsageError(f"no such file in the mount: {path!r}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,11 +80,11 @@ def ls(mountpoint: Path, path: str | None, as_json: bool) -> None:
     """Show what was written: bytes, where they are safe, age, checksum, and whether complete.
 
     PATH is a directory or file in the mount, or relative to it; without it, all that this mount
-    and the ones before have written and not forgotten. DURABLE is none (a crash of the node may
+    and those before it have written and not forgotten. DURABLE is none (a crash of the node may
     take it), local (on the node's disk) or source.
     """
-    record = Registry(state_root()).find(mountpoint)
-    rows = rows_of(record, path)
+    record, below = _place(mountpoint, path)
+    rows = rows_of(record, below)
     if as_json:
         emit_json({"mountpoint": record.mountpoint, "files": [asdict(row) for row in rows]})
         return
@@ -144,10 +144,10 @@ def wait(
     """
     if newest and everything:
         raise UsageError("--newest and --all exclude each other", hint="leave one of them out")
-    record = Registry(state_root()).find(mountpoint)
-    params: dict[str, Any] = {"paths": inside(record, [path])} if path is not None else {}
+    record, below = _place(mountpoint, path)
+    params: dict[str, Any] = {"paths": [below]} if below else {}
     if newest:
-        params = {"paths": _newest(record, path)}
+        params = {"paths": _newest(record, below)}
     try:
         report = drain(record, params, timeout_s=timeout_s, quiet=as_json)
     except KeyboardInterrupt:
@@ -180,8 +180,8 @@ def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
     Checksums of a manifest are compared as well. What is not at the source yet is read in the mount
     alone. The exit code is 1 if anything is not as it should be.
     """
-    record = Registry(state_root()).find(mountpoint)
-    rows = rows_of(record, path)
+    record, below = _place(mountpoint, path)
+    rows = rows_of(record, below)
     mount, source = Path(record.mountpoint), Path(record.source)
     total = sum(row.bytes * (1 + (row.durable == "source")) for row in rows)
     done = 0
@@ -297,9 +297,12 @@ def gc(
     newest good one removed, nor anything newer. A trainer that runs removes old ones itself; its
     directory is refused (exit code 7).
     """
-    record = Registry(state_root()).find(mountpoint)
+    record, below = _place(mountpoint, path)
     removed = []
-    for directory in _shelves(record, path, _written(record, path)[0]):
+    for directory in _shelves(below, _written(record, below)):
+        # What has no manifest is not looked into, and is not made one.
+        if not _listed(record, directory):
+            continue
         gone = prune(
             Path(record.mountpoint) / directory,
             keep_last=keep_last,
@@ -352,17 +355,23 @@ def lost(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
 # -- what there is ---------------------------------------------------------------------------------
 
 
-def rows_of(record: MountRecord, path: str | None) -> list[Row]:
-    """Checkpoints and other written files at and beneath ``path``, newest first."""
-    written, _ = _written(record, path)
+def _place(mountpoint: Path, path: str | None) -> tuple[MountRecord, str]:
+    """The mount, and the path relative to it that is asked about: "" for all of it."""
+    record = Registry(state_root()).find(mountpoint)
+    return record, inside(record, [path if path is not None else os.path.abspath(mountpoint)])[0]
+
+
+def rows_of(record: MountRecord, below: str) -> list[Row]:
+    """Checkpoints and other written files at and beneath ``below``, newest first."""
+    written = _written(record, below)
     known = {file.path: file for file in written}
-    rows = []
-    shelves = list(_shelves(record, path, written))
-    for directory in shelves:
-        for listed in _listed(record, directory):
-            row = _row_of(directory, listed, known)
-            if path is None or _is_within(row.path, inside(record, [path])[0]):
-                rows.append(row)
+    shelves = _shelves(below, written)
+    rows = [
+        _row_of(directory, listed, known)
+        for directory in shelves
+        for listed in _listed(record, directory)
+    ]
+    rows = [row for row in rows if _is_within(row.path, below)]
     named = {row.path for row in rows}
     rows += [
         Row(file.path, file.bytes, file.durable, file.mtime_ns)
@@ -390,30 +399,24 @@ def _row_of(directory: str, listed: Listed, known: dict[str, WrittenFile]) -> Ro
     )
 
 
-def _written(record: MountRecord, path: str | None) -> tuple[list[WrittenFile], WrittenTotals]:
-    """What the daemon knows to be written at and beneath ``path``, in no order."""
+def _written(record: MountRecord, below: str) -> list[WrittenFile]:
+    """What the daemon knows to be written at and beneath a path, in no order."""
     files: list[WrittenFile] = []
-    params = {"path": "" if path is None else inside(record, [path])[0]}
-    totals = ask(
+    ask(
         record,
         "written",
-        params,
+        {"path": below},
         answer=WrittenTotals,
         timeout=SILENCE_S,
         on_progress=lambda raw: files.extend(WrittenFiles.from_dict(raw).files),
     )
-    return files, totals
+    return files
 
 
-def _shelves(
-    record: MountRecord, path: str | None, written: Iterable[WrittenFile]
-) -> Iterator[str]:
+def _shelves(below: str, written: Iterable[WrittenFile]) -> list[str]:
     """The directories that may have a manifest, relative to the mount."""
     found = {os.path.dirname(f.path) for f in written if os.path.basename(f.path) == MANIFEST}
-    if path is not None:
-        named = inside(record, [path])[0]
-        found |= {named, os.path.dirname(named)}
-    return iter(sorted(found))
+    return sorted(found | {below, os.path.dirname(below)})
 
 
 def _listed(record: MountRecord, directory: str) -> list[Listed]:
@@ -440,9 +443,9 @@ def _listed(record: MountRecord, directory: str) -> list[Listed]:
     return found
 
 
-def _newest(record: MountRecord, path: str | None) -> list[str]:
+def _newest(record: MountRecord, below: str) -> list[str]:
     """The newest whole checkpoint with the manifest that names it, or the newest file."""
-    rows = rows_of(record, path)
+    rows = rows_of(record, below)
     checkpoints = [row for row in rows if row.complete]
     for row in checkpoints or rows:
         beside = os.path.join(os.path.dirname(row.path), MANIFEST)

@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.0f} s" if seconds >= 1 or not seconds else f"{seconds:.1g} s"
 
 
 @contextmanager

@@ -117,7 +117,10 @@ def _record(registry: Registry, path: Path) -> MountRecord | None:
 
 
 def _bring_home(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
-    """Wait until all that was written is at the source. Raises NotDrainedError, and what drain does."""
+    """Wait until all that was written is at the source.
+
+    Raises NotDrainedError if it is not in time, NotMountedError and MonarchError as ``drain``.
+    """
     where = escape_text(record.mountpoint)
     try:
         report = drain(record, {}, timeout_s=timeout_s, quiet=quiet)
@@ -156,12 +159,15 @@ def _left(record: MountRecord | None) -> Survey | None:
 
 
 def _told(left: Survey, directory: str) -> str:
-    what = f"{counted(len(left.waiting), 'file', 'files')}, {format_bytes(left.bytes)},"
-    if not left.waiting:
-        what = counted(left.operations, "change of names", "changes of names")
+    count, what = len(left.waiting), f", {format_bytes(left.bytes)}"
+    if count:
+        told = counted(count, "file", "files") + what
+    else:
+        count = left.operations
+        told = counted(count, "change of names", "changes of names")
     return (
-        f"{what} not at the source yet, stay in {escape_text(directory)}: mount again to go on"
-        " draining"
+        f"{told}, not at the source yet, {'stays' if count == 1 else 'stay'} in"
+        f" {escape_text(directory)}: mount again to go on draining"
     )
 
 
