@@ -43,6 +43,19 @@ POINTS = frozenset(
         "adopt-renamed",
         "adopt-recorded",
         "adopt-done",
+        # A change of what is absorbed is recorded, the journal is synced, and written anew.
+        "journal-appended",
+        "journal-synced",
+        "journal-staged",
+        "journal-compacted",
+        # The drain: a content is written beside its name at the source, synced, renamed, its other
+        # names linked; a change is made there, and marked as done.
+        "drain-staged",
+        "drain-synced",
+        "drain-renamed",
+        "drain-linked",
+        "drain-published",
+        "drain-marked",
         # What nobody knows is removed.
         "sweep-removed",
         # The names.

@@ -182,7 +182,9 @@ class Verbs:
     def _files(self, roots: list[Ino]) -> Iterator[tuple[Ino, int]]:
         for root in roots:
             for ino, attributes in self._names.walk(root):
-                yield ino, attributes.size
+                # What was written here has no copy.
+                if not self._names.is_written(ino):
+                    yield ino, attributes.size
 
 
 class _Warming:

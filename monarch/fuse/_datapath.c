@@ -111,6 +111,19 @@ static void agree_on_answers(struct datapath *path, struct out_header *header) {
     /* Without it lookups in one directory wait for each other. The kernel ignores what it does not
      * know. */
     out->flags |= INIT_PARALLEL_DIROPS | INIT_CACHE_SYMLINKS;
+    /* Rights that a write takes away are taken away by name, so that Python hears of it. */
+    out->flags &= ~(uint32_t)INIT_HANDLE_KILLPRIV;
+    /* A message must fit our buffers, and the socket to Python, which root alone may widen. */
+    int room = 0;
+    socklen_t size = sizeof room;
+    getsockopt(path->channel, SOL_SOCKET, SO_SNDBUF, &room, &size);
+    uint32_t page = (uint32_t)sysconf(_SC_PAGESIZE), most = DATA_BYTES;
+    if (room > 0 && (uint32_t)room < most + page)
+        most = (uint32_t)room > 2 * page ? (uint32_t)room - page : page;
+    if (out->max_write > most)
+        out->max_write = most / page * page;
+    if (out->max_pages > DATA_BYTES / page)
+        out->max_pages = (uint16_t)(DATA_BYTES / page);
     /* Reading ahead counts as background; the default is 12 in all, for all readers. */
     out->max_background = 256;
     out->congestion_threshold = 192;
@@ -121,33 +134,70 @@ static void agree_on_answers(struct datapath *path, struct out_header *header) {
     }
 }
 
+/* Carries back an answer that opens nothing. */
+static void carry_error(const struct pending *what, struct out_header *header) {
+    header->unique = what->unique;
+    if (!what->answered && write(what->device, header, header->len) < 0) {
+        /* The caller is gone, and so is the error. */
+    }
+}
+
+/* Carries back the answer to an open of ``ino``, which ``entry`` has a user for. ``out``: the part
+ * of it that holds the handle. */
+static void give_handle(struct datapath *path, const struct pending *what, uint64_t ino,
+                        struct open_inode *entry, bool writes, struct out_header *header,
+                        struct open_out *out) {
+    bool bound = false, gone = what->answered;
+    if (!gone) {
+        bound = opens_answered(&path->opens, entry, writes);
+        if (bound)
+            *out = handle_of(entry, true, out->open_flags);
+        header->unique = what->unique;
+        gone = write(what->device, header, header->len) < 0;
+    }
+    if (gone) {
+        drop_open(path, ino, !what->answered && !bound);
+        tell(path, ino, EVENT_ABANDONED, NULL);
+    }
+}
+
 /* Python's answer to an open: hand out what it has bound the inode to. */
 static void answer_open(struct datapath *path, const struct pending *what,
                         struct out_header *header) {
     struct open_out *out = (struct open_out *)(header + 1);
     if (header->error || header->len < sizeof *header + sizeof *out) {
         drop_open(path, what->ino, false);
-    } else if (what->answered) {
-        /* Its caller is gone. */
-        drop_open(path, what->ino, false);
-        tell(path, what->ino, EVENT_ABANDONED, NULL);
-    } else {
-        bool bound = opens_answered(&path->opens, what->entry);
-        if (bound)
-            *out = handle_of(what->entry, out->open_flags & FOPEN_KEEP_CACHE);
-        header->unique = what->unique;
-        if (write(what->device, header, header->len) < 0) {
-            drop_open(path, what->ino, !bound);
-            tell(path, what->ino, EVENT_ABANDONED, NULL);
-        }
+        carry_error(what, header);
         return;
     }
-    if (!what->answered) {
-        header->unique = what->unique;
-        if (write(what->device, header, header->len) < 0) {
-            /* The caller is gone, and so is the error. */
-        }
+    give_handle(path, what, what->ino, what->entry, what->writes, header, out);
+}
+
+/* Python's answer to a creation, whose inode nobody knew before. */
+static void answer_create(struct datapath *path, const struct pending *what,
+                          struct out_header *header) {
+    struct entry_out *made = (struct entry_out *)(header + 1);
+    struct open_out *out = (struct open_out *)(made + 1);
+    if (header->error || header->len < sizeof *header + sizeof *made + sizeof *out ||
+        made->nodeid < 1 || made->nodeid > INO_MASK) {
+        carry_error(what, header);
+        return;
     }
+    uint64_t ino = made->nodeid;
+    struct open_inode *entry = opens_created(&path->opens, ino);
+    if (!entry) {
+        bool fresh;
+        entry = opens_take(&path->opens, ino, &fresh);
+        if (!entry) {
+            *header = (struct out_header){sizeof *header, -ENFILE, header->unique};
+            carry_error(what, header);
+            tell(path, ino, EVENT_ABANDONED, NULL);
+            return;
+        }
+        if (fresh)
+            opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
+    }
+    give_handle(path, what, ino, entry, true, header, out);
 }
 
 static void carry_back(struct datapath *path, struct out_header *header) {
@@ -162,6 +212,10 @@ static void carry_back(struct datapath *path, struct out_header *header) {
         return;
     if (what.opcode == OP_OPEN) {
         answer_open(path, &what, header);
+        return;
+    }
+    if (what.opcode == OP_CREATE) {
+        answer_create(path, &what, header);
         return;
     }
     if (what.answered)

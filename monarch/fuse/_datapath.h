@@ -88,6 +88,7 @@ struct pending {
     int device;
     bool used, answered;
     bool interrupted; /* somebody sent its caller a signal */
+    bool writes;      /* an open, to write */
 };
 
 /* In the place of a tier: an open that Python has answered did not come about; a file was fetched
@@ -207,7 +208,10 @@ bool came_early(const struct datapath *path, uint64_t unique);
 bool unpend(struct datapath *path, uint64_t unique, struct pending *what);
 void close_remains(struct datapath *path, const struct open_remains *remains);
 bool drop_open(struct datapath *path, uint64_t ino, bool plain);
-void pass_on(struct thread *thread, struct in_header *request, struct open_inode *entry);
+void release_written(struct datapath *path, uint64_t ino);
+void pass_on(struct thread *thread, struct in_header *request);
+void pass_open(struct thread *thread, struct in_header *request, struct open_inode *entry,
+               bool writes);
 void let_go(struct datapath *path, uint64_t now);
 void interrupt(struct datapath *path, uint64_t unique);
 
@@ -215,7 +219,7 @@ void interrupt(struct datapath *path, uint64_t unique);
 
 int32_t register_backing(struct datapath *path, int fd, uint8_t tier);
 bool store_pages(struct datapath *path, uint64_t ino, const void *data, size_t size);
-struct open_out handle_of(const struct open_inode *entry, bool keep_pages);
+struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t wanted);
 void dispatch(struct thread *thread, struct in_header *request, uint64_t begin);
 
 /* -- _datapath.c ------------------------------------------------------------------------------- */

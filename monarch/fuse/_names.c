@@ -157,6 +157,10 @@ static void fill_entry(struct entry_out *entry, uint64_t ino, const struct recor
     fill(&entry->attr, ino, record);
 }
 
+bool names_tells(const struct names *names, uint64_t ino) {
+    return ino >= 1 && ino <= names->entries && !differs(names, ino);
+}
+
 enum names_answer names_version(const struct names *names, uint64_t ino,
                                 struct identity *identity) {
     struct record record;

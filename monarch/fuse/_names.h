@@ -42,6 +42,8 @@ void names_free(struct names *names);
 bool names_publish(struct names *names, unsigned table, size_t number, const uint8_t *bytes,
                    size_t size);
 
+/* Whether the inode is one of the snapshot's, and as it tells. */
+bool names_tells(const struct names *names, uint64_t ino);
 /* The version of a regular file; NAMES_NONE for anything else. */
 enum names_answer names_version(const struct names *names, uint64_t ino, struct identity *identity);
 /* The same, and where the source has it, relative to its root; NAMES_ASK for a path too long. */

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static struct opens_stripe *stripe_of(struct opens *opens, uint64_t ino) {
     return &opens->stripes[ino % OPENS_STRIPES];
@@ -62,10 +63,10 @@ static struct open_inode *allocate(struct opens *opens, struct opens_stripe *str
     return entry;
 }
 
-struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
+/* One more user of ``ino``'s entry, which is made if there is none; the stripe's lock is held. */
+static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe, uint64_t ino,
+                               bool *fresh) {
     *fresh = false;
-    pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
     if (entry) {
         entry->users++;
@@ -75,18 +76,26 @@ struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh) {
         entry->next = *bucket;
         *bucket = entry;
         entry->users = 1;
-        entry->plain = 0;
-        entry->bound = entry->outdated = false;
+        entry->plain = entry->creating = 0;
+        entry->outdated = entry->held = false;
         entry->backing_id = 0;
+        __atomic_store_n(&entry->bound, false, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->tier, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->reached, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->kind, OPEN_SETTLING, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->ino, ino, __ATOMIC_RELEASE);
     }
-    pthread_mutex_unlock(&stripe->lock);
     if (entry)
         __atomic_add_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+    return entry;
+}
+
+struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = take(opens, stripe, ino, fresh);
+    pthread_mutex_unlock(&stripe->lock);
     return entry;
 }
 
@@ -115,22 +124,29 @@ static void settle(struct open_inode *entry, enum open_kind kind, int fd, int32_
     __atomic_store_n(&entry->kind, kind, __ATOMIC_RELEASE);
 }
 
-void opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
+bool opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
                   int32_t backing_id, uint8_t tier, uint64_t size) {
     struct opens_stripe *stripe = stripe_with(opens, entry);
     pthread_mutex_lock(&stripe->lock);
-    settle(entry, kind, fd, backing_id, tier, size);
+    bool open = entry->kind == OPEN_SETTLING;
+    if (open)
+        settle(entry, kind, fd, backing_id, tier, size);
     pthread_cond_broadcast(&stripe->settled);
     pthread_mutex_unlock(&stripe->lock);
+    return open;
 }
 
-void opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content) {
+bool opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content) {
     struct opens_stripe *stripe = stripe_with(opens, entry);
     pthread_mutex_lock(&stripe->lock);
-    __atomic_store_n(&entry->content, content, __ATOMIC_RELEASE);
-    settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
+    bool open = entry->kind == OPEN_SETTLING;
+    if (open) {
+        __atomic_store_n(&entry->content, content, __ATOMIC_RELEASE);
+        settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
+    }
     pthread_cond_broadcast(&stripe->settled);
     pthread_mutex_unlock(&stripe->lock);
+    return open;
 }
 
 struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino) {
@@ -174,7 +190,7 @@ bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, 
     struct open_inode *entry = find(stripe, ino);
     bool can = can_bind(entry);
     if (can) {
-        entry->bound = true;
+        __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
         settle(entry, kind, fd, backing_id, tier, size);
     }
     pthread_mutex_unlock(&stripe->lock);
@@ -185,8 +201,9 @@ bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
-    bool bound = entry && entry->bound;
-    if (bound)
+    bool written = entry && entry->kind == OPEN_WRITTEN;
+    bool bound = entry && (written ? entry->held : entry->bound);
+    if (bound && !written)
         __atomic_store_n(&entry->size, size, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&stripe->lock);
     return bound;
@@ -206,10 +223,11 @@ bool opens_outdate(struct opens *opens, uint64_t ino) {
     return held;
 }
 
-bool opens_answered(struct opens *opens, struct open_inode *entry) {
+bool opens_answered(struct opens *opens, struct open_inode *entry, bool writes) {
     struct opens_stripe *stripe = stripe_with(opens, entry);
     pthread_mutex_lock(&stripe->lock);
-    bool bound = entry->bound;
+    bool written = entry->kind == OPEN_WRITTEN;
+    bool bound = entry->bound && (written ? entry->held : !writes);
     if (!bound)
         entry->plain++;
     pthread_mutex_unlock(&stripe->lock);
@@ -223,7 +241,14 @@ static void forget(struct opens_stripe *stripe, struct open_inode *entry,
     while (*link != entry)
         link = &(*link)->next;
     *link = entry->next;
-    *remains = (struct open_remains){entry->fd, entry->backing_id, entry->outdated, entry->content};
+    *remains = (struct open_remains){
+        .fd = entry->fd,
+        .backing_id = entry->backing_id,
+        .outdated = entry->outdated,
+        .content = entry->content,
+        .written = entry->written,
+    };
+    entry->written = NULL;
     __atomic_store_n(&entry->content, NULL, __ATOMIC_RELAXED);
     __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
     __atomic_store_n(&entry->ino, 0, __ATOMIC_RELEASE);
@@ -233,10 +258,10 @@ static void forget(struct opens_stripe *stripe, struct open_inode *entry,
 
 bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remains *remains) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
-    *remains = (struct open_remains){-1, 0, false, NULL};
+    *remains = (struct open_remains){.fd = -1};
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
-    bool known = entry && entry->users && (!plain || entry->plain);
+    bool known = entry && entry->users > entry->held && (!plain || entry->plain);
     if (known) {
         if (plain)
             entry->plain--;
@@ -247,6 +272,179 @@ bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remai
     if (known)
         __atomic_sub_fetch(&opens->users, 1, __ATOMIC_RELAXED);
     return known;
+}
+
+static struct written *written_new(struct opens_stripe *stripe, int fd, uint8_t tier) {
+    struct written *file = malloc(sizeof *file);
+    if (file)
+        *file = (struct written){.stripe = stripe, .fd = fd, .tier = tier, .users = 1};
+    return file;
+}
+
+static void written_free(struct written *file) {
+    close(file->fd);
+    free(file);
+}
+
+bool opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier, bool create) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    struct content *content = NULL;
+    struct written *file = written_new(stripe, fd, tier), *spare = file;
+    bool fresh;
+    if (!file)
+        return false;
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    /* What the kernel reads by itself it goes on reading, and it takes no other open beside it. */
+    if (entry ? entry->kind == OPEN_PASSTHROUGH : !create)
+        entry = NULL;
+    else if (create && (entry = take(opens, stripe, ino, &fresh)))
+        entry->creating++;
+    if (entry && !entry->held) {
+        spare = entry->written;
+        content = entry->content;
+        __atomic_store_n(&entry->content, NULL, __ATOMIC_RELEASE);
+        entry->written = file;
+        entry->changes = entry->run_start = entry->run_end = 0;
+        entry->held = true;
+        entry->users++;
+        __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
+        __atomic_store_n(&entry->kind, OPEN_WRITTEN, __ATOMIC_RELEASE);
+        pthread_cond_broadcast(&stripe->settled);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    content_release(content);
+    if (entry && spare)
+        opens_unuse(spare);
+    else if (!entry)
+        free(file);
+    return entry;
+}
+
+void opens_release_written(struct opens *opens, uint64_t ino, struct open_remains *remains) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    *remains = (struct open_remains){.fd = -1};
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    if (entry && entry->held) {
+        entry->held = false;
+        if (--entry->users == 0)
+            forget(stripe, entry, remains);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+struct open_inode *opens_created(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    if (entry && entry->creating)
+        entry->creating--;
+    else
+        entry = NULL;
+    pthread_mutex_unlock(&stripe->lock);
+    return entry;
+}
+
+struct written *opens_use(struct opens *opens, struct open_inode *entry, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    struct written *file = entry->ino == ino ? entry->written : NULL;
+    if (file)
+        file->users++;
+    pthread_mutex_unlock(&stripe->lock);
+    return file;
+}
+
+void opens_unuse(struct written *file) {
+    struct opens_stripe *stripe = file->stripe;
+    pthread_mutex_lock(&stripe->lock);
+    uint32_t users = --file->users;
+    if (users == 1)
+        pthread_cond_broadcast(&stripe->settled);
+    pthread_mutex_unlock(&stripe->lock);
+    if (users == 0)
+        written_free(file);
+}
+
+void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    if (entry->ino == ino)
+        entry->changes++;
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
+                     uint64_t size) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    uint64_t run = 0;
+    pthread_mutex_lock(&stripe->lock);
+    if (entry->ino == ino) {
+        entry->changes++;
+        if (offset != entry->run_end)
+            entry->run_start = offset;
+        entry->run_end = offset + size;
+        run = entry->run_end - entry->run_start;
+        if (run >= OPENS_RUN_BYTES)
+            entry->run_start = entry->run_end;
+        else
+            run = 0;
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    return run;
+}
+
+bool opens_unbind(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    struct written *file = NULL;
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool bound = entry && entry->held;
+    if (bound) {
+        file = entry->written;
+        entry->written = NULL;
+        while (file && file->users > 1)
+            pthread_cond_wait(&stripe->settled, &stripe->lock);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    if (file)
+        written_free(file);
+    return bound;
+}
+
+bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    struct written *file = written_new(stripe, fd, tier);
+    if (!file)
+        return false;
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool can = entry && entry->held && !entry->written;
+    if (can)
+        entry->written = file;
+    pthread_mutex_unlock(&stripe->lock);
+    if (!can)
+        free(file);
+    return can;
+}
+
+uint64_t opens_changes(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    uint64_t changes = entry && entry->held ? entry->changes : 0;
+    pthread_mutex_unlock(&stripe->lock);
+    return changes;
+}
+
+bool opens_is_passed(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool passed = entry && entry->kind == OPEN_PASSTHROUGH;
+    pthread_mutex_unlock(&stripe->lock);
+    return passed;
 }
 
 int64_t opens_reached(struct opens *opens, uint64_t ino) {

@@ -6,6 +6,10 @@
  *
  * Entries lie in chunks that never move, so a read finds its own by the number in its file handle,
  * without a lock; the kernel lets no handle go while it reads through it.
+ *
+ * A file that is written is the exception: its descriptor may be taken away while it is open, so
+ * whoever reads or writes through it has a share of it, and who takes it away waits for them. What
+ * the inode was bound to before stays until the end, for those who still read it.
  */
 #ifndef MONARCH_OPENS_H
 #define MONARCH_OPENS_H
@@ -22,6 +26,15 @@ enum open_kind {
     OPEN_RELAY,       /* we read ``fd``, or the copy by its name if that is -1 */
     OPEN_PASSTHROUGH, /* the kernel reads ``backing_id`` */
     OPEN_CONTENT,     /* we have all its bytes */
+    OPEN_WRITTEN,     /* we read and write ``written``, or pyfuse3 does if there is none */
+};
+
+/* A file that is read and written. */
+struct written {
+    struct opens_stripe *stripe; /* whose lock the users are counted under */
+    int fd;
+    uint8_t tier;
+    uint32_t users; /* the entry it is of, and the reads and writes that are under way */
 };
 
 struct open_inode {
@@ -37,11 +50,17 @@ struct open_inode {
     int fd;        /* atomic */
     uint8_t kind;  /* atomic */
     uint8_t tier;  /* 0: the source */
-    bool bound;    /* Python decided and wants to hear of the release */
+    bool bound;    /* Python decided and wants to hear of the release; atomic */
     bool outdated; /* the source has another version: Python wants to hear of the last release */
+    bool held;     /* Python has yet to say that nobody writes it any more */
+    uint32_t creating; /* of the users, those whose creation Python has yet to answer */
+    struct written *written;
+    uint64_t changes;            /* made through it since Python bound it */
+    uint64_t run_start, run_end; /* what was written one after another, and not told of yet */
 };
 
 enum { OPENS_STRIPES = 16, OPENS_BUCKETS = 256, OPENS_CHUNK = 256, OPENS_CHUNKS = 1024 };
+enum { OPENS_RUN_BYTES = 8 << 20 };
 
 struct opens_stripe {
     pthread_mutex_t lock;
@@ -64,6 +83,7 @@ struct open_remains {
     int32_t backing_id;
     bool outdated;
     struct content *content;
+    struct written *written;
 };
 
 bool opens_prepare(struct opens *opens);
@@ -77,10 +97,12 @@ void opens_wait(struct opens *opens, struct open_inode *entry);
 struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino);
 /* One more for an entry that the caller has a share of. */
 void opens_hold(struct opens *opens, struct open_inode *entry);
-void opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
+/* False if Python has bound it meanwhile, to be written: then what it should be bound to stays the
+ * caller's. */
+bool opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
                   int32_t backing_id, uint8_t tier, uint64_t size);
 /* The same with all the bytes, of which the entry becomes a user. */
-void opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content);
+bool opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content);
 /* The entry that a handle names, if it is of that inode; takes no lock. */
 struct open_inode *opens_at(struct opens *opens, uint32_t slot, uint64_t ino);
 /* Binds an inode that Python opens. False if it has readers that must stay with Python. The kind
@@ -94,10 +116,36 @@ bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size);
 bool opens_outdate(struct opens *opens, uint64_t ino);
 /* Whether opens_bind would be of use now. */
 bool opens_can_bind(struct opens *opens, uint64_t ino);
-/* Python's answer to an open goes out: true if it is bound, else one more plain handle. */
-bool opens_answered(struct opens *opens, struct open_inode *entry);
+/* Python's answer to an open goes out: true if it is bound, and can be written if that is wanted,
+ * else one more plain handle. */
+bool opens_answered(struct opens *opens, struct open_inode *entry, bool writes);
 /* One open less. False if the inode is not open at all. */
 bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remains *remains);
+/* Binds an open inode to a file that is written, until opens_release_written; ``create``: also one
+ * that is not open yet, with one more user for opens_created. False if it cannot be. ``fd`` is the
+ * entry's then, or closed if the inode was bound before. */
+bool opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier, bool create);
+/* Python has counted the changes and looks no more. Those who still read it go on. */
+void opens_release_written(struct opens *opens, uint64_t ino, struct open_remains *remains);
+/* The entry that Python has bound for a creation that it answers now; NULL if it has not. */
+struct open_inode *opens_created(struct opens *opens, uint64_t ino);
+/* A share of a written inode's file; NULL if there is none now. */
+struct written *opens_use(struct opens *opens, struct open_inode *entry, uint64_t ino);
+void opens_unuse(struct written *file);
+/* Counts a change of the file. */
+void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino);
+/* Counts a write. Once many bytes were written one after another, up to the end of this write, they
+ * are told, and the next are counted anew; else 0. */
+uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
+                     uint64_t size);
+/* Takes the file away and waits until nobody uses it; false if the inode is not bound so. */
+bool opens_unbind(struct opens *opens, uint64_t ino);
+/* Gives it another one; false if it is not bound so, or has one. ``fd`` is the entry's then. */
+bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier);
+/* The changes made since it was bound. */
+uint64_t opens_changes(struct opens *opens, uint64_t ino);
+/* Whether the kernel reads it by itself. */
+bool opens_is_passed(struct opens *opens, uint64_t ino);
 /* How far a reader has gone through an open file from its start, in bytes. */
 int64_t opens_reached(struct opens *opens, uint64_t ino);
 /* Takes out whatever is left, one entry a call; false at the end. */

@@ -107,28 +107,37 @@ void close_remains(struct datapath *path, const struct open_remains *remains) {
     if (remains->fd >= 0)
         close(remains->fd);
     content_release(remains->content);
+    if (remains->written)
+        opens_unuse(remains->written);
+}
+
+static void finish(struct datapath *path, uint64_t ino, const struct open_remains *remains) {
+    close_remains(path, remains);
+    if (remains->outdated)
+        tell(path, ino, EVENT_RELEASED, NULL);
 }
 
 bool drop_open(struct datapath *path, uint64_t ino, bool plain) {
     struct open_remains remains;
     bool known = opens_drop(&path->opens, ino, plain, &remains);
-    close_remains(path, &remains);
-    if (remains.outdated)
-        tell(path, ino, EVENT_RELEASED, NULL);
+    finish(path, ino, &remains);
     return known;
 }
 
-/* Pass a request on, whole. ``entry``: the open that it is about. */
-void pass_on(struct thread *thread, struct in_header *request, struct open_inode *entry) {
+void release_written(struct datapath *path, uint64_t ino) {
+    struct open_remains remains;
+    opens_release_written(&path->opens, ino, &remains);
+    finish(path, ino, &remains);
+}
+
+/* Pass a request on, whole. ``what`` tells what open it is about, which fails with it. */
+static void pass(struct thread *thread, struct in_header *request, struct pending what) {
     struct datapath *path = thread->path;
-    struct pending what = {
-        .unique = request->unique,
-        .ino = request->nodeid,
-        .entry = entry,
-        .opcode = request->opcode,
-        .pid = request->pid,
-        .device = thread->device,
-    };
+    what.unique = request->unique;
+    what.ino = request->nodeid;
+    what.opcode = request->opcode;
+    what.pid = request->pid;
+    what.device = thread->device;
     uint64_t unique = request->unique;
     uint32_t index = pend(path, &what, &request->unique);
     if (index != NO_PENDING) {
@@ -141,9 +150,18 @@ void pass_on(struct thread *thread, struct in_header *request, struct open_inode
         unpend(path, request->unique, &what);
         request->unique = unique;
     }
-    if (entry)
+    if (what.entry)
         drop_open(path, request->nodeid, false);
     refuse(thread, request, EIO);
+}
+
+void pass_on(struct thread *thread, struct in_header *request) {
+    pass(thread, request, (struct pending){0});
+}
+
+void pass_open(struct thread *thread, struct in_header *request, struct open_inode *entry,
+               bool writes) {
+    pass(thread, request, (struct pending){.entry = entry, .writes = writes});
 }
 
 /* -- signals to those who wait ----------------------------------------------------------------- */

@@ -284,10 +284,88 @@ static PyObject *datapath_bind(Datapath *self, PyObject *args) {
         bound = opens_bind(&path->opens, ino, backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY, own,
                            backing_id, (uint8_t)tier, size);
     if (!bound) {
-        struct open_remains remains = {own, backing_id, false, NULL};
+        struct open_remains remains = {.fd = own, .backing_id = backing_id};
         close_remains(path, &remains);
     }
     return PyBool_FromLong(bound);
+}
+
+/* The inode number of a file that is written; 0 with an exception set. */
+static uint64_t written_ino(unsigned long long ino) {
+    if (ino < 1 || ino > INO_MASK) {
+        PyErr_SetString(PyExc_ValueError, "no such inode");
+        return 0;
+    }
+    return ino;
+}
+
+static PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    unsigned long long ino;
+    int fd, tier, create;
+    if (!PyArg_ParseTuple(args, "Kiip", &ino, &fd, &tier, &create) || !written_ino(ino))
+        return NULL;
+    if (tier < 0 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    int own = path->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    bool bound = own >= 0 && opens_bind_written(&path->opens, ino, own, (uint8_t)tier, create);
+    if (own >= 0 && !bound)
+        close(own);
+    return PyBool_FromLong(bound);
+}
+
+static PyObject *datapath_unbind(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    bool bound;
+    Py_BEGIN_ALLOW_THREADS;
+    bound = opens_unbind(&path->opens, ino);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(bound);
+}
+
+static PyObject *datapath_rebind(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    int fd, tier;
+    if (!PyArg_ParseTuple(args, "Kii", &ino, &fd, &tier))
+        return NULL;
+    if (tier < 0 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    bool bound = own >= 0 && opens_rebind(&self->path->opens, ino, own, (uint8_t)tier);
+    if (own >= 0 && !bound)
+        close(own);
+    return PyBool_FromLong(bound);
+}
+
+static PyObject *datapath_release_written(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    release_written(self->path, ino);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_written(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(opens_changes(&self->path->opens, ino));
+}
+
+static PyObject *datapath_is_passed(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(opens_is_passed(&self->path->opens, ino));
 }
 
 static PyObject *datapath_outdate(Datapath *self, PyObject *args) {
@@ -505,6 +583,12 @@ static PyMethodDef methods[] = {
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
     {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},
     {"bind", (PyCFunction)datapath_bind, METH_VARARGS, NULL},
+    {"bind_written", (PyCFunction)datapath_bind_written, METH_VARARGS, NULL},
+    {"release_written", (PyCFunction)datapath_release_written, METH_VARARGS, NULL},
+    {"unbind", (PyCFunction)datapath_unbind, METH_VARARGS, NULL},
+    {"rebind", (PyCFunction)datapath_rebind, METH_VARARGS, NULL},
+    {"written", (PyCFunction)datapath_written, METH_VARARGS, NULL},
+    {"is_passed", (PyCFunction)datapath_is_passed, METH_VARARGS, NULL},
     {"outdate", (PyCFunction)datapath_outdate, METH_VARARGS, NULL},
     {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},
     {"store", (PyCFunction)datapath_store, METH_VARARGS, NULL},

@@ -113,15 +113,14 @@ static bool open_resident(struct datapath *path, struct open_inode *entry, uint6
         return false;
     }
     int32_t backing_id = fd >= 0 ? register_backing(path, fd, tier) : 0;
-    if (fd >= 0 && !backing_id && is_scarce(fd)) {
+    if (fd >= 0 && (backing_id || is_scarce(fd))) {
         close(fd);
         fd = -1;
     }
-    if (backing_id) {
-        close(fd);
-        opens_settle(&path->opens, entry, OPEN_PASSTHROUGH, -1, backing_id, tier, version.size);
-    } else {
-        opens_settle(&path->opens, entry, OPEN_RELAY, fd, 0, tier, version.size);
+    enum open_kind kind = backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY;
+    if (!opens_settle(&path->opens, entry, kind, fd, backing_id, tier, version.size)) {
+        struct open_remains remains = {.fd = fd, .backing_id = backing_id};
+        close_remains(path, &remains);
     }
     return true;
 }
@@ -178,11 +177,11 @@ static bool open_fetched(struct thread *thread, const struct in_header *request,
     ADD(path->source_bytes, cost.bytes);
     if (!content)
         return false;
-    if (LOAD(path->marks[ino]) & path->unusable) {
+    if (LOAD(path->marks[ino]) & path->unusable ||
+        !opens_settle_content(&path->opens, entry, content)) {
         content_release(content);
         return false;
     }
-    opens_settle_content(&path->opens, entry, content);
     return true;
 }
 
@@ -219,21 +218,26 @@ static void settle_open(struct thread *thread, const struct in_header *request,
     content_release(content);
 }
 
-struct open_out handle_of(const struct open_inode *entry, bool keep_pages) {
-    struct open_out out = {.fh = HANDLE_FAST | entry->slot};
-    if (entry->bound)
-        out.fh |= HANDLE_BOUND;
-    if (LOAD(entry->kind) == OPEN_PASSTHROUGH) {
+/* A handle of ``entry``; ``wanted``: flags of Python's, of which those count that can. */
+struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t wanted) {
+    struct open_out out = {.fh = HANDLE_FAST | entry->slot | (bound ? HANDLE_BOUND : 0)};
+    uint8_t kind = LOAD(entry->kind);
+    if (kind == OPEN_PASSTHROUGH) {
         out.open_flags = FOPEN_PASSTHROUGH | FOPEN_NOFLUSH;
         out.backing_id = entry->backing_id;
+    } else if (kind == OPEN_WRITTEN) {
+        /* A close writes back what was changed in memory, and tells of what could not be. */
+        out.open_flags = wanted & (FOPEN_KEEP_CACHE | FOPEN_DIRECT_IO);
     } else {
-        out.open_flags = FOPEN_NOFLUSH | (keep_pages ? FOPEN_KEEP_CACHE : 0);
+        out.open_flags = FOPEN_NOFLUSH | (wanted & FOPEN_KEEP_CACHE);
     }
     return out;
 }
 
-static void do_open(struct thread *thread, struct in_header *request, uint64_t begin) {
+static void do_open(struct thread *thread, struct in_header *request, size_t size, uint64_t begin) {
     struct datapath *path = thread->path;
+    const struct open_in *in = (const struct open_in *)(request + 1);
+    bool writes = size >= sizeof *in && in->flags & (O_ACCMODE | O_TRUNC);
     if (LOAD(path->no_open_agreed)) {
         refuse(thread, request, ENOSYS);
         return;
@@ -244,19 +248,21 @@ static void do_open(struct thread *thread, struct in_header *request, uint64_t b
         refuse(thread, request, ENFILE);
         return;
     }
-    if (fresh)
-        settle_open(thread, request, entry);
-    else
+    if (!fresh)
         wait_for_entry(thread, request, entry);
+    else if (writes)
+        opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
+    else
+        settle_open(thread, request, entry);
     uint8_t kind = LOAD(entry->kind);
-    if (kind == OPEN_PYTHON || entry->bound) {
-        pass_on(thread, request, entry);
+    if (writes || kind == OPEN_PYTHON || LOAD(entry->bound)) {
+        pass_open(thread, request, entry, writes);
         return;
     }
     uint8_t tier = LOAD(entry->tier);
     if (!fresh || kind != OPEN_CONTENT)
         tell(path, request->nodeid, tier, NULL);
-    struct open_out out = handle_of(entry, true);
+    struct open_out out = handle_of(entry, false, FOPEN_KEEP_CACHE);
     count_open(thread, tier, begin);
     if (answer(thread, request, &out, sizeof out))
         drop_open(path, request->nodeid, false);
@@ -274,7 +280,7 @@ static void do_release(struct thread *thread, struct in_header *request, size_t 
     if (!fast || in->fh & HANDLE_BOUND) {
         in->fh = request->nodeid;
         if (known)
-            pass_on(thread, request, NULL);
+            pass_on(thread, request);
         else
             refuse(thread, request, EBADF);
         return;
@@ -415,6 +421,24 @@ static bool give_fetched(struct thread *thread, const struct in_header *request,
     return content;
 }
 
+/* Read what a written file holds; false if Python has to. */
+static bool read_written(struct thread *thread, const struct in_header *request,
+                         struct open_inode *entry, uint64_t begin) {
+    struct datapath *path = thread->path;
+    const struct read_in *in = (const struct read_in *)(request + 1);
+    struct written *file = opens_use(&path->opens, entry, request->nodeid);
+    if (!file)
+        return false;
+    uint8_t tier = file->tier;
+    ssize_t got = read_all(file->fd, thread->data, in->size, in->offset);
+    opens_unuse(file);
+    if (got < 0)
+        return false;
+    count_read(thread, tier, (size_t)got, begin);
+    answer(thread, request, thread->data, (size_t)got);
+    return true;
+}
+
 static void do_read(struct thread *thread, struct in_header *request, size_t size, uint64_t begin) {
     struct datapath *path = thread->path;
     const struct read_in *in = (const struct read_in *)(request + 1);
@@ -432,9 +456,15 @@ static void do_read(struct thread *thread, struct in_header *request, size_t siz
             struct content *content = opens_content(&path->opens, entry, request->nodeid);
             if (content)
                 give(thread, request, content, begin);
-            else
+            else if (LOAD(entry->kind) != OPEN_WRITTEN)
                 refuse(thread, request, EBADF);
             content_release(content);
+            if (content || LOAD(entry->kind) != OPEN_WRITTEN)
+                return;
+        }
+        if (LOAD(entry->kind) == OPEN_WRITTEN) {
+            if (!read_written(thread, request, entry, begin))
+                pass_on(thread, request);
             return;
         }
         int fd = LOAD(entry->fd);
@@ -455,7 +485,151 @@ static void do_read(struct thread *thread, struct in_header *request, size_t siz
             give_fetched(thread, request, first, begin))
             return;
     }
-    pass_on(thread, request, NULL);
+    pass_on(thread, request);
+}
+
+/* -- writing ----------------------------------------------------------------------------------- */
+
+/* The entry that a handle of ours names, if it is bound to a file that is written, and a share of
+ * that file in ``*file``; NULL if pyfuse3 has it. */
+static struct open_inode *use_written(struct datapath *path, uint64_t fh, uint64_t ino,
+                                      struct written **file) {
+    struct open_inode *entry = fh & HANDLE_FAST ? opens_at(&path->opens, (uint32_t)fh, ino) : NULL;
+    if (!entry || LOAD(entry->kind) != OPEN_WRITTEN)
+        entry = NULL;
+    *file = entry ? opens_use(&path->opens, entry, ino) : NULL;
+    return entry;
+}
+
+/* What only the caller can have done wrong; of all else Python knows what to make. */
+static bool is_callers(int error) { return error == EFBIG || error == EINVAL || error == EPERM; }
+
+/* All of it: 0, or an errno. */
+static int write_all(int fd, const uint8_t *data, size_t size, uint64_t offset) {
+    size_t done = 0;
+    while (done < size) {
+        ssize_t n = pwrite(fd, data + done, size - done, (off_t)(offset + done));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0)
+            return n < 0 ? errno : EIO;
+        done += (size_t)n;
+    }
+    return 0;
+}
+
+static void do_write(struct thread *thread, struct in_header *request, size_t size) {
+    struct datapath *path = thread->path;
+    struct write_in *in = (struct write_in *)(request + 1);
+    if (size < sizeof *in || in->size > size - sizeof *in ||
+        in->offset > INT64_MAX - (uint64_t)in->size) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    if (in->fh & HANDLE_FAST && !opens_at(&path->opens, (uint32_t)in->fh, request->nodeid)) {
+        refuse(thread, request, EBADF);
+        return;
+    }
+    struct written *file;
+    struct open_inode *entry = use_written(path, in->fh, request->nodeid, &file);
+    if (file) {
+        int error = write_all(file->fd, (const uint8_t *)(in + 1), in->size, in->offset);
+        /* Counted before anybody can know that it is done, and if it is done by half. */
+        uint64_t run =
+            opens_wrote(&path->opens, entry, request->nodeid, in->offset, error ? 0 : in->size);
+        struct write_out out = {.size = in->size};
+        if (error == 0)
+            answer(thread, request, &out, sizeof out);
+        else if (is_callers(error))
+            refuse(thread, request, error);
+        if (error == 0 && run) {
+            /* The disk is busy while the caller goes on, and who syncs the file has less to wait
+             * for. What fails is told to him. */
+            off_t from = (off_t)(in->offset + in->size - run);
+            sync_file_range(file->fd, from, (off_t)run, SYNC_FILE_RANGE_WRITE);
+        }
+        opens_unuse(file);
+        if (error == 0 || is_callers(error))
+            return;
+    }
+    in->fh = request->nodeid;
+    pass_on(thread, request);
+}
+
+/* pyfuse3 knows of neither of the next two. The kernel never asks again for what is answered
+ * ENOSYS, of any file. */
+static void do_fallocate(struct thread *thread, const struct in_header *request, size_t size) {
+    struct datapath *path = thread->path;
+    const struct fallocate_in *in = (const struct fallocate_in *)(request + 1);
+    if (size < sizeof *in || in->offset > INT64_MAX || in->length > INT64_MAX) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    struct written *file;
+    struct open_inode *entry = use_written(path, in->fh, request->nodeid, &file);
+    int error = EOPNOTSUPP;
+    if (file) {
+        off_t offset = (off_t)in->offset, length = (off_t)in->length;
+        do
+            error = fallocate(file->fd, (int)in->mode, offset, length) ? errno : 0;
+        while (error == EINTR && !LOAD(path->stopping));
+        opens_changed(&path->opens, entry, request->nodeid);
+        opens_unuse(file);
+    }
+    refuse(thread, request, error == ENOSYS ? EOPNOTSUPP : error);
+}
+
+/* Where a file has holes. One of the snapshot has none, as far as anybody knows. */
+static void do_lseek(struct thread *thread, const struct in_header *request, size_t size) {
+    struct datapath *path = thread->path;
+    const struct lseek_in *in = (const struct lseek_in *)(request + 1);
+    if (size < sizeof *in || in->offset > INT64_MAX ||
+        (in->whence != SEEK_DATA && in->whence != SEEK_HOLE)) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    struct written *file;
+    struct open_inode *entry = use_written(path, in->fh, request->nodeid, &file);
+    struct lseek_out out = {.offset = in->offset};
+    /* What tells that a file system does not know of holes. */
+    int error = EINVAL;
+    struct attr attr;
+    if (file) {
+        off_t found = lseek(file->fd, (off_t)in->offset, (int)in->whence);
+        error = found < 0 ? errno : 0;
+        opens_unuse(file);
+        out.offset = (uint64_t)found;
+    } else if (!entry && names_attributes(&path->names, request->nodeid, &attr) == NAMES_YES) {
+        error = in->offset < attr.size ? 0 : ENXIO;
+        if (in->whence == SEEK_HOLE)
+            out.offset = attr.size;
+    }
+    if (error)
+        refuse(thread, request, error == ENOSYS ? EINVAL : error);
+    else
+        answer(thread, request, &out, sizeof out);
+}
+
+/* pyfuse3's file handles are inode numbers. */
+static void do_sync(struct thread *thread, struct in_header *request, size_t size) {
+    struct fsync_in *in = (struct fsync_in *)(request + 1);
+    if (size < sizeof *in) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    in->fh = request->nodeid;
+    pass_on(thread, request);
+}
+
+static void do_setattr(struct thread *thread, struct in_header *request, size_t size) {
+    struct setattr_in *in = (struct setattr_in *)(request + 1);
+    if (size < sizeof *in) {
+        refuse(thread, request, EINVAL);
+        return;
+    }
+    if (in->valid & FATTR_FH)
+        in->fh = request->nodeid;
+    pass_on(thread, request);
 }
 
 /* -- names ------------------------------------------------------------------------------------- */
@@ -469,7 +643,7 @@ static void do_lookup(struct thread *thread, struct in_header *request, size_t s
         names_lookup(&thread->path->names, request->nodeid, name, length, &entry) != NAMES_ASK)
         answer(thread, request, &entry, sizeof entry);
     else if (length < size)
-        pass_on(thread, request, NULL);
+        pass_on(thread, request);
     else
         refuse(thread, request, EINVAL);
 }
@@ -479,7 +653,7 @@ static void do_getattr(struct thread *thread, struct in_header *request) {
     if (names_attributes(&thread->path->names, request->nodeid, &out.attr) == NAMES_YES)
         answer(thread, request, &out, sizeof out);
     else
-        pass_on(thread, request, NULL);
+        pass_on(thread, request);
 }
 
 static void do_readdir(struct thread *thread, struct in_header *request, size_t size) {
@@ -498,7 +672,7 @@ static void do_readdir(struct thread *thread, struct in_header *request, size_t 
     in->fh = request->nodeid;
     if (in->size > LISTING_BYTES)
         in->size = LISTING_BYTES;
-    pass_on(thread, request, NULL);
+    pass_on(thread, request);
 }
 
 static void do_opendir(struct thread *thread, struct in_header *request) {
@@ -509,14 +683,19 @@ static void do_opendir(struct thread *thread, struct in_header *request) {
         answer(thread, request, &out, sizeof out);
 }
 
-/* A file tells of itself by names of ours alone; others are often asked for, one by one. */
+/* A file of the snapshot tells of itself by names of ours alone; others are often asked for, one by
+ * one. Nobody keeps what gives rights (security.capability), which the kernel asks for before each
+ * write. */
 static void do_getxattr(struct thread *thread, struct in_header *request, size_t size) {
-    static const char ours[] = "user.monarch.";
+    static const char ours[] = "user.monarch.", rights[] = "security.";
     const char *name = (const char *)(request + 1) + sizeof(struct getxattr_in);
-    if (size > sizeof(struct getxattr_in) && strncmp(name, ours, sizeof ours - 1))
+    bool named = size > sizeof(struct getxattr_in);
+    bool told = names_tells(&thread->path->names, request->nodeid);
+    if (named && (strncmp(name, rights, sizeof rights - 1) == 0 ||
+                  (told && strncmp(name, ours, sizeof ours - 1))))
         refuse(thread, request, ENODATA);
     else
-        pass_on(thread, request, NULL);
+        pass_on(thread, request);
 }
 
 static void do_listxattr(struct thread *thread, struct in_header *request, size_t size) {
@@ -524,6 +703,8 @@ static void do_listxattr(struct thread *thread, struct in_header *request, size_
     struct getxattr_out out = {0};
     if (size < sizeof *in)
         refuse(thread, request, EINVAL);
+    else if (!names_tells(&thread->path->names, request->nodeid))
+        pass_on(thread, request);
     else
         answer(thread, request, &out, in->size ? 0 : sizeof out);
 }
@@ -552,13 +733,29 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
         do_getattr(thread, request);
         break;
     case OP_OPEN:
-        do_open(thread, request, begin);
+        do_open(thread, request, size, begin);
         break;
     case OP_READ:
         do_read(thread, request, size, begin);
         break;
+    case OP_WRITE:
+        do_write(thread, request, size);
+        break;
     case OP_RELEASE:
         do_release(thread, request, size);
+        break;
+    case OP_FALLOCATE:
+        do_fallocate(thread, request, size);
+        break;
+    case OP_LSEEK:
+        do_lseek(thread, request, size);
+        break;
+    case OP_FSYNC:
+    case OP_FSYNCDIR:
+        do_sync(thread, request, size);
+        break;
+    case OP_SETATTR:
+        do_setattr(thread, request, size);
         break;
     case OP_FLUSH:
         refuse(thread, request, ENOSYS);
@@ -593,9 +790,9 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
         break;
     case OP_INIT:
         agree_on_requests(thread->path, request, size);
-        pass_on(thread, request, NULL);
+        pass_on(thread, request);
         break;
     default:
-        pass_on(thread, request, NULL);
+        pass_on(thread, request);
     }
 }

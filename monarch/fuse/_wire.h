@@ -13,9 +13,12 @@ enum opcode {
     OP_LOOKUP = 1,
     OP_FORGET = 2,
     OP_GETATTR = 3,
+    OP_SETATTR = 4,
     OP_OPEN = 14,
     OP_READ = 15,
+    OP_WRITE = 16,
     OP_RELEASE = 18,
+    OP_FSYNC = 20,
     OP_GETXATTR = 22,
     OP_LISTXATTR = 23,
     OP_FLUSH = 25,
@@ -23,10 +26,14 @@ enum opcode {
     OP_OPENDIR = 27,
     OP_READDIR = 28,
     OP_RELEASEDIR = 29,
+    OP_FSYNCDIR = 30,
+    OP_CREATE = 35,
     OP_INTERRUPT = 36,
     OP_IOCTL = 39,
     OP_BATCH_FORGET = 42,
+    OP_FALLOCATE = 43,
     OP_READDIRPLUS = 44,
+    OP_LSEEK = 46,
 };
 
 enum {
@@ -34,6 +41,7 @@ enum {
 };
 
 enum open_flag {
+    FOPEN_DIRECT_IO = 1 << 0,
     FOPEN_KEEP_CACHE = 1 << 1,
     FOPEN_CACHE_DIR = 1 << 3,
     FOPEN_NOFLUSH = 1 << 5,
@@ -44,11 +52,15 @@ enum open_flag {
 enum {
     INIT_NO_OPEN_SUPPORT = 1 << 17,
     INIT_PARALLEL_DIROPS = 1 << 18,
+    INIT_HANDLE_KILLPRIV = 1 << 19,
     INIT_CACHE_SYMLINKS = 1 << 23,
     INIT_NO_OPENDIR_SUPPORT = 1 << 24,
     INIT_EXT = 1 << 30,
     INIT2_PASSTHROUGH = 1 << (37 - 32),
 };
+
+/* In setattr_in.valid: ``fh`` is told. */
+enum { FATTR_FH = 1 << 6 };
 
 struct in_header {
     uint32_t len, opcode;
@@ -81,6 +93,10 @@ struct attr_out {
     struct attr attr;
 };
 
+struct open_in {
+    uint32_t flags, open_flags;
+};
+
 struct open_out {
     uint64_t fh;
     uint32_t open_flags;
@@ -98,6 +114,43 @@ struct read_in {
     uint32_t size, read_flags;
     uint64_t lock_owner;
     uint32_t flags, padding;
+};
+
+struct write_in {
+    uint64_t fh, offset;
+    uint32_t size, write_flags;
+    uint64_t lock_owner;
+    uint32_t flags, padding;
+};
+
+struct write_out {
+    uint32_t size, padding;
+};
+
+struct fsync_in {
+    uint64_t fh;
+    uint32_t fsync_flags, padding;
+};
+
+struct setattr_in {
+    uint32_t valid, padding;
+    uint64_t fh, size, lock_owner, atime, mtime, ctime;
+    uint32_t atimensec, mtimensec, ctimensec;
+    uint32_t mode, unused4, uid, gid, unused5;
+};
+
+struct fallocate_in {
+    uint64_t fh, offset, length;
+    uint32_t mode, padding;
+};
+
+struct lseek_in {
+    uint64_t fh, offset;
+    uint32_t whence, padding;
+};
+
+struct lseek_out {
+    uint64_t offset;
 };
 
 struct getxattr_in {
@@ -154,6 +207,10 @@ _Static_assert(sizeof(struct in_header) == 40, "in_header");
 _Static_assert(sizeof(struct attr) == 88, "attr");
 _Static_assert(sizeof(struct entry_out) == 128, "entry_out");
 _Static_assert(sizeof(struct read_in) == 40, "read_in");
+_Static_assert(sizeof(struct write_in) == 40, "write_in");
+_Static_assert(sizeof(struct setattr_in) == 88, "setattr_in");
+_Static_assert(sizeof(struct fallocate_in) == 32, "fallocate_in");
+_Static_assert(sizeof(struct lseek_in) == 24, "lseek_in");
 _Static_assert(sizeof(struct init_in) == 64, "init_in");
 _Static_assert(sizeof(struct init_out) == 64, "init_out");
 

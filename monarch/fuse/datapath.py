@@ -187,6 +187,57 @@ class Datapath:
         """
         return bool(self._native.bind(ino, fd, tier, size))
 
+    def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool:
+        """Read and write an inode through ``fd``, of which it keeps a duplicate.
+
+        The inode is being opened, or is open already: then readers that did not come by Python see
+        the file, too. It stays bound until ``release_written``; to bind it again changes nothing.
+        Reads are counted for ``tier``. What the disk does not take (ENOSPC, EDQUOT, EIO and the
+        like) comes to Python as the write that it was. With ``create`` the inode is one that the
+        call being answered creates: nothing between this and that answer may fail.
+
+        Whoever opens the file to write only may have ``direct_io`` with its handle.
+
+        False if it is not possible now: all descriptors are in use, or the kernel reads the copy
+        that the inode was, and as long as it does so it opens it in no other way. Reads and writes
+        come to Python then. Raises ValueError for an inode above 2**40 or an unknown tier.
+        """
+        return bool(self._native.bind_written(ino, fd, tier, create))
+
+    def release_written(self, ino: Ino) -> None:
+        """Nobody has a written inode open any more, as far as Python is told of it.
+
+        Who was reading it before it was written goes on reading what it was bound to last.
+        """
+        self._native.release_written(ino)
+
+    def unbind(self, ino: Ino) -> bool:
+        """Have reads and writes of a written inode come to Python from now on.
+
+        Waits for those that are under way, as long as the disk takes; in any thread. False if it is
+        not bound so.
+        """
+        return bool(self._native.unbind(ino))
+
+    def rebind(self, ino: Ino, fd: int, *, tier: int) -> bool:
+        """Read and write it through ``fd`` after an ``unbind``, of which it keeps a duplicate.
+
+        False if it was not unbound or is not bound any more, or if all descriptors are in use.
+        Raises ValueError for an unknown tier.
+        """
+        return bool(self._native.rebind(ino, fd, tier))
+
+    def written(self, ino: Ino) -> int:
+        """How often a written inode was changed past Python since it was bound; 0 if it is not.
+
+        Each change is counted when it is done, before its caller can know.
+        """
+        return int(self._native.written(ino))
+
+    def is_passed(self, ino: Ino) -> bool:
+        """Whether the kernel reads an open inode by itself, and will until all have closed it."""
+        return bool(self._native.is_passed(ino))
+
     def outdate(self, ino: Ino) -> bool:
         """The source has another version: whoever has the copy open keeps it whole.
 

@@ -100,6 +100,7 @@ class Operations(pyfuse3.Operations):
         self._names = filesystem.names
         self._count_error = count_error
         self._datapath = datapath
+        self._list_ends: dict[Ino, int] = {}
         # A slip in what each read does must not push all else out of the log.
         self._limiter = Limiter(60.0)
 
@@ -154,8 +155,12 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        reply = pyfuse3.readdir_reply
-        for index, name, attributes in self._names.list_from(Ino(fh), start_id):
+        reply, directory = pyfuse3.readdir_reply, Ino(fh)
+        if start_id == 0 and self._filesystem.writing is not None:
+            # Who renames what he finds must not find it again for ever.
+            self._list_ends[directory] = self._names.list_end(directory)
+        end = self._list_ends.get(directory)
+        for index, name, attributes in self._names.list_from(directory, start_id, end=end):
             if not reply(token, name, _entry(self._filesystem.latest(attributes)), index + 1):
                 return
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import stat
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from monarch.errors import Refused
@@ -411,29 +411,7 @@ class Written:
         self._require_known(ino)
         if ino in self._removed:
             raise Refused(errno.ESTALE)
-        now = self._known.attributes(ino)
-        names = dict.fromkeys(self._names_below(ino))
-        is_link = stat.S_ISLNK(now.mode)
-        node = Node(
-            ino=ino,
-            parent=now.parent,
-            mode=now.mode,
-            uid=now.uid,
-            gid=now.gid,
-            nlink=now.nlink if names or ino == ROOT_INO else 0,
-            mtime_ns=now.mtime_ns,
-            ctime_ns=now.ctime_ns,
-            atime_ns=now.mtime_ns,
-            rdev=now.rdev,
-            size=now.size,
-            blocks=now.blocks,
-            source_ino=now.source_ino,
-            target=self._known.snapshot.readlink(ino) if is_link else b"",
-            names=names,
-        )
-        self._known.differs(ino)
-        self._nodes[ino] = node
-        return node
+        return self._noted(ino, self._names_below(ino))
 
     def make(
         self,
@@ -599,7 +577,7 @@ class Written:
         self._put(to_parent, to_name, node)
         node.parent = self._first_name(node)[0]
         node.ctime_ns = now_ns
-        if is_dir and parent != to_parent:
+        if is_dir:
             _discount(directory)
             _count(to_directory, True)
         directory.touch(now_ns)
@@ -711,6 +689,32 @@ class Written:
                 if found not in gone:
                     yield index, name, self.attributes(found)
 
+    def _noted(self, ino: Ino, named: Iterable[tuple[Ino, bytes]]) -> Node:
+        """The node of an inode of the snapshot, which it has from now on."""
+        now = self._known.attributes(ino)
+        names = dict.fromkeys(named)
+        is_link = stat.S_ISLNK(now.mode)
+        node = Node(
+            ino=ino,
+            parent=now.parent,
+            mode=now.mode,
+            uid=now.uid,
+            gid=now.gid,
+            nlink=now.nlink if names or ino == ROOT_INO else 0,
+            mtime_ns=now.mtime_ns,
+            ctime_ns=now.ctime_ns,
+            atime_ns=now.mtime_ns,
+            rdev=now.rdev,
+            size=now.size,
+            blocks=now.blocks,
+            source_ino=now.source_ino,
+            target=self._known.snapshot.readlink(ino) if is_link else b"",
+            names=names,
+        )
+        self._known.differs(ino)
+        self._nodes[ino] = node
+        return node
+
     def _require_known(self, ino: Ino) -> None:
         """Of what was made through the mount, all is in its node."""
         if ino >= WRITTEN_INO:
@@ -777,20 +781,40 @@ class Written:
         before = listing.find(name)
         if before is None and in_snapshot:
             before = self._known.snapshot.lookup(parent, name)
-        # The source has lost who had it, and may have it again.
-        if before is not None and (lost := self._nodes.get(before)) is not None:
-            lost.names.pop((parent, name), None)
+        if before:
+            self._displace(before, parent, name)
         listing.put(name, node.ino, in_snapshot=in_snapshot)
         node.names[parent, name] = None
+
+    def _displace(self, ino: Ino, parent: Ino, name: bytes) -> None:
+        """The source has lost who had a name, which does not come back when the source has that."""
+        lost = self._nodes.get(ino) or self._noted(ino, self._known.names(ino))
+        if (parent, name) in lost.names:
+            self._unname(lost, parent, name)
+
+    def _displace_all(self, directory: Ino) -> None:
+        """A directory goes in which all that is left is what the source has lost."""
+        if not self._known.gone:
+            return
+        listing = self._listings.get(directory, Listing())
+        if directory < WRITTEN_INO:
+            for name, attributes in self._known.snapshot.list_from(directory, 0):
+                if ino := listing.changed.get(name, attributes.ino):
+                    self._displace(ino, directory, name)
+        for _, name, ino in list(listing.added(ADDED_INDEX, listing.end)):
+            self._displace(ino, directory, name)
 
     def _remove(self, parent: Ino, name: bytes) -> None:
         listing = self._listings.setdefault(parent, Listing())
         listing.remove(name, in_snapshot=self._in_snapshot(parent, name))
 
     def _lose(self, node: Node, parent: Ino, name: bytes, now_ns: int) -> None:
-        """An inode loses a name."""
-        del node.names[parent, name]
+        """Somebody takes a name from an inode."""
         node.ctime_ns = now_ns
+        self._unname(node, parent, name)
+
+    def _unname(self, node: Node, parent: Ino, name: bytes) -> None:
+        del node.names[parent, name]
         if node.names:
             node.nlink -= 1
             node.parent = self._first_name(node)[0]
@@ -798,6 +822,7 @@ class Written:
         # Names outside the mount do not count: nobody gets to it by them.
         node.nlink = 0
         if node.is_dir:
+            self._displace_all(node.ino)
             self._listings.pop(node.ino, None)
         if node.ino < WRITTEN_INO:
             self._removed.add(node.ino)

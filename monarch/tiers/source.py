@@ -156,7 +156,7 @@ class Source:
         return self._root
 
     def status(self, path: bytes) -> os.stat_result:
-        return self._at_root(lstat_beneath, path)
+        return self.at_root(lstat_beneath, path)
 
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
@@ -188,7 +188,7 @@ class Source:
 
     def _opened(self, path: bytes) -> int:
         try:
-            return self._at_root(open_beneath, path, _FLAGS)
+            return self.at_root(open_beneath, path, _FLAGS)
         except OSError as error:
             # A link in the place of a file or of one of its directories is another thing.
             if error.errno in _NO_SUCH_FILE:
@@ -224,8 +224,11 @@ class Source:
             fresh.release()
         return True
 
-    def _at_root(self, call: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """``call(root, *args)``; once more if the root had to be opened anew for it."""
+    def at_root(self, call: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """``call(root, *args)``; once more if the root had to be opened anew for it.
+
+        So ``call`` must be one that may be made twice. Raises what it raises.
+        """
         seen = self._reopened
         try:
             return call(self._root, *args)

@@ -25,7 +25,7 @@ from monarch.placement.residency import SOURCE
 from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile
-from monarch.types import WRITTEN_INO, Identity, Ino
+from monarch.types import Identity, Ino
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import FastWrites
 from monarch.vfs.stock import Stock, WrittenFile
@@ -81,6 +81,10 @@ class WrittenFiles:
     def is_open(self, ino: Ino) -> bool:
         return ino in self._open
 
+    def noted(self, number: int, seq: int) -> None:
+        """Something was done to the file of an object, and recorded."""
+        self._stock.noted(number, seq)
+
     def durable(self, node: Node) -> bytes:
         """How safe the bytes are: ``none``, ``local`` or ``source``."""
         if not node.object:
@@ -115,7 +119,8 @@ class WrittenFiles:
         Until so many bytes are free; how many are. Their files are read from the source.
         """
         freed = 0
-        for node in self._stock.leaving(size, self._open.keys() | self._opening.keys()):
+        busy = self._open.keys() | self._opening.keys()
+        for node in self._stock.leaving(size, busy=busy, is_done=self._drain.is_done):
             number = node.object
             freed += self._stock.leave(node)
             self._remove(number)
@@ -161,11 +166,11 @@ class WrittenFiles:
         """What is at the source of a file whose object was let go of. Raises SourceError."""
         source = self._inquiry.source
         try:
-            return await self._inquiry.ask(ino, source.open, self._names.path(ino))
+            return await self._inquiry.ask(ino, source.open, self._names.visible_path(ino))
         except SourceChanged:
             # A directory above may have got another name that the source does not know yet.
             await self._drain.settle()
-        return await self._inquiry.ask(ino, source.open, self._names.path(ino))
+        return await self._inquiry.ask(ino, source.open, self._names.visible_path(ino))
 
     def _opened_home(self, node: Node, home: SourceFile) -> None:
         self._open[node.ino] = WrittenFile(node, home.fd, fast=None, home=home)
@@ -200,8 +205,7 @@ class WrittenFiles:
     def forget(self, node: Node) -> None:
         """A file that no name leads to and nobody has open."""
         number, node.object = node.object, 0
-        if node.ino >= WRITTEN_INO:
-            self._names.forget_node(node.ino)
+        self._names.forget_node(node.ino)
         if number:
             self.remove(number)
 
@@ -227,7 +231,7 @@ class WrittenFiles:
         file = self._open[ino]
         if file.home is None:
             return await self._ask(os.pread, file.fd, size, offset)
-        path, source = self._names.path(ino), self._inquiry.source
+        path, source = self._names.visible_path(ino), self._inquiry.source
         return await self._inquiry.ask(ino, source.on, file.home, path, os.pread, size, offset)
 
     async def write(self, ino: Ino, offset: int, content: bytes) -> int:

@@ -256,8 +256,8 @@ class FileSystem:
     async def _open_written(self, ino: Ino, flags: int) -> None:
         if self.writing is None:
             raise Refused(errno.EROFS)
-        elsewhere = self._fast is not None and self._fast.users(ino) > 1
-        if not self._is_written(ino) and (ino in self._bindings or elsewhere):
+        passed = self._fast is not None and self._fast.is_passed(ino)
+        if passed or (not self._is_written(ino) and ino in self._bindings):
             # They read a copy, or the source, and would not see what is written.
             raise Refused(errno.ETXTBSY)
         await self.writing.open(ino, flags)

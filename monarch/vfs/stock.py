@@ -6,7 +6,8 @@ come to the source.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
@@ -66,6 +67,8 @@ class Stock:
         self._sizes: dict[int, int] = {}
         # The last content of each object: its number in the journal, and whether it was synced.
         self._contents: dict[int, tuple[int, bool]] = {}
+        # What was done last to the file of each, by its number in the journal.
+        self._last: dict[int, int] = {}
         # Those that are at the source as they are here, and as what, the longest there first.
         self._drained: dict[int, Identity] = {}
         self.bytes = 0
@@ -83,6 +86,11 @@ class Stock:
         """Whether somebody has it open and has changed it since it was recorded."""
         file = self.open.get(object)
         return file is not None and file.is_changed
+
+    def left_out(self, object: int) -> None:
+        """A content of it was not published since somebody writes: there must be another one."""
+        if (file := self.open.get(object)) is not None:
+            file.recorded = -1
 
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded last."""
@@ -114,6 +122,7 @@ class Stock:
         """A content was recorded: what the source has is older."""
         self._forget_drained(number)
         self._contents[number] = (seq, synced)
+        self._last[number] = seq
 
     def own(self, node: Node) -> None:
         """The object of a file, with its size as it is now."""
@@ -131,23 +140,31 @@ class Stock:
         self._forget_drained(number)
         self.bytes -= self._sizes.pop(number, 0)
         self._contents.pop(number, None)
+        self._last.pop(number, None)
         self._inos.pop(number, None)
 
     def _forget_drained(self, number: int) -> None:
         if self._drained.pop(number, None) is not None:
             self.drained_bytes -= self._sizes.get(number, 0)
 
-    def leaving(self, size: int, busy: Container[Ino]) -> Iterator[Node]:
+    def noted(self, number: int, seq: int) -> None:
+        """Something was done to the file of an object."""
+        self._last[number] = seq
+
+    def leaving(
+        self, size: int, *, busy: Container[Ino], is_done: Callable[[int], bool]
+    ) -> Iterator[Node]:
         """Files whose objects may go to free so many bytes, the oldest first, none of ``busy``.
 
-        Each is the source's when it comes: its object is to be removed.
+        ``is_done`` tells whether the source has what was noted by that number.
         """
         freed = 0
         for number in list(self._drained):
             if freed >= size:
                 return
             node = self._node(number)
-            if node is not None and node.ino not in busy:
+            last = self._last.get(number, 0)
+            if node is not None and node.ino not in busy and is_done(last):
                 freed += self._sizes[number]
                 yield node
 
@@ -157,8 +174,19 @@ class Stock:
         identity = self._drained[number]
         freed = self._sizes[number]
         self.forget(number)
-        _read_at_source(node, identity)
+        self._read_at_source(node, identity)
         return freed
+
+    def _read_at_source(self, node: Node, identity: Identity) -> None:
+        node.object = 0
+        now = replace(
+            node.attributes,
+            size=identity.size,
+            mtime_ns=identity.mtime_ns,
+            ctime_ns=identity.ctime_ns,
+            source_ino=identity.source_ino,
+        )
+        self._names.refresh(node.ino, now)
 
     def take_up(
         self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]
@@ -169,6 +197,8 @@ class Stock:
         """
         gone = set()
         for seq, op in ops:
+            if op.object:
+                self._last[op.object] = seq
             if op.kind == "content":
                 self._contents[op.object] = (seq, op.synced)
                 self._drained.pop(op.object, None)
@@ -179,16 +209,10 @@ class Stock:
         found = []
         for node in self._names.nodes():
             if node.object in gone:
-                _read_at_source(node, self._drained[node.object])
+                self._read_at_source(node, self._drained[node.object])
             elif node.object:
                 self._inos[node.object] = node.ino
                 found.append(node)
         for number in self._drained.keys() - {node.object for node in found}:
             del self._drained[number]
         return found
-
-
-def _read_at_source(node: Node, identity: Identity) -> None:
-    node.object = 0
-    node.size, node.mtime_ns = identity.size, identity.mtime_ns
-    node.ctime_ns, node.source_ino = identity.ctime_ns, identity.source_ino

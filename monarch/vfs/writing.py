@@ -184,10 +184,12 @@ class Writing:
         )
 
     async def link(self, ino: Ino, parent: Ino, name: bytes) -> Attributes:
-        to = self._require_covered(parent, name)
-        path = self._require_node_covered(ino)
+        self._require_covered(parent, name)
+        self._require_node_covered(ino)
         if self.names.attributes(ino).is_file:
             self.files.record(await self.take(ino, empty=False))
+        # Directories above may have got other names meanwhile.
+        path, to = self.names.visible_path(ino), self.names.path_of(parent, name)
         self.names.link(ino, parent, name, now_ns=time.time_ns())
         self._note(Op(kind="link", path=path, to=to, object=self._object_of(ino)))
         return self.attributes(ino)
@@ -196,9 +198,9 @@ class Writing:
         path = self._require_covered(parent, name)
         ino = self._known(parent, name)
         number = self._object_of(ino)
-        self.names.unlink(parent, name, now_ns=time.time_ns())
+        node = self.names.unlink(parent, name, now_ns=time.time_ns())
         self._note(Op(kind="unlink", path=path, object=number))
-        self._left(ino)
+        self._left(node)
 
     def rmdir(self, parent: Ino, name: bytes) -> None:
         path = self.names.path_of(parent, name)
@@ -206,8 +208,9 @@ class Writing:
         made_here = self._covered.leads_to(path) and self.names.is_written(ino)
         if not made_here:
             self._require_covered(parent, name)
-        self.names.rmdir(parent, name, now_ns=time.time_ns())
+        node = self.names.rmdir(parent, name, now_ns=time.time_ns())
         self._note(Op(kind="rmdir", path=path))
+        self._left(node)
 
     async def rename(
         self, parent: Ino, name: bytes, to_parent: Ino, to_name: bytes, flags: int
@@ -220,15 +223,18 @@ class Writing:
             # Who moves it then copies it, which may be allowed.
             raise Refused(errno.EXDEV)
         ino = self._known(parent, name)
-        replaced = self.names.lookup(to_parent, to_name)
         if self.names.attributes(ino).is_file:
             self.files.record(await self.take(ino, empty=False))
-        self.names.rename(parent, name, to_parent, to_name, flags=flags, now_ns=time.time_ns())
-        if replaced == ino:
+        # Directories above may have got other names meanwhile.
+        path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
+        renamed = self.names.rename(
+            parent, name, to_parent, to_name, flags=flags, now_ns=time.time_ns()
+        )
+        if renamed is None:
             return
-        self._note(Op(kind="rename", path=path, to=to, object=self._object_of(ino)))
-        if replaced is not None:
-            self._left(replaced)
+        self._note(Op(kind="rename", path=path, to=to, object=renamed.node.object))
+        if renamed.replaced is not None:
+            self._left(renamed.replaced)
 
     def _known(self, parent: Ino, name: bytes) -> Ino:
         ino = self.names.lookup(parent, name)
@@ -240,15 +246,13 @@ class Writing:
         node = self.names.node(ino)
         return node.object if node is not None else 0
 
-    def _left(self, ino: Ino) -> None:
+    def _left(self, node: Node) -> None:
         """A name of it is gone: with the last one, and when nobody has it open, all of it goes."""
-        node = self.names.node(ino)
-        if node is None or node.names or stat.S_ISDIR(node.mode):
+        if node.names:
             return
-        self._taken(ino)
-        if self.files.is_open(ino):
-            return
-        self.files.forget(node)
+        self._taken(node.ino)
+        if not self.files.is_open(node.ino):
+            self.files.forget(node)
 
     # -- attributes --------------------------------------------------------------------------------
 
@@ -265,9 +269,8 @@ class Writing:
     ) -> Attributes:
         """Change what is not None."""
         node = self.names.node(ino)
-        path = b""
-        if node is None or node.names or stat.S_ISDIR(node.mode):
-            path = self._require_node_covered(ino)
+        if node is None or node.names:
+            self._require_node_covered(ino)
         if self.names.attributes(ino).is_file:
             node = await self.take(ino, empty=size == 0)
             if size is not None:
@@ -288,11 +291,11 @@ class Writing:
         )
         if node.object > 0 and (atime_ns is not None or mtime_ns is not None):
             await self.files.set_times(node, atime_ns=node.atime_ns, mtime_ns=node.mtime_ns)
-        if path:
+        if node.names:
             self._note(
                 Op(
                     kind="attr",
-                    path=path,
+                    path=self.names.visible_path(ino),
                     object=node.object,
                     mode=None if mode is None else stat.S_IMODE(mode),
                     uid=uid,
@@ -387,9 +390,7 @@ class Writing:
         xattrs: dict[bytes, bytes] = {}
         try:
             if not empty:
-                path, identity = self.names.path(ino), self.names.attributes(ino).identity
-                source = self._inquiry.source
-                xattrs = await self._inquiry.ask(ino, _bring, source, path, identity, fd)
+                xattrs = await self._bring(ino, fd)
         except BaseException:
             os.close(fd)
             self.files.remove(number)
@@ -404,6 +405,23 @@ class Writing:
         self.files.opened(node, fd, created=False)
         self.files.release(ino)
         return node
+
+    async def _bring(self, ino: Ino, fd: int) -> dict[bytes, bytes]:
+        """Raises SourceError."""
+        is_ours = self.names.is_written(ino)
+        there = self.names.at_source(ino) or self.names.attributes(ino)
+        try:
+            path = self.names.visible_path(ino) if is_ours else self.names.path(ino)
+            return await self._inquiry.ask(
+                ino, _bring, self._inquiry.source, path, there.identity, fd
+            )
+        except SourceChanged:
+            if not is_ours:
+                raise
+            # A directory above may have got another name that the source does not know yet.
+            await self._drain.settle()
+        path = self.names.visible_path(ino)
+        return await self._inquiry.ask(ino, _bring, self._inquiry.source, path, there.identity, fd)
 
     async def sync(self, ino: Ino) -> None:
         """What fsync promises: the file is safe, here or at the source as configured."""
@@ -421,7 +439,10 @@ class Writing:
         return self._next_object - 1
 
     def _note(self, op: Op) -> None:
-        self._drain.put(self._journal.append(op), op)
+        seq = self._journal.append(op)
+        if op.object:
+            self.files.noted(op.object, seq)
+        self._drain.put(seq, op)
 
 
 def _bring(source: Source, path: bytes, identity: Identity, fd: int) -> dict[bytes, bytes]:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,22 @@ pytestmark = pytest.mark.frameworks
 ROOT = Path(__file__).parents[2]
 CLASSES, EACH, EPOCHS, BATCH = 3, 31, 3, 8
 UPDATES = EPOCHS * -(-CLASSES * EACH // BATCH)
+
+
+# Programs, one after the other, each in a process that need not import PyTorch any more.
+RUNS = """
+import json, os, sys, torch
+torch.optim.AdamW([torch.zeros(1)])
+for directory, text in json.load(sys.stdin):
+    pid = os.fork()
+    if not pid:
+        sys.argv = ["", directory]
+        exec(text, {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+os._exit(0)
+"""
 
 
 class Trainers:
@@ -90,21 +107,20 @@ def arrays(path: Path) -> dict[str, bytes]:
         return {name: file[name].tobytes() for name in file.files}
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_killed_run_ends_with_the_same_weights_and_each_sample_used_once_an_epoch(
     trainers: Trainers,
     images: Path,
     tmp_path: Path,
-    in_flight: int,
     request: pytest.FixtureRequest,
 ) -> None:
     soak = request.config.getoption("--soak")
     kills = 30 if soak else 3
-    chance = random.Random(in_flight)
+    chance = random.Random(1)
     if soak:
         request.node.add_marker(pytest.mark.timeout(600))
 
     def start(name: str) -> int:
+        in_flight = chance.choice((1, 2))
         paths = (images, tmp_path / name, tmp_path / f"{name}.npz")
         options = ("--epochs", EPOCHS, "--batch", BATCH, "--every", 2, "--in-flight", in_flight)
         return trainers.start(*paths, *options)
@@ -138,3 +154,27 @@ def test_a_killed_run_ends_with_the_same_weights_and_each_sample_used_once_an_ep
         assert (file["used"] == 1).all()
     assert found.keys() == expected.keys()
     assert [name for name in found if found[name] != expected[name]] == []
+
+
+def test_the_example_of_the_document_runs_and_goes_on(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    text = (ROOT / "docs" / "training.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    # The same with a crash in the middle of the second epoch.
+    crash = "checkpointer.after_update(state)"
+    assert crash in program
+    crashing = program.replace(crash, f"{crash}; step == 30 and __import__('os')._exit(9)")
+    runs = [(str(tmp_path / "a"), program), (str(tmp_path / "b"), crashing)]
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", RUNS],
+        input=json.dumps([*runs, (str(tmp_path / "b"), program)]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.stderr == ""
+    undisturbed, ended, crashed, again, ended_again = done.stdout.splitlines()
+    assert undisturbed.startswith("60 updates")
+    assert (ended, crashed, ended_again) == ("ended 0", "ended 9", "ended 0")
+    assert again == undisturbed

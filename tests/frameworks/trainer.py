@@ -133,6 +133,9 @@ def train(options: argparse.Namespace) -> None:
 
 
 def serve() -> None:
+    # What these import at their first use is most of a short run's time.
+    torch.use_deterministic_algorithms(True)
+    torch.optim.AdamW(cnn(2).parameters())
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
@@ -147,6 +150,8 @@ def serve() -> None:
                 os._exit(code)
         print(f"pid {pid}", flush=True)
         print(f"ended {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}", flush=True)
+    # Taking PyTorch apart takes seconds.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from monarch.fuse.datapath import split_handle
-from monarch.types import Ino
+from monarch.types import WRITTEN_INO, Ino
 from tests.conftest import contents
 from tests.fuse import wire
 from tests.fuse.rig import Nothing, Rig, rig
@@ -26,7 +27,8 @@ from tests.fuse.wire import Op
 
 _ROUND_S = 1.0
 _SIZE = 50_000
-_OPCODES = [*Op, 0, 6, 8, 12, 16, 20, 21, 30, 35, 37, 39, 40, 43, 45, 46, 47, 52, 4096, 2**32 - 1]
+_OPCODES = [*Op, 0, 6, 8, 12, 21, 37, 40, 45, 47, 52, 4096, 2**32 - 1]
+_USUAL = (Op.OPEN, Op.READ, Op.WRITE, Op.RELEASE)
 _MANGLED = 1 << 60
 # Whatever was in flight at a moment.
 _BATCH = 24
@@ -39,6 +41,9 @@ class Fuzz:
         self._files = [made.place(f"f{n}", 1 + n % 2) for n in range(8)]
         self._nodes = [1, *self._files, made.ino("sub"), made.ino("not"), 0, 2**64 - 1, 2**40]
         self._nodes += [made.snapshot.entries, made.snapshot.entries + 1]
+        self._written = [Ino(WRITTEN_INO + n) for n in range(4)] + self._files[:2]
+        self._nodes += self._written
+        self._objects = [TemporaryFile(), open("/dev/full", "r+b", buffering=0)]  # noqa: SIM115
         self._handles = [0, 1, wire.HANDLE_FAST, 2**64 - 1, wire.HANDLE_FAST | 1 << 31]
         self._stopping = False
         self.sent = 0
@@ -81,8 +86,9 @@ class Fuzz:
                 continue  # a notification; what was mangled to something whole
             assert found.unique in wanted, f"an answer to nothing, or a second one: {found}"
             wanted.remove(found.unique)
-            if len(found.body) == wire.OPEN_OUT.size:
-                self._handles.append(wire.OPEN_OUT.unpack(found.body)[0])
+            if len(found.body) in (wire.OPEN_OUT.size, wire.CREATED_SIZE):
+                at = len(found.body) - wire.OPEN_OUT.size
+                self._handles.append(wire.OPEN_OUT.unpack_from(found.body, at)[0])
                 del self._handles[5:-40]
 
     def _mangled(self) -> None:
@@ -93,7 +99,7 @@ class Fuzz:
 
     def _request(self) -> tuple[int, int, bytes]:
         dice = self._dice
-        opcode = dice.choice(_OPCODES if dice.random() < 0.3 else (Op.OPEN, Op.READ, Op.RELEASE))
+        opcode = dice.choice(_OPCODES if dice.random() < 0.3 else _USUAL)
         node = dice.choice(self._nodes)
         numbers = (0, 1, 4095, 4096, _SIZE - 1, _SIZE, 1 << 20, (1 << 20) + 1, 2**31, 2**32 - 1)
         far = (*numbers, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
@@ -102,7 +108,24 @@ class Fuzz:
             size, offset = dice.choice(numbers), dice.choice(far)
             body = wire.READ_IN.pack(handle, offset, size, 0, 0, 0, 0)
         elif opcode in (Op.OPEN, Op.OPENDIR):
-            body = wire.OPEN_IN.pack(dice.choice((0, 1, 2, 0o1000000)), 0)
+            body = wire.OPEN_IN.pack(dice.choice((0, 0, 0, 1, 2, 0o1000, 0o1000000)), 0)
+        elif opcode == Op.WRITE:
+            size, offset = dice.choice((0, 1, 5000, 5000, 300_000)), dice.choice((0, 0, 5000, *far))
+            told = size if dice.random() < 0.9 else dice.choice(numbers)
+            body = wire.WRITE_IN.pack(handle, offset, told, dice.randrange(8), 0, 0, 0)
+            body += bytes(size)
+        elif opcode == Op.CREATE:
+            body = wire.CREATE_IN.pack(0o101, 0o100600, 0o22, 0) + b"new\0"
+        elif opcode == Op.FALLOCATE:
+            # Not where a file system of this machine would have to reserve it all.
+            offset, length = dice.choice((0, 4096, 2**63, 2**64 - 1)), dice.choice((0, 1, 10_000))
+            body = wire.FALLOCATE_IN.pack(handle, offset, length, dice.randrange(64), 0)
+        elif opcode == Op.LSEEK:
+            body = wire.LSEEK_IN.pack(handle, dice.choice(far), dice.randrange(6), 0)
+        elif opcode in (Op.FSYNC, Op.FSYNCDIR):
+            body = wire.FSYNC_IN.pack(handle, 0, 0)
+        elif opcode == Op.SETATTR:
+            body = wire.SETATTR_IN.pack(dice.getrandbits(12), 0, handle, *[0] * 13)
         elif opcode in (Op.RELEASE, Op.RELEASEDIR):
             body = wire.RELEASE_IN.pack(handle, 0, 0, 0)
         elif opcode == Op.LOOKUP:
@@ -139,7 +162,7 @@ class Fuzz:
         ino = dice.choice(self._files)
         name = os.fsdecode(made.snapshot.name(ino))
         resident = made.residency.tier_of(ino) != 0
-        match dice.randrange(8):
+        match dice.randrange(11):
             case 0 if resident:
                 made.evict(ino)
             case 1 if resident:
@@ -156,6 +179,15 @@ class Fuzz:
                     if content is not None:
                         made.datapath.taken(ino)
                 made.datapath.tallies()
+            case 7:
+                made.datapath.unbind(dice.choice(self._written))
+            case 8:
+                file = dice.choice(self._objects)
+                made.datapath.rebind(dice.choice(self._written), file.fileno(), tier=2)
+            case 9:
+                ino = dice.choice(self._written)
+                made.datapath.written(ino)
+                made.datapath.release_written(ino)
             case _:
                 made.datapath.state()
 
@@ -191,6 +223,11 @@ class Fuzz:
                 made.datapath.answer(token, b"again")
         elif to.opcode == Op.OPEN and dice.random() < 0.5:
             self._bind(to.node, dice)
+        made_now = dice.choice(self._written)
+        if to.opcode == Op.CREATE and dice.random() < 0.7:
+            self._bind_written(made_now, dice, create=True)
+        elif to.opcode == Op.OPEN and dice.random() < 0.5 and to.node in self._written:
+            self._bind_written(Ino(to.node), dice, create=False)
         kind = dice.randrange(12)
         if kind == 0:
             send(wire.answer(to.unique, error=dice.choice((errno.EIO, 511, 512, 4095, -5))))
@@ -200,6 +237,10 @@ class Fuzz:
             send(wire.answer(to.unique, dice.randbytes(dice.choice((0, 8, 64, 4096, 300_000)))))
         elif to.opcode == Op.OPEN:
             send(wire.answer(to.unique, wire.OPEN_OUT.pack(to.node & (2**40 - 1), 2, 0)))
+        elif to.opcode == Op.CREATE:
+            node = made_now if dice.random() < 0.9 else dice.choice((0, 1, 2**40, 2**64 - 1))
+            handle = wire.OPEN_OUT.pack(made_now, dice.randrange(4), 0)
+            send(wire.answer(to.unique, wire.entry(node) + handle))
         elif to.opcode == Op.INIT:
             send(wire.answer(to.unique, bytes(64)))
         else:
@@ -213,6 +254,10 @@ class Fuzz:
             Ino(ino), fd, tier=dice.choice((0, 1, 2, 16)), size=dice.choice((0, _SIZE, 2**63))
         )
 
+    def _bind_written(self, ino: Ino, dice: random.Random, *, create: bool) -> None:
+        fd = dice.choice((-1, self._objects[0].fileno(), *(f.fileno() for f in self._objects)))
+        self._rig.datapath.bind_written(ino, fd, tier=dice.choice((0, 1, 16)), create=create)
+
     @property
     def _source(self) -> int:
         if not hasattr(self, "_fd"):
@@ -221,6 +266,8 @@ class Fuzz:
 
     def close(self) -> None:
         os.close(self._source)
+        for file in self._objects:
+            file.close()
 
 
 def main(directory: Path, seconds: float, seed: int) -> None:

@@ -120,8 +120,19 @@ class Rig:
         handle, flags, backing = wire.OPEN_OUT.unpack(told.body)
         return handle, flags, backing
 
-    def send_open(self, node: int, *, pid: int = 0) -> int:
-        return self.send(Op.OPEN, node, wire.OPEN_IN.pack(os.O_RDONLY, 0), pid=pid)
+    def send_open(self, node: int, *, flags: int = os.O_RDONLY, pid: int = 0) -> int:
+        return self.send(Op.OPEN, node, wire.OPEN_IN.pack(flags, 0), pid=pid)
+
+    def send_create(self, name: bytes, *, pid: int = 0) -> int:
+        body = wire.CREATE_IN.pack(os.O_WRONLY | os.O_CREAT, 0o100600, 0, 0) + name + b"\0"
+        return self.send(Op.CREATE, 1, body, pid=pid)
+
+    def send_write(self, node: int, handle: int, offset: int, data: bytes) -> int:
+        body = wire.WRITE_IN.pack(handle, offset, len(data), 0, 0, 0, 0) + data
+        return self.send(Op.WRITE, node, body)
+
+    def write(self, node: int, handle: int, offset: int, data: bytes) -> Answer:
+        return self.answer(self.send_write(node, handle, offset, data))
 
     def send_read(self, node: int, handle: int, offset: int, size: int, *, pid: int = 0) -> int:
         body = wire.READ_IN.pack(handle, offset, size, 0, 0, 0, 0)
@@ -153,6 +164,9 @@ class Rig:
 
     def reply_open(self, to: Request, *, flags: int = wire.FOPEN_KEEP_CACHE) -> None:
         self.reply(to, wire.OPEN_OUT.pack(to.node, flags, 0))
+
+    def reply_create(self, to: Request, node: int, *, flags: int = wire.FOPEN_KEEP_CACHE) -> None:
+        self.reply(to, wire.entry(node) + wire.OPEN_OUT.pack(node, flags, 0))
 
     def is_quiet(self, within_s: float = 0.1) -> bool:
         """Whether nothing more is passed on."""

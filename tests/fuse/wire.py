@@ -15,6 +15,14 @@ OPEN_IN = struct.Struct("<II")
 OPEN_OUT = struct.Struct("<QIi")
 READ_IN = struct.Struct("<QQIIQII")
 RELEASE_IN = struct.Struct("<QIIQ")
+WRITE_IN = struct.Struct("<QQIIQII")
+WRITE_OUT = struct.Struct("<II")
+CREATE_IN = struct.Struct("<IIII")
+FSYNC_IN = struct.Struct("<QII")
+FALLOCATE_IN = struct.Struct("<QQQII")
+LSEEK_IN = struct.Struct("<QQII")
+LSEEK_OUT = struct.Struct("<Q")
+SETATTR_IN = struct.Struct("<IIQQQQQQIIIIIIII")
 GETXATTR_IN = struct.Struct("<II")
 INTERRUPT_IN = struct.Struct("<Q")
 INIT_IN = struct.Struct("<IIIII44x")
@@ -22,15 +30,18 @@ INIT_OUT = struct.Struct("<IIIIHHIIHHII24x")
 DIRENT = struct.Struct("<QQII")
 STORE_OUT = struct.Struct("<QQII")
 
+FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_NOFLUSH = 1 << 5
 FOPEN_PASSTHROUGH = 1 << 7
 INIT_NO_OPEN_SUPPORT = 1 << 17
 INIT_PARALLEL_DIROPS = 1 << 18
+INIT_HANDLE_KILLPRIV = 1 << 19
 INIT_NO_OPENDIR_SUPPORT = 1 << 24
 INIT_EXT = 1 << 30
 INIT2_PASSTHROUGH = 1 << 5
 NOTIFY_STORE = 4
+FATTR_FH = 1 << 6
 
 HANDLE_FAST = 1 << 63
 HANDLE_BOUND = 1 << 62
@@ -49,6 +60,7 @@ class Op(IntEnum):
     WRITE = 16
     STATFS = 17
     RELEASE = 18
+    FSYNC = 20
     GETXATTR = 22
     LISTXATTR = 23
     FLUSH = 25
@@ -56,11 +68,15 @@ class Op(IntEnum):
     OPENDIR = 27
     READDIR = 28
     RELEASEDIR = 29
+    FSYNCDIR = 30
+    CREATE = 35
     INTERRUPT = 36
     DESTROY = 38
     IOCTL = 39
     BATCH_FORGET = 42
+    FALLOCATE = 43
     READDIRPLUS = 44
+    LSEEK = 46
 
 
 UNANSWERED = frozenset({Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT})
@@ -162,6 +178,16 @@ def parse_stat(body: bytes, offset: int = 0) -> Stat:
 def _ns(seconds: int, rest: int) -> int:
     assert rest < 10**9
     return (seconds - (1 << 64) if seconds >> 63 else seconds) * 10**9 + rest
+
+
+# The answer to a CREATE: an entry, and behind it the handle.
+CREATED_SIZE = ENTRY.size + ATTR.size + OPEN_OUT.size
+
+
+def entry(node: int) -> bytes:
+    """What pyfuse3 tells of a new regular file."""
+    attributes = ATTR.pack(node, 0, 0, *[0] * 6, 0o100600, 1, 0, 0, 0, 4096, 0)
+    return ENTRY.pack(node, 0, 86400, 86400, 0, 0) + attributes
 
 
 def parse_entry(body: bytes) -> tuple[int, Stat]:

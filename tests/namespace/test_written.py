@@ -164,6 +164,7 @@ def test_numbers_are_drawn_from_where_the_counter_is_set_and_never_come_again(
     assert shown.make(b"a").ino == start
     # One that is made again, from before.
     assert shown.make(b"old", ino=Ino(WRITTEN_INO + 5)).ino == WRITTEN_INO + 5
+    assert shown.make(b"next").ino == start + 1
     assert shown.make(b"ahead", ino=Ino(start + 50)).ino == start + 50
     names.forget_node(shown.unlink(b"ahead").ino)
     assert shown.make(b"b").ino == names.next_ino - 1 == start + 51
@@ -600,7 +601,7 @@ def test_a_listing_that_goes_on_shows_each_entry_once_whatever_happens_meanwhile
     names, parent = shown.names, shown.ino(b"d")
     rng = random.Random(1)
     renamed = 0
-    for _ in range(60):
+    for _ in range(20):
         for n in range(60):
             with contextlib.suppress(Refused):
                 shown.make(b"d/x%03d" % n)
@@ -663,6 +664,30 @@ def test_who_renames_each_file_that_he_finds_comes_to_an_end(
     assert all(name.endswith(b".bak") for name in shown.listed(b"d"))
 
 
+def test_what_replaces_a_name_has_its_place_in_the_listing(shown: Shown) -> None:
+    names, parent = shown.names, shown.ino(b"full")
+    for name in (b"x", b"y", b"z"):
+        shown.make(b"full/" + name)
+    (index, first, _), (_, second, _) = islice(names.list_from(parent, 0), 2)
+    assert (index, first, second) == (0, b"a", b"x")
+    shown.rename(b"full/y", b"full/x")
+    shown.rename(b"full/z", b"full/a")
+    assert shown.listed(b"full") == [b"a", b"x"]
+    assert list(names.list_from(parent, ADDED_INDEX + 1)) == []
+
+
+def test_what_came_and_went_takes_no_memory(shown: Shown) -> None:
+    names = shown.names
+    for _ in range(500):
+        shown.make(b"empty/d", DIR)
+        shown.make(b"empty/d/f")
+        names.forget_node(shown.unlink(b"empty/d/f").ino)
+        names.forget_node(shown.rmdir(b"empty/d").ino)
+    assert set(names._nodes) == {shown.ino(b"empty")}
+    assert set(names._listings) == {shown.ino(b"empty")}
+    assert len(names._listings[shown.ino(b"empty")]._order) < 100
+
+
 def test_indices_of_what_is_added_grow_and_never_come_again(shown: Shown) -> None:
     seen: list[int] = []
     for _ in range(200):
@@ -712,6 +737,7 @@ def test_what_was_removed_does_not_come_back_by_the_source(shown: Shown) -> None
         names.refresh(ino, known)
         assert names.resolve(b"file") is None and names.is_gone(ino)
         names.forget_node(ino)
+    assert names.refreshed == 0
 
 
 def test_a_name_that_the_source_lost_can_be_given_anew(shown: Shown) -> None:
@@ -725,6 +751,19 @@ def test_a_name_that_the_source_lost_can_be_given_anew(shown: Shown) -> None:
     assert shown.listed() == before
     names.refresh(ino, known)
     assert shown.ino(b"file") == node.ino
+
+
+def test_what_the_source_has_again_has_only_the_names_that_are_left(shown: Shown) -> None:
+    names, ino = shown.names, shown.ino(b"hard")
+    known = names.attributes(ino)
+    first = names.visible_path(ino)
+    names.forget(ino)
+    shown.make(first)
+    names.refresh(ino, known)
+    (left,) = names.visible_paths(ino)
+    assert {first, left} == {b"hard", b"dir/hard"}
+    assert names.visible_path(ino) == left and shown.ino(left) == ino
+    assert names.take(ino).nlink == 1
 
 
 def test_a_renamed_file_that_the_source_loses_leaves_its_name_to_others(shown: Shown) -> None:
@@ -756,9 +795,16 @@ def test_what_was_open_when_the_source_lost_it_has_no_name_to_be_written_to(show
 
 
 def test_a_directory_whose_rest_the_source_lost_is_empty(shown: Shown) -> None:
-    shown.names.forget(shown.ino(b"full/a"))
+    names, lost, moved = shown.names, shown.ino(b"full/a"), shown.ino(b"file")
+    shown.rename(b"file", b"full/moved")
+    for ino in (lost, moved):
+        names.forget(ino)
     shown.rmdir(b"full")
-    assert shown.names.resolve(b"full") is None
+    assert names.resolve(b"full") is None
+    for ino in (lost, moved):
+        assert names.attributes(ino).nlink == 0
+        names.refresh(ino, replace(names.attributes(ino), nlink=1))
+        assert names.is_gone(ino), "there is no directory to show it in"
 
 
 def test_what_was_made_is_at_the_source_once_it_is_told(shown: Shown) -> None:
@@ -1141,6 +1187,53 @@ class Twin:
             )
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tree_is_whole_while_the_source_loses_and_finds_files(
+    seed: int, source: Path, over: Callable[[Path], Shown]
+) -> None:
+    """What is listed is found, and each inode knows its names and no other (``tree_of``)."""
+    fill_both(source)
+    shown = over(source)
+    names, rng = shown.names, random.Random(seed)
+    snapshot = names.snapshot
+    places = map(Ino, range(2, snapshot.entries + 1))
+    inos = [ino for ino in places if snapshot.attributes(ino).ino == ino]
+    files = [ino for ino in inos if snapshot.attributes(ino).is_file]
+
+    def somewhere() -> tuple[Ino, bytes]:
+        directories = [path for path, what in tree_of(names).items() if stat.S_ISDIR(what[0])]
+        return shown.ino(rng.choice(directories)), rng.choice(b"a b c f g".split())
+
+    def step() -> None:
+        ino, (parent, name) = rng.choice(files), somewhere()
+        match rng.randrange(9):
+            case 0:
+                names.forget(ino)
+            case 1:
+                names.refresh(ino, snapshot.attributes(ino))
+            case 2:
+                names.make(parent, name, mode=rng.choice((FILE, DIR)), uid=0, gid=0, now_ns=NOW)
+            case 3:
+                names.unlink(parent, name, now_ns=NOW)
+            case 4:
+                names.rmdir(parent, name, now_ns=NOW)
+            case 5:
+                names.link(ino, parent, name, now_ns=NOW)
+            case 6:
+                if not names.is_gone(ino):
+                    names.take(ino).object = rng.randrange(2)
+            case _:
+                names.rename(parent, name, *somewhere(), now_ns=NOW)
+
+    for _ in range(300):
+        with contextlib.suppress(Refused):
+            step()
+        tree_of(names)
+        for ino in inos:
+            for path in () if names.is_gone(ino) else names.visible_paths(ino):
+                assert names.resolve(path) == ino
+
+
 def do_again(shown: Shown, kind: str, paths: list[bytes], given: dict[str, Any]) -> None:
     """One thing that was done, by the paths that there were."""
     names = shown.names
@@ -1183,7 +1276,7 @@ def test_whatever_is_done_a_real_directory_does_the_same(
     until = time.monotonic() + request.config.getoption("--soak") / 6
     twin = Twin(shown, top, random.Random(seed))
     try:
-        while len(twin.done) < 400 or time.monotonic() < until:
+        while len(twin.done) < 600 or time.monotonic() < until:
             for _ in range(20):
                 twin.step()
             assert tree_of(shown.names) == real_tree_of(twin.top), twin.done[-20:]

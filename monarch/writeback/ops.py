@@ -1,0 +1,135 @@
+"""One change of the absorbed tree: its fields, and its text in the journal."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+Kind = Literal[
+    "create",
+    "take",
+    "mkdir",
+    "symlink",
+    "mknod",
+    "link",
+    "unlink",
+    "rmdir",
+    "rename",
+    "attr",
+    "xattr",
+    "content",
+    "gone",
+]
+_KINDS = frozenset(get_args(Kind))
+
+_NAMES = ("path", "to")
+_NUMBERS = ("ino", "object", "rdev", "size")
+_ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """What was done, with the names that it had at that moment, relative to the mount's root.
+
+    create   a new regular file with an empty ``object``
+    take     a file that the source has got an ``object``; its bytes there are those before
+    mkdir, symlink (``to``: the target), mknod (``rdev``; its type in ``mode``)
+    link, rename     from ``path`` to the new name ``to``
+    unlink, rmdir
+    attr     of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` those that are not None
+    xattr    ``xattrs``: a value, or None: it was removed
+    content  the first ``size`` bytes of the object are whole; all that the source is to be told of
+             the file, and all its names in ``paths``, of which ``path`` is the first. ``synced``:
+             the object was synced before the record was written
+    gone     nobody has the ``object`` any more, and its file was removed
+
+    ``ino`` is the number that the mount shows; ``object`` is 0 where the file has none. Modes hold
+    permission bits, of mknod the type as well. Sizes in bytes, times in ns since the epoch.
+    """
+
+    kind: Kind
+    path: bytes = b""
+    to: bytes = b""
+    ino: int = 0
+    object: int = 0
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    rdev: int = 0
+    mtime_ns: int | None = None
+    atime_ns: int | None = None
+    size: int = 0
+    paths: tuple[bytes, ...] = ()
+    xattrs: Mapping[bytes, bytes | None] = field(default_factory=dict)
+    synced: bool = False
+
+    def names(self) -> tuple[bytes, ...]:
+        """All paths that it is about."""
+        if self.kind == "content":
+            return self.paths
+        return (self.path, self.to) if self.kind in ("link", "rename") else (self.path,)
+
+
+def above(path: bytes) -> Iterator[bytes]:
+    """The directories that ``path`` lies in, the nearest first, without the root."""
+    while (cut := path.rfind(b"/")) > 0:
+        path = path[:cut]
+        yield path
+
+
+def to_record(op: Op) -> dict[str, Any]:
+    """``op`` as JSON can hold it, without what is as it is by default."""
+    record: dict[str, Any] = {"op": op.kind}
+    for name in _NAMES:
+        if value := getattr(op, name):
+            record[name] = text(value)
+    for name in _NUMBERS:
+        if value := getattr(op, name):
+            record[name] = value
+    for name in _ATTRIBUTES:
+        if (value := getattr(op, name)) is not None:
+            record[name] = value
+    if op.paths:
+        record["paths"] = [text(path) for path in op.paths]
+    if op.xattrs:
+        record["xattrs"] = {
+            text(name): None if value is None else b64encode(value).decode("ascii")
+            for name, value in op.xattrs.items()
+        }
+    if op.synced:
+        record["synced"] = True
+    return record
+
+
+def from_record(record: Mapping[str, Any]) -> Op:
+    """The inverse of ``to_record``. Raises ValueError if it is none."""
+    kind = record.get("op")
+    if kind not in _KINDS:
+        raise ValueError(f"an operation of an unknown kind: {kind!r}")
+    try:
+        plain: dict[str, Any] = {name: raw(record.get(name, "")) for name in _NAMES}
+        plain |= {name: int(record.get(name, 0)) for name in _NUMBERS}
+        plain |= {name: record.get(name) for name in _ATTRIBUTES}
+        return Op(
+            kind=cast(Kind, kind),
+            **plain,
+            paths=tuple(raw(path) for path in record.get("paths", ())),
+            xattrs={
+                raw(name): None if value is None else b64decode(value, validate=True)
+                for name, value in record.get("xattrs", {}).items()
+            },
+            synced=bool(record.get("synced", False)),
+        )
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"an operation that cannot be read: {error}") from error
+
+
+def text(name: bytes) -> str:
+    """A name as JSON can hold it, whatever the locale."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def raw(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")

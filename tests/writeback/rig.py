@@ -1,0 +1,459 @@
+"""Somebody who absorbs writes as the mount does, in memory, over real objects and a real source.
+
+``World`` knows what each name holds, which contents of a file were whole, and checks the source
+against both. ``shown`` reads the tree from nothing but the journal's changes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from monarch.threads import Threads
+from monarch.tiers.source import Source
+from monarch.types import Identity
+from monarch.writeback.drain import Drain
+from monarch.writeback.home import Home
+from monarch.writeback.journal import Journal, Op, Replay
+from monarch.writeback.objects import Objects
+
+
+class Killed(BaseException):
+    """The end of the daemon, at a point."""
+
+
+@dataclass(eq=False)
+class Node:
+    """What a name leads to. ``content``: its bytes now, ``whole``: at the moments of a record."""
+
+    kind: str
+    mode: int
+    object: int = 0
+    content: bytes = b""
+    target: bytes = b""
+    mtime_ns: int | None = None
+    xattrs: dict[bytes, bytes] = field(default_factory=dict)
+    whole: set[bytes] = field(default_factory=set)
+    writers: int = 0
+    is_recorded: bool = True
+
+
+Tree = dict[bytes, Node]
+
+
+def read_tree(root: Path) -> Tree:
+    """What is in a directory; hard links share a node. Staged files are not shown."""
+    found: Tree = {}
+    seen: dict[int, Node] = {}
+    top = os.fsencode(root)
+    for directory, folders, files in os.walk(top):
+        for name in [*folders, *files]:
+            path = os.path.join(directory, name)
+            if name.startswith(b".monarch-"):
+                continue
+            try:
+                found[os.path.relpath(path, top)] = _node(path, seen)
+            except FileNotFoundError:
+                continue
+    return found
+
+
+def _node(path: bytes, seen: dict[int, Node]) -> Node:
+    status = os.lstat(path)
+    if status.st_ino in seen:
+        return seen[status.st_ino]
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISDIR(status.st_mode):
+        return Node("dir", mode)
+    if stat.S_ISLNK(status.st_mode):
+        return Node("symlink", 0, target=os.readlink(path))
+    if stat.S_ISFIFO(status.st_mode):
+        return Node("fifo", mode)
+    with open(path, "rb") as file:
+        content = file.read()
+    node = Node("file", mode, content=content, mtime_ns=status.st_mtime_ns, whole={content})
+    node.xattrs = {os.fsencode(n): os.getxattr(path, n) for n in os.listxattr(path)}
+    seen[status.st_ino] = node
+    return node
+
+
+def parts(root: Path) -> list[Path]:
+    return list(root.rglob(".monarch-*"))
+
+
+def described(tree: Tree) -> dict[bytes, object]:
+    """A tree as values that can be compared: each file with all the names that it has."""
+    names: dict[int, list[bytes]] = {}
+    for path, node in tree.items():
+        names.setdefault(id(node), []).append(path)
+    return {
+        path: (
+            node.kind,
+            node.mode,
+            node.content,
+            node.target,
+            node.mtime_ns if node.kind == "file" else None,
+            sorted(node.xattrs.items()),
+            sorted(names[id(node)]) if node.kind == "file" else None,
+        )
+        for path, node in tree.items()
+    }
+
+
+def applied(tree: Tree, ops: Iterable[Op], objects: Objects) -> Tree:
+    """The tree that the changes lead to from ``tree``, with the bytes that the objects hold now."""
+    tree = dict(tree)
+    for op in ops:
+        _apply(tree, op)
+    for node in tree.values():
+        if node.object:
+            fd = objects.open(node.object)
+            try:
+                status = os.fstat(fd)
+                node.content = os.pread(fd, status.st_size, 0)
+                node.mtime_ns = status.st_mtime_ns
+            finally:
+                os.close(fd)
+    return tree
+
+
+def _apply(tree: Tree, op: Op) -> None:
+    match op.kind:
+        case "create":
+            assert op.path not in tree
+            tree[op.path] = Node("file", op.mode or 0, object=op.object)
+        case "take":
+            tree[op.path].object = op.object
+        case "mkdir":
+            assert op.path not in tree
+            tree[op.path] = Node("dir", op.mode or 0)
+        case "symlink":
+            assert op.path not in tree
+            tree[op.path] = Node("symlink", 0, target=op.to)
+        case "mknod":
+            tree[op.path] = Node("fifo", stat.S_IMODE(op.mode or 0))
+        case "link":
+            assert op.to not in tree
+            tree[op.to] = tree[op.path]
+        case "unlink":
+            # What a power cut took may have had that name.
+            tree.pop(op.path, None)
+        case "rmdir":
+            del tree[op.path]
+        case "rename":
+            move(tree, op.path, op.to)
+        case "attr" | "xattr" | "content":
+            node = tree[op.path] if op.kind != "content" or op.path in tree else None
+            if node is None:
+                return
+            node.mode = node.mode if op.mode is None else op.mode
+            for name, value in op.xattrs.items():
+                if value is None:
+                    node.xattrs.pop(name, None)
+                else:
+                    node.xattrs[name] = value
+            if op.mtime_ns is not None:
+                node.mtime_ns = op.mtime_ns
+
+
+def move(tree: Tree, path: bytes, to: bytes) -> list[bytes]:
+    """Rename in a tree; the names that are new."""
+    tree.pop(to, None)
+    moved = [name for name in tree if name == path or name.startswith(path + b"/")]
+    for name in moved:
+        tree[to + name[len(path) :]] = tree.pop(name)
+    return [to + name[len(path) :] for name in moved]
+
+
+class World:
+    """The names of a mount over ``source``. It answers the drain's questions (``Contents``)."""
+
+    def __init__(self, source: Path, tier: Path, *, boot: str = "boot-1") -> None:
+        self.source = source
+        self.directory = tier / "absorbed"
+        self.boot = boot
+        self.tree = read_tree(source)
+        self.first = read_tree(source)
+        # Which files each name has ever led to; those that were never without one.
+        self.led_to: dict[bytes, set[Node]] = {}
+        self.always = {path for path, node in self.tree.items() if node.kind == "file"}
+        self._note(self.tree)
+        self.tellings: list[tuple[int, bytes, Identity]] = []
+        self.drain: Drain | None = None
+        self.open()
+
+    def open(self) -> Replay:
+        """A new life: what the journal holds, for a drain that does not run yet."""
+        self.journal = Journal.open(self.directory, source=b"/source", boot=self.boot)
+        self.objects = Objects(self.directory)
+        replay = self.journal.replay()
+        self.next_object = replay.next_object
+        self.last_seq = 0
+        self.drain = None
+        return replay
+
+    # -- what the drain asks -----------------------------------------------------------------
+
+    def is_dead(self, object: int) -> bool:
+        return all(node.object != object for node in self.tree.values())
+
+    def is_written(self, object: int) -> bool:
+        return any(node.writers for node in self.tree.values() if node.object == object)
+
+    def published(self, object: int, path: bytes, identity: Identity) -> None:
+        self.tellings.append((object, path, identity))
+
+    # -- what is done to the mount -----------------------------------------------------------
+
+    def record(self, op: Op) -> int:
+        self.last_seq = self.journal.append(op)
+        if self.drain is not None:
+            self.drain.put(self.last_seq, op)
+        return self.last_seq
+
+    def names(self, node: Node) -> tuple[bytes, ...]:
+        return tuple(path for path, other in self.tree.items() if other is node)
+
+    def create(self, path: bytes, *, mode: int = 0o644) -> Node:
+        node = Node("file", mode, object=self._new_object(), is_recorded=False)
+        self.tree[path] = node
+        self._note([path])
+        self.record(Op(kind="create", path=path, object=node.object, mode=mode))
+        return node
+
+    def take(self, path: bytes) -> None:
+        """The file gets an object, before its first write."""
+        node = self.tree[path]
+        if not node.object:
+            node.object = self._new_object(node.content)
+            self.record(Op(kind="take", path=path, object=node.object))
+
+    def _new_object(self, content: bytes = b"") -> int:
+        number, self.next_object = self.next_object, self.next_object + 1
+        fd = self.objects.create(number)
+        os.pwrite(fd, content, 0)
+        os.close(fd)
+        return number
+
+    def begin(self, path: bytes) -> Node:
+        """Somebody opens a file to write it."""
+        self.take(path)
+        node = self.tree[path]
+        node.writers += 1
+        return node
+
+    def store(self, node: Node, content: bytes) -> None:
+        """One write of somebody who has it open: its first half, which nobody may see alone."""
+        fd = self.objects.open(node.object)
+        try:
+            os.ftruncate(fd, len(content))
+            os.pwrite(fd, content, 0)
+        finally:
+            os.close(fd)
+        node.content, node.is_recorded = content, False
+        node.mtime_ns = self.objects.status(node.object).st_mtime_ns
+
+    def content(self, node: Node, *, synced: bool = False) -> int:
+        """What is recorded when a file is closed, synced, or gets another name."""
+        names = self.names(node)
+        if not names:
+            return self.last_seq
+        if synced:
+            fd = self.objects.open(node.object)
+            self.objects.sync(node.object, fd)
+            os.close(fd)
+        node.is_recorded = True
+        node.whole.add(node.content)
+        node.mtime_ns = self.objects.status(node.object).st_mtime_ns
+        seq = self.record(
+            Op(
+                kind="content",
+                path=names[0],
+                paths=names,
+                object=node.object,
+                size=len(node.content),
+                mode=node.mode,
+                mtime_ns=node.mtime_ns,
+                xattrs=dict(node.xattrs),
+                synced=synced,
+            )
+        )
+        if synced:
+            self.journal.sync()
+        return seq
+
+    def end(self, node: Node) -> None:
+        """The last close."""
+        node.writers = 0
+        if not node.is_recorded:
+            self.content(node)
+        self._bury(node)
+
+    def write(self, path: bytes, content: bytes, *, synced: bool = False) -> int:
+        """A whole file, as ``cp`` writes it."""
+        if path not in self.tree:
+            self.create(path)
+        node = self.begin(path)
+        self.store(node, content)
+        node.writers = 0
+        return self.content(node, synced=synced)
+
+    def rename(self, path: bytes, to: bytes) -> int:
+        node = self.tree[path]
+        if not node.is_recorded and node.object:
+            self.content(node)
+        replaced = self.tree.get(to)
+        self.always -= {name for name in self.always if name == path}
+        self.always = {name for name in self.always if not name.startswith(path + b"/")}
+        self._note(move(self.tree, path, to))
+        seq = self.record(Op(kind="rename", path=path, to=to, object=node.object))
+        if replaced is not None:
+            self._bury(replaced)
+        return seq
+
+    def link(self, path: bytes, to: bytes) -> int:
+        node = self.tree[path]
+        if not node.is_recorded and node.object:
+            self.content(node)
+        self.tree[to] = node
+        self._note([to])
+        return self.record(Op(kind="link", path=path, to=to, object=node.object))
+
+    def unlink(self, path: bytes) -> int:
+        node = self.tree.pop(path)
+        self.always.discard(path)
+        seq = self.record(Op(kind="unlink", path=path, object=node.object))
+        self._bury(node)
+        return seq
+
+    def _bury(self, node: Node) -> None:
+        if node.object and not node.writers and not self.names(node):
+            self.record(Op(kind="gone", object=node.object))
+            self.journal.sync()
+            self.objects.remove(node.object)
+            node.object = 0
+
+    def mkdir(self, path: bytes, mode: int = 0o755) -> int:
+        self.tree[path] = Node("dir", mode)
+        return self.record(Op(kind="mkdir", path=path, mode=mode))
+
+    def rmdir(self, path: bytes) -> int:
+        del self.tree[path]
+        return self.record(Op(kind="rmdir", path=path))
+
+    def symlink(self, path: bytes, target: bytes) -> int:
+        self.tree[path] = Node("symlink", 0, target=target)
+        return self.record(Op(kind="symlink", path=path, to=target))
+
+    def mknod(self, path: bytes) -> int:
+        self.tree[path] = Node("fifo", 0o600)
+        return self.record(Op(kind="mknod", path=path, mode=stat.S_IFIFO | 0o600))
+
+    def chmod(self, path: bytes, mode: int) -> int:
+        node = self.tree[path]
+        node.mode = mode
+        return self.record(Op(kind="attr", path=path, object=node.object, mode=mode))
+
+    def utime(self, path: bytes, mtime_ns: int) -> int:
+        node = self.tree[path]
+        node.mtime_ns = mtime_ns
+        if node.object:
+            fd = self.objects.open(node.object)
+            os.utime(fd, ns=(mtime_ns, mtime_ns))
+            os.close(fd)
+        return self.record(Op(kind="attr", path=path, object=node.object, mtime_ns=mtime_ns))
+
+    def setxattr(self, path: bytes, name: bytes, value: bytes | None) -> int:
+        node = self.tree[path]
+        if value is None:
+            node.xattrs.pop(name, None)
+        else:
+            node.xattrs[name] = value
+        return self.record(Op(kind="xattr", path=path, object=node.object, xattrs={name: value}))
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def kill(self) -> Replay:
+        """The daemon is gone, and with it those who wrote; the next life begins."""
+        self.journal.close()
+        for node in self.tree.values():
+            node.writers = 0
+        replay = self.open()
+        known = [node.object for node in self.tree.values() if node.object]
+        self.objects.sweep(set(known))
+        return replay
+
+    def catch_up(self, replay: Replay) -> None:
+        """Record the contents of files that the daemon's end has left unrecorded."""
+        live = {node.object: node for node in self.tree.values() if node.object}
+        unpublished = replay.unpublished(live)
+        for number, node in live.items():
+            if number in unpublished or not node.is_recorded:
+                self.content(node)
+
+    # -- what must hold ----------------------------------------------------------------------
+
+    def _note(self, paths: Iterable[bytes]) -> None:
+        for path in paths:
+            self.led_to.setdefault(path, set()).add(self.tree[path])
+
+    def check_order(self) -> None:
+        """What the source shows now is what was whole here once, under each of its names."""
+        there = read_tree(self.source)
+        for path, node in there.items():
+            if node.kind == "file":
+                files = self.led_to.get(path, set())
+                assert any(node.content in file.whole for file in files), (path, node.content)
+        assert self.always <= there.keys()
+
+    def check_all_is_there(self) -> None:
+        assert described(read_tree(self.source)) == described(self.tree)
+        assert parts(self.source) == []
+
+
+@asynccontextmanager
+async def draining(
+    world: World,
+    replay: Replay | None = None,
+    *,
+    root: Path | None = None,
+    workers: int = 2,
+    verify: bool = True,
+    bandwidth: int = 0,
+    busy: Callable[[float], bool] = lambda now: False,
+    demand: Callable[[], bool] = lambda: False,
+) -> AsyncIterator[Drain]:
+    """A drain at work to ``root``, by default the world's own source."""
+    source = Source(os.fsencode(root or world.source))
+    threads = Threads(workers + 2, "drain", abandon=True)
+    drain = Drain(
+        journal=world.journal,
+        objects=world.objects,
+        home=Home(source, world.journal.token),
+        contents=world,
+        threads=threads,
+        bandwidth=bandwidth,
+        verify=verify,
+        workers=workers,
+        busy=busy,
+        demand=demand,
+    )
+    if replay is not None:
+        drain.load(replay)
+    world.drain = drain
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(drain.run)
+            if replay is not None:
+                world.catch_up(replay)
+            yield drain
+            nursery.cancel_scope.cancel()
+    finally:
+        world.drain = None
+        source.close()
