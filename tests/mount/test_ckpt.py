@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 from monarch.cli.main import main
 from monarch.frameworks.checkpoint import Checkpointer
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
+from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, start, wait_until
 
@@ -244,6 +246,36 @@ def test_what_was_lost_is_told_until_somebody_says_that_he_knows(
     assert desk.alarm() == []
     desk.mounted.umount()
     assert absorb(slow.path).alarm() == []
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SlowSource]:
+    """A disk that fails as it is told, below the tier ``fast``. Name it before ``absorb``."""
+    if reason := slowfs.unavailable():
+        pytest.skip(reason)
+    (tmp_path / "disk").mkdir()
+    with SlowSource(tmp_path / "disk", tmp_path / "tiers" / "fast") as slowed:
+        yield slowed
+
+
+def test_a_tier_that_refuses_what_is_written_is_failing(
+    disk: SlowSource, absorb: Absorb, source: Path
+) -> None:
+    desk = absorb(source)
+    disk.rules("err write ENOSPC /absorbed-[0-9a-f]+/[0-9a-f][0-9a-f]/")
+    with open(desk.mounted.path / "ckpt/a", "wb", buffering=0) as file:
+        with pytest.raises(OSError) as raised:
+            os.write(file.fileno(), b"x")
+            os.fsync(file.fileno())
+        assert raised.value.errno == errno.ENOSPC
+    (problem,) = desk.status()["health"]["problems"]
+    assert problem["kind"] == "writes-refused"
+    assert "tier fast refuses what is written: No space left on device (ENOSPC)" in problem["what"]
+    assert desk.run("status", desk.mounted.path, "--check").code == 12
+    disk.rules()
+    (desk.mounted.path / "ckpt/b").write_bytes(b"content")
+    desk.ckpt("wait", "--timeout", "30s")
+    assert (source / "ckpt/b").read_bytes() == b"content"
 
 
 def asks(pid: int) -> bool:
