@@ -161,12 +161,13 @@ class WriteSide:
         # Of their own, for what they wait for must hold up nobody who reads.
         self._threads = Threads(_TIER_THREADS, "absorb", abandon=True)
         drain_threads = Threads(settings.writeback.workers + 2, "drain", abandon=True)
+        home = Home(inquiry.source, place.journal.token)
         stock = self.stock = Stock(names)
         self.drain = Drain(
             contents=stock,
             journal=place.journal,
             objects=place.objects,
-            home=Home(inquiry.source, place.journal.token),
+            home=home,
             threads=drain_threads,
             bandwidth=settings.writeback.bandwidth,
             verify=settings.writeback.verify,
@@ -180,7 +181,9 @@ class WriteSide:
             journal=place.journal,
             objects=place.objects,
             drain=self.drain,
+            home=home,
             inquiry=inquiry,
+            make_room=self._make_room,
             threads=self._threads,
             tier=place.tier.number,
             fast=fast,
@@ -241,6 +244,9 @@ class WriteSide:
     def _is_pressed(self) -> bool:
         """Whether what waits takes so much that it goes before readers of the source."""
         return self.drain.backlog().bytes > self.room.reserve / 2
+
+    async def _make_room(self, size: int) -> bool:
+        return await self.room.make(size)
 
     async def _look(self) -> Space:
         return await self._threads.run(self.place.tier.space)

@@ -152,11 +152,11 @@ class Symptoms:
             where = os.fspath(side.place.directory)
             yield Problem(
                 "writes-refused",
-                f"tier {side.place.tier.name} refuses what is written:"
-                f" {side.place.journal.failed or side.files.failure}",
+                f"what is written is refused: {side.place.journal.failed or side.files.failure}",
                 0,
-                f"look at its disk: `df {where}`, `dmesg`; what was fsynced is safe there, and"
-                " writing goes on as soon as it has room",
+                f"look at the disk of tier {side.place.tier.name} (`df {where}`, `dmesg`), and, if"
+                " that is full, at the source's; what was fsynced is safe there, and writing goes on"
+                " as soon as one of them has room",
             )
         backlog = side.drain.backlog()
         if backlog.trouble:

@@ -9,16 +9,19 @@ given to it, and when nobody has written for a while.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch.errors import Refused, SourceChanged
+from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.placement.residency import SOURCE
@@ -26,10 +29,12 @@ from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile
 from monarch.types import Identity, Ino
+from monarch.units import MiB
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import FastWrites
 from monarch.vfs.stock import Stock, WrittenFile
 from monarch.writeback.drain import Drain
+from monarch.writeback.home import Home
 from monarch.writeback.journal import Journal
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op
@@ -37,17 +42,22 @@ from monarch.writeback.ops import Op
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_TURN_BYTES = 8 * MiB
 # A file that is open and was not written for so long is recorded as it is. Seconds.
 _QUIET_S = 2.0
 _LOOK_S = 0.5
 # What the disk is to blame for, and not who asks.
-_OF_THE_DISK = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EUCLEAN})
+_OF_THE_DISK = frozenset({errno.EIO, errno.EROFS, errno.EUCLEAN})
 
 
 class WrittenFiles:
     """Belongs to the event loop; what may wait for the disk is done in ``threads``.
 
-    ``tier`` is the number of the tier that absorbs. Raises Refused with the errno of the disk.
+    ``tier`` is the number of the tier that absorbs; ``make_room`` lets go of what may leave it, and
+    answers whether there was any. Raises Refused with the errno of the disk.
     """
 
     def __init__(
@@ -58,7 +68,9 @@ class WrittenFiles:
         journal: Journal,
         objects: Objects,
         drain: Drain,
+        home: Home,
         inquiry: Inquiry,
+        make_room: Callable[[int], Awaitable[bool]],
         threads: Threads,
         tier: int,
         fast: FastWrites | None,
@@ -68,13 +80,15 @@ class WrittenFiles:
         self._journal = journal
         self._objects = objects
         self._drain = drain
+        self._home = home
+        self._make_room = make_room
         self._inquiry = inquiry
         self._threads = threads
         self._tier = tier
         self._fast = fast
         self._open: dict[Ino, WrittenFile] = {}
         self._opening: dict[Ino, trio.Event] = {}
-        # How often the tier's disk has refused something, and with what the last time.
+        # How often something written was refused, and with what the last time.
         self.failures = 0
         self.failure = ""
 
@@ -90,9 +104,10 @@ class WrittenFiles:
         if not node.object:
             return b"source"
         seq, synced = self._stock.content(node.object)
-        if seq == 0 or self._stock.is_written(node.object):
+        file = self._open.get(node.ino)
+        if seq == 0 or (file is not None and file.is_changed):
             return b"none"
-        if self._drain.is_done(seq):
+        if self._drain.is_done(seq) and not (file is not None and file.is_through):
             return b"source"
         return b"local" if synced else b"none"
 
@@ -121,10 +136,25 @@ class WrittenFiles:
         freed = 0
         busy = self._open.keys() | self._opening.keys()
         for node in self._stock.leaving(size, busy=busy, is_done=self._drain.is_done):
-            number = node.object
-            freed += self._stock.leave(node)
-            self._remove(number)
+            freed += self._leave(node)
         return freed
+
+    def _leave(self, node: Node) -> int:
+        """A file is read from the source from now on; the bytes that are free."""
+        number = node.object
+        freed = self._stock.leave(node)
+        self._remove(number)
+        return freed
+
+    async def arrive(self, node: Node) -> None:
+        """Wait until a file that went to the source directly is there, and then the source's."""
+        await self._drain.wait(self._stock.content(node.object)[0])
+        if node.object and node.ino not in self._open and self._stock.is_through(node.object):
+            self._leave(node)
+
+    def is_away(self, node: Node) -> bool:
+        """Whether it went to the source directly, and nobody has it open."""
+        return self._stock.is_through(node.object) and node.ino not in self._open
 
     # -- open and closed ---------------------------------------------------------------------------
 
@@ -149,11 +179,14 @@ class WrittenFiles:
                 continue
             opening = self._opening[ino] = trio.Event()
             try:
+                if self.is_away(node):
+                    # It is read where it will be: the drain has little to do for it.
+                    await self.arrive(node)
                 if node.object:
                     fd = await self._ask(self._objects.open, node.object)
                     self.opened(node, fd, created=False)
                 else:
-                    self._opened_home(node, await self._home(ino))
+                    self._opened_home(node, await self._opened_at_source(ino))
             finally:
                 del self._opening[ino]
                 opening.set()
@@ -162,7 +195,7 @@ class WrittenFiles:
         if self._fast is not None and file.home is None:
             self._fast.bind_written(ino, file.fd, tier=self._tier, create=False)
 
-    async def _home(self, ino: Ino) -> SourceFile:
+    async def _opened_at_source(self, ino: Ino) -> SourceFile:
         """What is at the source of a file whose object was let go of. Raises SourceError."""
         source = self._inquiry.source
         try:
@@ -197,7 +230,9 @@ class WrittenFiles:
             del self._stock.open[file.object]
             if self._fast is not None:
                 self._fast.release_written(ino)
-            self._threads.start(os.close, file.fd)
+            for fd in (file.fd, file.left_fd):
+                if fd >= 0:
+                    self._threads.start(os.close, fd)
         del self._open[ino]
         if not node.names:
             self.forget(node)
@@ -211,6 +246,8 @@ class WrittenFiles:
 
     def remove(self, number: int) -> None:
         """An object that is nobody's."""
+        if (path := self._stock.staged_beside(number)) is not None:
+            self._threads.start(self._home.discard_part, path, number)
         self._stock.forget(number)
         self._remove(number)
 
@@ -229,37 +266,120 @@ class WrittenFiles:
     async def read(self, ino: Ino, offset: int, size: int) -> bytes:
         """Raises Refused or SourceError, whose disk it is."""
         file = self._open[ino]
-        if file.home is None:
-            return await self._ask(os.pread, file.fd, size, offset)
-        path, source = self._names.visible_path(ino), self._inquiry.source
-        return await self._inquiry.ask(ino, source.on, file.home, path, os.pread, size, offset)
+        if file.home is not None:
+            path, source = self._names.visible_path(ino), self._inquiry.source
+            return await self._inquiry.ask(ino, source.on, file.home, path, os.pread, size, offset)
+        return await self._on(file, os.pread, size, offset)
 
     async def write(self, ino: Ino, offset: int, content: bytes) -> int:
+        """Raises Refused or SourceError; ENOSPC if neither the tier nor the source has room."""
         file = self._open[ino]
-        # Counted before and after: who looks meanwhile sees that it changes.
-        file.changes += 1
-        try:
-            return await self._ask(_write_all, file.fd, content, offset)
-        finally:
-            file.changes += 1
+        async with self._changing(file):
+            written = await self._with_room(file, len(content), _write_all, content, offset)
+            if file.is_through:
+                self._grown(file, offset + written)
+            return written
 
     async def truncate(self, node: Node, size: int) -> None:
         await self.open(node)
         try:
             file = self._open[node.ino]
-            file.changes += 1
-            await self._ask(os.ftruncate, file.fd, size)
-            file.changes += 1
+            async with self._changing(file):
+                await self._with_room(file, 0, os.ftruncate, size)
+                if file.is_through:
+                    node.size = 0
+                    self._grown(file, size)
         finally:
             self.release(node.ino)
 
+    @asynccontextmanager
+    async def _changing(self, file: WrittenFile) -> AsyncIterator[None]:
+        async with file.turn:
+            # Counted before and after: who looks meanwhile sees that it changes.
+            file.changes += 1
+            try:
+                yield
+            except (Refused, SourceError) as error:
+                if error.errno in _FULL:
+                    self._note_failure(error.errno)
+                raise
+            finally:
+                file.changes += 1
+
+    def _note_failure(self, number: int) -> None:
+        self.failures += 1
+        self.failure = errno_words(number)
+
+    async def _on(
+        self, file: WrittenFile, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        """``function(fd, *args)`` where its bytes are. Raises Refused or SourceError."""
+        if file.is_through:
+            return await self._inquiry.ask(file.ino, function, file.fd, *args)
+        return await self._ask(function, file.fd, *args)
+
+    async def _with_room(
+        self,
+        file: WrittenFile,
+        size: int,
+        function: Callable[[int, Unpack[Args]], T],
+        *args: Unpack[Args],
+    ) -> T:
+        """The same for what needs room: if the tier has none, there is room made or it goes on at
+        the source."""
+        try:
+            return await self._on(file, function, *args)
+        except Refused as error:
+            if error.errno not in _FULL or file.is_through:
+                raise
+        if await self._make_room(size):
+            with suppress(Refused):
+                return await self._on(file, function, *args)
+        await self._go_through(file)
+        return await self._on(file, function, *args)
+
+    async def _go_through(self, file: WrittenFile) -> None:
+        """Go on in a staged file at the source, with what was written so far.
+
+        Raises Refused, ENOSPC, if the file has no name any more, and SourceError.
+        """
+        node = self._names.node(file.ino)
+        if node is None or not node.names:
+            raise Refused(errno.ENOSPC)
+        if self._fast is not None:
+            await self._ask(self._fast.unbind, file.ino)
+        path = self._names.visible_path(file.ino)
+        fd = await self._inquiry.ask(
+            file.ino, partial(self._home.open_part, path, file.object, make=True)
+        )
+        try:
+            size = await self._inquiry.ask(file.ino, _copy_all, file.fd, fd)
+        except BaseException:
+            self._threads.start(os.close, fd)
+            if self._fast is not None:
+                self._fast.rebind(file.ino, file.fd, tier=self._tier)
+            raise
+        self._journal.append(Op(kind="through", path=path, object=file.object))
+        file.left_fd, file.fd = file.fd, fd
+        file.is_through = True
+        node.size, node.blocks = size, 0
+        self._stock.own(node)
+        self._stock.went_through(file.object, path)
+        self._threads.start(self._objects.remove, file.object)
+        log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
+
+    def _grown(self, file: WrittenFile, size: int) -> None:
+        node = self._names.node(file.ino)
+        if node is not None:
+            node.size = max(node.size, size)
+            node.touch(time.time_ns())
+
     async def set_times(self, node: Node, *, atime_ns: int, mtime_ns: int) -> None:
         file = self._open.get(node.ino)
-        if file is None:
-            node.atime_ns, node.mtime_ns = atime_ns, mtime_ns
+        if file is not None:
+            await self._on(file, _set_times, atime_ns, mtime_ns)
+        elif not self._stock.is_through(node.object):
             await self._ask(_set_times_of, self._objects, node.object, atime_ns, mtime_ns)
-        else:
-            await self._ask(_set_times, file.fd, atime_ns, mtime_ns)
 
     def status(self, node: Node) -> None:
         """Bring size, blocks and times of an open file's node up to date."""
@@ -268,6 +388,8 @@ class WrittenFiles:
             self._keep_status(node, file)
 
     def _keep_status(self, node: Node, file: WrittenFile) -> None:
+        if file.is_through:
+            return
         status = os.fstat(file.fd)
         node.size, node.blocks = status.st_size, status.st_blocks
         self._stock.own(node)
@@ -283,8 +405,13 @@ class WrittenFiles:
         if file.home is not None:
             return 0
         count = file.count()
-        size = os.fstat(file.fd).st_size
-        await self._ask(self._objects.sync, file.object, file.fd)
+        if file.is_through:
+            known = self._names.node(ino)
+            size = known.size if known is not None else 0
+            await self._on(file, os.fsync)
+        else:
+            size = os.fstat(file.fd).st_size
+            await self._ask(self._objects.sync, file.object, file.fd)
         node = self._names.node(ino)
         if node is None or not node.names or self._open.get(ino) is not file:
             return 0
@@ -327,6 +454,7 @@ class WrittenFiles:
             paths=tuple(self._names.visible_paths(node.ino)),
             xattrs=dict(node.xattrs),
             synced=synced,
+            through=self._stock.is_through(node.object),
         )
         seq = self._journal.append(op)
         self._stock.record(node.object, seq, synced=synced)
@@ -337,24 +465,28 @@ class WrittenFiles:
         """Record what is open, was written and is quiet now, until cancelled."""
         while True:
             await trio.sleep(_LOOK_S)
+            for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
+                self._leave(node)
             for file in list(self._stock.open.values()):
+                if file.is_through:
+                    continue
                 count = file.count()
                 if count != file.seen:
                     file.seen, file.quiet_s = count, 0.0
                 elif count != file.recorded:
                     file.quiet_s += _LOOK_S
-                    node = self._names.node(file.ino)
-                    if file.quiet_s >= _QUIET_S and node is not None and node.names:
-                        self._record_open(file, node)
+                    written = self._names.node(file.ino)
+                    if file.quiet_s >= _QUIET_S and written is not None and written.names:
+                        self._record_open(file, written)
 
     async def _ask(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:
             return await self._threads.run(function, *args)
         except OSError as error:
             number = error.errno or errno.EIO
+            # That the tier is full is no failure before the source is full as well.
             if number in _OF_THE_DISK:
-                self.failures += 1
-                self.failure = errno_words(number)
+                self._note_failure(number)
             raise Refused(number) from error
 
 
@@ -375,3 +507,23 @@ def _set_times_of(objects: Objects, number: int, atime_ns: int, mtime_ns: int) -
         _set_times(fd, atime_ns, mtime_ns)
     finally:
         os.close(fd)
+
+
+def _copy_all(object_fd: int, part_fd: int) -> int:
+    """Bring all bytes of an object into the staged file; how many. Raises OSError."""
+    size = os.fstat(object_fd).st_size
+    offset = 0
+    while offset < size:
+        try:
+            begins = os.lseek(object_fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break
+        ends = os.lseek(object_fd, begins, os.SEEK_HOLE)
+        offset = begins
+        while offset < ends:
+            piece = os.pread(object_fd, min(_TURN_BYTES, ends - offset), offset)
+            offset += _write_all(part_fd, piece, offset)
+    os.ftruncate(part_fd, size)
+    return size

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import trio
+
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.tiers.source import SourceFile
@@ -22,14 +24,16 @@ _BLOCK = 512
 class WrittenFile:
     """One that is open. ``users`` are opens not released.
 
-    ``home`` is the file at the source that is read, if its object was let go of. ``changes`` counts
-    those to its bytes made beside the fast path; ``recorded`` is how many there were in all when
-    its content was recorded last.
+    ``home`` is the file at the source that is read, if its object was let go of. ``is_through``:
+    the tier was full, ``fd`` is of its staged file at the source.
+    ``changes`` counts those to its bytes made beside the fast path; ``recorded`` is how many there
+    were in all when its content was recorded last. Who changes bytes beside the fast path holds
+    ``turn``.
     """
 
     __slots__ = (
-        *("_fast", "changes", "fd", "home", "ino", "object"),
-        *("quiet_s", "recorded", "seen", "users"),
+        *("_fast", "changes", "fd", "home", "ino", "is_through", "left_fd", "object"),
+        *("quiet_s", "recorded", "seen", "turn", "users"),
     )
 
     def __init__(
@@ -39,6 +43,10 @@ class WrittenFile:
         self.object = node.object
         self.fd = fd
         self.home = home
+        self.is_through = False
+        # Of the object that it had before: a read may still be using it.
+        self.left_fd = -1
+        self.turn = trio.Lock()
         self.users = 1
         self.changes = 0
         self.recorded = 0
@@ -69,6 +77,8 @@ class Stock:
         self._contents: dict[int, tuple[int, bool]] = {}
         # What was done last to the file of each, by its number in the journal.
         self._last: dict[int, int] = {}
+        # Those that had no room here any more: beside which path they are staged at the source.
+        self._through: dict[int, bytes] = {}
         # Those that are at the source as they are here, and as what, the longest there first.
         self._drained: dict[int, Identity] = {}
         self.bytes = 0
@@ -83,9 +93,12 @@ class Stock:
         return node is None or not node.names
 
     def is_written(self, object: int) -> bool:
-        """Whether somebody has it open and has changed it since it was recorded."""
+        """Whether somebody has it open and has changed it since it was recorded.
+
+        What goes to the source directly is not whole before it is closed.
+        """
         file = self.open.get(object)
-        return file is not None and file.is_changed
+        return file is not None and (file.is_changed or file.is_through)
 
     def left_out(self, object: int) -> None:
         """A content of it was not published since somebody writes: there must be another one."""
@@ -106,6 +119,23 @@ class Stock:
             for number, file in self.open.items()
             if (file.is_changed or number not in self._contents) and not self.is_dead(number)
         }
+
+    def is_through(self, number: int) -> bool:
+        """Whether its bytes are in a staged file at the source, or came from one."""
+        return number in self._through
+
+    def went_through(self, number: int, path: bytes) -> None:
+        """There was no room for an object any more: it is staged at the source, by ``path``."""
+        self._through[number] = path
+
+    def staged_beside(self, number: int) -> bytes | None:
+        """The path beside which an object's bytes are at the source; None if they are not."""
+        return self._through.get(number)
+
+    def arrived(self, busy: Container[Ino]) -> list[Node]:
+        """Files that went to the source directly and are there under their names by now."""
+        nodes = [self._node(number) for number in self._through if number in self._drained]
+        return [node for node in nodes if node is not None and node.ino not in busy]
 
     # -- what is kept ------------------------------------------------------------------------------
 
@@ -141,6 +171,7 @@ class Stock:
         self.bytes -= self._sizes.pop(number, 0)
         self._contents.pop(number, None)
         self._last.pop(number, None)
+        self._through.pop(number, None)
         self._inos.pop(number, None)
 
     def _forget_drained(self, number: int) -> None:
@@ -204,6 +235,8 @@ class Stock:
                 self._drained.pop(op.object, None)
                 if (identity := done.get(seq)) is not None:
                     self._drained[op.object] = identity
+            elif op.kind == "through":
+                self._through[op.object] = op.path
             elif op.kind == "gone":
                 gone.add(op.object)
         found = []

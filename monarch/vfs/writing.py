@@ -372,7 +372,9 @@ class Writing:
         while True:
             node = self.names.node(ino)
             if node is not None and node.object:
-                return node
+                if not self.files.is_away(node):
+                    return node
+                await self.files.arrive(node)
             taking = self._taking.get(ino)
             if taking is None:
                 break

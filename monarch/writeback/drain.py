@@ -368,7 +368,7 @@ class Drain:
         op, home = entry.op, self._home
         absent = bool(op.object) and op.object not in self._present
         match op.kind:
-            case "create" | "take" | "gone":
+            case "create" | "take" | "through" | "gone":
                 self._note(op, None)
                 return None
             case "content" if entry.skipped:
@@ -555,6 +555,8 @@ class Drain:
         Raises OSError, _Missing, _Written.
         """
         op, looks = entry.op, 0
+        if op.through:
+            return await self._there_already(entry)
         while True:
             staging = Staging(
                 self._objects,
@@ -571,6 +573,23 @@ class Drain:
             if not in_turn or looks > _LOOKS:
                 raise _Written
             await trio.sleep(_LOOK_S)
+
+    async def _there_already(self, entry: _Entry) -> Staged | None:
+        """A content that was written at the source, as ``_staged_content``."""
+        op = entry.op
+        if self._contents.is_written(op.object):
+            # It would get its name before it is whole.
+            raise _Written
+        try:
+            size, identity = await self._threads.run(self._home.finish_part, op)
+        except FileNotFoundError as error:
+            raise _Missing("others have removed it at the source") from error
+        version = Identity(size, op.mtime_ns or 0, 0, 0)
+        if identity is None:
+            return Staged(size, version)
+        self._published[op.object] = (version, identity)
+        entry.published = True
+        return None
 
     async def _copied(self, entry: _Entry, staging: Staging) -> Staged | None:
         """One attempt; None if somebody was writing. Sets ``published`` instead if that is so."""

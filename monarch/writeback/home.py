@@ -181,6 +181,38 @@ class Home:
         finally:
             folders.close()
 
+    def finish_part(self, op: Op) -> tuple[int, Identity | None]:
+        """Make durable what was written at the source directly, dressed as ``op`` says.
+
+        Its size, and what it is if it has its names already, None if it is still staged. Raises
+        OSError, ENOENT if there is neither.
+        """
+        folders = Folders(self)
+        try:
+            directory_fd, name = folders.of(op.paths[0])
+            part = self.part_name(op.object)
+            is_staged = _status(directory_fd, part) is not None
+            fd = os.open(part if is_staged else name, _TO_SYNC, dir_fd=directory_fd)
+            try:
+                self._dress(fd, op)
+                os.fsync(fd)
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
+            return status.st_size, None if is_staged else identity_of(status)
+        finally:
+            folders.close()
+
+    def discard_part(self, path: bytes, number: int) -> None:
+        """Remove the staged file of an object beside ``path``, if it is there."""
+        folders = Folders(self)
+        try:
+            with suppress(OSError):
+                fd, _ = folders.of(path)
+                os.unlink(self.part_name(number), dir_fd=fd)
+        finally:
+            folders.close()
+
     def dress(self, fd: int, op: Op) -> None:
         """Give an open file what ``op`` says of it but its bytes. Raises OSError."""
         self._dress(fd, op)

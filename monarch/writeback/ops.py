@@ -20,12 +20,14 @@ Kind = Literal[
     "attr",
     "xattr",
     "content",
+    "through",
     "gone",
 ]
 _KINDS = frozenset(get_args(Kind))
 
 _NAMES = ("path", "to")
 _NUMBERS = ("ino", "object", "rdev", "size")
+_FLAGS = ("synced", "through")
 _ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
 
 
@@ -42,7 +44,10 @@ class Op:
     xattr    ``xattrs``: a value, or None: it was removed
     content  the first ``size`` bytes of the object are whole; all that the source is to be told of
              the file, and all its names in ``paths``, of which ``path`` is the first. ``synced``:
-             the object was synced before the record was written
+             the object was synced before the record was written. ``through``: its bytes are not
+             in the object but at the source, in its staged file or under its names
+    through  there was no room for the object any more: its bytes are in its staged file at the
+             source from now on, beside ``path``, and the object is gone
     gone     nobody has the ``object`` any more, and its file was removed
 
     ``ino`` is the number that the mount shows; ``object`` is 0 where the file has none. Modes hold
@@ -64,6 +69,7 @@ class Op:
     paths: tuple[bytes, ...] = ()
     xattrs: Mapping[bytes, bytes | None] = field(default_factory=dict)
     synced: bool = False
+    through: bool = False
 
     def names(self) -> tuple[bytes, ...]:
         """All paths that it is about."""
@@ -98,8 +104,9 @@ def to_record(op: Op) -> dict[str, Any]:
             text(name): None if value is None else b64encode(value).decode("ascii")
             for name, value in op.xattrs.items()
         }
-    if op.synced:
-        record["synced"] = True
+    for name in _FLAGS:
+        if getattr(op, name):
+            record[name] = True
     return record
 
 
@@ -121,6 +128,7 @@ def from_record(record: Mapping[str, Any]) -> Op:
                 for name, value in record.get("xattrs", {}).items()
             },
             synced=bool(record.get("synced", False)),
+            through=bool(record.get("through", False)),
         )
     except (TypeError, AttributeError) as error:
         raise ValueError(f"an operation that cannot be read: {error}") from error

@@ -58,6 +58,8 @@ def survey(directory: Path) -> Survey:
         if op.kind == "content":
             first, _ = contents.get(op.object, (seq, op))
             contents[op.object] = (first, op)
+    # Their bytes are at the source, in a staged file.
+    through = {op.object for _, op in found.ops if op.kind == "through"}
     names = names_of(found.ops, contents)
     objects = Objects(directory)
     waiting = [
@@ -66,7 +68,7 @@ def survey(directory: Path) -> Survey:
             object=number,
             size=op.size,
             recorded_ns=found.recorded_ns[first],
-            fault=_fault(objects, op),
+            fault="" if number in through else _fault(objects, op),
         )
         for number, (first, op) in sorted(contents.items(), key=lambda item: item[1][0])
         if number in names

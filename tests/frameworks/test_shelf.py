@@ -61,7 +61,7 @@ def test_a_trainer_killed_at_any_call_loses_no_checkpoint(tmp_path: Path) -> Non
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 50
+    assert int(done.stdout) > 30
 
 
 def test_a_power_cut_at_any_moment_loses_no_checkpoint(
@@ -82,6 +82,7 @@ def test_a_power_cut_at_any_moment_loses_no_checkpoint(
             directory = tmp_path / f"{n}-{seed}"
             directory.mkdir()
             disk.cut(directory, random.Random(1000 * n + seed))
+            assert [0, *steps(directory)[:1]][-1] >= acknowledged_steps[acknowledged]
             # What was not yet acknowledged may be there, damaged, under its name.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", CheckpointWarning)

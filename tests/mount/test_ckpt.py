@@ -262,15 +262,15 @@ def test_a_tier_that_refuses_what_is_written_is_failing(
     disk: SlowSource, absorb: Absorb, source: Path
 ) -> None:
     desk = absorb(source)
-    disk.rules("err write ENOSPC /absorbed-[0-9a-f]+/[0-9a-f][0-9a-f]/")
+    disk.rules("err write EIO /absorbed-[0-9a-f]+/[0-9a-f][0-9a-f]/")
     with open(desk.mounted.path / "ckpt/a", "wb", buffering=0) as file:
         with pytest.raises(OSError) as raised:
             os.write(file.fileno(), b"x")
             os.fsync(file.fileno())
-        assert raised.value.errno == errno.ENOSPC
+        assert raised.value.errno == errno.EIO
     (problem,) = desk.status()["health"]["problems"]
     assert problem["kind"] == "writes-refused"
-    assert "tier fast refuses what is written: No space left on device (ENOSPC)" in problem["what"]
+    assert problem["what"] == "what is written is refused: Input/output error (EIO)"
     assert desk.run("status", desk.mounted.path, "--check").code == 12
     disk.rules()
     (desk.mounted.path / "ckpt/b").write_bytes(b"content")
