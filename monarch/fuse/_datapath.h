@@ -19,10 +19,11 @@
  *
  * Memory shared with Python: the residency table and the marks, a byte for each inode, written
  * under the interpreter's lock and read here; no reader takes that lock. A read takes no lock at
- * all and allocates nothing. All lengths and numbers from the kernel are checked before use.
+ * all, but of a file that is written, and allocates nothing. All lengths and numbers from the
+ * kernel are checked before use.
  *
  *   _datapath.c  the threads: readers and the replier, their beginning and end
- *   _requests.c  what a reader answers: opens, reads, names
+ *   _requests.c  what a reader answers: opens, reads, writes, names
  *   _pending.c   what is with Python, and answers to the kernel
  *   _books.c     what was served, for Python to hear of
  *   _names.c, _opens.c, _fetch.c: each knows its own subject and nothing of the rest

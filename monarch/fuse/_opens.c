@@ -327,8 +327,12 @@ void opens_release_written(struct opens *opens, uint64_t ino, struct open_remain
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
     if (entry && entry->held) {
+        /* What it has created and not answered failed. */
+        __atomic_sub_fetch(&opens->users, entry->creating, __ATOMIC_RELAXED);
+        entry->users -= entry->creating + 1;
+        entry->creating = 0;
         entry->held = false;
-        if (--entry->users == 0)
+        if (entry->users == 0)
             forget(stripe, entry, remains);
     }
     pthread_mutex_unlock(&stripe->lock);

@@ -44,7 +44,7 @@ struct open_inode {
     struct open_inode *next;
     struct content *content; /* atomic */
     uint32_t slot;
-    uint32_t users; /* opens not released yet, those under way included */
+    uint32_t users; /* opens not released yet, those under way included, and Python if it holds */
     uint32_t plain; /* of these, answered with a handle of Python's own */
     int32_t backing_id;
     int fd;        /* atomic */
@@ -125,7 +125,8 @@ bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remai
  * that is not open yet, with one more user for opens_created. False if it cannot be. ``fd`` is the
  * entry's then, or closed if the inode was bound before. */
 bool opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier, bool create);
-/* Python has counted the changes and looks no more. Those who still read it go on. */
+/* Python has counted the changes and looks no more; creations that it has yet to answer fail. Those
+ * who still read it go on. */
 void opens_release_written(struct opens *opens, uint64_t ino, struct open_remains *remains);
 /* The entry that Python has bound for a creation that it answers now; NULL if it has not. */
 struct open_inode *opens_created(struct opens *opens, uint64_t ino);

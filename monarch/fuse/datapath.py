@@ -194,7 +194,7 @@ class Datapath:
         the file, too. It stays bound until ``release_written``; to bind it again changes nothing.
         Reads are counted for ``tier``. What the disk does not take (ENOSPC, EDQUOT, EIO and the
         like) comes to Python as the write that it was. With ``create`` the inode is one that the
-        call being answered creates: nothing between this and that answer may fail.
+        call being answered creates.
 
         Whoever opens the file to write only may have ``direct_io`` with its handle.
 
@@ -207,7 +207,8 @@ class Datapath:
     def release_written(self, ino: Ino) -> None:
         """Nobody has a written inode open any more, as far as Python is told of it.
 
-        Who was reading it before it was written goes on reading what it was bound to last.
+        A creation that it was bound for and that is not answered yet must fail then. Who was
+        reading it before it was written goes on reading what it was bound to last.
         """
         self._native.release_written(ino)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import stat
 from collections.abc import Callable, Coroutine
 from functools import wraps
@@ -175,7 +176,8 @@ class Operations(pyfuse3.Operations):
     @_answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         keep_cache = await self._filesystem.open(Ino(inode), flags)
-        return FileInfo(fh=inode, keep_cache=keep_cache)
+        mode = self._names.attributes(Ino(inode)).mode
+        return FileInfo(fh=inode, keep_cache=keep_cache, direct_io=_is_direct(flags, mode))
 
     @_answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -198,7 +200,8 @@ class Operations(pyfuse3.Operations):
         made = await self._writing.create(
             Ino(parent_inode), name, mode=mode, uid=ctx.uid, gid=ctx.gid
         )
-        return FileInfo(fh=made.ino, keep_cache=True), _entry(made)
+        direct_io = _is_direct(flags, made.mode)
+        return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
 
     @_answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
@@ -341,6 +344,15 @@ class Operations(pyfuse3.Operations):
         # copy would carry "user.monarch.tier" about, and the value may change length while it is
         # being read.
         return self._filesystem.xattrs(Ino(inode))
+
+
+def _is_direct(flags: int, mode: int) -> bool:
+    """Whether writes of an open need not fill the kernel's pages on their way here.
+
+    Who only writes reads and maps nothing through it; for others the kernel forgets its pages. It
+    would not take away the rights of such a file, though, which a write by others ends.
+    """
+    return flags & os.O_ACCMODE == os.O_WRONLY and not mode & (stat.S_ISUID | stat.S_ISGID)
 
 
 def _entry(attributes: Attributes) -> EntryAttributes:

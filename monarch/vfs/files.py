@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TURN_BYTES = 8 * MiB
 # A file that is open and was not written for so long is recorded as it is. Seconds.
 _QUIET_S = 2.0
@@ -107,7 +107,8 @@ class WrittenFiles:
         file = self._open.get(node.ino)
         if seq == 0 or (file is not None and file.is_changed):
             return b"none"
-        if self._drain.is_done(seq) and not (file is not None and file.is_through):
+        is_done = self._drain.is_done(self._stock.last(node.object))
+        if is_done and not (file is not None and file.is_through):
             return b"source"
         return b"local" if synced else b"none"
 
@@ -161,6 +162,29 @@ class WrittenFiles:
     async def create(self, number: int) -> int:
         """The descriptor of a new object."""
         return await self._ask(self._objects.create, number)
+
+    async def stage(self, ino: Ino, number: int) -> int:
+        """The descriptor of its staged file at the source, in the place of an object that has no
+        room. Raises SourceError."""
+        path = self._names.visible_path(ino)
+        part = partial(self._home.open_part, path, number, make=True, through=True)
+        return await self._inquiry.ask(ino, part)
+
+    async def go_on_there(self, node: Node, fd: int) -> None:
+        """The bytes of a file are in its staged file at the source, ``fd``, from now on."""
+        path = self._names.visible_path(node.ino)
+        op = Op(kind="through", path=path, object=node.object)
+        self._drain.put(self._journal.append(op), op)
+        self._stock.went_through(node.object, path)
+        file = self._open[node.ino]
+        file.left_fd, file.fd = file.fd, fd
+        file.is_through = True
+        node.blocks = 0
+        self._stock.own(node)
+        # What of it was safe here is safe there.
+        await self.sync_journal()
+        self._threads.start(self._objects.remove, node.object)
+        log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
     def opened(self, node: Node, fd: int, *, created: bool) -> None:
         """Take over the descriptor of an object that is now open for its first user."""
@@ -330,7 +354,7 @@ class WrittenFiles:
         try:
             return await self._on(file, function, *args)
         except Refused as error:
-            if error.errno not in _FULL or file.is_through:
+            if error.errno not in FULL or file.is_through:
                 raise
         if await self._make_room(size):
             with suppress(Refused):
@@ -348,25 +372,15 @@ class WrittenFiles:
             raise Refused(errno.ENOSPC)
         if self._fast is not None:
             await self._ask(self._fast.unbind, file.ino)
-        path = self._names.visible_path(file.ino)
-        fd = await self._inquiry.ask(
-            file.ino, partial(self._home.open_part, path, file.object, make=True)
-        )
+        fd = await self.stage(file.ino, file.object)
         try:
-            size = await self._inquiry.ask(file.ino, _copy_all, file.fd, fd)
+            node.size = await self._inquiry.ask(file.ino, _copy_all, file.fd, fd)
         except BaseException:
             self._threads.start(os.close, fd)
             if self._fast is not None:
                 self._fast.rebind(file.ino, file.fd, tier=self._tier)
             raise
-        self._journal.append(Op(kind="through", path=path, object=file.object))
-        file.left_fd, file.fd = file.fd, fd
-        file.is_through = True
-        node.size, node.blocks = size, 0
-        self._stock.own(node)
-        self._stock.went_through(file.object, path)
-        self._threads.start(self._objects.remove, file.object)
-        log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
+        await self.go_on_there(node, fd)
 
     def _grown(self, file: WrittenFile, size: int) -> None:
         node = self._names.node(file.ino)
@@ -432,11 +446,13 @@ class WrittenFiles:
         file = self._open.get(node.ino)
         if file is None or file.home is not None or not node.names:
             return
-        if file.is_changed or self._stock.content(file.object)[0] == 0:
+        is_new = self._stock.content(file.object)[0] == 0
+        if file.is_changed or file.is_left_out or is_new:
             self._record_open(file, node)
 
     def _record_open(self, file: WrittenFile, node: Node) -> None:
         file.recorded = file.count()
+        file.is_left_out = False
         self._keep_status(node, file)
         self._record(node, size=node.size, synced=False)
 
@@ -473,7 +489,7 @@ class WrittenFiles:
                 count = file.count()
                 if count != file.seen:
                     file.seen, file.quiet_s = count, 0.0
-                elif count != file.recorded:
+                elif count != file.recorded or file.is_left_out:
                     file.quiet_s += _LOOK_S
                     written = self._names.node(file.ino)
                     if file.quiet_s >= _QUIET_S and written is not None and written.names:
@@ -526,4 +542,5 @@ def _copy_all(object_fd: int, part_fd: int) -> int:
             piece = os.pread(object_fd, min(_TURN_BYTES, ends - offset), offset)
             offset += _write_all(part_fd, piece, offset)
     os.ftruncate(part_fd, size)
+    os.fsync(part_fd)
     return size

@@ -26,13 +26,24 @@ class WrittenFile:
 
     ``home`` is the file at the source that is read, if its object was let go of. ``is_through``:
     the tier was full, ``fd`` is of its staged file at the source.
-    ``changes`` counts those to its bytes made beside the fast path; ``recorded`` is how many there
+    ``is_left_out``: its last content was not published, there must be another. ``changes`` counts
+    those to its bytes made beside the fast path; ``recorded`` is how many there
     were in all when its content was recorded last. Who changes bytes beside the fast path holds
     ``turn``.
     """
 
     __slots__ = (
-        *("_fast", "changes", "fd", "home", "ino", "is_through", "left_fd", "object"),
+        *(
+            "_fast",
+            "changes",
+            "fd",
+            "home",
+            "ino",
+            "is_left_out",
+            "is_through",
+            "left_fd",
+            "object",
+        ),
         *("quiet_s", "recorded", "seen", "turn", "users"),
     )
 
@@ -44,6 +55,7 @@ class WrittenFile:
         self.fd = fd
         self.home = home
         self.is_through = False
+        self.is_left_out = False
         # Of the object that it had before: a read may still be using it.
         self.left_fd = -1
         self.turn = trio.Lock()
@@ -103,7 +115,7 @@ class Stock:
     def left_out(self, object: int) -> None:
         """A content of it was not published since somebody writes: there must be another one."""
         if (file := self.open.get(object)) is not None:
-            file.recorded = -1
+            file.is_left_out = True
 
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded last."""
@@ -147,6 +159,10 @@ class Stock:
     def content(self, number: int) -> tuple[int, bool]:
         """The number of its last content in the journal, 0 if there is none; whether synced."""
         return self._contents.get(number, (0, False))
+
+    def last(self, number: int) -> int:
+        """The number in the journal of what was done last to the file of an object."""
+        return self._last.get(number, 0)
 
     def record(self, number: int, seq: int, *, synced: bool) -> None:
         """A content was recorded: what the source has is older."""
@@ -194,8 +210,7 @@ class Stock:
             if freed >= size:
                 return
             node = self._node(number)
-            last = self._last.get(number, 0)
-            if node is not None and node.ino not in busy and is_done(last):
+            if node is not None and node.ino not in busy and is_done(self.last(number)):
                 freed += self._sizes[number]
                 yield node
 

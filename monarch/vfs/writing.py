@@ -25,7 +25,7 @@ from monarch.tiers.directory import Space
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Attributes, Identity, Ino
 from monarch.units import MiB
-from monarch.vfs.files import WrittenFiles
+from monarch.vfs.files import FULL, WrittenFiles
 from monarch.vfs.inquiry import Inquiry
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Journal
@@ -354,12 +354,12 @@ class Writing:
             node = self.names.node(ino)
             if node is None or node.names:
                 self._require_node_covered(ino)
-            node = await self.take(ino, empty=bool(flags & os.O_TRUNC))
+            node = await self.take(ino, empty=bool(flags & os.O_TRUNC), keep=True)
         else:
             found = self.names.node(ino)
             assert found is not None
             node = found
-        await self.files.open(node)
+            await self.files.open(node)
         if flags & os.O_TRUNC:
             try:
                 await self.files.truncate(node, 0)
@@ -367,12 +367,17 @@ class Writing:
                 self.files.release(ino)
                 raise
 
-    async def take(self, ino: Ino, *, empty: bool) -> Node:
-        """Have the bytes of a file in an object; ``empty``: they are about to go anyway."""
+    async def take(self, ino: Ino, *, empty: bool, keep: bool = False) -> Node:
+        """Have the bytes of a file in an object; ``empty``: they are about to go anyway.
+
+        With ``keep`` it is open then, for one more user.
+        """
         while True:
             node = self.names.node(ino)
             if node is not None and node.object:
                 if not self.files.is_away(node):
+                    if keep:
+                        await self.files.open(node)
                     return node
                 await self.files.arrive(node)
             taking = self._taking.get(ino)
@@ -381,20 +386,27 @@ class Writing:
             await taking.wait()
         taking = self._taking[ino] = trio.Event()
         try:
-            return await self._take(ino, empty=empty)
+            return await self._take(ino, empty=empty, keep=keep)
         finally:
             del self._taking[ino]
             taking.set()
 
-    async def _take(self, ino: Ino, *, empty: bool) -> Node:
+    async def _take(self, ino: Ino, *, empty: bool, keep: bool) -> Node:
         number = self._take_number()
         fd = await self.files.create(number)
+        staged = -1
         xattrs: dict[bytes, bytes] = {}
         try:
             if not empty:
-                xattrs = await self._bring(ino, fd)
+                try:
+                    xattrs = await self._bring(ino, fd)
+                except _NoRoomError:
+                    staged = await self.files.stage(ino, number)
+                    xattrs = await self._bring(ino, staged)
         except BaseException:
-            os.close(fd)
+            for opened in (fd, staged):
+                if opened >= 0:
+                    os.close(opened)
             self.files.remove(number)
             raise
         path = self.names.visible_path(ino)
@@ -405,7 +417,10 @@ class Writing:
         self._note(Op(kind="take", path=path, object=number, mode=node.mode))
         self._taken(ino)
         self.files.opened(node, fd, created=False)
-        self.files.release(ino)
+        if staged >= 0:
+            await self.files.go_on_there(node, staged)
+        if not keep:
+            self.files.release(ino)
         return node
 
     async def _bring(self, ino: Ino, fd: int) -> dict[bytes, bytes]:
@@ -447,6 +462,10 @@ class Writing:
         self._drain.put(seq, op)
 
 
+class _NoRoomError(Exception):
+    """The tier is full."""
+
+
 def _bring(source: Source, path: bytes, identity: Identity, fd: int) -> dict[bytes, bytes]:
     """Copy a whole file of the source into ``fd``; its attributes that anybody may set.
 
@@ -457,8 +476,13 @@ def _bring(source: Source, path: bytes, identity: Identity, fd: int) -> dict[byt
         if identity_of(file.status) != identity:
             raise SourceChanged("not the version that the snapshot tells of")
         offset = 0
-        while count := os.sendfile(fd, file.fd, offset, _TURN):
-            offset += count
+        try:
+            while count := os.sendfile(fd, file.fd, offset, _TURN):
+                offset += count
+        except OSError as error:
+            if error.errno in FULL:
+                raise _NoRoomError from error
+            raise
         if offset != identity.size or identity_of(os.fstat(file.fd)) != identity:
             raise SourceChanged("changed while it was taken")
         xattrs = {}

@@ -180,6 +180,8 @@ class Drain:
         # What of an object was published last, and as what.
         self._published: dict[int, tuple[Identity, Identity]] = {}
         self._lost: dict[int, bytes] = {}
+        # Objects whose bytes are at the source: what was recorded of them before comes with those.
+        self._through: set[int] = set()
         # Paths at the source whose marks may be lost, and where in the journal the last one ends.
         self._touched = Touched()
         self._marks_end = 0
@@ -198,6 +200,8 @@ class Drain:
     def load(self, replay: Replay) -> None:
         """Go on where an earlier life has stopped. Before all else."""
         for seq, op in replay.ops:
+            if op.kind == "through":
+                self._through.add(op.object)
             if seq in replay.done:
                 self._note(op, replay.done[seq])
                 self._done_upto = seq
@@ -356,10 +360,12 @@ class Drain:
 
     def _is_skipped(self, entry: _Entry) -> bool:
         """Whether a content is left out: nobody has the file any more, or it will come again."""
+        op = entry.op
         entry.skipped = (
             entry.skipped
-            or entry.op.object in self._lost
-            or self._contents.is_dead(entry.op.object)
+            or op.object in self._lost
+            or (op.object in self._through and not op.through)
+            or self._contents.is_dead(op.object)
         )
         return entry.skipped
 
@@ -372,7 +378,8 @@ class Drain:
                 self._note(op, None)
                 return None
             case "content" if entry.skipped:
-                return partial(_none, home.discard, op) if entry.was_tried else None
+                is_ours = entry.was_tried and not op.through
+                return partial(_none, home.discard, op) if is_ours else None
             case "content" if entry.staged is not None:
                 return partial(home.publish, op=_as_staged(op, entry.staged), staged=entry.staged)
             case "content":

@@ -161,20 +161,21 @@ class Home:
 
     # -- contents ----------------------------------------------------------------------------
 
-    def part_name(self, number: int) -> bytes:
-        """What the staged file of an object is called."""
-        return b"%s%d.part" % (self._prefix, number)
+    def part_name(self, number: int, *, through: bool = False) -> bytes:
+        """What the staged file of an object is called; ``through``: of one whose bytes are there
+        alone."""
+        return b"%s%d%s.part" % (self._prefix, number, b"-through" if through else b"")
 
     def _link_name(self, number: int) -> bytes:
         # Not that of the staged file: another content may have been staged already.
         return b"%s%d.link" % (self._prefix, number)
 
-    def open_part(self, path: bytes, number: int, *, make: bool) -> int:
+    def open_part(self, path: bytes, number: int, *, make: bool, through: bool = False) -> int:
         """A descriptor of the empty staged file of an object, beside ``path``. Raises OSError."""
         folders = Folders(self)
         try:
             fd, _ = folders.of(path, make=make)
-            part = self.part_name(number)
+            part = self.part_name(number, through=through)
             with suppress(FileNotFoundError):
                 os.unlink(part, dir_fd=fd)
             return os.open(part, _NEW, 0o600, dir_fd=fd)
@@ -190,7 +191,7 @@ class Home:
         folders = Folders(self)
         try:
             directory_fd, name = folders.of(op.paths[0])
-            part = self.part_name(op.object)
+            part = self.part_name(op.object, through=True)
             is_staged = _status(directory_fd, part) is not None
             fd = os.open(part if is_staged else name, _TO_SYNC, dir_fd=directory_fd)
             try:
@@ -204,12 +205,12 @@ class Home:
             folders.close()
 
     def discard_part(self, path: bytes, number: int) -> None:
-        """Remove the staged file of an object beside ``path``, if it is there."""
+        """Remove the staged file of an object without bytes in the tier, if it is there."""
         folders = Folders(self)
         try:
             with suppress(OSError):
                 fd, _ = folders.of(path)
-                os.unlink(self.part_name(number), dir_fd=fd)
+                os.unlink(self.part_name(number, through=True), dir_fd=fd)
         finally:
             folders.close()
 
@@ -223,7 +224,7 @@ class Home:
         Raises OSError, ESTALE if what was staged is not there any more.
         """
         fd, name = folders.of(op.paths[0], make=True)
-        part = self.part_name(op.object)
+        part = self.part_name(op.object, through=op.through)
         found = _status(fd, part)
         if found is None or found.st_size != staged.size:
             raise OSError(errno.ESTALE, "what was staged at the source is gone")

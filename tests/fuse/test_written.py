@@ -1,4 +1,4 @@
-"""Written files through the datapath, message by message: what it does itself, and what Python hears.
+"""Written files through the datapath, message by message: what it does, and what Python hears.
 
 As in ``test_messages`` the test is the kernel and pyfuse3; the files are real ones.
 """
@@ -202,9 +202,15 @@ def test_a_creation_that_python_serves_itself_is_a_plain_open(made: Rig) -> None
     assert made.datapath.open_files() == 0
 
 
-def test_a_creation_that_fails_opens_nothing(made: Rig) -> None:
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_creation_that_fails_opens_nothing(made: Rig, fd: int, bound: bool) -> None:
     unique = made.send_create(b"new")
-    made.reply(made.passed(), error=errno.EDQUOT)
+    passed = made.passed()
+    if bound:
+        assert made.datapath.bind_written(NEW, fd, tier=1, create=True)
+        assert made.datapath.open_files() == 1
+        made.datapath.release_written(NEW)
+    made.reply(passed, error=errno.EDQUOT)
     assert made.answer(unique).error == errno.EDQUOT
     assert made.datapath.open_files() == 0
 
@@ -212,6 +218,7 @@ def test_a_creation_that_fails_opens_nothing(made: Rig) -> None:
 def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
     made: Rig, fd: int, killed: int
 ) -> None:
+    told: list[Served] = []
     for bound in (True, False):
         unique = made.send_create(b"new", pid=killed)
         passed = made.passed()
@@ -220,9 +227,8 @@ def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
         if bound:
             assert made.datapath.bind_written(NEW, fd, tier=1, create=True)
         made.reply_create(passed, NEW)
-        told: list[Served] = []
         eventually(lambda: bool(told.extend(made.datapath.served()) or told), "Python is told")
-        assert told == [(NEW, ABANDONED, None)]
+        assert told.pop() == (NEW, ABANDONED, None)
         assert made.datapath.open_files() == 0
         made.datapath.release_written(NEW)
 

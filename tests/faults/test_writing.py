@@ -1,0 +1,285 @@
+"""What is written through a mount while the tier, the source, the daemon or the machine fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.equipment import disks
+from tests.equipment.disks import CuttableDisk, Disk
+from tests.equipment.slowfs import SlowSource
+from tests.mount.command import needs_fuse, needs_root
+from tests.mount.conftest import slow
+from tests.mount.observe import wait_until
+
+__all__ = ["slow"]
+
+pytestmark = [needs_fuse, pytest.mark.modes(*OPENS_ARE_TOLD)]
+
+_MB = 1 << 20
+TIERS = {"fast": "64MiB"}
+OPTIONS = ["write=absorb"]
+
+# Saves checkpoints as trainers do, and says which are safe.
+SAVER = """
+import os, random, sys
+directory, seed = sys.argv[1], int(sys.argv[2])
+rng = random.Random(seed)
+step = int(sys.argv[3])
+while True:
+    content = rng.randbytes(1000) * rng.choice([1, 40, 400])
+    content = b"%08d" % step + content
+    path = f"{directory}/step-{step:06d}"
+    with open(path + ".tmp", "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(path + ".tmp", path)
+    fd = os.open(directory, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    print(step, len(content), flush=True)
+    step += 1
+"""
+
+
+def durable(path: Path) -> str:
+    return os.getxattr(path, "user.monarch.durable").decode()
+
+
+def drained(mounted: Mounted, *names: str, timeout_s: float = 30) -> None:
+    def there() -> bool:
+        return all(durable(mounted.path / name) == "source" for name in names)
+
+    wait_until(there, f"{names} are not drained", timeout_s=timeout_s)
+
+
+def put(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# -- a tier that is full -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_tier(monarch: MonarchCommand) -> Iterator[CuttableDisk]:
+    """The directory of the tier "fast" is a disk of 16 MiB. Name it before what mounts."""
+    reason = disks.unavailable()
+    assert reason is None, reason
+    disk = Disk(monarch.directory / "disk", size=16 * _MB)
+    with disk.mounted(monarch.directory / "tiers" / "fast") as mounted:
+        yield mounted
+        monarch.close()
+
+
+@pytest.mark.promise(71)
+def test_what_does_not_fit_into_the_tier_goes_to_the_source(
+    small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree({"a": 10}), tiers={"fast": "12MiB"}, options=OPTIONS)
+    monarch.expects_log("goes to the source directly: the tier is full")
+    large = contents("large", 40 * _MB + 5)
+    with (mounted.path / "large").open("wb") as file:
+        for offset in range(0, len(large), 333_333):
+            file.write(large[offset : offset + 333_333])
+        file.flush()
+        assert (mounted.path / "large").stat().st_size == len(large)
+        os.fsync(file.fileno())
+        assert durable(mounted.path / "large") == "local"
+    assert (mounted.path / "large").read_bytes() == large
+    for number in range(8):
+        put(mounted.path / f"{number}", contents(str(number), 4 * _MB))
+    drained(mounted, "large", *map(str, range(8)))
+    assert (mounted.source / "large").read_bytes() == large
+    with (mounted.path / "large").open("r+b") as file:
+        file.seek(10)
+        file.write(b"again")
+    expected = large[:10] + b"again" + large[15:]
+    assert (mounted.path / "large").read_bytes() == expected
+    mounted.umount()
+    assert (mounted.source / "large").read_bytes() == expected
+    for number in range(8):
+        assert (mounted.source / f"{number}").read_bytes() == contents(str(number), 4 * _MB)
+    assert not list(mounted.source.glob(".monarch-*"))
+
+
+@pytest.mark.promise(71)
+def test_there_is_no_room_only_when_the_source_has_none_either(
+    small_tier: CuttableDisk, monarch: MonarchCommand, source: Path
+) -> None:
+    monarch.expects_log("the tier is full|does not get on|No space left on device")
+    with Disk(monarch.directory / "source disk", size=24 * _MB).mounted(source):
+        mounted = monarch.mount(source, tiers={"fast": "12MiB"}, options=OPTIONS)
+        with pytest.raises(OSError) as raised:
+            put(mounted.path / "huge", bytes(range(256)) * (60 * _MB // 256))
+        assert raised.value.errno == errno.ENOSPC
+        (mounted.path / "huge").unlink()
+        put(mounted.path / "small", b"there is room again")
+        drained(mounted, "small")
+        assert (source / "small").read_bytes() == b"there is room again"
+        mounted.umount()
+
+
+@pytest.mark.promise(70)
+def test_copies_of_the_source_give_way_to_what_is_written(
+    small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
+) -> None:
+    files = {f"{n}.bin": _MB for n in range(9)}
+    mounted = monarch.mount(tree(files), tiers={"fast": "10MiB"}, options=OPTIONS)
+    for name in files:
+        (mounted.path / name).read_bytes()
+    wait_until(lambda: mounted.status()["tiers"][0]["files"] >= 8, "copies are made")
+    put(mounted.path / "ckpt", contents("ckpt", 9 * _MB))
+    wait_until(lambda: mounted.status()["tiers"][0]["files"] <= 2, "copies have given way")
+    assert (mounted.path / "ckpt").read_bytes() == contents("ckpt", 9 * _MB)
+    for name in files:
+        assert (mounted.path / name).read_bytes() == contents(name, _MB)
+    drained(mounted, "ckpt")
+
+
+# -- a source that fails -----------------------------------------------------------------------
+
+
+@pytest.mark.promise(69)
+@pytest.mark.parametrize("rule", ["err * EIO .*", "hang * .*", "err write ENOSPC .*"])
+def test_a_source_that_fails_loses_nothing_and_holds_up_nobody(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, rule: str
+) -> None:
+    if "hang" not in rule:
+        monarch.expects_log("does not get on")
+    tree({"a": 10})
+    mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
+    slow.rules(rule)
+    (mounted.path / "ckpt").mkdir()
+    for step in range(4):
+        put(mounted.path / f"ckpt/{step}.tmp", contents(str(step), 300_000))
+        (mounted.path / f"ckpt/{step}.tmp").rename(mounted.path / f"ckpt/{step}")
+        assert durable(mounted.path / f"ckpt/{step}") == "local"
+        assert (mounted.path / f"ckpt/{step}").read_bytes() == contents(str(step), 300_000)
+    time.sleep(1.5)
+    slow.rules()
+    drained(mounted, *(f"ckpt/{step}" for step in range(4)), timeout_s=60)
+    mounted.umount()
+    assert sorted(os.listdir(mounted.source / "ckpt")) == ["0", "1", "2", "3"]
+    for step in range(4):
+        assert (slow.root / f"ckpt/{step}").read_bytes() == contents(str(step), 300_000)
+
+
+@pytest.mark.promise(66)
+def test_a_name_is_at_the_source_never_before_its_content(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    tree({"ckpt/latest": 1000})
+    mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
+    old, new = contents("ckpt/latest", 1000), contents("new", 5 * _MB)
+    slow.rules("bw write 5000000 .*")
+    put(mounted.path / "ckpt/tmp", new)
+    (mounted.path / "ckpt/tmp").rename(mounted.path / "ckpt/latest")
+    seen = set()
+    while durable(mounted.path / "ckpt/latest") != "source":
+        seen.add((slow.root / "ckpt/latest").read_bytes())
+    assert seen <= {old, new} and old in seen
+    assert (slow.root / "ckpt/latest").read_bytes() == new
+
+
+# -- a daemon that dies ------------------------------------------------------------------------
+
+
+@pytest.mark.promise(67)
+@pytest.mark.modes("auto")
+def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_kills(
+    monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
+) -> None:
+    kills = 200 if pytestconfig.getoption("--soak") else 8
+    source = tree({"a": 10})
+    mounted = monarch.mount(source, tiers=TIERS, options=OPTIONS)
+    (mounted.path / "ckpt").mkdir()
+    rng, step, safe = random.Random(7), 0, {}
+    for turn in range(kills):
+        saver = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(mounted.path / "ckpt"), str(turn), str(step)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert saver.stdout is not None
+        told = [saver.stdout.readline() for _ in range(rng.randrange(1, 12))]
+        time.sleep(rng.random() * 0.05)
+        mounted.kill()
+        told += saver.communicate()[0].splitlines()
+        for line in filter(None, told):
+            number, size = map(int, line.split())
+            safe[number] = size
+            step = number + 1
+        mounted = monarch.mount(source, tiers=TIERS, options=OPTIONS)
+        for number, size in safe.items():
+            content = (mounted.path / f"ckpt/step-{number:06d}").read_bytes()
+            assert (content[:8], len(content)) == (b"%08d" % number, size)
+        step += 1
+    mounted.umount()
+    for number, size in safe.items():
+        content = (source / f"ckpt/step-{number:06d}").read_bytes()
+        assert (content[:8], len(content)) == (b"%08d" % number, size)
+
+
+# -- a machine whose power fails ---------------------------------------------------------------
+
+
+@pytest.mark.promise(63, 68)
+@pytest.mark.modes("auto")
+@needs_root
+def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
+    monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
+) -> None:
+    cuts = 200 if pytestconfig.getoption("--soak") else 4
+    source = tree({"a": 10})
+    at = monarch.directory / "tiers"
+    disk = Disk(monarch.directory / "disk 0", size=48 * _MB)
+    rng, step, safe = random.Random(3), 0, {}
+    for turn in range(cuts):
+        options = ("data=writeback", "nodelalloc", "noauto_da_alloc", "commit=1")
+        with disk.mounted(at, options) as power:
+            mounted = monarch.mount(
+                source, tiers={"fast": "30MB"}, state=at / "state", options=OPTIONS
+            )
+            if turn == 0:
+                (mounted.path / "ckpt").mkdir()
+            for number, size in safe.items():
+                content = (mounted.path / f"ckpt/step-{number:06d}").read_bytes()
+                assert (content[:8], len(content)) == (b"%08d" % number, size)
+            saver = subprocess.Popen(
+                [sys.executable, "-c", SAVER, str(mounted.path / "ckpt"), str(turn), str(step)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            assert saver.stdout is not None
+            told = [saver.stdout.readline() for _ in range(rng.randrange(1, 12))]
+            os.kill(mounted.pid, 19)
+            disk = power.cut(monarch.directory / f"disk {turn + 1}")
+            mounted.kill()
+            subprocess.run(["umount", "-l", str(mounted.path)], check=True)
+            told += saver.communicate()[0].splitlines()
+            for line in filter(None, told):
+                number, size = map(int, line.split())
+                safe[number] = size
+                step = number + 1
+            step += 1
+    with disk.mounted(at):
+        mounted = monarch.mount(source, tiers={"fast": "30MB"}, state=at / "state", options=OPTIONS)
+        mounted.umount()
+    for number, size in safe.items():
+        content = (source / f"ckpt/step-{number:06d}").read_bytes()
+        assert (content[:8], len(content)) == (b"%08d" % number, size)
