@@ -155,8 +155,8 @@ class Symptoms:
                 f"what is written is refused: {side.place.journal.failed or side.files.failure}",
                 0,
                 f"look at the disk of tier {side.place.tier.name} (`df {where}`, `dmesg`), and, if"
-                " that is full, at the source's; what was fsynced is safe there, and writing goes on"
-                " as soon as one of them has room",
+                " that is full, at the source's; what was fsynced is safe, and writing goes on as"
+                " soon as one of them has room",
             )
         backlog = side.drain.backlog()
         if backlog.trouble:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from monarch import registry
 from monarch.absorbing import PREFIX, directory_of
 from monarch.errors import TierError
 from monarch.places import MountedFileSystem, mount_table
-from monarch.premises import Check, bounded, kind_of, nearest, room_of
+from monarch.premises import PATIENCE_S, Check, bounded, kind_of, nearest, room_of, within
 from monarch.registry import MountRecord
 from monarch.settings import MountSettings, TierSettings
 from monarch.text import counted, escape_text
@@ -40,10 +41,21 @@ def check_writing(mount: MountSettings, records: Sequence[MountRecord]) -> Itera
         for record in records
     )
     for tier in mount.tiers:
-        look = partial(_check_left, mount, tier, served=served)
-        yield from bounded(
-            f"{mount.name}: tier {tier.name}", tier.path, look, patience_s=_READING_S
-        )
+        name = f"{mount.name}: tier {tier.name}"
+        for directory in _left_in(tier):
+            look = partial(_check_left, name, mount, directory, served=served)
+            yield from bounded(name, directory, look, patience_s=_READING_S)
+
+
+def _left_in(tier: TierSettings) -> list[Path]:
+    """Where written files may lie in a tier; none if it does not answer, which others tell of."""
+    found: list[Path] = []
+
+    def task() -> None:
+        with suppress(OSError):
+            found.extend(sorted((tier.path / PRIVATE).glob(f"{PREFIX}*")))
+
+    return found if within(PATIENCE_S, task) else []
 
 
 def _check_source(name: str, mount: MountSettings) -> Iterator[Check]:
@@ -99,30 +111,29 @@ def _check_tier(
             yield Check(name, "warn", f"{tier.path}: {shown}", advice)
 
 
-def _check_left(mount: MountSettings, tier: TierSettings, *, served: bool) -> Iterator[Check]:
-    """What was written in a tier and is not at its source."""
-    name = f"{mount.name}: tier {tier.name}"
-    own = directory_of(tier.path, mount.source)
-    for directory in sorted((tier.path / PRIVATE).glob(f"{PREFIX}*")):
-        try:
-            found = survey(directory)
-        except TierError as error:
-            yield Check(name, "fail", error.args[0], error.hint)
-            continue
+def _check_left(
+    name: str, mount: MountSettings, directory: Path, *, served: bool
+) -> Iterator[Check]:
+    """What was written and is not at its source."""
+    own = directory.name == directory_of(Path(), mount.source).name
+    try:
+        found = survey(directory)
+    except TierError as error:
+        yield Check(name, "fail", error.args[0], error.hint)
+        return
+    faulty = next((waiting for waiting in found.waiting if waiting.fault), None)
+    if faulty is not None and not served:
+        what = f"{escape_text(os.fsdecode(faulty.path))} in {directory}: {faulty.fault}"
+        advice = f"`monarch fsck {mount.mountpoint}` lists all; look at the disk: `dmesg`"
+        yield Check(name, "fail", what, advice)
+    if not found.operations or (own and served):
+        return
+    what = f"{counted(len(found.waiting), 'file', 'files')}, {format_bytes(found.bytes)}"
+    if own:
+        detail = f"{what}, written earlier, are not at the source yet"
+        yield Check(name, "warn", detail, "mount it: draining goes on by itself")
+    else:
         source = escape_text(os.fsdecode(found.source))
-        for waiting in found.waiting:
-            if waiting.fault and not served:
-                what = f"{escape_text(os.fsdecode(waiting.path))} in {directory}: {waiting.fault}"
-                advice = f"`monarch fsck {mount.mountpoint}` lists all; look at the disk: `dmesg`"
-                yield Check(name, "fail", what, advice)
-                break
-        if not found.operations or (directory == own and served):
-            continue
-        what = f"{counted(len(found.waiting), 'file', 'files')}, {format_bytes(found.bytes)}"
-        if directory == own:
-            detail = f"{what}, written earlier, are not at the source yet"
-            yield Check(name, "warn", detail, "mount it: draining goes on by itself")
-        else:
-            detail = f"{what}, written for {source}, are not there yet"
-            advice = f"mount {source} with this tier; until then leave {directory} alone"
-            yield Check(name, "warn", detail, advice)
+        detail = f"{what}, written for {source}, are not there yet"
+        advice = f"mount {source} with this tier; until then leave {directory} alone"
+        yield Check(name, "warn", detail, advice)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import dataclasses
+import http.client
 import json
 import socket
 from pathlib import Path

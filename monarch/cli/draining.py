@@ -30,9 +30,16 @@ def seconds(context: click.Context, parameter: click.Parameter, value: str | Non
 
 
 def drain(
-    record: MountRecord, params: Mapping[str, Any], *, timeout_s: float | None, quiet: bool
+    record: MountRecord,
+    params: Mapping[str, Any],
+    *,
+    timeout_s: float | None,
+    quiet: bool,
+    silence_s: float = SILENCE_S,
 ) -> DrainReport:
     """Wait until all is at the source, with a bar, or for ``timeout_s``; None: as long as it takes.
+
+    A daemon that says nothing for ``silence_s`` hangs.
 
     Raises NotMountedError if the daemon is dead or ends meanwhile, MonarchError if it is silent.
     """
@@ -52,7 +59,7 @@ def drain(
             "drain",
             {**params, "timeout": timeout_s},
             answer=DrainReport,
-            timeout=SILENCE_S,
+            timeout=silence_s,
             on_progress=on_progress,
         )
 

@@ -62,7 +62,11 @@ Examples:
     is_flag=True,
     help="Do not wait for the source: what is not there stays in the tier for the next mount.",
 )
-@click.option("--lazy", is_flag=True, help="Do it although files are open.")
+@click.option(
+    "--lazy",
+    is_flag=True,
+    help="Do it although files are open; after their last close the daemon drains, and ends.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 def umount(
     mountpoint: str, *, timeout_s: float, abandon: bool, lazy: bool, as_json: bool
@@ -141,9 +145,10 @@ def _last_look(record: MountRecord, timeout_s: float) -> None:
 
     Between the draining and the end somebody may have written; or nobody wants to wait.
     """
-    # That the daemon has ended by now is fine.
-    with suppress(NotMountedError):
-        if not drain(record, {}, timeout_s=timeout_s, quiet=True).drained:
+    # That the daemon has ended by now is fine; if it hangs, whoever waits for its end says so.
+    with suppress(MonarchError):
+        report = drain(record, {}, timeout_s=timeout_s, quiet=True, silence_s=_ANSWER_S)
+        if not report.drained:
             call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
 
 

@@ -324,7 +324,7 @@ class WrittenFiles:
             try:
                 yield
             except (Refused, SourceError) as error:
-                if error.errno in _FULL:
+                if error.errno in FULL:
                     self._note_failure(error.errno)
                 raise
             finally:

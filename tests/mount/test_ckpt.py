@@ -24,7 +24,7 @@ from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, start, wait_until
 
 # How reads are served has nothing to do with it.
-pytestmark = [needs_fuse, pytest.mark.modes("python")]
+pytestmark = [needs_fuse, pytest.mark.modes("auto")]
 
 WRITES = ("absorb=ckpt/**", "snapshot.freshness=never")
 REFUSES = ("err create ENOSPC /ckpt/", "err write ENOSPC .")

@@ -20,7 +20,7 @@ from tests.conftest import MonarchCommand, Mounted, contents
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, needs_root
 
-pytestmark = [needs_fuse, pytest.mark.modes("python")]
+pytestmark = [needs_fuse, pytest.mark.modes("auto")]
 
 
 def check(mounted: Mounted, *, repair: bool = False) -> dict[str, tuple[str, bool]]:
