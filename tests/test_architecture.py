@@ -24,16 +24,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "vocabulary",
         (
             *("types", "errors", "units", "order", "points", "text"),
-            *(
-                "absorbed",
-                "beneath",
-                "buckets",
-                "footing",
-                "health",
-                "registry",
-                "report",
-                "threads",
-            ),
+            *("absorbed", "beneath", "buckets", "footing"),
+            *("health", "registry", "report", "threads"),
         ),
     ),
     ("settings", ("settings", "places", "config", "metrics", "log")),
@@ -78,6 +70,7 @@ PURE = (
     *("monarch.placement", "monarch.order"),
     *("monarch.transfer.outages", "monarch.transfer.throttle"),
     *("monarch.frameworks.interval", "monarch.frameworks.layout"),
+    *("monarch.writeback.losses", "monarch.writeback.ops", "monarch.writeback.touched"),
 )
 IMPURE = frozenset(
     (

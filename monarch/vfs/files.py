@@ -172,6 +172,8 @@ class WrittenFiles:
 
     async def go_on_there(self, node: Node, fd: int) -> None:
         """The bytes of a file are in its staged file at the source, ``fd``, from now on."""
+        if self._fast is not None:
+            await self._ask(self._fast.unbind, node.ino)
         path = self._names.visible_path(node.ino)
         op = Op(kind="through", path=path, object=node.object)
         self._drain.put(self._journal.append(op), op)

@@ -110,7 +110,8 @@ class Backlog:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A change that waits; the rest is of contents.
+    """A change that waits. ``record``: which of the journal's is its own. The rest is of
+    contents.
 
     ``was_tried``: something of it may be staged. ``is_staging``: somebody is at it; ``is_left``:
     it was tried ahead of its turn, in vain. Ready are those that are ``staged``, those that are
@@ -120,6 +121,7 @@ class _Entry:
     seq: int
     op: Op
     recorded_ns: int
+    record: int
     was_tried: bool
     is_staging: bool = False
     is_left: bool = False
@@ -182,9 +184,9 @@ class Drain:
         self._lost: dict[int, bytes] = {}
         # Objects whose bytes are at the source: what was recorded of them before comes with those.
         self._through: set[int] = set()
-        # Paths at the source whose marks may be lost, and where in the journal the last one ends.
+        # Paths at the source whose marks may be lost, and which record is the last of these.
         self._touched = Touched()
-        self._marks_end = 0
+        self._last_mark = 0
         self._done_upto = 0
         self._waiters = 0
         self._changed = trio.lowlevel.ParkingLot()
@@ -206,11 +208,12 @@ class Drain:
                 self._note(op, replay.done[seq])
                 self._done_upto = seq
             else:
-                self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], was_tried=True))
+                self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
 
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
-        self._queue.append(_Entry(seq, op, time.time_ns(), was_tried=False))
+        record = self._journal.written
+        self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
         if op.kind == "content" or len(self._queue) == 1:
             self._changed.unpark_all()
 
@@ -410,6 +413,7 @@ class Drain:
         real = [step for step in steps if step is not None]
         outcome = Outcome((), None)
         if real:
+            await self._sync(max(entry.record for entry in batch))
             outcome = await self._threads.run(self._home.carry_out, real)
         made = iter(outcome.made)
         done: dict[int, Identity | None] = {}
@@ -441,11 +445,19 @@ class Drain:
                 await self._rest(error, errno_words(error.errno))
             else:
                 break
-        self._marks_end = self._journal.position
+        self._last_mark = self._journal.written
+
+    async def _sync(self, record: int) -> None:
+        """Until the journal is on the disk up to that record.
+
+        Nothing is done at the source of which a power cut could take the record: the mount would
+        show what the source has not got any more.
+        """
+        if self._journal.synced < record:
+            await self._threads.run(self._journal.sync)
 
     async def _sync_marks(self) -> None:
-        if self._journal.synced < self._marks_end:
-            await self._threads.run(self._journal.sync)
+        await self._sync(self._last_mark)
         self._touched.clear()
 
     def _arrived(self, entry: _Entry, was_made: bool, identity: Identity | None) -> None:
@@ -604,9 +616,7 @@ class Drain:
         written = self._contents.is_written(op.object)
         try:
             # What may still be stored into mapped pages shows only after a sync.
-            version = await self._threads.run(
-                partial(staging.open, sync=written or not op.synced, empty=not op.size)
-            )
+            version = await self._threads.run(partial(staging.open, sync=written or not op.synced))
         except FileNotFoundError as error:
             raise _Missing("there is no such object") from error
         is_recorded = (version.size, version.mtime_ns) == (op.size, op.mtime_ns)
@@ -623,6 +633,11 @@ class Drain:
         if known == version:
             entry.published = True
             return None
+        if not op.synced:
+            # It is on the disk now. Without that a power cut would take here what is there.
+            self._journal.mark_believed(op.object)
+            entry.record = self._journal.written
+        await self._sync(entry.record)
         staged = Staged(version.size, version)
         dress = partial(self._home.dress, op=_as_staged(op, staged))
         await self._move(staging, version.size, dress)

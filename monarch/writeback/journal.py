@@ -9,8 +9,8 @@ rest, a blank, JSON, a newline. Records are
     {"seq", "ns", "op", ...}    a change (ops.py) and when it was recorded
     {"done", "at"}              all up to that seq is at the source; ``at``: [seq, size, mtime_ns,
                                 ctime_ns, source_ino] of each content that was published
-    {"believed"}, {"lost"}      objects of which a content was synced or published by what is not
-                                written here any more; those whose bytes are lost
+    {"believed"}, {"lost"}      objects that have been synced, as no record of a content here says;
+                                those whose bytes are lost
 
 and each may have "upto": so many bytes of the file had been synced before.
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import logging
 import os
@@ -161,6 +162,9 @@ class Journal:
         self._synced = 0
         self._said = 0
         self._room = 0
+        # In records; those that were there count as one.
+        self._written = 1
+        self._durable = 0
         # One sync at a time; who comes meanwhile shares the next.
         self._turn = threading.Condition()
         self._syncing = False
@@ -273,9 +277,14 @@ class Journal:
         return errno_words(self._failed.errno) if self._failed is not None else ""
 
     @property
+    def written(self) -> int:
+        """How many records there are; those found at opening count as one."""
+        return self._written
+
+    @property
     def synced(self) -> int:
-        """All records before are on the disk. Bytes."""
-        return self._synced
+        """How many of those are on the disk, the first of them."""
+        return self._durable
 
     def append(self, op: Op) -> int:
         """Record a change; its seq. A daemon that is killed now has not lost it. Raises OSError."""
@@ -302,11 +311,19 @@ class Journal:
         ]
         self._write({"done": last, "at": at} if at else {"done": last})
         self._done_upto = last
+        contents: dict[int, int] = {}
+        for seq in [*itertools.takewhile(lambda seq: seq <= last, self._undone)]:
+            _, contents[seq] = self._undone.pop(seq)
         for seq, identity in done.items():
-            _, content = self._undone.pop(seq, (0, 0))
             if identity is not None:
                 self._identities[seq] = identity
-                self._believed.add(content)
+                self._believed.add(contents.get(seq, 0))
+
+    def mark_believed(self, number: int) -> None:
+        """Record that an object has been synced since its content was recorded. Raises OSError."""
+        if number not in self._believed:
+            self._write({"believed": [number]})
+            self._believed.add(number)
 
     def mark_lost(self, number: int) -> None:
         """Record that the tier has lost the bytes of an object: what happened to its file is not
@@ -327,6 +344,7 @@ class Journal:
                 self._room = 0
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
             self._end += len(line)
+            self._written += 1
             self._said = self._synced
 
     def _want_room(self, count: int) -> None:
@@ -345,23 +363,24 @@ class Journal:
         Raises OSError; once that was so it does it again until ``compact`` has written another
         file: the kernel forgets what it could not write.
         """
-        wanted = self._end
+        wanted = self._written
         with self._turn:
-            while self._syncing and self._synced < wanted:
+            while self._syncing and self._durable < wanted:
                 self._turn.wait()
-            if self._synced >= wanted:
+            if self._durable >= wanted:
                 return
             self._syncing = True
         try:
             if self._failed is not None:
                 raise OSError(self._failed.errno, self._failed.strerror)
-            end = self._end
+            with self._lock:
+                end, written = self._end, self._written
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
                 self._failed = error
                 raise
-            self._synced = end
+            self._synced, self._durable = end, written
         finally:
             self._end_turn()
         points.reached("journal-synced")
@@ -410,12 +429,14 @@ class Journal:
             with self._lock:
                 # What came meanwhile has not been synced, nobody was promised that it is.
                 synced = os.fstat(fd).st_size
+                late = [_line(record) for record in self._records(tail_end, self._end)]
                 with open(fd, "ab", closefd=False) as file:
-                    file.writelines(map(_line, self._records(tail_end, self._end)))
+                    file.writelines(late)
                 staged.rename(self._path)
                 fd, self._fd = self._fd, fd
                 self._end = os.fstat(self._fd).st_size
                 self._synced, self._said, self._room = synced, 0, 0
+                self._durable = self._written - len(late)
                 self._failed = None
             for seq in published:
                 if seq not in known:
@@ -558,8 +579,7 @@ class _Read:
                 last[op.object] = op
             if recorded_boot == boot:
                 believed.add(op.object)
-            # What has no bytes can lose none.
-            if op.kind == "content" and (op.synced or not op.size or seq in self.identities):
+            if op.kind == "content" and (op.synced or seq in self.identities):
                 believed.add(op.object)
         doubted = last.keys() - believed
         if not doubted:

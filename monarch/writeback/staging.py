@@ -55,18 +55,13 @@ class Staging:
         self._busy = False
         self._closed = threading.Event()
 
-    def open(self, *, sync: bool, empty: bool) -> Identity:
+    def open(self, *, sync: bool) -> Identity:
         """The object as it is, with ``sync`` when its bytes are on the disk.
 
-        Raises FileNotFoundError if there is none; with ``empty`` it is made.
+        Raises FileNotFoundError if there is none.
         """
         with self._using():
-            try:
-                fd = self._objects.open(self._number)
-            except FileNotFoundError:
-                if not empty:
-                    raise
-                fd = self._objects.create(self._number)
+            fd = self._objects.open(self._number)
             self._fds.append(fd)
             if sync:
                 self._objects.sync(self._number, fd)

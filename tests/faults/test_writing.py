@@ -149,6 +149,41 @@ def test_copies_of_the_source_give_way_to_what_is_written(
     drained(mounted, "ckpt")
 
 
+@pytest.mark.promise(71)
+@pytest.mark.modes("relay")
+def test_a_disk_that_is_full_at_any_write_costs_no_byte(
+    small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("goes to the source directly: the tier is full")
+    mounted = monarch.mount(
+        tree({"a": 10}), tiers={"fast": "12MiB"}, options=[*OPTIONS, "writeback.reserve=0"]
+    )
+    piece, pieces = 64 << 10, 10
+    filler = small_tier.path / "somebody-else's"
+    for full_at in range(pieces + 1):
+        # Others take all but so many pieces of the disk.
+        filler.unlink(missing_ok=True)
+        drained(mounted, *(f"{n}" for n in range(full_at)))
+        wait_until(lambda: _absorbed(mounted) == 0, "what is drained has left")
+        room = os.statvfs(small_tier.path).f_bavail * 4096 - full_at * piece
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(0, room - (16 << 10)))
+        content = contents(str(full_at), piece * pieces)
+        with (mounted.path / f"{full_at}").open("wb", buffering=0) as file:
+            for number in range(pieces):
+                assert file.write(content[number * piece : (number + 1) * piece]) == piece
+            os.fsync(file.fileno())
+        assert (mounted.path / f"{full_at}").read_bytes() == content
+    mounted.umount()
+    for full_at in range(pieces + 1):
+        content = contents(str(full_at), piece * pieces)
+        assert (mounted.source / f"{full_at}").read_bytes() == content
+
+
+def _absorbed(mounted: Mounted) -> int:
+    return len(list(mounted.tiers["fast"].rglob("absorbed-*/??/*")))
+
+
 # -- a source that fails -----------------------------------------------------------------------
 
 
@@ -175,6 +210,49 @@ def test_a_source_that_fails_loses_nothing_and_holds_up_nobody(
     assert sorted(os.listdir(mounted.source / "ckpt")) == ["0", "1", "2", "3"]
     for step in range(4):
         assert (slow.root / f"ckpt/{step}").read_bytes() == contents(str(step), 300_000)
+
+
+@pytest.mark.promise(69)
+@pytest.mark.modes("relay")
+def test_a_source_that_is_gone_for_a_while_gets_all_of_it(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("does not get on|is opened anew|source")
+    tree({"a": 10})
+    mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
+    put(mounted.path / "before", b"before")
+    drained(mounted, "before")
+    slow.kill()
+    for step in range(3):
+        put(mounted.path / f"{step}", contents(str(step), 100_000))
+        assert durable(mounted.path / f"{step}") == "local"
+    time.sleep(1.5)
+    slow.restart()
+    drained(mounted, "0", "1", "2", timeout_s=60)
+    for step in range(3):
+        assert (slow.root / f"{step}").read_bytes() == contents(str(step), 100_000)
+
+
+@pytest.mark.promise(73)
+@pytest.mark.modes("relay")
+def test_a_record_whose_bytes_are_gone_is_told_and_what_is_behind_it_goes_on(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("'one' is lost")
+    monarch.expects_log("does not get on")
+    tree({"one": 10})
+    mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
+    slow.rules("err write EIO .*")
+    put(mounted.path / "one", b"new" * 1000)
+    put(mounted.path / "two", b"two" * 1000)
+    mounted.kill()
+    (lost,) = (p for p in mounted.tiers["fast"].rglob("absorbed-*/01/1"))
+    lost.unlink()
+    slow.rules()
+    again = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
+    drained(again, "two")
+    assert (slow.root / "two").read_bytes() == b"two" * 1000
+    assert (slow.root / "one").read_bytes() == contents("one", 10)
 
 
 @pytest.mark.promise(66)

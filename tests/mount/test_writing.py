@@ -221,3 +221,80 @@ def test_a_signal_ends_the_mount_after_it_has_drained(absorbing: Mounted) -> Non
     os.kill(absorbing.pid, signal.SIGTERM)
     wait_until(lambda: not Path(f"/proc/{absorbing.pid}").exists(), "the daemon has not ended")
     assert (absorbing.source / "x").read_bytes() == content
+
+
+@pytest.mark.promise(65)
+def test_a_file_comes_to_the_source_with_all_that_it_is(absorbing: Mounted) -> None:
+    at, source = absorbing.path, absorbing.source
+    (at / "k").mkdir(mode=0o750)
+    (at / "k/f").write_bytes(b"bytes")
+    (at / "k/f").chmod(0o4711)
+    os.chown(at / "k/f", 1234, 4321)
+    os.setxattr(at / "k/f", "user.note", b"a note")
+    os.utime(at / "k/f", ns=(1_000_000_000, 2_000_000_123))
+    os.link(at / "k/f", at / "k/g")
+    os.mkfifo(at / "k/fifo", 0o622)
+    absorbing.umount()
+    found = (source / "k/f").stat()
+    assert (source / "k").stat().st_mode & 0o7777 == 0o750
+    assert (found.st_uid, found.st_gid, found.st_nlink) == (1234, 4321, 2)
+    # Giving it away takes the right from it, as everywhere.
+    assert found.st_mode & 0o7777 == 0o711
+    assert (found.st_atime_ns, found.st_mtime_ns) == (1_000_000_000, 2_000_000_123)
+    assert os.getxattr(source / "k/f", "user.note") == b"a note"
+    assert (source / "k/g").stat().st_ino == found.st_ino
+    assert (source / "k/fifo").is_fifo()
+
+
+@pytest.mark.promise(74)
+def test_a_file_that_is_read_from_a_copy_is_not_written_under_its_readers(
+    absorbing: Mounted,
+) -> None:
+    at = absorbing.path
+    (at / "a.bin").read_bytes()
+    wait_until(lambda: absorbing.xattr("a.bin") == "fast", "there is a copy")
+    with (at / "a.bin").open("rb") as reader:
+        reader.read(1)
+        if absorbing.cli.mode == "relay":
+            # Who reads it sees what is written, as on a disk.
+            with (at / "a.bin").open("r+b") as writer:
+                writer.write(b"NEW")
+            reader.seek(0)
+            assert reader.read(3) == b"NEW"
+        else:
+            with pytest.raises(OSError) as raised:
+                (at / "a.bin").open("r+b")
+            assert raised.value.errno == errno.ETXTBSY
+    with (at / "a.bin").open("r+b") as writer:
+        writer.write(b"new")
+    assert (at / "a.bin").read_bytes() == b"new" + contents("a.bin", 1000)[3:]
+    with pytest.raises(OSError) as raised:
+        (at / "d").rename(at / "e")
+    assert raised.value.errno == errno.EXDEV
+    subprocess.run(["mv", at / "d", at / "e"], check=True)
+    assert (at / "e/b.bin").read_bytes() == contents("d/b.bin", 5000)
+
+
+@pytest.mark.promise(75)
+def test_what_is_absorbed_is_closed_to_everybody_else(absorbing: Mounted) -> None:
+    (absorbing.path / "open to all").write_bytes(b"x")
+    (absorbing.path / "open to all").chmod(0o777)
+    drained(absorbing, "open to all")
+    kept = list(absorbing.tiers["fast"].rglob("absorbed-*/**/*"))
+    assert kept
+    for path in kept:
+        assert path.stat().st_mode & 0o077 == 0, path
+    for path in absorbing.tiers["fast"].glob("monarch"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.promise(76)
+def test_what_is_on_its_way_is_not_shown_and_such_names_are_not_made(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"a": 1, ".monarch-0123456789abcdef-7.part": 10})
+    mounted = monarch.mount(source, options=["write=absorb"])
+    assert os.listdir(mounted.path) == ["a"]
+    with pytest.raises(OSError) as raised:
+        (mounted.path / ".monarch-0123456789abcdef-8.part").write_bytes(b"x")
+    assert raised.value.errno == errno.EPERM

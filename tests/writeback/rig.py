@@ -6,7 +6,9 @@ against both. ``shown`` reads the tree from nothing but the journal's changes.
 
 from __future__ import annotations
 
+import copy
 import os
+import random
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -30,7 +32,10 @@ class Killed(BaseException):
 
 @dataclass(eq=False)
 class Node:
-    """What a name leads to. ``content``: its bytes now, ``whole``: at the moments of a record."""
+    """What a name leads to. ``content``: its bytes now, ``whole``: at the moments of a record.
+
+    ``is_kept``: who wrote them has synced them.
+    """
 
     kind: str
     mode: int
@@ -42,6 +47,7 @@ class Node:
     whole: set[bytes] = field(default_factory=set)
     writers: int = 0
     is_recorded: bool = True
+    is_kept: bool = False
 
 
 Tree = dict[bytes, Node]
@@ -108,7 +114,7 @@ def described(tree: Tree) -> dict[bytes, object]:
 
 def applied(tree: Tree, ops: Iterable[Op], objects: Objects) -> Tree:
     """The tree that the changes lead to from ``tree``, with the bytes that the objects hold now."""
-    tree = dict(tree)
+    tree = copy.deepcopy(tree)
     for op in ops:
         _apply(tree, op)
     for node in tree.values():
@@ -116,6 +122,9 @@ def applied(tree: Tree, ops: Iterable[Op], objects: Objects) -> Tree:
             fd = objects.open(node.object)
             try:
                 status = os.fstat(fd)
+                # Whether it is what was recorded last.
+                now = (status.st_size, status.st_mtime_ns)
+                node.is_recorded = now == (len(node.content), node.mtime_ns)
                 node.content = os.pread(fd, status.st_size, 0)
                 node.mtime_ns = status.st_mtime_ns
             finally:
@@ -153,6 +162,8 @@ def _apply(tree: Tree, op: Op) -> None:
             if node is None:
                 return
             node.mode = node.mode if op.mode is None else op.mode
+            if op.kind == "content":
+                node.content = bytes(op.size)
             for name, value in op.xattrs.items():
                 if value is None:
                     node.xattrs.pop(name, None)
@@ -171,6 +182,25 @@ def move(tree: Tree, path: bytes, to: bytes) -> list[bytes]:
     return [to + name[len(path) :] for name in moved]
 
 
+class Disk(Objects):
+    """Objects of which is known what a power cut leaves of them: ``on_disk``, by number."""
+
+    def __init__(self, directory: Path, on_disk: dict[int, bytes]) -> None:
+        super().__init__(directory)
+        self.on_disk = on_disk
+
+    def sync(self, number: int, fd: int) -> None:
+        super().sync(number, fd)
+        self.on_disk[number] = self.content(number)
+
+    def content(self, number: int) -> bytes:
+        fd = self.open(number)
+        try:
+            return os.pread(fd, os.fstat(fd).st_size, 0)
+        finally:
+            os.close(fd)
+
+
 class World:
     """The names of a mount over ``source``. It answers the drain's questions (``Contents``)."""
 
@@ -178,6 +208,7 @@ class World:
         self.source = source
         self.directory = tier / "absorbed"
         self.boot = boot
+        self.on_disk: dict[int, bytes] = {}
         self.tree = read_tree(source)
         self.first = read_tree(source)
         # Which files each name has ever led to; those that were never without one.
@@ -191,10 +222,10 @@ class World:
     def open(self) -> Replay:
         """A new life: what the journal holds, for a drain that does not run yet."""
         self.journal = Journal.open(self.directory, source=b"/source", boot=self.boot)
-        self.objects = Objects(self.directory)
+        self.objects = Disk(self.directory, self.on_disk)
         replay = self.journal.replay()
         self.next_object = replay.next_object
-        self.last_seq = 0
+        self.last_seq = replay.ops[-1][0] if replay.ops else 0
         self.drain = None
         return replay
 
@@ -205,6 +236,11 @@ class World:
 
     def is_written(self, object: int) -> bool:
         return any(node.writers for node in self.tree.values() if node.object == object)
+
+    def left_out(self, object: int) -> None:
+        for node in self.tree.values():
+            if node.object == object:
+                node.is_recorded = False
 
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         self.tellings.append((object, path, identity))
@@ -256,7 +292,7 @@ class World:
             os.pwrite(fd, content, 0)
         finally:
             os.close(fd)
-        node.content, node.is_recorded = content, False
+        node.content, node.is_recorded, node.is_kept = content, False, False
         node.mtime_ns = self.objects.status(node.object).st_mtime_ns
 
     def content(self, node: Node, *, synced: bool = False) -> int:
@@ -286,6 +322,7 @@ class World:
         )
         if synced:
             self.journal.sync()
+            node.is_kept = True
         return seq
 
     def end(self, node: Node) -> None:
@@ -306,12 +343,21 @@ class World:
 
     def rename(self, path: bytes, to: bytes) -> int:
         node = self.tree[path]
+        replaced = self.tree.get(to)
+        if node.object and replaced is not None and not node.is_kept:
+            # Only what is kept may be all that there is.
+            self.content(node, synced=True)
         if not node.is_recorded and node.object:
             self.content(node)
-        replaced = self.tree.get(to)
         self.always -= {name for name in self.always if name == path}
         self.always = {name for name in self.always if not name.startswith(path + b"/")}
-        self._note(move(self.tree, path, to))
+        moved = move(self.tree, path, to)
+        self._note(moved)
+        if node.kind == "dir":
+            # What the source still has of a name until its new content comes goes along.
+            for name in moved:
+                before = path + name[len(to) :]
+                self.led_to.setdefault(name, set()).update(self.led_to.get(before, ()))
         seq = self.record(Op(kind="rename", path=path, to=to, object=node.object))
         if replaced is not None:
             self._bury(replaced)
@@ -389,6 +435,44 @@ class World:
         self.objects.sweep(set(known))
         return replay
 
+    def cut_power(self, chance: random.Random) -> Replay:
+        """The machine stops: of what was not synced the disk has some, or nothing, or rubbish.
+
+        The tree is then what the journal says, and it must have all that was kept.
+        """
+        kept = {node.object: node.content for node in self.tree.values() if node.is_kept}
+        path = self.directory / "journal"
+        content = path.read_bytes()
+        ends = [end + 1 for end, byte in enumerate(content) if byte == 10]
+        end = chance.choice([end for end in ends if end >= self.journal._synced])
+        path.write_bytes(content[: min(len(content), end + chance.randrange(30))])
+        for number in self.objects.numbers():
+            on_disk = self.objects.on_disk.get(number)
+            if on_disk != self.objects.content(number):
+                self._spoil(number, chance, is_new=on_disk is None)
+        self.journal.close()
+        self.boot += "'"
+        replay = self.open()
+        self.tree = applied(self.first, [op for _, op in replay.ops], self.objects)
+        here = {node.object: node.content for node in self.tree.values() if node.object}
+        assert kept.items() <= here.items()
+        self.objects.sweep(here.keys())
+        return replay
+
+    def _spoil(self, number: int, chance: random.Random, *, is_new: bool) -> None:
+        fd = self.objects.open(number)
+        try:
+            size = os.fstat(fd).st_size
+            match chance.randrange(4):
+                case 0:
+                    os.pwrite(fd, bytes(size // 2), size // 4)
+                case 1:
+                    os.ftruncate(fd, size // 2)
+                case 2 if is_new:
+                    self.objects.remove(number)
+        finally:
+            os.close(fd)
+
     def catch_up(self, replay: Replay) -> None:
         """Record the contents of files that the daemon's end has left unrecorded."""
         live = {node.object: node for node in self.tree.values() if node.object}
@@ -413,7 +497,10 @@ class World:
         assert self.always <= there.keys()
 
     def check_all_is_there(self) -> None:
-        assert described(read_tree(self.source)) == described(self.tree)
+        there, here = described(read_tree(self.source)), described(self.tree)
+        for path in there.keys() | here.keys():
+            told = f"{path!r}: {there.get(path)} at the source, {here.get(path)} here"
+            assert there.get(path) == here.get(path), told
         assert parts(self.source) == []
 
 
@@ -428,6 +515,7 @@ async def draining(
     bandwidth: int = 0,
     busy: Callable[[float], bool] = lambda now: False,
     demand: Callable[[], bool] = lambda: False,
+    catch_up: bool = True,
 ) -> AsyncIterator[Drain]:
     """A drain at work to ``root``, by default the world's own source."""
     source = Source(os.fsencode(root or world.source))
@@ -450,10 +538,19 @@ async def draining(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(drain.run)
-            if replay is not None:
+            if replay is not None and catch_up:
                 world.catch_up(replay)
             yield drain
             nursery.cancel_scope.cancel()
     finally:
         world.drain = None
         source.close()
+
+
+def is_killed(error: BaseException) -> bool:
+    """Whether all that ended a drain was the kill."""
+    # A group of a nursery's, which Python 3.10 has no name for.
+    group: tuple[BaseException, ...] = getattr(error, "exceptions", ())
+    if group:
+        return all(map(is_killed, group))
+    return isinstance(error, (Killed, trio.Cancelled))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,15 +14,11 @@ import trio
 import trio.testing
 
 from monarch import points
-from tests.writeback.rig import Killed, World, applied, described, draining
+from monarch.writeback.journal import Replay
+from tests.writeback.rig import Killed, World, applied, described, draining, is_killed
 
 NAMES = [b"a", b"b", b"c", b"d/a", b"d/b", b"e/a", b"e/f/a", b"\xff\n"]
 FOLDERS = [b"d", b"e", b"e/f", b"g"]
-
-
-@pytest.fixture
-def clock() -> trio.testing.MockClock:
-    return trio.testing.MockClock(autojump_threshold=0.002)
 
 
 class Walk:
@@ -167,19 +167,20 @@ def prepared(tmp_path: Path) -> World:
     return World(source, tmp_path / "tier")
 
 
-def is_killed(error: BaseException) -> bool:
-    # A group of a nursery's, which Python 3.10 has no name for.
-    group: tuple[BaseException, ...] = getattr(error, "exceptions", ())
-    if group:
-        return all(map(is_killed, group))
-    return isinstance(error, (Killed, trio.Cancelled))
-
-
 async def life(
-    world: World, walk: Walk, *, steps: int, turn: int, monkeypatch: pytest.MonkeyPatch
+    world: World,
+    walk: Walk,
+    replay: Replay,
+    *,
+    steps: int,
+    turn: int,
+    monkeypatch: pytest.MonkeyPatch,
+    look: Callable[[], None],
 ) -> bool:
-    """A life of the drain that ends when a point is passed for the turn-th time; whether it did."""
-    replay = world.kill()
+    """A life of the drain that ends when a point is passed for the turn-th time; whether it did.
+
+    ``look`` is called at each.
+    """
     passed = 0
 
     def reached(name: str) -> None:
@@ -188,7 +189,7 @@ async def life(
             passed += 1
             if passed >= turn:
                 raise Killed(name)
-            world.check_order()
+            look()
 
     with monkeypatch.context() as patched:
         patched.setattr(points, "reached", reached)
@@ -208,24 +209,56 @@ async def life(
     return False
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(10))
 async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,
+    pytestconfig: pytest.Config,
     seed: int,
 ) -> None:
-    world = prepared(tmp_path)
-    walk = Walk(world, seed)
-    chance = random.Random(seed)
-    for _ in range(8):
-        await life(world, walk, steps=12, turn=chance.randrange(1, 40), monkeypatch=monkeypatch)
-        world.check_order()
-    assert not await life(world, walk, steps=10, turn=10**9, monkeypatch=monkeypatch)
-    world.check_all_is_there()
-    # And whoever reads the journal sees what the mount showed.
-    replay = world.kill()
-    assert described(
-        applied(world.first, [op for _, op in replay.ops], world.objects)
-    ) == described(world.tree)
-    world.journal.close()
+    for number in seeds(seed, pytestconfig):
+        world = prepared(tmp_path / str(number))
+        walk, chance = Walk(world, number), random.Random(number)
+        live = partial(life, world, walk, monkeypatch=monkeypatch, look=world.check_order)
+        for _ in range(8):
+            await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
+            world.check_order()
+        assert not await live(world.kill(), steps=10, turn=10**9)
+        world.check_all_is_there()
+        # And whoever reads the journal sees what the mount showed.
+        ops = [op for _, op in world.kill().ops]
+        assert described(applied(world.first, ops, world.objects)) == described(world.tree)
+        world.journal.close()
+        shutil.rmtree(tmp_path / str(number))
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    pytestconfig: pytest.Config,
+    seed: int,
+) -> None:
+    for number in seeds(seed, pytestconfig):
+        world = prepared(tmp_path / str(number))
+        walk, chance = Walk(world, number), random.Random(number)
+        live = partial(life, world, walk, monkeypatch=monkeypatch, look=lambda: None)
+        replay = world.kill()
+        for _ in range(6):
+            await live(replay, steps=15, turn=chance.randrange(1, 40))
+            replay = world.cut_power(chance)
+        assert not await live(replay, steps=0, turn=10**9)
+        world.check_all_is_there()
+        world.journal.close()
+        shutil.rmtree(tmp_path / str(number))
+
+
+def seeds(seed: int, pytestconfig: pytest.Config) -> Iterator[int]:
+    """That one, and with --soak others for so long."""
+    end = time.monotonic() + pytestconfig.getoption("--soak")
+    yield seed
+    while time.monotonic() < end:
+        seed += 10
+        yield seed

@@ -1,0 +1,30 @@
+"""A world over a small source, and a clock that jumps when all wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio.testing
+
+from tests.mount.conftest import slow
+from tests.writeback.rig import World
+
+__all__ = ["slow"]
+
+
+@pytest.fixture
+def clock() -> trio.testing.MockClock:
+    # Not at once: a worker thread that is at work is no reason to jump.
+    return trio.testing.MockClock(autojump_threshold=0.004)
+
+
+@pytest.fixture
+def world(source: Path, tmp_path: Path) -> World:
+    """Of a source with a few files, two of them one by a hard link."""
+    (source / "d").mkdir()
+    for name in ("a", "b", "d/a"):
+        (source / name).write_bytes(b"old " + name.encode())
+    (source / "c").hardlink_to(source / "b")
+    (tmp_path / "tier").mkdir()
+    return World(source, tmp_path / "tier")

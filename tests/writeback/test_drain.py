@@ -1,0 +1,559 @@
+"""The drain between real objects and a real source that fails, hangs, is full or is not ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarch import points
+from monarch.units import MiB
+from monarch.writeback.journal import Op
+from tests.equipment.slowfs import SlowSource
+from tests.mount.command import nobody
+from tests.writeback.rig import Killed, World, draining, is_killed, parts
+
+Clock = trio.testing.MockClock
+
+
+async def until(holds: Callable[[], bool], *, virtual_s: float = 300.0) -> None:
+    with trio.fail_after(virtual_s):
+        while not holds():
+            await trio.sleep(0.05)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A source of which 2 MiB are left."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a disk")
+    path = tmp_path / "small"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+# -- what comes to the source ------------------------------------------------------------------
+
+
+async def test_a_file_appears_whole_with_its_mode_times_and_attributes(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"big", os.urandom(5 * MiB + 12345), synced=True)
+        world.write(b"empty", b"")
+        world.setxattr(b"big", b"user.kind", b"\0model")
+        world.utime(b"big", 1_234_567_891_234_567_890)
+        world.chmod(b"big", 0o4751)
+        world.link(b"big", b"d/big")
+        await drain.wait(world.last_seq)
+        told = drain.backlog()
+    world.check_all_is_there()
+    assert (told.ops, told.files, told.bytes, told.trouble) == (0, 0, 0, None)
+    assert (told.drained_files, told.drained_bytes) == (2, 5 * MiB + 12345)
+    number, path, identity = world.tellings[0]
+    assert (number, path, identity.size) == (1, b"big", 5 * MiB + 12345)
+
+
+async def test_holes_stay_holes(world: World, clock: Clock) -> None:
+    node = world.create(b"sparse")
+    size = 40 * MiB
+    fd = world.objects.open(node.object)
+    os.pwrite(fd, b"middle", 20 * MiB)
+    os.ftruncate(fd, size)
+    os.close(fd)
+    node.content = bytes(20 * MiB) + b"middle" + bytes(20 * MiB - 6)
+    world.content(node, synced=True)
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+    there = (world.source / "sparse").stat()
+    assert (there.st_size, there.st_blocks * 512 < 2 * MiB) == (size, True)
+    assert (world.source / "sparse").read_bytes() == node.content
+
+
+async def test_the_next_life_goes_on_where_this_one_stopped(world: World, clock: Clock) -> None:
+    async with draining(world) as drain:
+        world.write(b"first", b"1")
+        await drain.wait(world.last_seq)
+    world.write(b"second", b"22")
+    async with draining(world, world.kill()) as drain:
+        assert drain.backlog().files == 1
+        await drain.wait(world.last_seq)
+        assert drain.backlog().drained_bytes == 2
+    world.check_all_is_there()
+    assert not world.kill().recorded_ns
+
+
+async def test_bytes_that_the_source_has_are_not_brought_twice(world: World, clock: Clock) -> None:
+    async with draining(world) as drain:
+        node = world.begin(b"a")
+        world.store(node, b"new")
+        await drain.wait(world.content(node, synced=True))
+        there = (world.source / "a").stat()
+        world.setxattr(b"a", b"user.x", b"1")
+        node.is_recorded = False
+        world.end(node)
+        await drain.wait(world.last_seq)
+        assert drain.backlog().drained_files == 1
+    assert (world.source / "a").stat().st_ino == there.st_ino
+    world.check_all_is_there()
+
+
+async def test_what_replaces_a_file_takes_its_place_in_one_moment(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = set()
+    monkeypatch.setattr(
+        points, "reached", lambda name: shown.add((world.source / "a").read_bytes())
+    )
+    async with draining(world) as drain:
+        for number in range(5):
+            world.write(b"tmp", b"%d" % number * 5 * MiB, synced=True)
+            world.rename(b"tmp", b"a")
+        await drain.wait(world.last_seq)
+    assert shown <= {b"old a", *(b"%d" % number * 5 * MiB for number in range(5))}
+    world.check_all_is_there()
+
+
+async def test_what_was_removed_before_its_turn_is_never_brought(
+    world: World, clock: Clock
+) -> None:
+    for number in range(10):
+        world.write(b"tmp", b"%d" % number)
+        world.unlink(b"tmp")
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+        assert drain.backlog().drained_files == 0
+    world.check_all_is_there()
+
+
+async def test_a_file_that_somebody_writes_waits_for_his_close(world: World, clock: Clock) -> None:
+    node = world.begin(b"a")
+    world.store(node, b"whole")
+    world.content(node, synced=True)
+    world.store(node, b"ha")
+    async with draining(world) as drain:
+        drain.put(world.last_seq, Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5))
+        await drain.wait(world.last_seq)
+        assert (world.source / "a").read_bytes() == b"old a"
+        world.write(b"another", b"is not held up")
+        await drain.wait(world.last_seq)
+        world.store(node, b"half and half")
+        world.end(node)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+async def test_copies_are_made_at_once_and_published_in_order(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[int] = []
+    names = [b"%d" % number for number in range(8)]
+
+    def reached(name: str) -> None:
+        if name == "drain-renamed":
+            staged.append(len(parts(world.source)))
+            there = [name for name in names if (world.source / os.fsdecode(name)).exists()]
+            assert there == names[: len(there)]
+
+    monkeypatch.setattr(points, "reached", reached)
+    for name in names:
+        world.write(name, name * 1000)
+    async with draining(world, world.kill(), workers=4) as drain:
+        await drain.wait(world.last_seq)
+    assert max(staged) > 1
+    world.check_all_is_there()
+
+
+# -- a source that does not take it ------------------------------------------------------------
+
+
+async def test_a_full_source_keeps_the_order_and_is_tried_until_there_is_room(
+    world: World, small_disk: Path, clock: Clock
+) -> None:
+    (small_disk / "filler").write_bytes(bytes(MiB))
+    (small_disk / "ckpt").write_bytes(b"old")
+    world.write(b"tmp", b"x" * (3 * MiB // 2), synced=True)
+    world.rename(b"tmp", b"ckpt")
+    world.mkdir(b"later")
+    async with draining(world, world.kill(), root=small_disk) as drain:
+        await until(lambda: drain.backlog().failures >= 5)
+        told = drain.backlog()
+        assert told.trouble is not None and "No space left on device (ENOSPC)" in told.trouble
+        assert (told.ops, told.files) == (3, 1)
+        assert sorted(os.listdir(small_disk))[-2:] == ["ckpt", "filler"]
+        assert (small_disk / "ckpt").read_bytes() == b"old"
+        (small_disk / "filler").unlink()
+        await drain.wait(world.last_seq)
+        assert drain.backlog().trouble is None
+    assert (small_disk / "ckpt").stat().st_size == 3 * MiB // 2
+    assert sorted(os.listdir(small_disk)) == ["ckpt", "later"]
+
+
+async def test_the_pauses_double_to_a_minute_and_a_wish_ends_them(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    ten, token = trio.Event(), trio.lowlevel.current_trio_token()
+
+    def reached(name: str) -> None:
+        if name == "drain-staged":
+            tries.append(clock.current_time())
+            if len(tries) == 11:
+                token.run_sync_soon(ten.set)
+
+    monkeypatch.setattr(points, "reached", reached)
+    # What others have made a directory of takes no file's place.
+    (world.source / "file").mkdir()
+    world.write(b"file", b"bytes")
+    async with draining(world, world.kill()) as drain:
+        await ten.wait()
+        pauses = [later - earlier for earlier, later in pairwise(tries[:11])]
+        assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+        (world.source / "file").rmdir()
+        began = trio.current_time()
+        await drain.wait(world.last_seq)
+        assert trio.current_time() - began < 10
+    assert (world.source / "file").read_bytes() == b"bytes"
+
+
+@pytest.mark.parametrize("call", ["create", "write", "fsync", "rename", "mkdir", "unlink"])
+async def test_an_error_of_any_call_is_outlived(
+    world: World, slow: SlowSource, clock: Clock, call: str
+) -> None:
+    world.mkdir(b"new")
+    world.write(b"new/file", b"bytes")
+    world.rename(b"new/file", b"a")
+    world.unlink(b"d/a")
+    slow.rules(f"err {call} EIO .*")
+    async with draining(world, world.kill(), root=slow.path) as drain:
+        await until(lambda: drain.backlog().failures >= 2)
+        slow.rules()
+        await drain.wait(world.last_seq)
+    assert (world.source / "a").read_bytes() == b"bytes"
+    assert sorted(os.listdir(world.source)) == ["a", "b", "c", "d", "new"]
+    assert os.listdir(world.source / "d") == os.listdir(world.source / "new") == []
+
+
+async def test_bytes_that_arrive_as_others_are_found_and_never_shown(
+    world: World, slow: SlowSource, clock: Clock
+) -> None:
+    world.write(b"a", b"bytes")
+    slow.rules("flip write .*")
+    async with draining(world, world.kill(), root=slow.path) as drain:
+        await until(lambda: drain.backlog().failures >= 2)
+        assert (world.source / "a").read_bytes() == b"old a"
+        slow.rules()
+        await drain.wait(world.last_seq)
+    assert (world.source / "a").read_bytes() == b"bytes"
+
+
+async def test_a_source_that_hangs_holds_up_neither_the_loop_nor_the_end(
+    world: World, slow: SlowSource, clock: Clock
+) -> None:
+    world.write(b"file", b"bytes")
+    world.mkdir(b"later")
+    slow.rules("hang fsync .*")
+    async with draining(world, world.kill(), root=slow.path) as drain:
+        with trio.move_on_after(1000):
+            await drain.wait(world.last_seq)
+        assert drain.backlog().ops == 2 or drain.backlog().ops == 3
+        assert not (world.source / "file").exists()
+    slow.rules()
+    async with draining(world, world.kill(), root=slow.path) as drain:
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+async def test_a_source_whose_client_died_is_gone_on_with_when_it_is_mounted_again(
+    world: World, slow: SlowSource, clock: Clock
+) -> None:
+    async with draining(world, root=slow.path) as drain:
+        world.write(b"first", b"1")
+        await drain.wait(world.last_seq)
+        slow.kill()
+        world.write(b"second", b"2")
+        await until(lambda: drain.backlog().failures >= 2)
+        slow.restart()
+        # The descriptor of the root is tried by the machine's clock, not by the test's.
+        while drain.backlog().ops:
+            await trio.sleep(1)
+    world.check_all_is_there()
+
+
+async def test_where_a_second_name_cannot_be_a_hard_link_it_is_a_copy(
+    world: World, small_disk: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Another file system in the midst of the source, as an administrator may have it.
+    subprocess.run(["mount", "--bind", str(small_disk), str(world.source / "d")], check=True)
+    try:
+        async with draining(world) as drain:
+            world.write(b"one", b"bytes")
+            world.link(b"one", b"d/two")
+            await drain.wait(world.last_seq)
+            world.write(b"d/two", b"other bytes")
+            world.chmod(b"one", 0o600)
+            await drain.wait(world.last_seq)
+        assert os.listdir(small_disk) == ["two"]
+        for name in ("one", "d/two"):
+            assert (world.source / name).read_bytes() == b"other bytes"
+    finally:
+        subprocess.run(["umount", str(world.source / "d")], check=True)
+    assert caplog.text.count("hard links") == 1
+
+
+# -- a source that others change ---------------------------------------------------------------
+
+
+async def test_a_directory_that_others_removed_is_made_again(
+    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    (world.source / "d").chmod(0o750)
+    async with draining(world) as drain:
+        world.mkdir(b"d/e")
+        await drain.wait(world.last_seq)
+        shutil.rmtree(world.source / "d/e")
+        world.write(b"d/e/file", b"bytes")
+        await drain.wait(world.last_seq)
+    assert (world.source / "d/e/file").read_bytes() == b"bytes"
+    assert (world.source / "d/e").stat().st_mode & 0o777 == 0o750
+    assert "was removed by others" in caplog.text
+
+
+async def test_what_others_put_into_a_directory_stays_when_it_is_removed(
+    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    (world.source / "d/theirs").write_bytes(b"theirs")
+    async with draining(world) as drain:
+        world.unlink(b"d/a")
+        world.rmdir(b"d")
+        world.write(b"later", b"bytes")
+        await drain.wait(world.last_seq)
+    assert os.listdir(world.source / "d") == ["theirs"]
+    assert "others have put something there" in caplog.text
+
+
+async def test_a_link_in_the_place_of_a_directory_leads_nothing_out_of_the_source(
+    world: World, clock: Clock, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "a").write_bytes(b"untouched")
+    shutil.rmtree(world.source / "d")
+    (world.source / "d").symlink_to(outside)
+    world.write(b"d/new", b"bytes")
+    world.unlink(b"d/a")
+    world.chmod(b"a", 0o600)
+    async with draining(world, world.kill()) as drain:
+        await until(lambda: drain.backlog().failures >= 2)
+        assert "'d/new': Not a directory" in (drain.backlog().trouble or "")
+        assert os.listdir(outside) == ["a"]
+        (world.source / "d").unlink()
+        await drain.wait(world.last_seq)
+    assert (world.source / "d/new").read_bytes() == b"bytes"
+
+
+async def test_a_link_in_the_place_of_a_file_is_not_followed(
+    world: World, clock: Clock, tmp_path: Path
+) -> None:
+    (tmp_path / "outside").write_bytes(b"untouched")
+    (tmp_path / "outside").chmod(0o600)
+    (world.source / "a").unlink()
+    (world.source / "a").symlink_to(tmp_path / "outside")
+    async with draining(world) as drain:
+        world.chmod(b"a", 0o777)
+        world.utime(b"a", 5)
+        await drain.wait(world.last_seq)
+        world.write(b"a", b"bytes")
+        await drain.wait(world.last_seq)
+    assert (tmp_path / "outside").read_bytes() == b"untouched"
+    assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o600
+    assert (world.source / "a").read_bytes() == b"bytes"
+
+
+# -- a tier that has lost something ------------------------------------------------------------
+
+
+async def test_a_record_without_its_bytes_is_told_and_what_is_behind_it_goes_on(
+    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.write(b"whole", b"1" * 100, synced=True)
+    for name, damage in ((b"a", os.unlink), (b"b", lambda path: os.truncate(path, 50))):
+        world.write(b"tmp", b"2" * 100, synced=True)
+        world.rename(b"tmp", name)
+        number = world.tree[name].object
+        path = world.directory / f"{number & 0xFF:02x}" / str(number)
+        status = path.stat()
+        damage(path)  # type: ignore[operator]
+        if path.exists():
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    world.write(b"behind", b"3" * 100)
+    async with draining(world, world.kill(), catch_up=False) as drain:
+        await drain.wait(world.last_seq)
+        assert drain.backlog().lost == (b"tmp", b"tmp")
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2 and all("is lost" in record.message for record in errors)
+    assert (world.source / "a").read_bytes() == b"old a"
+    assert (world.source / "b").read_bytes() == b"old b"
+    assert (world.source / "behind").read_bytes() == b"3" * 100
+    world.journal.close()
+    replay = world.open()
+    assert {op.object for _, op in replay.ops} == {1, 4}
+
+
+# -- power cuts of the tier ---------------------------------------------------------------------
+
+
+def history(world: World) -> None:
+    """Names that come and go and come again, so that each mark that is lost could do harm."""
+    world.mkdir(b"run")
+    for number in range(3):
+        world.write(b"run/tmp", b"checkpoint %d" % number, synced=True)
+        world.rename(b"run/tmp", b"run/last")
+        world.link(b"run/last", b"run/%d" % number)
+    world.rename(b"run", b"kept")
+    world.mkdir(b"run")
+    world.write(b"run/last", b"of another run", synced=True)
+    world.rename(b"a", b"d/b")
+    world.rename(b"b", b"a")
+    world.rename(b"d/b", b"b")
+    world.unlink(b"kept/0")
+    world.write(b"kept/0", b"again", synced=True)
+    world.rename(b"kept/0", b"kept/00")
+    world.symlink(b"kept/0", b"00")
+    world.unlink(b"kept/0")
+    world.mkdir(b"kept/0")
+    world.rename(b"kept/0", b"kept/folder")
+    world.rmdir(b"kept/folder")
+    world.mknod(b"kept/folder")
+    world.setxattr(b"a", b"user.x", b"1")
+    world.write(b"a", b"new a", synced=True)
+    world.chmod(b"a", 0o600)
+    world.unlink(b"c")
+    world.link(b"a", b"c")
+
+
+async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Drain until a step is passed for the turn-th time, then lose all marks that may be lost."""
+    replay, passed = world.kill(), 0
+
+    def reached(name: str) -> None:
+        nonlocal passed
+        passed += name in ("drain-published", "drain-renamed", "drain-linked", "drain-marked")
+        if passed >= turn:
+            raise Killed(name)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(points, "reached", reached)
+            async with draining(world, replay) as drain:
+                await drain.wait(world.last_seq)
+    except BaseException as error:
+        if not is_killed(error):
+            raise
+    os.truncate(world.directory / "journal", world.journal._synced)
+    return passed >= turn
+
+
+async def test_marks_that_a_power_cut_takes_at_any_moment_do_no_harm(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, is_cut = 0, True
+    while is_cut:
+        turn += 1
+        place = tmp_path / str(turn)
+        (place / "source/d").mkdir(parents=True)
+        (place / "tier").mkdir()
+        for name in ("a", "b"):
+            (place / "source" / name).write_bytes(name.encode())
+        (place / "source/c").hardlink_to(place / "source/b")
+        world = World(place / "source", place / "tier")
+        history(world)
+        world.journal.sync()
+        is_cut = await drained_but_cut_off(world, turn, monkeypatch)
+        if turn % 4 == 0:
+            # And once more on the way, from where that left it.
+            await drained_but_cut_off(world, 7, monkeypatch)
+        async with draining(world, world.kill()) as drain:
+            await drain.wait(world.last_seq)
+        world.check_all_is_there()
+        world.journal.close()
+        shutil.rmtree(place)
+    assert turn > 50
+
+
+# -- an ordinary user, and manners ---------------------------------------------------------------
+
+_AS_A_USER = """
+import os, sys
+from functools import partial
+from monarch.tiers.source import Source
+from monarch.types import Identity
+from monarch.writeback.home import Home
+from monarch.writeback.ops import Op
+from monarch.writeback.staging import Staged
+home = Home(Source(os.fsencode(sys.argv[1])), "t")
+steps = []
+for number in (1, 2):
+    name = b"%d" % number
+    op = Op(kind="content", path=name, paths=(name,), object=number, mode=0o6755, uid=0, gid=0)
+    fd = home.open_part(name, number, make=True)
+    home.dress(fd, op)
+    steps.append(partial(home.publish, op=op, staged=Staged(0, Identity(0, 0, 0, 0))))
+steps.append(lambda folders: home.mknod(folders, Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)))
+outcome = home.carry_out(steps)
+assert outcome.error is None and len(outcome.made) == 3, outcome
+"""
+
+
+def test_an_ordinary_user_s_files_are_his_and_he_is_told_once() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may become somebody else")
+    with nobody(uuid.uuid4().hex) as user:
+        source = user.mkdir("source")
+        done = user.run(user.python, "-c", _AS_A_USER, str(source))
+        assert done.returncode == 0, done.stderr
+        for name in ("1", "2"):
+            status = (source / name).stat()
+            # Without the rights that were another user's.
+            assert (status.st_uid, status.st_mode & 0o7777) == (65534, 0o755)
+        assert sorted(os.listdir(source)) == ["1", "2"]
+        assert done.stderr.count("does not take owners") == 1
+        assert done.stderr.count("does not take special files") == 1
+
+
+async def test_readers_of_the_source_go_first_until_somebody_waits_or_room_runs_out(
+    world: World, clock: Clock
+) -> None:
+    pressed = False
+    world.write(b"big", bytes(20 * MiB))
+    async with draining(
+        world, world.kill(), busy=lambda now: True, demand=lambda: pressed
+    ) as drain:
+        await trio.sleep(3)
+        assert not (world.source / "big").exists()
+        pressed = True
+        began = trio.current_time()
+        await until(lambda: drain.backlog().ops == 0)
+        assert trio.current_time() - began < 2
+
+
+async def test_the_drain_keeps_to_its_bandwidth(world: World, clock: Clock) -> None:
+    world.write(b"big", bytes(range(256)) * 4096 * 28)
+    async with draining(world, world.kill(), bandwidth=MiB) as drain:
+        began = trio.current_time()
+        await drain.wait(world.last_seq)
+        # 28 MiB and a look for the end, of which 8 may go at once.
+        assert 20 <= trio.current_time() - began <= 26
