@@ -300,6 +300,10 @@ class WrittenFiles:
     async def write(self, ino: Ino, offset: int, content: bytes) -> int:
         """Raises Refused or SourceError; ENOSPC if neither the tier nor the source has room."""
         file = self._open[ino]
+        node = self._names.node(ino)
+        if self._fast is None and node is not None:
+            # The kernel leaves that to us, and does not say who writes.
+            self._names.drop_privileges(node)
         async with self._changing(file):
             written = await self._with_room(file, len(content), _write_all, content, offset)
             if file.is_through:
