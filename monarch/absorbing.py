@@ -155,11 +155,14 @@ class WriteSide:
         self.place = place
         self._names = names
         self._settings = settings.writeback
+        # Who ends the mount may not want to wait.
+        self._patience = trio.CancelScope(shield=True)
+        self._is_abandoned = False
         # Of their own, for what they wait for must hold up nobody who reads.
         self._threads = Threads(_TIER_THREADS, "absorb", abandon=True)
         drain_threads = Threads(settings.writeback.workers + 2, "drain", abandon=True)
         home = Home(inquiry.source, place.journal.token)
-        stock = Stock(names)
+        stock = self.stock = Stock(names)
         self.drain = Drain(
             contents=stock,
             journal=place.journal,
@@ -252,13 +255,20 @@ class WriteSide:
         """What goes on beside the answers."""
         return {"drain": self.drain.run, "writing": self.files.run, "room": self.room.run}
 
+    def abandon(self) -> None:
+        """Have ``finish`` end now, or, if it has not begun, at once."""
+        self._is_abandoned = True
+        self._patience.cancel()
+
     async def finish(self) -> None:
         """Wait until the source has all, but for no longer than configured."""
-        with trio.move_on_after(self._settings.end_timeout, shield=True) as patience:
+        self._patience.deadline = trio.current_time() + self._settings.end_timeout
+        with self._patience:
             await self.drain.settle()
-        if patience.cancelled_caught:
+        if self._patience.cancelled_caught:
             backlog = self.drain.backlog()
-            log.warning(
+            log.log(
+                logging.INFO if self._is_abandoned else logging.WARNING,
                 "%s with %s were not drained; they stay in tier %s, and the next mount goes on",
                 counted(backlog.files, "file", "files"),
                 format_bytes(backlog.bytes),

@@ -10,19 +10,25 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import trio
 
+from monarch.absorbing import WriteSide
+from monarch.errors import TierError
 from monarch.fsck import (
+    JOURNAL,
     RECORD_LOST,
     RECORD_UNUSED,
     STATE,
+    WRITTEN_UNKNOWN,
     Findings,
     check_doors,
     doors_of_tier,
     remove,
+    tell_written,
 )
 from monarch.namespace.overlay import Namespace
 from monarch.placement.ledger import Ledger
@@ -46,6 +52,8 @@ from monarch.tiers.hierarchy import Hierarchy
 from monarch.transfer.engine import Engine
 from monarch.types import Identity, Ino
 from monarch.vfs.filesystem import FileSystem
+from monarch.writeback.objects import object_path
+from monarch.writeback.survey import Survey, survey
 
 Tell = Callable[[FsckProgress], Awaitable[None]]
 
@@ -74,6 +82,7 @@ class Checkup:
         ledger: Ledger,
         engine: Engine,
         filesystem: FileSystem,
+        writing: WriteSide | None,
         threads: Threads,
     ) -> None:
         self._state = state
@@ -85,6 +94,7 @@ class Checkup:
         self._ledger = ledger
         self._engine = engine
         self._filesystem = filesystem
+        self._writing = writing
         self._threads = threads
         self._one_at_a_time = trio.Lock()
 
@@ -129,6 +139,8 @@ class _Check:
             await self._check_tier(tier)
             await self._check_table(tier)
         await self._check_accounts(tiers)
+        if of._writing is not None:
+            await self._check_written(of._writing)
         return self._findings.report(
             state=os.fspath(of._state), mountpoint=os.fspath(of._mountpoint), served=True
         )
@@ -315,6 +327,27 @@ class _Check:
                     await self._note(tier, Suspect(RECORD_UNUSED, copy_name(ino), what, ino))
             await trio.sleep(0)
 
+    async def _check_written(self, side: WriteSide) -> None:
+        """The journal against the objects, both changing meanwhile: what is so twice is so."""
+        place = side.place
+        try:
+            found = await self._of._threads.run(survey, place.directory)
+            if found.unknown or any(waiting.fault for waiting in found.waiting):
+                await trio.sleep(_REST_S)
+                before, found = found, await self._of._threads.run(survey, place.directory)
+                found = _in_both(before, found)
+        except TierError as error:
+            told, what = os.fspath(place.directory), str(error.args[0])
+            self._findings.add(JOURNAL, place.tier.name, told, what, repaired=False)
+            return
+        self._findings.files += len(found.waiting)
+        tell_written(self._findings, place.tier.name, found)
+        for number in found.unknown:
+            # One of this mount may be about to be recorded.
+            if number < place.found.next_object:
+                path = object_path(place.directory, number)
+                await self._remove(WRITTEN_UNKNOWN, place.tier, path, "no record needs it")
+
     async def _check_accounts(self, tiers: Sequence[Tier]) -> None:
         """The ledger against the records, at a moment when nothing is on its way."""
         with trio.move_on_after(_REST_S) as patience:
@@ -336,6 +369,16 @@ class _Check:
                 )
                 told = os.fspath(tier.path)
                 self._findings.add("accounts", tier.name, told, what, repaired=False)
+
+
+def _in_both(before: Survey, after: Survey) -> Survey:
+    """What is wrong in two surveys, one after the other."""
+    faults = {(w.object, w.fault) for w in before.waiting}
+    waiting = tuple(
+        w if (w.object, w.fault) in faults else replace(w, fault="") for w in after.waiting
+    )
+    unknown = tuple(number for number in after.unknown if number in before.unknown)
+    return replace(after, waiting=waiting, unknown=unknown)
 
 
 def _is_in_use(directory: int, root: int, generation: str) -> bool:

@@ -39,6 +39,7 @@ from monarch.fuse.datapath import Datapath
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
 from monarch.log import Logbook
+from monarch.lost import Lost
 from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
 from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
@@ -74,6 +75,7 @@ from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import Inquiry
 from monarch.watch import Watch
+from monarch.written_verbs import WrittenVerbs
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -405,6 +407,7 @@ class _Mount:
             ledger=ledger,
             engine=self._engine,
             filesystem=self.filesystem,
+            writing=self._writing,
             # More than one: where a disk hangs, those who asked are gone and a thread is not.
             threads=Threads(4, "fsck", abandon=True),
         )
@@ -425,6 +428,8 @@ class _Mount:
             writable=bool(settings.absorbs),
             datapath=self._datapath,
         )
+        lost = Lost(state)
+        self._written_verbs = WrittenVerbs(names=names, side=self._writing, lost=lost)
         self._status = Status(
             settings=settings,
             mode=self._mode,
@@ -438,6 +443,8 @@ class _Mount:
             metrics=metrics,
             watch=self._watch,
             scrub=self._scrub,
+            writing=self._writing,
+            lost=lost,
             symptoms=Symptoms(
                 settings=settings,
                 tiers=tiers,
@@ -447,6 +454,8 @@ class _Mount:
                 metrics=metrics,
                 watch=self._watch,
                 logbook=parts.logbook,
+                writing=self._writing,
+                lost=lost,
             ),
         )
         self._metrics = metrics
@@ -503,8 +512,10 @@ class _Mount:
                 checkup=self._checkup,
                 background=lambda task: service.start_soon(self._supervisor.attempt, "warm", task),
                 stop=self._stop,
+                abandon=self._abandon,
             )
-            await service.start(Server(socket, verbs.table()).serve)
+            table = {**verbs.table(), **self._written_verbs.table()}
+            await service.start(Server(socket, table).serve)
             self._session.mount()
             points.reached("mount-made")
             try:
@@ -556,6 +567,11 @@ class _Mount:
         """End the mount. A request that waits for a source that hangs gets no answer any more."""
         self._session.stop()
         self._answering.deadline = trio.current_time() + _LAST_ANSWERS_S
+
+    def _abandon(self) -> None:
+        """Have the end wait for nothing that was written and is not at the source."""
+        if self._writing is not None:
+            self._writing.abandon()
 
     async def _announce(self, ready: Callable[[], None]) -> None:
         await answers(self._settings.mountpoint)
@@ -668,6 +684,7 @@ class _Mount:
             state=os.fspath(self._state),
             log=os.fspath(self._settings.log.file or self._state / "daemon.log"),
             started_ns=self._started_ns,
+            absorbs=os.fspath(self._writing.place.directory) if self._writing is not None else "",
         )
 
     async def close(self, *, clean: bool) -> None:

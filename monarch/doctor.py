@@ -37,6 +37,7 @@ from monarch.report import StatusReport
 from monarch.settings import MountSettings
 from monarch.text import escape_text
 from monarch.units import MiB, format_bytes
+from monarch.write_premises import check_writing
 
 FUSE_TYPE = "fuse.monarch"
 
@@ -367,6 +368,7 @@ def check_configuration(
     yield Check("configuration", "ok", f"{path}: {len(configuration.mounts)} mounts")
     for mount in configuration.mounts.values():
         yield from check_mount(mount, abilities, records)
+        yield from check_writing(mount, records)
 
 
 def check_scheduler(machine: Machine) -> Iterator[Check]:

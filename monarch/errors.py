@@ -14,10 +14,11 @@
       FuseError             8  EIO     the kernel or fusermount3 would not mount; the daemon died
       NotMountedError       9  ENOTCONN  no Monarch daemon answers there
       BusyError            10  EBUSY   files are open; nothing was done
+      NotDrainedError      13  EBUSY   what was written is not all at the source
       CheckpointError       1  EIO     a checkpoint, or a data order, that cannot be used
 
 Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
-"something is wrong" of ``fsck``;
+"something is wrong" of ``fsck`` and ``ckpt verify``;
 11 and 12 are the answers "degraded" and "failing" of ``status --check``; 130 is an interrupt from
 the keyboard.
 """
@@ -120,6 +121,13 @@ class BusyError(MonarchError):
     errno = errno_.EBUSY
 
 
+class NotDrainedError(MonarchError):
+    """What was written through a mount did not come to the source in the time given."""
+
+    exit_code = 13
+    errno = errno_.EBUSY
+
+
 class CheckpointError(MonarchError):
     """To a trainer, which is another process than the daemon."""
 
@@ -136,6 +144,7 @@ _BY_EXIT_CODE: dict[int, type[MonarchError]] = {
         FuseError,
         NotMountedError,
         BusyError,
+        NotDrainedError,
     )
 }
 

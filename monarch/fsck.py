@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from monarch.absorbing import PREFIX as ABSORBED
 from monarch.errors import MonarchError, SnapshotError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.namespace.snapshot import Snapshot
@@ -48,11 +49,17 @@ from monarch.tiers.lock import Lock
 from monarch.tiers.records import Records, other_generations
 from monarch.tiers.seal import seal
 from monarch.types import Identity, Ino
+from monarch.writeback.objects import object_path
+from monarch.writeback.survey import Survey, survey
 
 STATE = "state"
 
 RECORD_LOST = "record-lost"
 RECORD_UNUSED = "record-unused"
+JOURNAL = "journal"
+WRITTEN_MISSING = "written-missing"
+WRITTEN_UNSYNCED = "written-unsynced"
+WRITTEN_UNKNOWN = "written-unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,22 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         TORN: Kind("a record is damaged", "it is cleared, and its copy removed"),
         RECORD_LOST: Kind("the daemon uses a copy that is not recorded", "it is removed"),
         RECORD_UNUSED: Kind("a copy is recorded that the daemon does not use", "it is removed"),
+        JOURNAL: Kind(
+            "the journal of what was written cannot be read",
+            "leave the directory as it is; docs/operations.md says how to save its files",
+            mends=False,
+        ),
+        WRITTEN_MISSING: Kind(
+            "a written file is recorded, and its bytes are gone",
+            "at the source it is as it was; look at the tier's disk (`dmesg`)",
+            mends=False,
+        ),
+        WRITTEN_UNSYNCED: Kind(
+            "a written file was never fsynced, and the power was cut",
+            "the next mount drops it; at the source it is as it was",
+            mends=False,
+        ),
+        WRITTEN_UNKNOWN: Kind("no record knows of a written file's bytes", "they are removed"),
         "records-file": Kind(
             "the file of the records cannot be read", "it is removed, and its copies with it"
         ),
@@ -199,8 +222,19 @@ def doors_of_tier(name: str, path: Path) -> Iterator[tuple[str, Path]]:
     yield name, own / "stage"
     with suppress(OSError):
         for entry in sorted(own.iterdir()):
-            if entry.name.startswith(Contents.PREFIX):
+            if entry.name.startswith((Contents.PREFIX, ABSORBED)):
                 yield name, entry
+
+
+def tell_written(findings: Findings, where: str, found: Survey) -> None:
+    """What is wrong with written files in the tier ``where`` and cannot be mended."""
+    for waiting in found.waiting:
+        if waiting.fault:
+            told = os.fsdecode(waiting.path)
+            findings.add(WRITTEN_MISSING, where, told, waiting.fault, repaired=False)
+    for path in found.lost:
+        what = "it was never fsynced, and the machine has stopped since"
+        findings.add(WRITTEN_UNSYNCED, where, os.fsdecode(path), what, repaired=False)
 
 
 # -- a state directory that nobody uses ------------------------------------------------------------
@@ -282,6 +316,8 @@ class _StateCheck:
             self._mend("stage", STATE, path, "somebody was killed while he wrote it", path)
         self._check_snapshot(Path(note.snapshot))
         self._check_copies(tiers)
+        for tier in tiers:
+            self._check_written(tier)
         return self._findings.report(
             state=os.fspath(self._state), mountpoint=note.mountpoint, served=False
         )
@@ -445,6 +481,24 @@ class _StateCheck:
         self._findings.mend(
             suspect.kind, tier.name, told, suspect.what, by=by if self._repair else None
         )
+
+    # -- written files -----------------------------------------------------------------------------
+
+    def _check_written(self, tier: _OpenTier) -> None:
+        for directory in sorted((tier.path / PRIVATE).glob(f"{ABSORBED}*")):
+            for path in sorted(directory.glob("*.part")):
+                self._mend("stage", tier.name, path, "somebody was killed while he wrote it", path)
+            try:
+                found = survey(directory)
+            except TierError as error:
+                told = os.fspath(directory)
+                self._findings.add(JOURNAL, tier.name, told, str(error.args[0]), repaired=False)
+                continue
+            self._findings.files += len(found.waiting)
+            tell_written(self._findings, tier.name, found)
+            for number in found.unknown:
+                path = object_path(directory, number)
+                self._mend(WRITTEN_UNKNOWN, tier.name, path, "no record needs it", path)
 
     def _name(self, generation: str, ino: Ino) -> str | None:
         if self._snapshot is None or self._snapshot.id != generation:

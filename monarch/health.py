@@ -2,7 +2,7 @@
 
 ``ok``        all is as it should be
 ``degraded``  everything is served; something is not as it should be
-``failing``   some reads fail or wait now
+``failing``   some reads or writes fail or wait now
 
 Pure: no clock, no file. docs/operations.md says for each kind what readers see and what to type.
 """
@@ -26,6 +26,9 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
     {
         "source-hangs": "failing",
         "source-errors": "failing",
+        "writes-refused": "failing",
+        "written-lost": "degraded",
+        "drain-refused": "degraded",
         "internal-error": "degraded",
         "copies-damaged": "degraded",
         "tier-out": "degraded",

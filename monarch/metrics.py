@@ -7,6 +7,7 @@ an open counted whose latency is not yet. Index 0 of every per-tier list is the 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,14 @@ from prometheus_client.registry import Collector
 
 from monarch.errors import ConfigError, MonarchError
 from monarch.health import KINDS, STATES
-from monarch.report import Latency, Quantiles, SourceTotals, StatusReport, Traffic
+from monarch.report import (
+    Latency,
+    Quantiles,
+    SourceTotals,
+    StatusReport,
+    Traffic,
+    WritingReport,
+)
 
 SOURCE = "source"
 
@@ -250,6 +258,22 @@ def _tier_in_service(_: Metrics, status: StatusReport) -> Iterator[Sample]:
         yield Sample((tier.name,), tier.in_service)
 
 
+def _of_writing(
+    value: Callable[[WritingReport], float],
+) -> Callable[[Metrics, StatusReport], Iterator[Sample]]:
+    """Nothing where nothing can be written."""
+
+    def samples(_: Metrics, status: StatusReport) -> Iterator[Sample]:
+        if status.writing is not None:
+            yield Sample((), value(status.writing))
+
+    return samples
+
+
+def _oldest_s(writing: WritingReport) -> float:
+    return max(0.0, (time.time_ns() - writing.oldest_ns) / 1e9) if writing.oldest_ns else 0.0
+
+
 def _health(_: Metrics, status: StatusReport) -> Iterator[Sample]:
     for state in STATES:
         yield Sample((state,), status.health.state == state)
@@ -415,6 +439,69 @@ FAMILIES: tuple[Family, ...] = (
         "1 while the tier takes and serves copies, 0 while it is out of service.",
         ("tier",),
         _tier_in_service,
+    ),
+    Family(
+        "monarch_writeback_backlog_files",
+        "gauge",
+        "Files written through the mount that are not at the source yet.",
+        (),
+        _of_writing(lambda w: w.files),
+    ),
+    Family(
+        "monarch_writeback_backlog_bytes",
+        "gauge",
+        "Their bytes.",
+        (),
+        _of_writing(lambda w: w.bytes),
+    ),
+    Family(
+        "monarch_writeback_oldest_seconds",
+        "gauge",
+        "How long the oldest change has waited for the source, 0 if none waits.",
+        (),
+        _of_writing(_oldest_s),
+    ),
+    Family(
+        "monarch_writeback_drained_files_total",
+        "counter",
+        "Files that were brought to the source.",
+        (),
+        _of_writing(lambda w: w.drained_files),
+    ),
+    Family(
+        "monarch_writeback_drained_bytes_total",
+        "counter",
+        "Their bytes.",
+        (),
+        _of_writing(lambda w: w.drained_bytes),
+    ),
+    Family(
+        "monarch_writeback_errors_total",
+        "counter",
+        "Times that the source refused what was brought.",
+        (),
+        _of_writing(lambda w: w.errors),
+    ),
+    Family(
+        "monarch_writeback_held_bytes",
+        "gauge",
+        "Bytes of the tier that written files take, those that are drained and still there too.",
+        (),
+        _of_writing(lambda w: w.held),
+    ),
+    Family(
+        "monarch_writeback_reserve_bytes",
+        "gauge",
+        "Bytes of the tier that are kept for writing.",
+        (),
+        _of_writing(lambda w: w.reserve),
+    ),
+    Family(
+        "monarch_writeback_lost_files",
+        "gauge",
+        "Files that were written and whose bytes are gone, until that is acknowledged.",
+        (),
+        _of_writing(lambda w: len(w.lost)),
     ),
     Family(
         "monarch_hit_ratio",

@@ -222,8 +222,8 @@ def check_state(
     except MonarchError as error:
         yield Check(name, "fail", error.args[0], error.hint)
         return
-    existing = _existing(state)
-    if (free := _room(existing).free) < _LEAST_STATE_BYTES:
+    existing = nearest(state)
+    if (free := room_of(existing).free) < _LEAST_STATE_BYTES:
         detail = f"{state}: {format_bytes(free)} are free"
         yield Check(name, "warn", detail, f"make room, or {another}")
     elif is_remote(kind := kind_of(existing, table)):
@@ -267,7 +267,7 @@ class _TierLook:
             yield Check(self.name, "ok", f"{path}: {format_bytes(self._usable())} left for copies")
 
     def _of_file_system(self) -> Iterator[Check]:
-        path, existing = self.tier.path, _existing(self.tier.path)
+        path, existing = self.tier.path, nearest(self.tier.path)
         kind = kind_of(existing, self.table)
         if is_remote(kind):
             yield self._warn(
@@ -289,7 +289,7 @@ class _TierLook:
 
     def _of_room(self) -> Iterator[Check]:
         path, usable = self.tier.path, self._usable()
-        room = _room(_existing(path))
+        room = room_of(nearest(path))
         left = "what it already holds not counted"
         if room.inodes_left == 0:
             advice = "`df -i` shows it; remove small files there, or choose another"
@@ -308,7 +308,7 @@ class _TierLook:
             )
 
     def _usable(self) -> int:
-        room = _room(_existing(self.tier.path))
+        room = room_of(nearest(self.tier.path))
         return max(room.free - self._kept_free(room.total), 0)
 
     def _kept_free(self, total: int) -> int:
@@ -323,7 +323,7 @@ class _TierLook:
 
 def _unusable(name: str, path: Path, advice: str) -> Check | None:
     """Why we cannot keep files in a directory, or make it where it is not."""
-    existing = _existing(path)
+    existing = nearest(path)
     if not existing.is_dir():
         return Check(name, "fail", f"{existing} is not a directory", advice)
     status = os.stat(existing)
@@ -367,22 +367,25 @@ def _locked(name: str, path: Path, own: MountRecord | None) -> Check | None:
     )
 
 
-def _existing(path: Path) -> Path:
+def nearest(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that is there."""
     return next((p for p in (path, *path.parents) if os.path.lexists(p)), Path("/"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class Room:
+    """Bytes of a file system; ``inodes_left`` is None where there is no fixed number."""
+
     total: int
     free: int
     inodes_left: int | None
 
 
-def _room(path: Path) -> _Room:
+def room_of(path: Path) -> Room:
     told = os.statvfs(path)
     # Some file systems have no fixed number of inodes and tell none.
     inodes = told.f_favail if told.f_files else None
-    return _Room(told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize, inodes)
+    return Room(told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize, inodes)
 
 
 def kind_of(path: Path, mounts: Sequence[MountedFileSystem]) -> str:

@@ -30,6 +30,7 @@ class MountRecord:
     """One mount. Paths are absolute text in which undecodable bytes are surrogate escapes.
 
     ``pid_started`` is ``process_started(pid)`` of the daemon, ``started_ns`` the time of the mount.
+    ``absorbs`` is what is written there drained from, a directory; empty for a read-only mount.
     """
 
     mountpoint: str
@@ -40,6 +41,7 @@ class MountRecord:
     state: str
     log: str
     started_ns: int
+    absorbs: str = ""
 
 
 class Registry:

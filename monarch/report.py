@@ -186,11 +186,39 @@ class ScrubReport:
 
 
 @dataclass(frozen=True, slots=True)
+class WritingReport:
+    """What is written through the mount. ``directory`` of the tier holds it until it is drained.
+
+    ``files``, ``bytes`` and ``operations`` (files, names, attributes) are not at the source yet;
+    ``oldest_ns`` is when the oldest of them was written, 0 if there are none. ``drained_*`` and
+    ``errors`` (failures of the source) are counted since the mount. ``trouble`` is why nothing
+    goes on, empty while it does. ``reserve`` bytes of the tier are kept for writing, ``held`` are
+    taken, by what was drained too. ``lost`` files are names in the mount.
+    """
+
+    tier: str
+    directory: str
+    fsync: str
+    files: int
+    bytes: int
+    operations: int
+    oldest_ns: int
+    drained_files: int
+    drained_bytes: int
+    errors: int
+    trouble: str
+    reserve: int
+    held: int
+    lost: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class StatusReport(Report):
     """One daemon, now.
 
     ``opens``, ``reads`` and ``bytes`` are what readers asked of the mount, wherever it was served.
-    ``hit_ratio`` is the share of opens that a tier served, None before the first.
+    ``hit_ratio`` is the share of opens that a tier served, None before the first. ``writing`` is
+    None for a mount that is read-only.
     """
 
     version: str
@@ -216,6 +244,7 @@ class StatusReport(Report):
     memory: Memory
     handles: Handles
     scrub: ScrubReport
+    writing: WritingReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +273,71 @@ class EvictReport(Report):
 
     files: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that was written through the mount, by its ``path`` there, last at ``mtime_ns``.
+
+    ``durable`` is "none" (a crash of the node may take it), "local" or "source".
+    """
+
+    path: str
+    bytes: int
+    durable: str
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles(Report):
+    """Some of the files: an answer comes in several parts."""
+
+    files: list[WrittenFile]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTotals(Report):
+    """The files told of, and those of them that are at the source."""
+
+    files: int
+    bytes: int
+    drained_files: int
+    drained_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProgress(Report):
+    """``*_done`` of what was not at the source when asked; ``trouble`` as in WritingReport."""
+
+    files_done: int
+    files_total: int
+    bytes_done: int
+    bytes_total: int
+    trouble: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport(Report):
+    """``drained``: all that was asked for is at the source; else so much is not, in ``directory``.
+
+    ``lost`` are files whose bytes are gone, which will never be.
+    """
+
+    drained: bool
+    files: int
+    bytes: int
+    oldest_ns: int
+    trouble: str
+    directory: str
+    lost: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LostReport(Report):
+    """Files that were written and whose bytes are gone; ``acknowledged``: the alarm is over."""
+
+    files: list[str]
+    acknowledged: bool
 
 
 @dataclass(frozen=True, slots=True)

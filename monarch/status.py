@@ -11,7 +11,9 @@ from pathlib import Path
 import trio
 
 from monarch import __version__
+from monarch.absorbing import WriteSide
 from monarch.health import Health, health_of
+from monarch.lost import Lost
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
 from monarch.placement.epochs import Epochs
@@ -27,6 +29,7 @@ from monarch.report import (
     State,
     StatusReport,
     TierReport,
+    WritingReport,
 )
 from monarch.report import Residency as ResidencyReport
 from monarch.scrub import Scrub
@@ -41,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # How often the daemon looks at itself. Seconds.
 _LOOK_S = 10.0
+# So many lost files are named.
+_NAMED = 1000
 
 
 class Status:
@@ -61,6 +66,8 @@ class Status:
         metrics: Metrics,
         watch: Watch,
         scrub: Scrub,
+        writing: WriteSide | None,
+        lost: Lost,
         symptoms: Symptoms,
     ) -> None:
         self._settings = settings
@@ -75,6 +82,8 @@ class Status:
         self._metrics = metrics
         self._watch = watch
         self._scrub = scrub
+        self._writing = writing
+        self._lost = lost
         self._symptoms = symptoms
         # Kept open: who has run out of descriptors is to be told so.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -82,6 +91,8 @@ class Status:
         self.state: State = "starting"
 
     def health(self) -> Health:
+        if self._writing is not None:
+            self._lost.hear(self._writing.drain.backlog().lost)
         return health_of(self._symptoms.problems())
 
     async def watch_health(self) -> None:
@@ -139,6 +150,29 @@ class Status:
             memory=Memory(self._resident_bytes()),
             handles=Handles(self._filesystem.open_files, self._filesystem.backing_ids),
             scrub=self._scrub.report(),
+            writing=self._writing_report(),
+        )
+
+    def _writing_report(self) -> WritingReport | None:
+        side = self._writing
+        if side is None:
+            return None
+        backlog = side.drain.backlog()
+        return WritingReport(
+            tier=side.place.tier.name,
+            directory=os.fspath(side.place.directory),
+            fsync=self._settings.writeback.fsync,
+            files=backlog.files,
+            bytes=backlog.bytes,
+            operations=backlog.ops,
+            oldest_ns=backlog.oldest_ns,
+            drained_files=backlog.drained_files,
+            drained_bytes=backlog.drained_bytes,
+            errors=backlog.failures,
+            trouble=backlog.trouble or "",
+            reserve=side.room.reserve,
+            held=side.stock.bytes,
+            lost=[os.fsdecode(name) for name in self._lost.names[:_NAMED]],
         )
 
     def _resident_bytes(self) -> int:

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from monarch.absorbing import WriteSide
 from monarch.health import Problem, Spell
 from monarch.log import Logbook
+from monarch.lost import Lost
 from monarch.metrics import Metrics
 from monarch.modes import memory_groups
 from monarch.placement.residency import Residency
@@ -29,7 +31,7 @@ from monarch.watch import Watch
 
 # How long after the last a fault is still told that leaves nothing to look at. Seconds. A disk that
 # gave one wrong byte is to be known the next morning.
-_QUIET_S = {"internal-error": 3600.0, "copies-damaged": 86400.0}
+_QUIET_S = {"internal-error": 3600.0, "copies-damaged": 86400.0, "writes-refused": 60.0}
 # What reading a copy failed with, as the counters of errors have it, that its disk is to blame for.
 _DAMAGE = ("copy-ESTALE", "copy-EIO", "copy-EUCLEAN", "copy-EBADMSG")
 # Of descriptors, and of a control group's memory, this share used is nearly all.
@@ -55,6 +57,8 @@ class Symptoms:
         metrics: Metrics,
         watch: Watch,
         logbook: Logbook,
+        writing: WriteSide | None,
+        lost: Lost,
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
         root: Path = Path("/"),
@@ -68,6 +72,8 @@ class Symptoms:
         self._metrics = metrics
         self._watch = watch
         self._logbook = logbook
+        self._writing = writing
+        self._lost = lost
         self._clock = clock
         self._wall_ns = wall_ns
         self._root = root
@@ -95,6 +101,7 @@ class Symptoms:
                 yield tier.name, problem
         for look in (
             self._of_source,
+            self._of_writing,
             self._of_our_own_making,
             self._of_copies,
             self._of_log,
@@ -124,6 +131,42 @@ class Symptoms:
                 trouble.since_ns,
                 f"look at it as the daemon's user: `ls {self._source}`, and at its client:"
                 " `dmesg`; resident files are served, the others again as soon as it answers",
+            )
+
+    def _of_writing(self) -> Iterator[Problem]:
+        side, mountpoint = self._writing, self._mountpoint
+        if self._lost.names:
+            names = self._lost.names
+            yield Problem(
+                "written-lost",
+                f"{counted(len(names), 'written file has', 'written files have')} lost their bytes:"
+                f" {os.fsdecode(names[0])}{', ...' if len(names) > 1 else ''}",
+                0,
+                f"`monarch ckpt lost {mountpoint}` lists them; at the source each is as it was"
+                " before. With --acknowledge this alarm ends",
+            )
+        if side is None:
+            return
+        spell = self._spells["writes-refused"]
+        if self._goes_on(spell, side.files.failures) or side.place.journal.failed:
+            where = os.fspath(side.place.directory)
+            yield Problem(
+                "writes-refused",
+                f"what is written is refused: {side.place.journal.failed or side.files.failure}",
+                0,
+                f"look at the disk of tier {side.place.tier.name} (`df {where}`, `dmesg`), and, if"
+                " that is full, at the source's; what was fsynced is safe, and writing goes on as"
+                " soon as one of them has room",
+            )
+        backlog = side.drain.backlog()
+        if backlog.trouble:
+            kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
+            yield Problem(
+                "drain-refused",
+                f"the source does not take what was written ({kept} wait): {backlog.trouble}",
+                0,
+                f"look at it as the daemon's user: `ls -ld {self._source}`, `df {self._source}`;"
+                f" all is kept in {os.fspath(side.place.directory)} and tried again by itself",
             )
 
     def _of_tier(self, tier: Tier) -> Iterator[Problem]:

@@ -1,4 +1,7 @@
-"""What the control socket can be asked: status, warm, evict, fsck, stop and ping."""
+"""What the control socket can be asked: status, warm, evict, fsck, stop and ping.
+
+What it can be asked about written files is in written_verbs.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ _LOOK_S = 0.1
 class Verbs:
     """``background`` goes on with work whose client may hang up; ``stop`` ends the mount.
 
-    What goes wrong in the background is written down there.
+    What goes wrong in the background is written down there. ``abandon`` has the end wait for
+    nothing that the source has not got yet.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Verbs:
         checkup: Checkup,
         background: Callable[[Callable[[], Awaitable[None]]], None],
         stop: Callable[[], None],
+        abandon: Callable[[], None],
     ) -> None:
         self._filesystem = filesystem
         self._names = filesystem.names
@@ -47,6 +52,7 @@ class Verbs:
         self._checkup = checkup
         self._background = background
         self._stop = stop
+        self._abandon = abandon
 
     def table(self) -> Mapping[str, Verb]:
         return {
@@ -65,6 +71,9 @@ class Verbs:
         return self._status.report().to_dict()
 
     async def _end(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """``abandon``: what is not at the source stays in the tier for the next mount."""
+        if params.get("abandon") is True:
+            self._abandon()
         self._stop()
         return {}
 

@@ -22,6 +22,7 @@ from monarch.report import (
     StatusReport,
     TierReport,
     Traffic,
+    WritingReport,
 )
 from monarch.units import GiB, MiB
 
@@ -81,5 +82,21 @@ def a_report(**changes: Any) -> StatusReport:
         memory=Memory(64 * MiB),
         handles=Handles(3, 1),
         scrub=ScrubReport(True, 100, 400, 90 * MiB, 2, 1, 1_700_000_000_000_000_000, 0),
+        writing=WritingReport(
+            tier="nvme",
+            directory="/local/m/monarch/absorbed-5f0c",
+            fsync="local",
+            files=3,
+            bytes=5 * GiB,
+            operations=7,
+            oldest_ns=1_700_000_000_000_000_000,
+            drained_files=20,
+            drained_bytes=60 * GiB,
+            errors=2,
+            trouble="",
+            reserve=10 * GiB,
+            held=8 * GiB,
+            lost=["ckpt/gone"],
+        ),
     )
     return dataclasses.replace(report, **changes)

@@ -37,8 +37,9 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "composition",
         (
-            *("absorbing", "checkup", "daemon", "doctor", "fsck", "modes", "premises", "scrub"),
-            *("snapshots", "state", "status", "supervision", "symptoms", "verbs", "watch"),
+            *("absorbing", "checkup", "daemon", "doctor", "fsck", "lost", "modes", "premises"),
+            *("scrub", "sides", "snapshots", "state", "status", "supervision", "symptoms", "verbs"),
+            *("watch", "write_premises", "written_verbs"),
         ),
     ),
     ("command line", ("cli", "__main__")),

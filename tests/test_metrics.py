@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import socket
@@ -151,6 +152,23 @@ def test_prometheus_shows_what_was_counted(metrics: Metrics) -> None:
         ("monarch_read_seconds_count", "ram"): 1,
     }
     assert {key: shown.get(key) for key in expected} == expected
+    writing = report.writing
+    assert writing is not None
+    written = {
+        "backlog_files": writing.files,
+        "backlog_bytes": writing.bytes,
+        "drained_files_total": writing.drained_files,
+        "drained_bytes_total": writing.drained_bytes,
+        "errors_total": writing.errors,
+        "held_bytes": writing.held,
+        "reserve_bytes": writing.reserve,
+        "lost_files": 1,
+    }
+    found = {name: shown[f"monarch_writeback_{name}",] for name in written}
+    assert found == written
+    assert shown["monarch_writeback_oldest_seconds",] > 10**6
+    read_only = samples(metrics, dataclasses.replace(report, writing=None))
+    assert not [key for key in read_only if key[0].startswith("monarch_writeback")]
     # The source is no tier that copies go to.
     assert ("monarch_promotions_total", "source") not in shown
 

@@ -5,7 +5,7 @@
 set -u
 CONFIG=${MONARCH_SLURM_CONF:-/etc/monarch/slurm.conf}
 [ -r "$CONFIG" ] || exit 0
-MONARCH_MOUNTS='' MONARCH_PATH='' MONARCH_EVICT=no MONARCH_STRICT=no
+MONARCH_MOUNTS='' MONARCH_PATH='' MONARCH_EVICT=no MONARCH_STRICT=no MONARCH_DRAIN=10m
 MONARCH_RUN=/run/monarch-slurm MONARCH_LOG=/var/log/monarch-slurm.log
 . "$CONFIG"
 export PATH=$MONARCH_PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
@@ -27,8 +27,14 @@ for entry in $MONARCH_MOUNTS; do
     if [ "$MONARCH_EVICT" = yes ]; then
         monarch evict "$mountpoint" 9>&- || log "monarch evict $mountpoint failed with $?"
     fi
+    monarch umount "$mountpoint" --timeout "$MONARCH_DRAIN" 9>&-
+    code=$?
+    if [ $code = 13 ]; then
+        # The next job on this node finds the mount as it is, and the daemon goes on draining.
+        log "$mountpoint stays mounted: what was written is not all at the source yet"
+        status=1
     # A process that outlives its job may have files open: --lazy takes the mount away all the same.
-    if ! monarch umount "$mountpoint" 9>&- && ! monarch umount "$mountpoint" --lazy 9>&-; then
+    elif [ $code != 0 ] && ! monarch umount "$mountpoint" --lazy --timeout "$MONARCH_DRAIN" 9>&-; then
         log "monarch umount $mountpoint failed with $?"
         status=1
     fi

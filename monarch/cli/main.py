@@ -30,6 +30,7 @@ VERBS = {
     "status": Verb("monarch.cli.status:status", "Show what mounts hold, serve and copy."),
     "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
     "evict": Verb("monarch.cli.evict:evict", "Drop copies from the tiers."),
+    "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or thin out what was written."),
     "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and mend it."),
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
@@ -40,7 +41,8 @@ VERBS = {
 
 EXIT_CODES = {
     0: "success",
-    1: "the answer is no (snapshot verify, diff, fsck), or a failure without a better code",
+    1: "the answer is no (snapshot verify, diff, fsck, ckpt verify), or a failure without a better"
+    " code",
     2: "mistake on the command line or in the configuration",
     3: "the mount point cannot be used",
     4: "the source failed, or is not what the snapshot says",
@@ -51,7 +53,8 @@ EXIT_CODES = {
     9: "no Monarch daemon answers there",
     10: "files are open; nothing was done",
     11: "degraded, says status --check: all is served, something is not as it should be",
-    12: "failing, says status --check: some reads fail or wait now",
+    12: "failing, says status --check: some reads or writes fail or wait now",
+    13: "what was written is not all at the source yet (umount, ckpt wait); nothing was undone",
     130: "interrupted from the keyboard",
 }
 

@@ -60,6 +60,18 @@ def _as_text(value: object) -> str:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
+def age(ns: int) -> str:
+    """How long ago a time is, in ns since the epoch: ``12 s``, ``5 min``, ``3 h``."""
+    return duration(max(0.0, time.time() - ns / 1e9))
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 1 or not seconds else f"{seconds:.1g} s"
+
+
 @contextmanager
 def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Progress]:
     """Yields what long work calls with ``(done, total, words)``.

@@ -16,20 +16,21 @@ from rich.table import Table
 from rich.text import Text
 
 from monarch.cli.ask import ask
-from monarch.cli.output import emit_json, stdout
+from monarch.cli.output import age, duration, emit_json, stdout
 from monarch.doctor import SeenMount, seen_mounts
 from monarch.errors import MonarchError, NotMountedError, UsageError
 from monarch.health import Problem, State, worst
 from monarch.places import state_root
 from monarch.registry import MountRecord, Registry
-from monarch.report import Mode, Quantiles, StatusReport
-from monarch.text import escape_text
+from monarch.report import Mode, Quantiles, StatusReport, WritingReport
+from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
 WATCH_SECONDS = 2.0
 # A daemon answers from memory; longer than this it is in trouble, and the other mounts wait.
 ANSWER_SECONDS = 5.0
 LOG_COLUMNS = 250
+_SHOWN_LOST = 5
 # What --check ends with, beside that of a mount that nobody serves.
 CHECK_CODES: Mapping[State, int] = {"ok": 0, "degraded": 11, "failing": 12}
 
@@ -212,7 +213,7 @@ def _table_of(lines: list[Line]) -> RenderableType:
 
 
 def _details(report: StatusReport, record: MountRecord) -> RenderableType:
-    up = _duration(max(time.time() - report.started_ns / 1e9, 0))
+    up = duration(max(time.time() - report.started_ns / 1e9, 0))
     head = _table("", "", header=False)
     for name, value in (
         ("mount point", report.mountpoint),
@@ -227,6 +228,7 @@ def _details(report: StatusReport, record: MountRecord) -> RenderableType:
         ),
         ("readers", _readers(report)),
         ("source traffic", _source(report)),
+        *_writing(report.writing),
         ("memory", format_bytes(report.memory.rss_bytes)),
         ("log", record.log),
     ):
@@ -320,7 +322,7 @@ def _snapshot(report: StatusReport) -> str:
     stale = {True: "stale", False: "fresh", None: "not compared yet"}[snapshot.stale]
     return (
         f"{snapshot.files:,} files, {format_bytes(snapshot.bytes)}, {snapshot.entries:,} entries;"
-        f" {_duration(snapshot.age_s)} old, {stale} (freshness {snapshot.freshness},"
+        f" {duration(snapshot.age_s)} old, {stale} (freshness {snapshot.freshness},"
         f" {snapshot.checks:,} checks); {snapshot.file}, {format_bytes(snapshot.size_bytes)}"
     )
 
@@ -349,6 +351,40 @@ def _source(report: StatusReport) -> str:
     )
 
 
+def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
+    """What the source has not got yet, and what it has; nothing where nothing is written."""
+    if writing is None:
+        return
+    backlog = f"{counted(writing.files, 'file', 'files')}, {format_bytes(writing.bytes)}"
+    if not writing.operations:
+        told = "all is at the source"
+    elif not writing.files:
+        changes = counted(writing.operations, "change", "changes")
+        told = f"{changes} of names and attributes not at the source yet"
+    else:
+        told = f"{backlog} not at the source yet"
+    if writing.oldest_ns:
+        told += f", the oldest written {age(writing.oldest_ns)} ago"
+    if writing.trouble:
+        told += f"; it waits: {writing.trouble}"
+    yield "written", told
+    yield (
+        "drained",
+        f"{counted(writing.drained_files, 'file', 'files')}, {format_bytes(writing.drained_bytes)};"
+        f" {counted(writing.errors, 'error', 'errors')} of the source",
+    )
+    yield (
+        "absorbed by",
+        f"tier {writing.tier}, {writing.directory}: {format_bytes(writing.held)} held,"
+        f" {format_bytes(writing.reserve)} reserved; fsync waits for"
+        f" {'the source' if writing.fsync == 'source' else 'this disk'}",
+    )
+    if writing.lost:
+        shown = ", ".join(writing.lost[:_SHOWN_LOST])
+        more = ", ..." if len(writing.lost) > _SHOWN_LOST else ""
+        yield "lost", f"{counted(len(writing.lost), 'file', 'files')}: {shown}{more}"
+
+
 def _copies(report: StatusReport) -> str:
     copies = report.copies
     if not copies.running and not copies.queued:
@@ -366,13 +402,6 @@ def _health_word(report: StatusReport) -> str:
 def _percent(ratio: float | None) -> str:
     # 99.96 % must not read as complete.
     return "-" if ratio is None else f"{int(ratio * 1000) / 10:g}%"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _table(*columns: str, header: bool = True) -> Table:

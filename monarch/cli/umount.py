@@ -1,40 +1,82 @@
-"""``monarch umount``: take a mount away and see its daemon end."""
+"""``monarch umount``: bring home what was written, take the mount away, see its daemon end."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from monarch.cli.output import emit_json, stderr
-from monarch.errors import BusyError, FuseError, NotMountedError
+from monarch.cli.draining import drain, seconds, waiting
+from monarch.cli.output import duration, emit_json, stderr
+from monarch.control.client import call
+from monarch.errors import (
+    BusyError,
+    FuseError,
+    MonarchError,
+    NotDrainedError,
+    NotMountedError,
+    TierError,
+)
 from monarch.fuse import mountpoint as mountpoints
 from monarch.places import state_root
 from monarch.registry import MountRecord, Registry, alive
+from monarch.text import counted, escape_text
+from monarch.units import format_bytes
+from monarch.writeback.survey import Survey, survey
 
+INTERRUPTED = 130
 # The daemon syncs its tiers at the end, for at most ten seconds.
 _DEADLINE_S = 30.0
 # How long a process of the daemon's own, or one that has just let go, may be in the way. Seconds.
 _PASSING_S = 2.0
 _STEP_S = 0.02
 _SHOWN_PIDS = 10
+_ANSWER_S = 5.0
 
 
 @click.command(
     epilog="""\b
 Examples:
   monarch umount /mnt/data
-  monarch umount --lazy /mnt/data     files in use stay readable until they are closed
+  monarch umount /mnt/data --timeout 1h     what was written may take that long to the source
+  monarch umount /mnt/data --abandon        at once; the next mount goes on draining
+  monarch umount --lazy /mnt/data           files in use stay readable until they are closed
 """
 )
 @click.argument("mountpoint")
-@click.option("--lazy", is_flag=True, help="Do it although files are open.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    callback=seconds,
+    default="10m",
+    show_default=True,
+    metavar="TIME",
+    help="How long what was written may take to the source; after that nothing is unmounted.",
+)
+@click.option(
+    "--abandon",
+    is_flag=True,
+    help="Do not wait for the source: what is not there stays in the tier for the next mount.",
+)
+@click.option(
+    "--lazy",
+    is_flag=True,
+    help="Do it although files are open; after their last close the daemon drains, and ends.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
-def umount(mountpoint: str, *, lazy: bool, as_json: bool) -> None:
-    """Unmount MOUNTPOINT and wait until its daemon has ended. The tiers keep their copies."""
+def umount(
+    mountpoint: str, *, timeout_s: float, abandon: bool, lazy: bool, as_json: bool
+) -> int | None:
+    """Unmount MOUNTPOINT and wait until its daemon has ended. The tiers keep their copies.
+
+    What was written through the mount is brought to the source first. If that takes longer than
+    the timeout, or Ctrl-C ends it, the mount stays as it is, and goes on. The exit code is then 13,
+    or 130.
+    """
     path = Path(os.path.abspath(mountpoint))
     registry = Registry(state_root())
     record = _record(registry, path)
@@ -43,20 +85,95 @@ def umount(mountpoint: str, *, lazy: bool, as_json: bool) -> None:
             f"{os.fspath(path)!r} is no Monarch mount", hint="`monarch status` lists the mounts"
         )
     if mountpoints.mount_at(path) is not None:
+        until = time.monotonic() + timeout_s
+        writes = record is not None and bool(record.absorbs) and alive(record)
+        if writes and record is not None and not abandon:
+            try:
+                _bring_home(record, timeout_s, quiet=as_json)
+            except KeyboardInterrupt:
+                told = f"monarch: {path} stays mounted, and goes on draining"
+                stderr().print(told, markup=False, soft_wrap=True)
+                return INTERRUPTED
         _unmount(path, record, lazy=lazy)
+        if writes and record is not None and not lazy:
+            _last_look(record, 0.0 if abandon else max(0.0, until - time.monotonic()))
     if record is not None:
         if not lazy:
             _wait_for_end(record)
         if not alive(record):
             registry.remove(record.mountpoint)
+    left = _left(record)
     if as_json:
-        emit_json({"mountpoint": os.fspath(path), "unmounted": True})
-    else:
-        stderr().print(f"monarch: {path} is unmounted", markup=False, soft_wrap=True)
+        stays = None
+        if left is not None and record is not None:
+            stays = {"files": len(left.waiting), "bytes": left.bytes, "directory": record.absorbs}
+        emit_json({"mountpoint": os.fspath(path), "unmounted": True, "stays": stays})
+        return None
+    stderr().print(f"monarch: {path} is unmounted", markup=False, soft_wrap=True)
+    if left is not None and record is not None:
+        told = f"monarch: {_told(left, record.absorbs)}"
+        stderr().print(told, markup=False, soft_wrap=True)
+    return None
 
 
 def _record(registry: Registry, path: Path) -> MountRecord | None:
     return next((r for r in registry.all() if r.mountpoint == os.fspath(path)), None)
+
+
+def _bring_home(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
+    """Wait until all that was written is at the source.
+
+    Raises NotDrainedError if it is not in time, NotMountedError and MonarchError as ``drain``.
+    """
+    where = escape_text(record.mountpoint)
+    try:
+        report = drain(record, {}, timeout_s=timeout_s, quiet=quiet)
+    except MonarchError as error:
+        raise type(error)(
+            str(error.args[0]), hint=f"`monarch umount --abandon {where}` does not wait for it"
+        ) from error
+    if not report.drained:
+        raise NotDrainedError(
+            f"{where} stays mounted: after {duration(timeout_s)}, {waiting(report)}",
+            hint=f"`monarch ckpt wait {where}` waits on, and with --abandon it is left in"
+            f" {escape_text(report.directory)} for the next mount",
+        )
+
+
+def _last_look(record: MountRecord, timeout_s: float) -> None:
+    """Of a mount that is gone: let its daemon go on draining so long, and no longer.
+
+    Between the draining and the end somebody may have written; or nobody wants to wait.
+    """
+    # That the daemon has ended by now is fine; if it hangs, whoever waits for its end says so.
+    with suppress(MonarchError):
+        report = drain(record, {}, timeout_s=timeout_s, quiet=True, silence_s=_ANSWER_S)
+        if not report.drained:
+            call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
+
+
+def _left(record: MountRecord | None) -> Survey | None:
+    """What waits in the tier for the next mount; None if nothing does, or nobody can say."""
+    if record is None or not record.absorbs or alive(record):
+        return None
+    try:
+        found = survey(Path(record.absorbs))
+    except (TierError, OSError):
+        return None
+    return found if found.operations else None
+
+
+def _told(left: Survey, directory: str) -> str:
+    count, what = len(left.waiting), f", {format_bytes(left.bytes)}"
+    if count:
+        told = counted(count, "file", "files") + what
+    else:
+        count = left.operations
+        told = counted(count, "change of names", "changes of names")
+    return (
+        f"{told}, not at the source yet, {'stays' if count == 1 else 'stay'} in"
+        f" {escape_text(directory)}: mount again to go on draining"
+    )
 
 
 def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:

@@ -114,15 +114,20 @@ def prune(
     keep_last: int,
     keep_every: int | Literal["epoch"] | None = None,
     durable: Literal["local", "source"] = "local",
+    dry_run: bool = False,
 ) -> list[Checkpoint]:
-    """Remove old checkpoints and return them, oldest first.
+    """Remove old checkpoints and return them, oldest first; ``dry_run``: only say which.
 
     Kept are the newest ``keep_last`` that are whole, all that are newer than these, and with
     ``keep_every`` the newest of each epoch, or of each so many steps. Nothing is removed unless one
     of the whole ones is as durable as ``durable``. Raises LockedError while a trainer uses the
     directory (it removes old ones itself), CheckpointError, OSError, ValueError.
     """
-    with hold(Path(directory)) as shelf:
+    path = Path(directory)
+    if dry_run:
+        known = _read_manifest(path).checkpoints
+        return _superfluous(path, known, keep_last, keep_every, durable, believed=set())
+    with hold(path) as shelf:
         return shelf.thin_out(
             keep_last=keep_last, keep_every=keep_every, durable=durable, believed=set()
         )
@@ -279,25 +284,9 @@ class Shelf:
         believed: set[str],
     ) -> list[Checkpoint]:
         """As ``prune``. What ``believed`` names is not read again; what was read joins it."""
-        if keep_last < 1:
-            raise ValueError("at least one checkpoint is kept")
-        newest_first = self._checkpoints[::-1]
-        if len(newest_first) <= keep_last:
-            return []
-        whole: list[Checkpoint] = []
-        for checkpoint in newest_first:
-            known = checkpoint.name in believed
-            if known or verified(self.directory, checkpoint).state == "whole":
-                believed.add(checkpoint.name)
-                whole.append(checkpoint)
-            if len(whole) == keep_last:
-                break
-        safe = any(durability(self.directory / c.name) in _ENOUGH[durable] for c in whole)
-        if len(whole) < keep_last or not safe:
-            return []
-        oldest_kept = whole[-1].serial
-        kept = {each.serial for each in _newest_of_each(self._checkpoints, keep_every)}
-        old = [c for c in self._checkpoints if c.serial < oldest_kept and c.serial not in kept]
+        old = _superfluous(
+            self.directory, self._checkpoints, keep_last, keep_every, durable, believed
+        )
         if old:
             gone = {each.serial for each in old}
             self._exchange([c for c in self._checkpoints if c.serial not in gone])
@@ -400,6 +389,36 @@ def _line(text: str) -> bytes:
 
 def _line_mark(content: bytes) -> bytes:
     return xxhash.xxh3_64_hexdigest(content).encode() + b" "
+
+
+def _superfluous(
+    directory: Path,
+    checkpoints: Sequence[Checkpoint],
+    keep_last: int,
+    keep_every: int | Literal["epoch"] | None,
+    durable: Literal["local", "source"],
+    believed: set[str],
+) -> list[Checkpoint]:
+    """Those that need not be kept, oldest first. ``checkpoints``: all, oldest first."""
+    if keep_last < 1:
+        raise ValueError("at least one checkpoint is kept")
+    newest_first = checkpoints[::-1]
+    if len(newest_first) <= keep_last:
+        return []
+    whole: list[Checkpoint] = []
+    for checkpoint in newest_first:
+        known = checkpoint.name in believed
+        if known or verified(directory, checkpoint).state == "whole":
+            believed.add(checkpoint.name)
+            whole.append(checkpoint)
+        if len(whole) == keep_last:
+            break
+    safe = any(durability(directory / c.name) in _ENOUGH[durable] for c in whole)
+    if len(whole) < keep_last or not safe:
+        return []
+    oldest_kept = whole[-1].serial
+    kept = {each.serial for each in _newest_of_each(checkpoints, keep_every)}
+    return [c for c in checkpoints if c.serial < oldest_kept and c.serial not in kept]
 
 
 def _newest_of_each(

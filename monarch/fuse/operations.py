@@ -367,5 +367,7 @@ def _entry(attributes: Attributes) -> EntryAttributes:
     entry.st_size = attributes.size
     entry.st_blocks = attributes.blocks
     entry.st_mtime_ns = entry.st_atime_ns = attributes.mtime_ns
+    if attributes.atime_ns is not None:
+        entry.st_atime_ns = attributes.atime_ns
     entry.st_ctime_ns = attributes.ctime_ns
     return entry

@@ -617,7 +617,7 @@ class Written:
             node.gid = node.gid if gid is None else gid
             node.keeps_owner = True
             if mode is None and not node.is_dir:
-                self._drop_privileges(node)
+                self.drop_privileges(node)
         if size is not None:
             node.size = size
             node.touch(now_ns)
@@ -828,7 +828,7 @@ class Written:
             self._removed.add(node.ino)
 
     @staticmethod
-    def _drop_privileges(node: Node) -> None:
+    def drop_privileges(node: Node) -> None:
         drop = stat.S_ISUID
         if node.mode & stat.S_IXGRP:
             drop |= stat.S_ISGID

@@ -138,6 +138,8 @@ class Contents:
     """All that lies beneath a tier's own directory, of which ``root`` is a descriptor."""
 
     PREFIX = "copies-"
+    # What is written through a mount: writeback/ looks after it.
+    _ABSORBED = "absorbed-"
     _KNOWN = frozenset({"lock", "tier.json", "tier.part", "stage"})
 
     def __init__(self, root: int) -> None:
@@ -156,7 +158,7 @@ class Contents:
         return [
             name
             for name in self._names(".")
-            if name not in self._KNOWN and not name.startswith(self.PREFIX)
+            if name not in self._KNOWN and not name.startswith((self.PREFIX, self._ABSORBED))
         ]
 
     def stages(self) -> list[str]:

@@ -21,10 +21,11 @@ from typing import TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch.errors import Refused, SourceChanged
+from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.placement.residency import SOURCE
+from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile
 from monarch.types import Identity, Ino
@@ -48,6 +49,8 @@ _TURN_BYTES = 8 * MiB
 # A file that is open and was not written for so long is recorded as it is. Seconds.
 _QUIET_S = 2.0
 _LOOK_S = 0.5
+# What the disk is to blame for, and not who asks.
+_OF_THE_DISK = frozenset({errno.EIO, errno.EROFS, errno.EUCLEAN})
 
 
 class WrittenFiles:
@@ -85,6 +88,9 @@ class WrittenFiles:
         self._fast = fast
         self._open: dict[Ino, WrittenFile] = {}
         self._opening: dict[Ino, trio.Event] = {}
+        # How often something written was refused, and with what the last time.
+        self.failures = 0
+        self.failure = ""
 
     def is_open(self, ino: Ino) -> bool:
         return ino in self._open
@@ -294,6 +300,10 @@ class WrittenFiles:
     async def write(self, ino: Ino, offset: int, content: bytes) -> int:
         """Raises Refused or SourceError; ENOSPC if neither the tier nor the source has room."""
         file = self._open[ino]
+        node = self._names.node(ino)
+        if self._fast is None and node is not None:
+            # The kernel leaves that to us, and does not say who writes.
+            self._names.drop_privileges(node)
         async with self._changing(file):
             written = await self._with_room(file, len(content), _write_all, content, offset)
             if file.is_through:
@@ -319,8 +329,16 @@ class WrittenFiles:
             file.changes += 1
             try:
                 yield
+            except (Refused, SourceError) as error:
+                if error.errno in FULL:
+                    self._note_failure(error.errno)
+                raise
             finally:
                 file.changes += 1
+
+    def _note_failure(self, number: int) -> None:
+        self.failures += 1
+        self.failure = errno_words(number)
 
     async def _on(
         self, file: WrittenFile, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]
@@ -488,6 +506,9 @@ class WrittenFiles:
             return await self._threads.run(function, *args)
         except OSError as error:
             number = error.errno or errno.EIO
+            # That the tier is full is no failure before the source is full as well.
+            if number in _OF_THE_DISK:
+                self._note_failure(number)
             raise Refused(number) from error
 
 

@@ -124,6 +124,14 @@ class Stock:
             self._drained[object] = identity
             self.drained_bytes += self._sizes[object]
 
+    def unrecorded(self) -> set[Ino]:
+        """Open files that have a name and were changed since the journal was told of them."""
+        return {
+            file.ino
+            for number, file in self.open.items()
+            if (file.is_changed or number not in self._contents) and not self.is_dead(number)
+        }
+
     def is_through(self, number: int) -> bool:
         """Whether its bytes are in a staged file at the source, or came from one."""
         return number in self._through

@@ -485,6 +485,8 @@ def _bring(source: Source, path: bytes, identity: Identity, fd: int) -> dict[byt
             raise
         if offset != identity.size or identity_of(os.fstat(file.fd)) != identity:
             raise SourceChanged("changed while it was taken")
+        # It is the same file as before.
+        os.utime(fd, ns=(identity.mtime_ns, identity.mtime_ns))
         xattrs = {}
         with suppress(OSError):
             for name in os.listxattr(file.fd):

@@ -233,8 +233,12 @@ class Drain:
 
     async def settle(self) -> None:
         """Until the source has all that was put by now."""
-        if self._queue:
-            await self.wait(self._queue[-1].seq)
+        await self.wait(self.last_seq)
+
+    @property
+    def last_seq(self) -> int:
+        """Of the last change that was put and is not at the source; 0 if it has all."""
+        return self._queue[-1].seq if self._queue else 0
 
     def backlog(self) -> Backlog:
         sizes = {

@@ -40,13 +40,13 @@ import xxhash
 
 from monarch import points
 from monarch.errors import TierError
-from monarch.text import counted
+from monarch.text import counted, errno_words
 from monarch.types import Identity
 from monarch.units import MiB
 from monarch.writeback.losses import names_of, without
 from monarch.writeback.ops import Op, from_record, raw, text, to_record
 
-__all__ = ["Journal", "Op", "Replay"]
+__all__ = ["Journal", "Look", "Op", "Replay", "look"]
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,46 @@ class Replay:
                 else:
                     settled.discard(op.object)
         return set(objects) - settled
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What stands in a journal that was only looked at. ``ops`` without those of files that a power
+    cut has taken, of which ``lost`` has the last that was recorded; all up to ``done_upto`` is at
+    the source.
+    """
+
+    source: bytes
+    ops: tuple[tuple[int, Op], ...]
+    recorded_ns: Mapping[int, int]
+    done_upto: int
+    lost: tuple[Op, ...]
+
+
+def look(directory: Path) -> Look:
+    """Read the journal of ``directory`` as it is, whoever may be writing it. Nothing is changed.
+
+    Raises TierError if it cannot be read, is damaged, or of a newer Monarch.
+    """
+    path = directory / _NAME
+    try:
+        boot = Path(_BOOT).read_text().strip()
+        read = _Read.of(path.read_bytes(), path, boot)
+    except OSError as error:
+        raise TierError(
+            f"journal {os.fspath(path)!r}: {error.strerror}", hint="look at its disk: `dmesg`"
+        ) from error
+    if read is None:
+        return Look(b"", (), {}, 0, ())
+    gone = read.lost_now(boot)
+    ops = [(seq, op) for seq, op, _, _ in read.ops]
+    return Look(
+        source=read.source,
+        ops=tuple(without(ops, read.lost | gone.keys())),
+        recorded_ns={seq: ns for seq, _, ns, _ in read.ops},
+        done_upto=read.done_upto,
+        lost=tuple(op for op in gone.values() if op.kind != "take"),
+    )
 
 
 class Journal:
@@ -230,6 +270,11 @@ class Journal:
     def position(self) -> int:
         """Where the next record goes, in bytes."""
         return self._end
+
+    @property
+    def failed(self) -> str:
+        """Why nothing can be made safe any more, empty while it can."""
+        return errno_words(self._failed.errno) if self._failed is not None else ""
 
     @property
     def written(self) -> int:

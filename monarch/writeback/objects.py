@@ -17,6 +17,10 @@ from pathlib import Path
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
+def object_path(directory: Path, number: int) -> Path:
+    return directory / f"{number & 0xFF:02x}" / str(number)
+
+
 class Objects:
     """Those beneath ``directory``, which exists."""
 

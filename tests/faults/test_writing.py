@@ -279,6 +279,7 @@ def test_a_name_is_at_the_source_never_before_its_content(
 
 @pytest.mark.promise(67)
 @pytest.mark.modes("auto")
+@pytest.mark.timeout(1800)
 def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_kills(
     monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
 ) -> None:
@@ -319,6 +320,7 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_kills(
 
 @pytest.mark.promise(63, 68)
 @pytest.mark.modes("auto")
+@pytest.mark.timeout(1800)
 @needs_root
 def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
     monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config

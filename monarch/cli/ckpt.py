@@ -1,0 +1,457 @@
+"""``monarch ckpt``: what was written through a mount, and whether it is at the source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from monarch.cli.ask import ask, inside
+from monarch.cli.draining import SILENCE_S, drain, seconds, waiting
+from monarch.cli.output import age, duration, emit_json, progress_bar, stderr, stdout
+from monarch.errors import MonarchError, NotDrainedError, UsageError
+from monarch.frameworks.shelf import MANIFEST, Listed, list_checkpoints, prune
+from monarch.places import state_root
+from monarch.premises import within
+from monarch.registry import MountRecord, Registry
+from monarch.report import LostReport, WrittenFile, WrittenFiles, WrittenTotals
+from monarch.sides import Compared, compare
+from monarch.text import counted, escape_text
+from monarch.units import format_bytes
+
+INTERRUPTED = 130
+_WRONG = 1
+# A manifest is read through the mount: from the node's disk, or from a source that may hang.
+_PATIENCE_S = 10.0
+# What a checkpointer keeps beside the checkpoints.
+_BESIDE = frozenset({MANIFEST, "lock"})
+_WRONG_VERDICTS = frozenset({"damaged", "different", "missing", "unreadable"})
+
+_MOUNT = click.argument("mountpoint", metavar="MOUNT", type=click.Path(path_type=Path))
+_PATH = click.argument("path", required=False, type=click.Path(), metavar="[PATH]")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A checkpoint, or another file that was written. ``path`` is relative to the mount.
+
+    ``xxh3`` is the checksum that its manifest has, ``complete`` whether it has the length that
+    this tells; both are None without a manifest. ``step`` and ``epoch`` as there.
+    """
+
+    path: str
+    bytes: int
+    durable: str
+    written_ns: int
+    xxh3: str | None = None
+    complete: bool | None = None
+    step: int | None = None
+    epoch: int | None = None
+
+
+@click.group()
+def ckpt() -> None:
+    """List, await, verify or thin out what was written through a mount.
+
+    Files come to the source in the background. Checkpoints of monarch.frameworks.checkpoint are
+    known by their manifests, all others as the files that they are.
+    """
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  monarch ckpt ls /mnt/data
+  monarch ckpt ls /mnt/data ckpt
+  monarch ckpt ls /mnt/data --json | jq '.files[] | select(.durable != "source")'
+"""
+)
+@_MOUNT
+@_PATH
+@_JSON
+def ls(mountpoint: Path, path: str | None, as_json: bool) -> None:
+    """Show what was written: bytes, where they are safe, age, checksum, and whether complete.
+
+    PATH is a directory or file in the mount, or relative to it; without it, all that this mount
+    and those before it have written and not forgotten. DURABLE is none (a crash of the node may
+    take it), local (on the node's disk) or source.
+    """
+    record, below = _place(mountpoint, path)
+    rows = rows_of(record, below)
+    if as_json:
+        emit_json({"mountpoint": record.mountpoint, "files": [asdict(row) for row in rows]})
+        return
+    if not rows:
+        stdout().print("nothing was written")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("name", "bytes", "durable", "age", "checksum", "complete"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        complete = {True: "yes", False: "no", None: "-"}[row.complete]
+        table.add_row(
+            Text(escape_text(row.path)),
+            format_bytes(row.bytes),
+            row.durable,
+            age(row.written_ns),
+            "recorded" if row.xxh3 else "-",
+            complete,
+        )
+    console = stdout()
+    if not console.is_terminal:
+        console.width = max(console.width, 250)
+    console.print(table)
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  monarch ckpt wait /mnt/data
+  monarch ckpt wait /mnt/data --newest --timeout 10m && echo safe
+"""
+)
+@_MOUNT
+@_PATH
+@click.option("--newest", is_flag=True, help="Only the newest checkpoint, or file, of PATH.")
+@click.option("--all", "everything", is_flag=True, help="All that was written by now: the default.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    callback=seconds,
+    default=None,
+    metavar="TIME",
+    help="Give up after so long, with exit code 13. Without it: as long as it takes.",
+)
+@_JSON
+def wait(
+    mountpoint: Path,
+    path: str | None,
+    newest: bool,
+    everything: bool,
+    timeout_s: float | None,
+    as_json: bool,
+) -> int:
+    """Wait until what was written is at the source.
+
+    The exit code is 0 when it is, and 13 if it was not in time; draining goes on all the same.
+    """
+    if newest and everything:
+        raise UsageError("--newest and --all exclude each other", hint="leave one of them out")
+    record, below = _place(mountpoint, path)
+    params: dict[str, Any] = {"paths": [below]} if below else {}
+    if newest:
+        params = {"paths": _newest(record, below)}
+    try:
+        report = drain(record, params, timeout_s=timeout_s, quiet=as_json)
+    except KeyboardInterrupt:
+        stderr().print("draining goes on; `monarch ckpt ls MOUNT` shows how far", markup=False)
+        return INTERRUPTED
+    if as_json:
+        emit_json(report.to_dict())
+        return 0 if report.drained else NotDrainedError.exit_code
+    if not report.drained:
+        after = f"after {duration(timeout_s or 0.0)}, "
+        hint = "draining goes on; `monarch status MOUNT` shows what it waits for"
+        raise NotDrainedError(f"{after}{waiting(report)}", hint=hint)
+    stdout().print("all of it is at the source")
+    return 0
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  monarch ckpt verify /mnt/data
+  monarch ckpt verify /mnt/data ckpt --json | jq '.files[] | select(.verdict != "same")'
+"""
+)
+@_MOUNT
+@_PATH
+@_JSON
+def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
+    """Read what was written on both sides, and compare: the mount's bytes and the source's.
+
+    Checksums of a manifest are compared as well. What is not at the source yet is read in the mount
+    alone. The exit code is 1 if anything is not as it should be.
+    """
+    record, below = _place(mountpoint, path)
+    rows = rows_of(record, below)
+    mount, source = Path(record.mountpoint), Path(record.source)
+    total = sum(row.bytes * (1 + (row.durable == "source")) for row in rows)
+    done = 0
+    results: list[Compared] = []
+    with progress_bar(quiet=as_json, of_bytes=True) as advance:
+        for row in rows:
+
+            def progress(count: int, name: str = row.path) -> None:
+                nonlocal done
+                done += count
+                advance(done, max(total, done), f"reading {name}")
+
+            results.append(
+                compare(
+                    row.path,
+                    mount=mount,
+                    source=source,
+                    drained=row.durable == "source",
+                    expected=row.xxh3,
+                    progress=progress,
+                )
+            )
+    wrong = [result for result in results if result.verdict in _WRONG_VERDICTS]
+    if as_json:
+        emit_json({"ok": not wrong, "files": [asdict(result) for result in results]})
+    else:
+        for result in results:
+            stdout().print(_line(result), soft_wrap=True)
+        stdout().print(_summary(results), markup=False, soft_wrap=True)
+    return _WRONG if wrong else 0
+
+
+def _line(result: Compared) -> Text:
+    styles = {"same": "green", "waiting": "yellow"}
+    why = f": {result.why}" if result.why else ""
+    return Text.assemble(
+        (f"{result.verdict:10}", styles.get(result.verdict, "bold red")),
+        f"  {escape_text(result.path)}{escape_text(why)}",
+    )
+
+
+def _summary(results: Sequence[Compared]) -> str:
+    counts = {
+        verdict: sum(result.verdict == verdict for result in results)
+        for verdict in ("same", "waiting")
+    }
+    told = f"{counted(counts['same'], 'file is', 'files are')} the same on both sides"
+    if counts["waiting"]:
+        told += f", {counts['waiting']:,} not at the source yet"
+    if wrong := len(results) - sum(counts.values()):
+        told += f", {wrong:,} not as they should be"
+    return told
+
+
+def _every(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | Literal["epoch"] | None:
+    """``epoch``, or a number of steps."""
+    if value is None:
+        return None
+    if value == "epoch":
+        return "epoch"
+    if value.isdecimal() and int(value) > 0:
+        return int(value)
+    told = f"{value!r} is neither 'epoch' nor a number of steps"
+    raise click.BadParameter(told, context, parameter)
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  monarch ckpt gc /mnt/data --keep-last 2 --dry-run
+  monarch ckpt gc /mnt/data ckpt --keep-last 2 --keep-every epoch
+"""
+)
+@_MOUNT
+@_PATH
+@click.option(
+    "--keep-last",
+    type=click.IntRange(1, 1_000_000),
+    required=True,
+    metavar="N",
+    help="Keep the newest N whose bytes have their checksum.",
+)
+@click.option(
+    "--keep-every",
+    callback=_every,
+    default=None,
+    metavar="epoch|STEPS",
+    help="Keep the newest of each epoch, or of each so many steps, too.",
+)
+@click.option(
+    "--durable",
+    type=click.Choice(["local", "source"]),
+    default="source",
+    show_default=True,
+    help="Remove nothing before one of the newest N is that safe.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
+@_JSON
+def gc(
+    mountpoint: Path,
+    path: str | None,
+    keep_last: int,
+    keep_every: int | Literal["epoch"] | None,
+    durable: Literal["local", "source"],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove old checkpoints that a manifest names, in the mount and so at the source.
+
+    The newest ones are read first, and those count whose bytes have their checksum: never is the
+    newest good one removed, nor anything newer. A trainer that runs removes old ones itself; its
+    directory is refused (exit code 7).
+    """
+    record, below = _place(mountpoint, path)
+    removed = []
+    for directory in _shelves(below, _written(record, below)):
+        # What has no manifest is not looked into, and is not made one.
+        if not _listed(record, directory):
+            continue
+        gone = prune(
+            Path(record.mountpoint) / directory,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            durable=durable,
+            dry_run=dry_run,
+        )
+        removed += [(os.path.join(directory, each.name), each.size) for each in gone]
+    total = sum(size for _, size in removed)
+    if as_json:
+        files = [{"path": name, "bytes": size} for name, size in removed]
+        emit_json({"removed": not dry_run, "files": files, "bytes": total})
+        return
+    for name, size in removed:
+        stdout().print(f"{escape_text(name)}  {format_bytes(size)}", markup=False, soft_wrap=True)
+    verb = "would go" if dry_run else "removed"
+    told = f"{counted(len(removed), 'checkpoint', 'checkpoints')} {verb}, {format_bytes(total)}"
+    stdout().print(told, markup=False)
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  monarch ckpt lost /mnt/data
+  monarch ckpt lost /mnt/data --acknowledge
+"""
+)
+@_MOUNT
+@click.option("--acknowledge", is_flag=True, help="It is known now: `monarch status` is ok again.")
+@_JSON
+def lost(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
+    """Show the files that were written and whose bytes are gone.
+
+    A power cut takes what was never fsynced; a disk that fails can take more. At the source each
+    is as it was before. The exit code is 1 if there are any that nobody has acknowledged.
+    """
+    record = Registry(state_root()).find(mountpoint)
+    params = {"acknowledge": acknowledge}
+    report = ask(record, "lost", params, answer=LostReport, timeout=SILENCE_S)
+    if as_json:
+        emit_json(report.to_dict())
+    else:
+        for name in report.files:
+            stdout().print(escape_text(name), markup=False, soft_wrap=True)
+        if not report.files:
+            stdout().print("nothing is lost")
+    return _WRONG if report.files and not report.acknowledged else 0
+
+
+# -- what there is ---------------------------------------------------------------------------------
+
+
+def _place(mountpoint: Path, path: str | None) -> tuple[MountRecord, str]:
+    """The mount, and the path relative to it that is asked about: "" for all of it."""
+    record = Registry(state_root()).find(mountpoint)
+    return record, inside(record, [path if path is not None else os.path.abspath(mountpoint)])[0]
+
+
+def rows_of(record: MountRecord, below: str) -> list[Row]:
+    """Checkpoints and other written files at and beneath ``below``, newest first."""
+    written = _written(record, below)
+    known = {file.path: file for file in written}
+    shelves = _shelves(below, written)
+    rows = [
+        _row_of(directory, listed, known)
+        for directory in shelves
+        for listed in _listed(record, directory)
+    ]
+    rows = [row for row in rows if _is_within(row.path, below)]
+    named = {row.path for row in rows}
+    rows += [
+        Row(file.path, file.bytes, file.durable, file.mtime_ns)
+        for file in written
+        if file.path not in named
+        and not (os.path.dirname(file.path) in shelves and os.path.basename(file.path) in _BESIDE)
+    ]
+    return sorted(rows, key=lambda row: (-row.written_ns, row.path))
+
+
+def _row_of(directory: str, listed: Listed, known: dict[str, WrittenFile]) -> Row:
+    checkpoint = listed.checkpoint
+    path = os.path.join(directory, checkpoint.name)
+    # What nobody has written through this mount comes from the source.
+    durable = known[path].durable if path in known else listed.durable or "source"
+    return Row(
+        path,
+        checkpoint.size,
+        durable,
+        checkpoint.saved_ns,
+        checkpoint.xxh3,
+        listed.complete,
+        checkpoint.step,
+        checkpoint.epoch,
+    )
+
+
+def _written(record: MountRecord, below: str) -> list[WrittenFile]:
+    """What the daemon knows to be written at and beneath a path, in no order."""
+    files: list[WrittenFile] = []
+    ask(
+        record,
+        "written",
+        {"path": below},
+        answer=WrittenTotals,
+        timeout=SILENCE_S,
+        on_progress=lambda raw: files.extend(WrittenFiles.from_dict(raw).files),
+    )
+    return files
+
+
+def _shelves(below: str, written: Iterable[WrittenFile]) -> list[str]:
+    """The directories that may have a manifest, relative to the mount."""
+    found = {os.path.dirname(f.path) for f in written if os.path.basename(f.path) == MANIFEST}
+    return sorted(found | {below, os.path.dirname(below)})
+
+
+def _listed(record: MountRecord, directory: str) -> list[Listed]:
+    """Raises MonarchError if the mount does not give its manifest in time."""
+    where = Path(record.mountpoint) / directory
+    found: list[Listed] = []
+    failed: list[BaseException] = []
+
+    def task() -> None:
+        try:
+            found.extend(list_checkpoints(where))
+        except NotADirectoryError:
+            pass
+        except (OSError, MonarchError) as error:
+            failed.append(error)
+
+    if not within(_PATIENCE_S, task):
+        raise MonarchError(
+            f"{escape_text(os.fspath(where))} has not answered for {_PATIENCE_S:g} seconds",
+            hint=f"`monarch status {escape_text(record.mountpoint)}` says what hangs",
+        )
+    if failed:
+        raise failed[0]
+    return found
+
+
+def _newest(record: MountRecord, below: str) -> list[str]:
+    """The newest whole checkpoint with the manifest that names it, or the newest file."""
+    rows = rows_of(record, below)
+    checkpoints = [row for row in rows if row.complete]
+    for row in checkpoints or rows:
+        beside = os.path.join(os.path.dirname(row.path), MANIFEST)
+        return [row.path, beside] if row.complete else [row.path]
+    raise UsageError("nothing was written there", hint="`monarch ckpt ls MOUNT` shows what was")
+
+
+def _is_within(path: str, directory: str) -> bool:
+    return not directory or path == directory or path.startswith(directory + "/")

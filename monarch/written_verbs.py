@@ -1,0 +1,193 @@
+"""What the control socket can be asked about written files: which there are, and to await them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import trio
+
+from monarch.absorbing import WriteSide
+from monarch.control.server import Send, Verb
+from monarch.errors import UsageError
+from monarch.lost import Lost
+from monarch.namespace.overlay import Namespace
+from monarch.namespace.written import Node
+from monarch.report import (
+    DrainProgress,
+    DrainReport,
+    LostReport,
+    WrittenFile,
+    WrittenFiles,
+    WrittenTotals,
+)
+from monarch.writeback.drain import Backlog
+
+# Of one part of a long answer, in bytes, and files between two looks at other work.
+_PART_BYTES = 128 * 1024
+_STRIDE = 256
+_LOOK_S = 0.2
+# A last close is told to us some time after the one who closed goes on. Seconds.
+_CLOSING_S = 1.0
+_STEP_S = 0.02
+# So many lost files are named in an answer: a line of the protocol has its end.
+_NAMED = 1000
+
+
+class WrittenVerbs:
+    """``side`` is None for a mount that is read-only: nothing was written, nothing waits."""
+
+    def __init__(self, *, names: Namespace, side: WriteSide | None, lost: Lost) -> None:
+        self._names = names
+        self._side = side
+        self._lost = lost
+
+    def table(self) -> Mapping[str, Verb]:
+        return {"written": self._written, "drain": self._drain, "lost": self._tell_lost}
+
+    async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Every file at and beneath ``path`` that was written, in parts."""
+        side, below = self._side, self._name(params.get("path", ""))
+        files = size = drained_files = drained_bytes = 0
+        part: list[WrittenFile] = []
+        room = _PART_BYTES
+        for count, (node, path) in enumerate(self._nodes(below)):
+            assert side is not None
+            durable = side.files.durable(node).decode()
+            side.files.status(node)
+            told = WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
+            files, size = files + 1, size + node.size
+            if durable == "source":
+                drained_files, drained_bytes = drained_files + 1, drained_bytes + node.size
+            part.append(told)
+            room -= len(json.dumps(asdict(told)))
+            if room <= 0:
+                await send(WrittenFiles(part).to_dict())
+                part, room = [], _PART_BYTES
+            elif count % _STRIDE == 0:
+                await trio.sleep(0)
+        await send(WrittenFiles(part).to_dict())
+        return WrittenTotals(files, size, drained_files, drained_bytes).to_dict()
+
+    async def _drain(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Wait until all that was written by now is at the source, or what ``paths`` name.
+
+        For ``timeout`` seconds, None for as long as it takes.
+        """
+        timeout_s = params.get("timeout")
+        if timeout_s is not None and not isinstance(timeout_s, int | float):
+            raise UsageError("timeout must be a number of seconds")
+        side = self._side
+        if side is None:
+            return DrainReport(True, 0, 0, 0, "", "", []).to_dict()
+        paths = params.get("paths")
+        if paths is not None and not isinstance(paths, list):
+            raise UsageError("paths must be a list of texts")
+        below = None if paths is None else [self._name(path) for path in paths]
+        seq: int | None = None
+        with trio.move_on_after(float("inf") if timeout_s is None else timeout_s):
+            await self._recorded(side)
+            seq = self._last(side, below)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._tell, _Course(side.drain.backlog()), send)
+                await side.drain.wait(seq)
+                nursery.cancel_scope.cancel()
+        drained = seq is not None and side.drain.is_done(seq)
+        backlog = side.drain.backlog()
+        self._lost.hear(backlog.lost)
+        return DrainReport(
+            drained=drained,
+            files=backlog.files,
+            bytes=backlog.bytes,
+            oldest_ns=backlog.oldest_ns,
+            trouble=backlog.trouble or "",
+            directory=os.fspath(side.place.directory),
+            lost=[os.fsdecode(name) for name in self._lost.names[:_NAMED]],
+        ).to_dict()
+
+    async def _recorded(self, side: WriteSide) -> None:
+        """Until the journal tells of all that was written by now."""
+        pending = side.stock.unrecorded()
+        with trio.move_on_after(_CLOSING_S):
+            while pending:
+                await trio.sleep(_STEP_S)
+                pending &= side.stock.unrecorded()
+        # Those that stay open are recorded as they are.
+        for ino in pending:
+            node = self._names.node(ino)
+            if node is not None:
+                side.files.record(node)
+
+    def _last(self, side: WriteSide, below: list[bytes] | None) -> int:
+        """The number of the last operation that is waited for."""
+        if below is None:
+            return side.drain.last_seq
+        return max(
+            (side.stock.content(node.object)[0] for each in below for node, _ in self._nodes(each)),
+            default=0,
+        )
+
+    async def _tell(self, course: _Course, send: Send) -> None:
+        assert self._side is not None
+        while True:
+            await send(course.progress(self._side.drain.backlog()).to_dict())
+            await trio.sleep(_LOOK_S)
+
+    async def _tell_lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """The files whose bytes are gone; ``acknowledge`` ends the alarm."""
+        if self._side is not None:
+            self._lost.hear(self._side.drain.backlog().lost)
+        names = [os.fsdecode(name) for name in self._lost.names[:_NAMED]]
+        acknowledged = params.get("acknowledge") is True
+        if acknowledged:
+            self._lost.acknowledge()
+        return LostReport(names, acknowledged).to_dict()
+
+    def _name(self, path: object) -> bytes:
+        """A path relative to the mount, of something that is there. Raises UsageError."""
+        if not isinstance(path, str):
+            raise UsageError("a path must be a text")
+        try:
+            name = os.fsencode(path).strip(b"/")
+        except UnicodeEncodeError as error:
+            raise UsageError(f"no such file in the mount: {path!r}") from error
+        if self._names.resolve(name) is None:
+            raise UsageError(f"no such file in the mount: {path!r}")
+        return name
+
+    def _nodes(self, below: bytes) -> Iterator[tuple[Node, bytes]]:
+        """The regular files that were written and have a name, with a path that lies there."""
+        if self._side is None:
+            return
+        names = self._names
+        for node in list(names.nodes()):
+            if not node.is_file or not node.names:
+                continue
+            for path in names.visible_paths(node.ino):
+                if not below or path == below or path.startswith(below + b"/"):
+                    yield node, path
+                    break
+
+
+class _Course:
+    """How far draining has come since it was asked about."""
+
+    def __init__(self, begun: Backlog) -> None:
+        self._begun = begun
+        self._files = self._bytes = 0
+
+    def progress(self, now: Backlog) -> DrainProgress:
+        """Of what waited then; what has come since does not count, and nothing goes backwards."""
+        begun = self._begun
+        files = _done(begun.files, now.files, now.drained_files - begun.drained_files)
+        size = _done(begun.bytes, now.bytes, now.drained_bytes - begun.drained_bytes)
+        self._files, self._bytes = max(self._files, files), max(self._bytes, size)
+        return DrainProgress(self._files, begun.files, self._bytes, begun.bytes, now.trouble or "")
+
+
+def _done(total: int, left: int, drained: int) -> int:
+    """What was not drained may have gone: removed again, or written anew."""
+    return min(total, max(drained, total - left))

@@ -1,0 +1,384 @@
+"""What was written, as a person sees it: ``ckpt``, ``status``, and what ``umount`` waits for."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from monarch.cli.main import main
+from monarch.frameworks.checkpoint import Checkpointer
+from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
+from tests.equipment import slowfs
+from tests.equipment.slowfs import SlowSource
+from tests.mount.command import needs_fuse, start, wait_until
+
+# How reads are served has nothing to do with it.
+pytestmark = [needs_fuse, pytest.mark.modes("auto")]
+
+WRITES = ("absorb=ckpt/**", "snapshot.freshness=never")
+REFUSES = ("err create ENOSPC /ckpt/", "err write ENOSPC .")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(
+    monarch: MonarchCommand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """``monarch VERB ...`` in this process, which takes a tenth of the time."""
+    for name in ("MONARCH_STATE_ROOT", "COLUMNS"):
+        monkeypatch.setenv(name, monarch.environment()[name])
+
+    def call(*arguments: str | Path) -> Answer:
+        monkeypatch.setattr("sys.argv", ["monarch", *map(str, arguments)])
+        capsys.readouterr()
+        code = main()
+        told = capsys.readouterr()
+        return Answer(code, told.out, told.err)
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What a person can ask about one mount."""
+
+    run: Run
+    mounted: Mounted
+
+    def ckpt(self, verb: str, *arguments: str, code: int = 0) -> Any:
+        """The answer in JSON."""
+        told = self.run("ckpt", verb, self.mounted.path, *arguments, "--json")
+        assert told.code == code, told
+        return json.loads(told.out)
+
+    def files(self, *arguments: str) -> dict[str, dict[str, Any]]:
+        return {row["path"]: row for row in self.ckpt("ls", *arguments)["files"]}
+
+    def status(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.run("status", self.mounted.path, "--json").out)
+        return told
+
+    def alarm(self) -> list[str]:
+        return [problem["kind"] for problem in self.status()["health"]["problems"]]
+
+
+Absorb = Callable[[Path], Desk]
+
+
+@pytest.fixture
+def absorb(monarch: MonarchCommand, run: Run) -> Absorb:
+    """Mounts a source so that ``ckpt`` there can be written; again, if it was before."""
+
+    def make(source: Path) -> Desk:
+        (source / "ckpt").mkdir(exist_ok=True)
+        return Desk(run, monarch.mount(source, tiers={"fast": "64MiB"}, options=WRITES))
+
+    return make
+
+
+@pytest.fixture
+def refusing(
+    slow: SlowSource, monarch: MonarchCommand, absorb: Absorb
+) -> Iterator[tuple[Desk, SlowSource]]:
+    """A mount whose source takes nothing, and a file of 3,000 bytes that waits for it."""
+    monarch.expects_log("the drain to the source does not get on")
+    desk = absorb(slow.path)
+    slow.rules(*REFUSES)
+    (desk.mounted.path / "ckpt/a").write_bytes(contents("a", 3000))
+    wait_until(lambda: slow.counters()["create"] > 0, "nothing is tried")
+    yield desk, slow
+    slow.rules()
+
+
+def test_wait_comes_back_when_what_was_closed_is_at_the_source(absorb: Absorb, tree: Tree) -> None:
+    source = tree({"data": 10, "ckpt/old": 10})
+    desk = absorb(source)
+    for number in range(20):
+        (desk.mounted.path / f"ckpt/{number}").write_bytes(contents(str(number), 100_000))
+    told = desk.ckpt("wait")
+    assert {n: (source / f"ckpt/{n}").read_bytes() for n in range(20)} == {
+        n: contents(str(n), 100_000) for n in range(20)
+    }
+    assert (told["drained"], told["files"], told["trouble"]) == (True, 0, "")
+    listed = desk.files()
+    assert {row["durable"] for row in listed.values()} == {"source"}
+    assert listed.keys() == {f"ckpt/{n}" for n in range(20)}
+    # A path may be named in either way.
+    assert desk.files("ckpt/7").keys() == {"ckpt/7"}
+    shown = desk.run("ckpt", "ls", desk.mounted.path / "ckpt/7").out
+    assert "97.7 KiB" in shown and "ckpt/8" not in shown
+    missing = desk.run("ckpt", "wait", desk.mounted.path, "none")
+    assert missing.code == 2 and "no such file in the mount" in missing.err
+    assert desk.run("ckpt", "lost", desk.mounted.path).out == "nothing is lost\n"
+
+
+def test_what_is_open_and_written_without_a_pause_does_not_hold_up_who_waits(
+    absorb: Absorb, source: Path
+) -> None:
+    desk = absorb(source)
+    ended = threading.Event()
+
+    def log_lines() -> None:
+        with open(desk.mounted.path / "ckpt/log", "ab", buffering=0) as file:
+            while not ended.wait(0.005):
+                file.write(b"line\n")
+
+    writer = threading.Thread(target=log_lines)
+    writer.start()
+    try:
+        (desk.mounted.path / "ckpt/a").write_bytes(b"content")
+        desk.ckpt("wait", "--timeout", "30s")
+        assert (source / "ckpt/a").read_bytes() == b"content"
+    finally:
+        ended.set()
+        writer.join()
+
+
+def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
+    absorb: Absorb, source: Path
+) -> None:
+    desk = absorb(source)
+    at = desk.mounted.path
+    with Checkpointer(at / "ckpt/run", keep_last=9) as checkpointer:
+        for step in range(4):
+            checkpointer.step = step
+            checkpointer.save({"weights": np.arange(1000) + step})
+    (at / "ckpt/notes").write_bytes(b"plain")
+    desk.ckpt("wait", "--newest")
+    names = [f"ckpt/run/step-{step:08d}-{step + 1:06d}.ckpt" for step in range(4)]
+    assert all((source / name).exists() for name in names)
+    listed = desk.files()
+    # Not what the checkpointer keeps beside them.
+    assert listed.keys() == {*names, "ckpt/notes"}
+    newest = listed[names[3]]
+    assert (newest["complete"], newest["step"], newest["durable"]) == (True, 3, "source")
+    assert listed["ckpt/notes"]["complete"] is None
+    desk.ckpt("wait")
+
+    told = desk.ckpt("verify")
+    assert {row["verdict"] for row in told["files"]} == {"same"} and len(told["files"]) == 5
+    # Somebody changes one at the source, and takes one away.
+    with (source / names[1]).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"?")
+    (source / "ckpt/notes").unlink()
+    told = desk.ckpt("verify", code=1)
+    wrong = {r["path"]: r["verdict"] for r in told["files"] if r["verdict"] != "same"}
+    assert wrong == {names[1]: "different", "ckpt/notes": "missing"}
+
+    # The newest in the mount is not what was saved: it is none of those that count.
+    with (at / names[3]).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"?")
+    told = desk.ckpt("verify", "ckpt/run", code=1)
+    assert {r["path"]: r["verdict"] for r in told["files"]}[names[3]] == "damaged"
+    told = desk.ckpt("gc", "--keep-last", "1", "--durable", "local", "--dry-run")
+    assert [row["path"] for row in told["files"]] == names[:2] and not told["removed"]
+    assert len(list((at / "ckpt/run").glob("*.ckpt"))) == 4
+    desk.ckpt("gc", "--keep-last", "1", "--durable", "local")
+    assert sorted((at / "ckpt/run").glob("*.ckpt")) == [at / name for name in names[2:]]
+    desk.ckpt("wait")
+    assert not (source / names[0]).exists() and (source / names[2]).exists()
+
+
+def test_a_source_that_refuses_is_told_everywhere_and_nothing_is_given_up(
+    refusing: tuple[Desk, SlowSource],
+) -> None:
+    desk, slow = refusing
+    at = desk.mounted.path
+    told = desk.ckpt("wait", "--timeout", "500ms", code=13)
+    assert (told["drained"], told["files"], told["bytes"]) == (False, 1, 3000)
+    assert "(ENOSPC)" in told["trouble"]
+    line = desk.run("ckpt", "wait", at, "--timeout", "10ms").err.splitlines()[-1]
+    assert "1 file, 2.93 KiB, the oldest written " in line and "(ENOSPC)" in line
+    status = desk.status()
+    writing = status["writing"]
+    assert (writing["files"], writing["bytes"], writing["drained_files"]) == (1, 3000, 0)
+    assert writing["errors"] > 0 and "(ENOSPC)" in writing["trouble"]
+    assert status["health"]["state"] == "degraded" and desk.alarm() == ["drain-refused"]
+    assert desk.run("status", at, "--check").code == 11
+    shown = desk.run("status", at).out
+    assert "1 file, 2.93 KiB not at the source yet" in shown and "it waits: " in shown
+    assert [row["verdict"] for row in desk.ckpt("verify")["files"]] == ["waiting"]
+    slow.rules()
+    desk.ckpt("wait", "--timeout", "30s")
+    assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
+    assert desk.alarm() == []
+
+
+def test_what_was_lost_is_told_until_somebody_says_that_he_knows(
+    refusing: tuple[Desk, SlowSource], absorb: Absorb
+) -> None:
+    desk, slow = refusing
+    desk.mounted.cli.expects_log("lost|gone|bytes")
+    desk.ckpt("wait", "--timeout", "100ms", code=13)
+    (held,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*/??/*")
+    held.unlink()
+    slow.rules()
+    desk.ckpt("wait", "--timeout", "30s")
+    assert not (slow.root / "ckpt/a").exists()
+    assert desk.alarm() == ["written-lost"]
+    desk.mounted.umount()
+    desk = absorb(slow.path)
+    assert desk.alarm() == ["written-lost"]
+    assert desk.ckpt("lost", code=1)["files"] == ["ckpt/a"]
+    desk.ckpt("lost", "--acknowledge")
+    assert desk.alarm() == []
+    desk.mounted.umount()
+    assert absorb(slow.path).alarm() == []
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SlowSource]:
+    """A disk that fails as it is told, below the tier ``fast``. Name it before ``absorb``."""
+    if reason := slowfs.unavailable():
+        pytest.skip(reason)
+    (tmp_path / "disk").mkdir()
+    with SlowSource(tmp_path / "disk", tmp_path / "tiers" / "fast") as slowed:
+        yield slowed
+
+
+def test_a_tier_that_refuses_what_is_written_is_failing(
+    disk: SlowSource, absorb: Absorb, source: Path
+) -> None:
+    desk = absorb(source)
+    disk.rules("err write EIO /absorbed-[0-9a-f]+/[0-9a-f][0-9a-f]/")
+    fd = os.open(desk.mounted.path / "ckpt/a", os.O_WRONLY | os.O_CREAT)
+    with pytest.raises(OSError) as raised:
+        os.write(fd, b"x") and os.fsync(fd)
+    os.close(fd)
+    assert raised.value.errno == errno.EIO
+    (problem,) = desk.status()["health"]["problems"]
+    assert problem["kind"] == "writes-refused"
+    assert problem["what"] == "what is written is refused: Input/output error (EIO)"
+    assert desk.run("status", desk.mounted.path, "--check").code == 12
+    disk.rules()
+    (desk.mounted.path / "ckpt/b").write_bytes(b"content")
+    desk.ckpt("wait", "--timeout", "30s")
+    assert (source / "ckpt/b").read_bytes() == b"content"
+
+
+def asks(pid: int) -> bool:
+    """Whether a command has a connection to a daemon."""
+    with suppress(FileNotFoundError):
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        return any(link.startswith("socket:") for link in links)
+    return False
+
+
+# -- umount ----------------------------------------------------------------------------------------
+
+
+def test_umount_drains_first_and_what_is_written_meanwhile_as_well(
+    slow: SlowSource, monarch: MonarchCommand, absorb: Absorb
+) -> None:
+    at = absorb(slow.path).mounted.path
+    slow.rules("lat fsync 400 .")
+    (at / "ckpt/first").write_bytes(contents("first", 200_000))
+    ending = start(monarch, "umount", str(at))
+    wait_until(lambda: slow.counters()["fsync"] > 0, "nothing is drained")
+    (at / "ckpt/second").write_bytes(contents("second", 200_000))
+    _, told = ending.communicate(timeout=30)
+    assert ending.returncode == 0, told
+    assert f"{at} is unmounted" in told and "stay in" not in told
+    assert (slow.root / "ckpt/first").read_bytes() == contents("first", 200_000)
+    assert (slow.root / "ckpt/second").read_bytes() == contents("second", 200_000)
+
+
+def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
+    refusing: tuple[Desk, SlowSource], absorb: Absorb
+) -> None:
+    desk, slow = refusing
+    at = desk.mounted.path
+    refused = desk.run("umount", at, "--timeout", "500ms")
+    assert refused.code == 13
+    line = refused.err.splitlines()[-1]
+    assert "stays mounted: after 0.5 s, 1 file, 2.93 KiB, the oldest written" in line
+    assert "(ENOSPC)" in line and "--abandon" in line
+    assert (at / "ckpt/a").read_bytes() == contents("a", 3000)
+
+    interrupted = start(desk.mounted.cli, "umount", str(at))
+    wait_until(lambda: asks(interrupted.pid), "it does not ask its daemon")
+    interrupted.send_signal(signal.SIGINT)
+    _, told = interrupted.communicate(timeout=30)
+    assert interrupted.returncode == 130 and "stays mounted, and goes on draining" in told
+    assert (at / "ckpt/a").read_bytes() == contents("a", 3000)
+
+    left = desk.run("umount", at, "--abandon").err.splitlines()
+    (directory,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    assert left == [
+        f"monarch: {at} is unmounted",
+        f"monarch: 1 file, 2.93 KiB, not at the source yet, stays in {directory}: mount again to"
+        " go on draining",
+    ]
+    assert not (slow.root / "ckpt/a").exists()
+    slow.rules()
+    absorb(slow.path).ckpt("wait", "--timeout", "30s")
+    assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
+
+
+def test_umount_of_a_dead_mount_says_what_waits_for_the_next(
+    refusing: tuple[Desk, SlowSource], absorb: Absorb
+) -> None:
+    desk, slow = refusing
+    desk.ckpt("wait", "--timeout", "10ms", code=13)
+    desk.mounted.kill()
+    told = desk.run("umount", desk.mounted.path)
+    assert "1 file, 2.93 KiB, not at the source yet, stays in " in told.err
+    assert str(desk.mounted.path) not in mounts()
+    slow.rules()
+    absorb(slow.path).ckpt("wait", "--timeout", "30s")
+    assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
+
+
+def test_a_busy_mount_is_refused_and_lazily_unmounted_all_comes_home_after_the_last_close(
+    absorb: Absorb, source: Path
+) -> None:
+    desk = absorb(source)
+    with open(desk.mounted.path / "ckpt/a", "wb") as file:
+        file.write(b"before")
+        file.flush()
+        # All is drained that can be, and it is in use all the same.
+        busy = desk.run("umount", desk.mounted.path)
+        assert busy.code == 10 and f"by pid {os.getpid()}" in busy.err
+        assert desk.run("umount", "--lazy", desk.mounted.path).code == 0
+        file.write(b" and after")
+    pid = Path(f"/proc/{desk.mounted.pid}")
+    wait_until(lambda: not pid.exists(), "the daemon has not ended")
+    assert (source / "ckpt/a").read_bytes() == b"before and after"
+
+
+def test_a_mount_that_is_read_only_is_asked_for_nothing(
+    monarch: MonarchCommand, tree: Tree, run: Run
+) -> None:
+    desk = Desk(run, monarch.mount(tree({"a": 10})))
+    assert desk.status()["writing"] is None
+    assert desk.files() == {}
+    assert desk.ckpt("wait")["drained"]
+    # Not even for an answer: its daemon is stopped.
+    os.kill(desk.mounted.pid, signal.SIGSTOP)
+    ending = start(monarch, "umount", str(desk.mounted.path))
+    wait_until(lambda: str(desk.mounted.path) not in mounts(), "it is not unmounted")
+    os.kill(desk.mounted.pid, signal.SIGCONT)
+    ending.communicate(timeout=30)
+    assert ending.returncode == 0

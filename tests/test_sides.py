@@ -1,0 +1,65 @@
+"""Both sides of a written file, compared byte by byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from monarch.sides import Compared, compare
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[Path, Path]:
+    for name in ("mount", "source"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_bytes(b"content" * 200_000)
+    return tmp_path / "mount", tmp_path / "source"
+
+
+def looked(
+    sides: tuple[Path, Path], *, drained: bool = True, expected: str | None = None
+) -> tuple[Compared, int]:
+    read: list[int] = []
+    mount, source = sides
+    found = compare(
+        "a",
+        mount=mount,
+        source=source,
+        drained=drained,
+        expected=expected,
+        progress=read.append,
+    )
+    return found, sum(read)
+
+
+def test_the_same_bytes_are_the_same_and_read_on_both_sides(sides: tuple[Path, Path]) -> None:
+    size = 1_400_000
+    assert looked(sides) == (Compared("a", size, "same", ""), 2 * size)
+    right = xxhash.xxh3_64_hexdigest(b"content" * 200_000)
+    assert looked(sides, expected=right)[0].verdict == "same"
+    assert looked(sides, expected="0" * 16)[0].verdict == "damaged"
+    waiting, read = looked(sides, drained=False)
+    assert (waiting.verdict, read) == ("waiting", size)
+
+
+def test_what_differs_is_told_apart(sides: tuple[Path, Path]) -> None:
+    mount, source = sides
+    with (source / "a").open("r+b") as file:
+        file.seek(1_399_999)
+        file.write(b"?")
+    assert "its bytes at the source are others" in looked(sides)[0].why
+    os.truncate(source / "a", 5)
+    assert "it has 5 bytes at the source, not 1400000" in looked(sides)[0].why
+    (source / "a").unlink()
+    assert looked(sides)[0] == Compared("a", 1_400_000, "missing", "it is gone at the source")
+    # Neither waited for nor followed.
+    os.mkfifo(source / "a")
+    assert looked(sides)[0].verdict == "unreadable"
+    (source / "a").unlink()
+    (source / "a").symlink_to(mount / "a")
+    assert looked(sides)[0].verdict == "unreadable"
+    (mount / "a").unlink()
+    assert looked(sides)[0] == Compared("a", 0, "missing", "it is gone in the mount")
