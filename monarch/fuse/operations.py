@@ -175,7 +175,7 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
-        keep_cache = await self._filesystem.open(Ino(inode), flags)
+        keep_cache = await self._filesystem.open(Ino(inode), flags, ctx.uid)
         mode = self._names.attributes(Ino(inode)).mode
         return FileInfo(fh=inode, keep_cache=keep_cache, direct_io=_is_direct(flags, mode))
 
@@ -299,6 +299,7 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         changed = await self._writing.change(
             Ino(inode),
+            by=ctx.uid,
             mode=attr.st_mode if fields.update_mode else None,
             uid=attr.st_uid if fields.update_uid else None,
             gid=attr.st_gid if fields.update_gid else None,

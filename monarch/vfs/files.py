@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import stat
 import time
@@ -49,6 +50,10 @@ _TURN_BYTES = 8 * MiB
 # A file that is open and was not written for so long is recorded as it is. Seconds.
 _QUIET_S = 2.0
 _LOOK_S = 0.5
+# How long the bytes of a file stay that no name leads to, for who was about to open it. Seconds.
+_NAMELESS_S = 1.0
+# So many directories and other files without bytes here are known when their names are gone.
+_BARE_KEPT = 4096
 # What the disk is to blame for, and not who asks.
 _OF_THE_DISK = frozenset({errno.EIO, errno.EROFS, errno.EUCLEAN})
 
@@ -88,6 +93,9 @@ class WrittenFiles:
         self._fast = fast
         self._open: dict[Ino, WrittenFile] = {}
         self._opening: dict[Ino, trio.Event] = {}
+        # What no name leads to: files and since when, and what has no object, the longest first.
+        self._nameless: dict[Ino, float] = {}
+        self._bare: dict[Ino, None] = {}
         # How often something written was refused, and with what the last time.
         self.failures = 0
         self.failure = ""
@@ -134,6 +142,7 @@ class WrittenFiles:
 
         Until so many bytes are free; how many are. Their files are read from the source.
         """
+        self._forget_nameless(math.inf)
         freed = 0
         busy = self._open.keys() | self._opening.keys()
         for node in self._stock.leaving(size, busy=busy, is_done=self._drain.is_done):
@@ -263,6 +272,30 @@ class WrittenFiles:
         if not node.names:
             self.forget(node)
 
+    def leave(self, node: Node) -> None:
+        """What no name leads to any more and nobody has open is gone after a while.
+
+        Somebody may have found the name just before and is about to open it. Directories, and what
+        is read from the source, may be open all the same: the last of them are kept.
+        """
+        if node.object:
+            self._nameless[node.ino] = trio.current_time()
+            return
+        self._bare[node.ino] = None
+        while len(self._bare) > _BARE_KEPT:
+            oldest = next(iter(self._bare))
+            del self._bare[oldest]
+            self._names.forget_node(oldest)
+
+    def _forget_nameless(self, before: float) -> None:
+        for ino, since in list(self._nameless.items()):
+            if since > before:
+                break
+            del self._nameless[ino]
+            node = self._names.node(ino)
+            if node is not None and not node.names and ino not in self._open:
+                self.forget(node)
+
     def forget(self, node: Node) -> None:
         """A file that no name leads to and nobody has open."""
         number, node.object = node.object, 0
@@ -286,6 +319,7 @@ class WrittenFiles:
         for ino in list(self._open):
             self._open[ino].users = 1
             self.release(ino)
+        self._forget_nameless(math.inf)
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -487,6 +521,7 @@ class WrittenFiles:
         """Record what is open, was written and is quiet now, until cancelled."""
         while True:
             await trio.sleep(_LOOK_S)
+            self._forget_nameless(trio.current_time() - _NAMELESS_S)
             for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
                 self._leave(node)
             for file in list(self._stock.open.values()):

@@ -224,14 +224,14 @@ class FileSystem:
 
     # -- open, read, release -----------------------------------------------------------------
 
-    async def open(self, ino: Ino, flags: int) -> bool:
+    async def open(self, ino: Ino, flags: int, uid: int) -> bool:
         """Bind ``ino`` for one more user; whether the kernel may keep its cached pages.
 
-        ``flags`` as of open(2). Raises SourceError with the source's errno if the file has to come
+        ``flags`` as of open(2), ``uid`` is who asks. Raises SourceError with the source's errno if the file has to come
         from there and does not, ESTALE if it changes all the time; Refused if it cannot be written.
         """
         if self._is_written(ino) or flags & (os.O_ACCMODE | os.O_TRUNC):
-            await self._open_written(ino, flags)
+            await self._open_written(ino, flags, uid)
             return True
         started = time.perf_counter()
         if self._account is not None:
@@ -253,14 +253,14 @@ class FileSystem:
     def _is_written(self, ino: Ino) -> bool:
         return self.writing is not None and self.writing.has(ino)
 
-    async def _open_written(self, ino: Ino, flags: int) -> None:
+    async def _open_written(self, ino: Ino, flags: int, uid: int) -> None:
         if self.writing is None:
             raise Refused(errno.EROFS)
         passed = self._fast is not None and self._fast.is_passed(ino)
         if passed or (not self._is_written(ino) and ino in self._bindings):
             # They read a copy, or the source, and would not see what is written.
             raise Refused(errno.ETXTBSY)
-        await self.writing.open(ino, flags)
+        await self.writing.open(ino, flags, uid)
 
     def _count_open(self, binding: Binding, started: float) -> None:
         self._metrics.opened(binding.tier, time.perf_counter() - started)
@@ -428,7 +428,8 @@ class FileSystem:
 
         Raises SourceError, ENOENT if it still is.
         """
-        if self.names.is_gone(ino) and ino not in self._bindings and not self._is_written(ino):
+        is_ours = self.names.is_written(ino)
+        if self.names.is_gone(ino) and ino not in self._bindings and not is_ours:
             await self.changes.find_again(ino)
         return self.latest(self.names.attributes(ino))
 

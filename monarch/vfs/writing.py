@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import trio
 
@@ -252,7 +253,7 @@ class Writing:
             return
         self._taken(node.ino)
         if not self.files.is_open(node.ino):
-            self.files.forget(node)
+            self.files.leave(node)
 
     # -- attributes --------------------------------------------------------------------------------
 
@@ -260,6 +261,7 @@ class Writing:
         self,
         ino: Ino,
         *,
+        by: int,
         mode: int | None = None,
         uid: int | None = None,
         gid: int | None = None,
@@ -267,14 +269,14 @@ class Writing:
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
     ) -> Attributes:
-        """Change what is not None."""
+        """Change what is not None; ``by`` is who asks."""
         node = self.names.node(ino)
         if node is None or node.names:
             self._require_node_covered(ino)
         if self.names.attributes(ino).is_file:
             node = await self.take(ino, empty=size == 0)
             if size is not None:
-                await self.files.truncate(node, size)
+                await self._cut(node, size, by)
             self.files.status(node)
         elif size is not None:
             raise Refused(errno.EINVAL)
@@ -345,8 +347,12 @@ class Writing:
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    async def open(self, ino: Ino, flags: int) -> None:
-        """Open a file for writing, or one that is written here for reading."""
+    async def open(self, ino: Ino, flags: int, uid: int) -> None:
+        """Open a file for writing, or one that is written here for reading; ``uid`` is who asks."""
+        known = self.names.node(ino)
+        if known is not None and not (known.names or known.object or self.files.is_open(ino)):
+            # Whoever found its name looks it up anew: another file may have it.
+            raise Refused(errno.ESTALE)
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             if self.files.is_open_at_source(ino):
                 # Who reads it there would not see what is written.
@@ -362,10 +368,16 @@ class Writing:
             await self.files.open(node)
         if flags & os.O_TRUNC:
             try:
-                await self.files.truncate(node, 0)
+                await self._cut(node, 0, uid)
             except BaseException:
                 self.files.release(ino)
                 raise
+
+    async def _cut(self, node: Node, size: int, uid: int) -> None:
+        """Make a file as long as that; who is not root takes a program's special rights from it."""
+        await self.files.truncate(node, size)
+        if uid != 0:
+            self.names.drop_privileges(node)
 
     async def take(self, ino: Ino, *, empty: bool, keep: bool = False) -> Node:
         """Have the bytes of a file in an object; ``empty``: they are about to go anyway.
@@ -397,12 +409,11 @@ class Writing:
         staged = -1
         xattrs: dict[bytes, bytes] = {}
         try:
-            if not empty:
-                try:
-                    xattrs = await self._bring(ino, fd)
-                except _NoRoomError:
-                    staged = await self.files.stage(ino, number)
-                    xattrs = await self._bring(ino, staged)
+            try:
+                xattrs = await self._bring(ino, fd, empty=empty)
+            except _NoRoomError:
+                staged = await self.files.stage(ino, number)
+                xattrs = await self._bring(ino, staged, empty=empty)
         except BaseException:
             for opened in (fd, staged):
                 if opened >= 0:
@@ -423,22 +434,25 @@ class Writing:
             self.files.release(ino)
         return node
 
-    async def _bring(self, ino: Ino, fd: int) -> dict[bytes, bytes]:
+    async def _bring(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:
         """Raises SourceError."""
         is_ours = self.names.is_written(ino)
-        there = self.names.at_source(ino) or self.names.attributes(ino)
+        identity = (self.names.at_source(ino) or self.names.attributes(ino)).identity
+        path = self.names.visible_path(ino) if is_ours else self.names.path(ino)
+        source = self._inquiry.source
         try:
-            path = self.names.visible_path(ino) if is_ours else self.names.path(ino)
-            return await self._inquiry.ask(
-                ino, _bring, self._inquiry.source, path, there.identity, fd
-            )
+            return await self._inquiry.ask(ino, _bring, source, path, identity, fd, empty)
         except SourceChanged:
             if not is_ours:
                 raise
-            # A directory above may have got another name that the source does not know yet.
-            await self._drain.settle()
+        # A directory above, or the file itself, has got or lost a name here that the source did not
+        # know of yet, and when it did, that changed what it tells of the file.
+        await self._drain.settle()
         path = self.names.visible_path(ino)
-        return await self._inquiry.ask(ino, _bring, self._inquiry.source, path, there.identity, fd)
+        status = await self._inquiry.status(ino, path)
+        if status is None or not _is_same(identity, identity_of(status)):
+            raise SourceChanged("not the version that is known")
+        return await self._inquiry.ask(ino, _bring, source, path, identity_of(status), fd, empty)
 
     async def sync(self, ino: Ino) -> None:
         """What fsync promises: the file is safe, here or at the source as configured."""
@@ -466,8 +480,16 @@ class _NoRoomError(Exception):
     """The tier is full."""
 
 
-def _bring(source: Source, path: bytes, identity: Identity, fd: int) -> dict[bytes, bytes]:
+def _is_same(then: Identity, now: Identity) -> bool:
+    return replace(then, ctime_ns=now.ctime_ns) == now
+
+
+def _bring(
+    source: Source, path: bytes, identity: Identity, fd: int, empty: bool
+) -> dict[bytes, bytes]:
     """Copy a whole file of the source into ``fd``; its attributes that anybody may set.
+
+    With ``empty`` the bytes are not wanted.
 
     Raises OSError, and SourceChanged if it is not that version, or no longer.
     """
@@ -477,13 +499,13 @@ def _bring(source: Source, path: bytes, identity: Identity, fd: int) -> dict[byt
             raise SourceChanged("not the version that the snapshot tells of")
         offset = 0
         try:
-            while count := os.sendfile(fd, file.fd, offset, _TURN):
+            while not empty and (count := os.sendfile(fd, file.fd, offset, _TURN)):
                 offset += count
         except OSError as error:
             if error.errno in FULL:
                 raise _NoRoomError from error
             raise
-        if offset != identity.size or identity_of(os.fstat(file.fd)) != identity:
+        if (offset != identity.size and not empty) or identity_of(os.fstat(file.fd)) != identity:
             raise SourceChanged("changed while it was taken")
         # It is the same file as before.
         os.utime(fd, ns=(identity.mtime_ns, identity.mtime_ns))
