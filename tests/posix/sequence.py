@@ -297,7 +297,7 @@ def _digest(part: bytes) -> tuple[int, str]:
 class Sequence:
     """The calls of a seed, for a directory that looks like ``first`` does."""
 
-    def __init__(self, seed: int, first: World, *, allocates: bool) -> None:
+    def __init__(self, seed: int, first: World, *, native_datapath: bool) -> None:
         self._dice = random.Random(seed)
         self._first = first
         makers: list[tuple[int, Callable[[], Call]]] = [
@@ -334,7 +334,10 @@ class Sequence:
             (1, lambda: ("removexattr", self._some(), self._xattr())),
             (1, lambda: ("listxattr", self._some())),
         ]
-        if allocates:
+        # Without it nothing is allocated, and a program that root writes is no longer set-uid: the
+        # kernel does not tell who writes.
+        self._modes = _MODES if native_datapath else [mode for mode in _MODES if mode < 0o2000]
+        if native_datapath:
             makers.append((3, lambda: ("fallocate", self._at(), *self._allocated())))
         self._makers = [maker for _, maker in makers]
         self._weights = [weight for weight, _ in makers]
@@ -369,7 +372,7 @@ class Sequence:
         return self._dice.choice(_OPEN_FLAGS)
 
     def _mode(self) -> int:
-        return self._dice.choice(_MODES)
+        return self._dice.choice(self._modes)
 
     def _seed(self) -> int:
         return self._dice.randrange(1 << 30)
@@ -402,7 +405,7 @@ class Sequence:
 
 
 def play(
-    seed: int, first: Path, second: Path, *, calls: int, allocates: bool, by_user: bool
+    seed: int, first: Path, second: Path, *, calls: int, native_datapath: bool, by_user: bool
 ) -> None:
     """So many calls in both directories, which are alike; raises Differs.
 
@@ -417,7 +420,7 @@ def play(
             for world in worlds:
                 _give_away(world.root)
         with as_user() if by_user else nullcontext():
-            sequence = Sequence(seed, worlds[0], allocates=allocates)
+            sequence = Sequence(seed, worlds[0], native_datapath=native_datapath)
             for _ in range(calls):
                 call = sequence.next()
                 got = worlds[1].do(call)

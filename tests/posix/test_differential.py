@@ -69,7 +69,7 @@ def _play(way: str, directory: Path, seeds: range, calls: int) -> None:
                     expected / f"{seed}",
                     played / f"{seed}",
                     calls=calls,
-                    allocates=way != "python",
+                    native_datapath=way != "python",
                     by_user=os.geteuid() == 0 and seed % 3 == 2,
                 )
             except Differs as difference:
