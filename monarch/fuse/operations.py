@@ -208,10 +208,6 @@ class Operations(pyfuse3.Operations):
         return await self._writing.files.write(Ino(fh), off, buf)
 
     @_answered
-    async def flush(self, fh: int) -> None:
-        """The last release records what was written; closing waits for nothing."""
-
-    @_answered
     async def fsync(self, fh: int, datasync: bool) -> None:
         await self._writing.sync(Ino(fh))
 

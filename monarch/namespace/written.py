@@ -237,6 +237,10 @@ class Written:
         """Whether it was made through the mount, or is of the snapshot and was changed."""
         return ino in self._nodes
 
+    def is_forgotten(self, ino: Ino) -> bool:
+        """Whether it was removed through the mount, and nothing is known of it any more."""
+        return ino not in self._nodes and (ino >= WRITTEN_INO or ino in self._removed)
+
     def is_gone(self, ino: Ino) -> bool:
         """Whether it has no name any more, through the mount or at the source."""
         if ino in self._known.gone or ino in self._removed:

@@ -75,6 +75,9 @@ class Changes:
         Raises SourceError, ENOENT if the file is gone or something else has its name, ESTALE if
         others may open it than before, EIO if the source denies what it must have.
         """
+        if self._names.is_written(ino):
+            # What the source has of it comes from here.
+            return
         known = self._names.attributes(ino)
         status = await self._inquiry.status(ino, self._names.path(ino))
         if status is None and await self._has_another_name(known):

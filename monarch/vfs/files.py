@@ -293,8 +293,12 @@ class WrittenFiles:
                 break
             del self._nameless[ino]
             node = self._names.node(ino)
-            if node is not None and not node.names and ino not in self._open:
-                self.forget(node)
+            if node is None or node.names or ino in self._open:
+                continue
+            if ino in self._opening:
+                self._nameless[ino] = trio.current_time()
+                continue
+            self.forget(node)
 
     def forget(self, node: Node) -> None:
         """A file that no name leads to and nobody has open."""

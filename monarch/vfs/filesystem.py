@@ -228,8 +228,12 @@ class FileSystem:
         """Bind ``ino`` for one more user; whether the kernel may keep its cached pages.
 
         ``flags`` as of open(2), ``uid`` is who asks. Raises SourceError with the source's errno if the file has to come
-        from there and does not, ESTALE if it changes all the time; Refused if it cannot be written.
+        from there and does not, ESTALE if it changes all the time; Refused if it cannot be
+        written.
         """
+        if self.names.is_forgotten(ino):
+            # Whoever found its name looks it up anew: another file may have it.
+            raise Refused(errno.ESTALE)
         if self._is_written(ino) or flags & (os.O_ACCMODE | os.O_TRUNC):
             await self._open_written(ino, flags, uid)
             return True
