@@ -227,9 +227,9 @@ class FileSystem:
     async def open(self, ino: Ino, flags: int, uid: int) -> bool:
         """Bind ``ino`` for one more user; whether the kernel may keep its cached pages.
 
-        ``flags`` as of open(2), ``uid`` is who asks. Raises SourceError with the source's errno if the file has to come
-        from there and does not, ESTALE if it changes all the time; Refused if it cannot be
-        written.
+        ``flags`` as of open(2), ``uid`` is who asks. Raises SourceError with the source's errno if
+        the file has to come from there and does not, ESTALE if it changes all the time; Refused if
+        it cannot be written.
         """
         if self.names.is_forgotten(ino):
             # Whoever found its name looks it up anew: another file may have it.
