@@ -255,8 +255,7 @@ class WrittenFiles:
         file.users -= 1
         if file.users:
             return
-        node = self._names.node(ino)
-        assert node is not None
+        node = file.node
         if file.home is not None:
             file.home.release()
         else:

@@ -42,6 +42,7 @@ class WrittenFile:
             "is_left_out",
             "is_through",
             "left_fd",
+            "node",
             "object",
         ),
         *("quiet_s", "recorded", "seen", "turn", "users"),
@@ -50,6 +51,7 @@ class WrittenFile:
     def __init__(
         self, node: Node, fd: int, *, fast: FastWrites | None, home: SourceFile | None = None
     ) -> None:
+        self.node = node
         self.ino = node.ino
         self.object = node.object
         self.fd = fd
