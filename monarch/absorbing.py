@@ -239,7 +239,7 @@ class WriteSide:
         self.files.take_up(ops, found.done)
         place.objects.sweep({op.object for _, op in ops})
         self.drain.load(found)
-        self.files.record_unrecorded(found.unpublished)
+        self.files.record_unrecorded(found)
 
     def _is_pressed(self) -> bool:
         """Whether what waits takes so much that it goes before readers of the source."""

@@ -36,7 +36,7 @@ from monarch.vfs.served import FastWrites
 from monarch.vfs.stock import Stock, WrittenFile
 from monarch.writeback.drain import Drain
 from monarch.writeback.home import Home
-from monarch.writeback.journal import Journal
+from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op
 
@@ -131,11 +131,28 @@ class WrittenFiles:
                 node.mtime_ns = status.st_mtime_ns
             self._stock.own(node)
 
-    def record_unrecorded(self, unpublished: Callable[[Iterable[int]], set[int]]) -> None:
+    def record_unrecorded(self, found: Replay) -> None:
         """A daemon that was killed has not recorded what was open then: it is as it is."""
         nodes = {node.object: node for node in self._names.nodes() if node.object and node.names}
-        for number in sorted(unpublished(nodes)):
-            self._record(nodes[number], size=nodes[number].size, synced=False)
+        told = {op.object: op for _, op in found.ops if op.kind == "content"}
+        new = found.unpublished(nodes)
+        for number, node in nodes.items():
+            op = told.get(number)
+            is_told = op is None or (op.size, op.mtime_ns) == (node.size, node.mtime_ns)
+            if number in new or not (is_told or self._stock.is_through(number)):
+                self._record(node, size=node.size, synced=False)
+
+    async def make_safe(self, node: Node) -> None:
+        """Have the bytes of a file safe here that is to replace another one."""
+        await self.open(node)
+        try:
+            await self.sync(node.ino)
+        finally:
+            self.release(node.ino)
+
+    def is_only_here(self, node: Node) -> bool:
+        """Whether the bytes of a file are safe here, and not at the source as they are."""
+        return self.durable(node) == b"local"
 
     def let_drained_go(self, size: int) -> int:
         """Remove objects that are at the source and nobody has open, the oldest first.
@@ -172,6 +189,10 @@ class WrittenFiles:
         """The descriptor of a new object."""
         return await self._ask(self._objects.create, number)
 
+    async def sync_object(self, number: int, fd: int) -> None:
+        """Until the bytes of an object are safe that nobody has open yet."""
+        await self._ask(self._objects.sync, number, fd)
+
     async def stage(self, ino: Ino, number: int) -> int:
         """The descriptor of its staged file at the source, in the place of an object that has no
         room. Raises SourceError."""
@@ -193,8 +214,8 @@ class WrittenFiles:
         node.blocks = 0
         self._stock.own(node)
         # What of it was safe here is safe there.
-        await self.sync_journal()
-        self._threads.start(self._objects.remove, node.object)
+        await self._inquiry.ask(node.ino, os.fsync, fd)
+        self._threads.start(_remove, self._journal, self._objects, node.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
     def opened(self, node: Node, fd: int, *, created: bool) -> None:
@@ -314,8 +335,12 @@ class WrittenFiles:
         self._remove(number)
 
     def _remove(self, number: int) -> None:
-        self._journal.append(Op(kind="gone", object=number))
-        self._threads.start(self._objects.remove, number)
+        self._note_gone(number)
+        self._threads.start(_remove, self._journal, self._objects, number)
+
+    def _note_gone(self, number: int) -> None:
+        op = Op(kind="gone", object=number)
+        self._drain.put(self._journal.append(op), op)
 
     def close(self) -> None:
         """The mount is gone: record what was open, as its last close would have."""
@@ -456,6 +481,11 @@ class WrittenFiles:
 
     # -- safety ------------------------------------------------------------------------------------
 
+    def is_left_out(self, ino: Ino) -> bool:
+        """Whether the last content of an open file was not published, since it was written."""
+        file = self._open.get(ino)
+        return file is not None and file.is_left_out
+
     async def sync(self, ino: Ino) -> int:
         """Make the bytes of an open file safe; the number of the content that says so."""
         file = self._open[ino]
@@ -473,10 +503,11 @@ class WrittenFiles:
         if node is None or not node.names or self._open.get(ino) is not file:
             return 0
         seq, synced = self._stock.content(file.object)
-        if file.recorded == count and synced:
+        if file.recorded == count and synced and not file.is_left_out:
             return seq
         # What came meanwhile is not safe, and is recorded when it is, or at the end.
         file.recorded = count
+        file.is_left_out = False
         self._keep_status(node, file)
         return self._record(node, size=size, synced=True)
 
@@ -550,6 +581,12 @@ class WrittenFiles:
             raise Refused(number) from error
 
 
+def _remove(journal: Journal, objects: Objects, number: int) -> None:
+    """Remove an object once it is certain that nobody will look for it. Raises OSError."""
+    journal.sync()
+    objects.remove(number)
+
+
 def _write_all(fd: int, content: bytes, offset: int) -> int:
     written = 0
     while written < len(content):
@@ -586,5 +623,4 @@ def _copy_all(object_fd: int, part_fd: int) -> int:
             piece = os.pread(object_fd, min(_TURN_BYTES, ends - offset), offset)
             offset += _write_all(part_fd, piece, offset)
     os.ftruncate(part_fd, size)
-    os.fsync(part_fd)
     return size

@@ -226,6 +226,7 @@ class Writing:
         ino = self._known(parent, name)
         if self.names.attributes(ino).is_file:
             self.files.record(await self.take(ino, empty=False))
+        await self._make_replacement_safe(ino, self.names.lookup(to_parent, to_name))
         # Directories above may have got other names meanwhile.
         path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
         renamed = self.names.rename(
@@ -236,6 +237,15 @@ class Writing:
         self._note(Op(kind="rename", path=path, to=to, object=renamed.node.object))
         if renamed.replaced is not None:
             self._left(renamed.replaced)
+
+    async def _make_replacement_safe(self, ino: Ino, replaced: Ino | None) -> None:
+        """A power cut must not take the old file, which was safe, and the new one, which was not."""
+        old = self.names.node(replaced) if replaced is not None and replaced != ino else None
+        new = self.names.node(ino)
+        if old is None or new is None or not (old.is_file and new.is_file):
+            return
+        if self.files.is_only_here(old) and not self.files.is_away(new):
+            await self.files.make_safe(new)
 
     def _known(self, parent: Ino, name: bytes) -> Ino:
         ino = self.names.lookup(parent, name)
@@ -420,6 +430,8 @@ class Writing:
                     os.close(opened)
             self.files.remove(number)
             raise
+        if staged < 0 and not empty:
+            await self.files.sync_object(number, fd)
         path = self.names.visible_path(ino)
         node = self.names.take(ino)
         node.object = number
@@ -456,10 +468,14 @@ class Writing:
 
     async def sync(self, ino: Ino) -> None:
         """What fsync promises: the file is safe, here or at the source as configured."""
-        seq = await self.files.sync(ino) if self.files.is_open(ino) else 0
-        await self.sync_names()
-        if self._waits_for_source and seq:
+        while True:
+            seq = await self.files.sync(ino) if self.files.is_open(ino) else 0
+            await self.sync_names()
+            if not (self._waits_for_source and seq):
+                return
             await self._drain.wait(seq)
+            if not self.files.is_left_out(ino):
+                return
 
     async def sync_names(self) -> None:
         """All that was done to names is safe."""

@@ -217,6 +217,8 @@ class World:
         self._note(self.tree)
         self.tellings: list[tuple[int, bytes, Identity]] = []
         self.drain: Drain | None = None
+        self.told: list[tuple[int, Op]] = []
+        self.wrong: list[str] = []
         self.open()
 
     def open(self) -> Replay:
@@ -249,6 +251,7 @@ class World:
 
     def record(self, op: Op) -> int:
         self.last_seq = self.journal.append(op)
+        self.told.append((self.last_seq, op))
         if self.drain is not None:
             self.drain.put(self.last_seq, op)
         return self.last_seq
@@ -487,14 +490,15 @@ class World:
         for path in paths:
             self.led_to.setdefault(path, set()).add(self.tree[path])
 
-    def check_order(self) -> None:
-        """What the source shows now is what was whole here once, under each of its names."""
+    def look(self) -> None:
+        """Note what the source shows now that was never whole here under that name, and what it
+        does not show though it was always here."""
         there = read_tree(self.source)
         for path, node in there.items():
-            if node.kind == "file":
-                files = self.led_to.get(path, set())
-                assert any(node.content in file.whole for file in files), (path, node.content)
-        assert self.always <= there.keys()
+            files = self.led_to.get(path, set())
+            if node.kind == "file" and not any(node.content in file.whole for file in files):
+                self.wrong.append(f"{path!r} has shown {node.content[:50]!r}")
+        self.wrong += [f"{path!r} was not there" for path in self.always - there.keys()]
 
     def check_all_is_there(self) -> None:
         there, here = described(read_tree(self.source)), described(self.tree)
@@ -502,6 +506,7 @@ class World:
             told = f"{path!r}: {there.get(path)} at the source, {here.get(path)} here"
             assert there.get(path) == here.get(path), told
         assert parts(self.source) == []
+        assert self.wrong == [], self.wrong
 
 
 @asynccontextmanager

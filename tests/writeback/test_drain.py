@@ -156,6 +156,73 @@ async def test_a_file_that_somebody_writes_waits_for_his_close(world: World, clo
     world.check_all_is_there()
 
 
+async def test_what_a_file_without_content_replaced_stays_and_comes_under_no_other_name(
+    world: World, clock: Clock
+) -> None:
+    node = world.create(b"tmp")
+    node.writers = 1
+    world.store(node, b"half")
+    replaced = world.rename(b"tmp", b"a")
+    world.store(node, b"two halves")
+    world.rename(b"a", b"e")
+    world.store(node, b"three halves")
+    async with draining(world) as drain:
+        for seq, op in world.told:
+            if seq > replaced and not drain.is_done(replaced):
+                await drain.wait(replaced)
+                assert (world.source / "a").read_bytes() == b"old a"
+            drain.put(seq, op)
+        await drain.wait(world.last_seq)
+        assert sorted(os.listdir(world.source)) == ["b", "c", "d"]
+        world.end(node)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+async def test_a_close_without_another_write_brings_what_was_left_out(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        node = world.begin(b"a")
+        world.store(node, b"whole")
+        world.content(node, synced=True)
+        # Now its time is not the one that was recorded.
+        world.utime(b"a", 5)
+        await drain.wait(world.last_seq)
+        assert (world.source / "a").read_bytes() == b"old a"
+        world.end(node)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+async def test_a_file_that_is_written_again_is_staged_when_it_was_published(
+    world: World, clock: Clock
+) -> None:
+    for number in range(4):
+        world.write(b"a", b"%d" % number * 6 * MiB)
+        world.write(b"other", b"%d" % number * 6 * MiB)
+    async with draining(world, world.kill(), workers=4) as drain:
+        await drain.wait(world.last_seq)
+        assert drain.backlog().failures == 0
+    world.check_all_is_there()
+
+
+async def test_a_file_that_is_rewritten_while_it_is_copied_is_not_torn(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(points, "reached", lambda name: world.look())
+    world.write(b"a", b"1" * 12 * MiB)
+    async with draining(world, world.kill(), bandwidth=1024) as drain:
+        # Eight of it go at once, the rest an hour later.
+        await until(lambda: any(part.stat().st_size == 8 * MiB for part in parts(world.source)))
+        node = world.begin(b"a")
+        world.store(node, b"2" * 12 * MiB)
+        await trio.sleep(10_000)
+        world.end(node)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
 async def test_copies_are_made_at_once_and_published_in_order(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,11 +535,14 @@ async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.Monke
 
 
 async def test_marks_that_a_power_cut_takes_at_any_moment_do_no_harm(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    pytestconfig: pytest.Config,
 ) -> None:
     turn, is_cut = 0, True
     while is_cut:
-        turn += 1
+        turn += 1 if pytestconfig.getoption("--soak") else 3
         place = tmp_path / str(turn)
         (place / "source/d").mkdir(parents=True)
         (place / "tier").mkdir()
@@ -483,7 +553,7 @@ async def test_marks_that_a_power_cut_takes_at_any_moment_do_no_harm(
         history(world)
         world.journal.sync()
         is_cut = await drained_but_cut_off(world, turn, monkeypatch)
-        if turn % 4 == 0:
+        if turn % 2 == 0:
             # And once more on the way, from where that left it.
             await drained_but_cut_off(world, 7, monkeypatch)
         async with draining(world, world.kill()) as drain:

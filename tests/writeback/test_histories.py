@@ -220,10 +220,10 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
     for number in seeds(seed, pytestconfig):
         world = prepared(tmp_path / str(number))
         walk, chance = Walk(world, number), random.Random(number)
-        live = partial(life, world, walk, monkeypatch=monkeypatch, look=world.check_order)
+        live = partial(life, world, walk, monkeypatch=monkeypatch, look=world.look)
         for _ in range(8):
             await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
-            world.check_order()
+            world.look()
         assert not await live(world.kill(), steps=10, turn=10**9)
         world.check_all_is_there()
         # And whoever reads the journal sees what the mount showed.
