@@ -20,6 +20,7 @@ import monarch as package
 from monarch.points import POINTS
 from tests.conftest import MonarchCommand, Mounted, contents, processes
 from tests.equipment.inotify import OpenCounter
+from tests.faults.test_writing import WRITE_PLACES
 from tests.mount.command import needs_fuse
 from tests.mount.observe import (
     accounts_agree,
@@ -156,12 +157,12 @@ def test_every_point_is_passed_somewhere_and_has_a_test() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "points.reached":
                 passed += [c.value for c in node.args if isinstance(c, ast.Constant)]
     named = {name for name in passed if not name.startswith(("handler-", "task-"))}
-    assert named == POINTS == set(PLACES)
+    assert named == POINTS == set(PLACES) | set(WRITE_PLACES)
 
 
 @pytest.mark.fault("T6")
 @pytest.mark.promise(50)
-@pytest.mark.parametrize("point", sorted(POINTS))
+@pytest.mark.parametrize("point", sorted(PLACES))
 def test_a_daemon_killed_there_loses_nothing_that_was_committed(
     monarch: MonarchCommand, prepared: Prepared, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:

@@ -20,7 +20,7 @@ from tests.equipment.disks import CuttableDisk, Disk
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.conftest import slow
-from tests.mount.observe import wait_until
+from tests.mount.observe import ended, wait_until
 
 __all__ = ["slow"]
 
@@ -274,7 +274,89 @@ def test_a_name_is_at_the_source_never_before_its_content(
     assert (slow.root / "ckpt/latest").read_bytes() == new
 
 
-# -- a daemon that dies ------------------------------------------------------------------------
+# -- a daemon that dies at a named point -------------------------------------------------------
+
+# At which of its passings the daemon dies there; see monarch/points.py.
+WRITE_PLACES = {
+    "journal-appended": 9,
+    "journal-synced": 3,
+    # When a mount begins over a new snapshot.
+    "journal-staged": 1,
+    "journal-compacted": 1,
+    "drain-staged": 2,
+    "drain-synced": 2,
+    "drain-renamed": 2,
+    "drain-linked": 1,
+    "drain-published": 4,
+    "drain-marked": 3,
+}
+AT_MOUNT = ("journal-staged", "journal-compacted")
+
+
+def _work(directory: Path) -> dict[str, bytes]:
+    """What trainers do, until the daemon is dead; the files that were said to be safe by then."""
+    safe: dict[str, bytes] = {}
+    with suppress(OSError):
+        (directory / "ckpt").mkdir(exist_ok=True)
+        for step in range(40):
+            name, content = f"ckpt/{step}", contents(str(step), 30_000)
+            put(directory / f"{name}.tmp", content)
+            (directory / f"{name}.tmp").rename(directory / name)
+            if step % 3 == 1:
+                os.link(directory / name, directory / f"{name}.link")
+                put(directory / name, content + b"again")
+                content += b"again"
+            fd = os.open(directory / "ckpt", os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            safe[name] = content
+            if step % 4 == 3:
+                (directory / f"ckpt/{step - 2}").unlink()
+                safe.pop(f"ckpt/{step - 2}")
+            time.sleep(0.02)
+    return safe
+
+
+@pytest.mark.fault("T6")
+@pytest.mark.promise(50, 67)
+@pytest.mark.modes("auto")
+@pytest.mark.parametrize("point", sorted(WRITE_PLACES))
+def test_a_daemon_killed_there_loses_nothing_that_was_written(
+    monarch: MonarchCommand, tree: Tree, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    source = tree({"a": 10})
+    safe: dict[str, bytes] = {}
+    if point in AT_MOUNT:
+        mounted = monarch.mount(source, tiers=TIERS, options=OPTIONS)
+        for number in range(5):
+            put(mounted.path / f"{number}", contents(str(number), 5000))
+            safe[f"{number}"] = contents(str(number), 5000)
+        drained(mounted, "0")
+        mounted.kill()
+    monkeypatch.setenv("MONARCH_POINT", f"{point}:{WRITE_PLACES[point]}")
+    if point in AT_MOUNT:
+        with pytest.raises(pytest.fail.Exception, match="exited with 8"):
+            monarch.mount(source, tiers=TIERS, options=OPTIONS)
+        monarch.mounted[-1].killed = True
+    else:
+        mounted = monarch.mount(source, tiers=TIERS, options=OPTIONS)
+        safe = _work(mounted.path)
+        wait_until(lambda: ended(mounted.pid), "the daemon has died there")
+        mounted.killed = True
+    monkeypatch.delenv("MONARCH_POINT")
+    again = monarch.mount(source, tiers=TIERS, options=OPTIONS)
+    for name, content in safe.items():
+        assert (again.path / name).read_bytes() == content, name
+    shown = sorted(str(p.relative_to(again.path)) for p in again.path.rglob("*"))
+    again.umount()
+    for name, content in safe.items():
+        assert (source / name).read_bytes() == content, name
+    assert sorted(str(p.relative_to(source)) for p in source.rglob("*")) == shown
+
+
+# -- a daemon that dies at any moment ----------------------------------------------------------
 
 
 @pytest.mark.promise(67)
