@@ -239,7 +239,7 @@ class Writing:
             self._left(renamed.replaced)
 
     async def _make_replacement_safe(self, ino: Ino, replaced: Ino | None) -> None:
-        """A power cut must not take the old file, which was safe, and the new one, which was not."""
+        """A power cut must not take the old file, which was safe, and the new one, which is not."""
         old = self.names.node(replaced) if replaced is not None and replaced != ino else None
         new = self.names.node(ino)
         if old is None or new is None or not (old.is_file and new.is_file):
