@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trio
@@ -43,6 +43,7 @@ from monarch.vfs.writing import Writing
 from monarch.writeback.drain import Drain
 from monarch.writeback.home import Home
 from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.losses import Numbered, names_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op
 
@@ -133,6 +134,39 @@ def know_snapshot(directory: Path, snapshot_id: str) -> None:
     staged.rename(directory / _SNAPSHOT)
 
 
+def _unfinished(ops: Sequence[Numbered], found: Replay, objects: Objects) -> Iterator[Numbered]:
+    """What the source has not got: changes, and the making of files that were open when their
+    daemon was killed, under the names that they have by now."""
+    made = {op.object for _, op in ops if op.kind in ("create", "take")}
+    told = {op.object: op for _, op in ops if op.kind == "content"}
+    new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, told[n])}
+    names = names_of(ops, new)
+    latest = {
+        n: replace(op, path=names[n][0])
+        for _, op in ops
+        if (n := op.object) in names and op.kind in ("create", "take")
+    }
+    for _, op in ops:
+        if op.kind == "attr" and op.object in latest:
+            given = {name: getattr(op, name) for name in ("mode", "uid", "gid")}
+            told_of = {name: value for name, value in given.items() if value is not None}
+            latest[op.object] = replace(latest[op.object], **told_of)
+    for seq, op in ops:
+        if seq not in found.done:
+            yield seq, op
+        elif op.kind in ("create", "take") and op.object in latest:
+            yield seq, latest[op.object]
+
+
+def _differs(objects: Objects, content: Op) -> bool:
+    """Whether an object was written since that content of it was recorded."""
+    try:
+        status = objects.status(content.object)
+    except OSError:
+        return False
+    return (status.st_size, status.st_mtime_ns) != (content.size, content.mtime_ns)
+
+
 class WriteSide:
     """Everything of a mount that can be written, wired: what ``daemon`` runs and asks."""
 
@@ -219,7 +253,7 @@ class WriteSide:
         found, place = self.place.found, self.place
         ops = list(found.ops)
         if snapshot_known(place.directory) != snapshot_id:
-            ops = [(seq, op) for seq, op in ops if seq not in found.done]
+            ops = [*_unfinished(ops, found, place.objects)]
             if ops or found.done:
                 place.journal.compact(ops, position=place.journal.position)
             know_snapshot(place.directory, snapshot_id)

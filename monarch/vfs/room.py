@@ -25,6 +25,9 @@ _LOOK_S = 0.5
 # Of the tier, if nothing is configured.
 _RESERVE_SHARE = 0.05
 _LARGEST_FILES = 2
+# How long it may take until what was let go of is gone from the disk. Seconds.
+_PATIENCE_S = 2.0
+_STEP_S = 0.02
 # Copies dropped between two looks of the event loop at its other work.
 _STRIDE = 64
 
@@ -86,7 +89,13 @@ class Room:
     async def make(self, size: int) -> bool:
         """Make room for so many bytes now; whether anything was let go of."""
         freed = self._files.let_drained_go(size)
-        return await self._drop_copies(size - freed) or freed > 0
+        if not (await self._drop_copies(size - freed) or freed > 0):
+            return False
+        # Who lets go of a file waits for the journal first.
+        with trio.move_on_after(_PATIENCE_S), suppress(OSError):
+            while (await self._look()).available < size:
+                await trio.sleep(_STEP_S)
+        return True
 
     async def _drop_copies(self, size: int) -> bool:
         freed = dropped = 0

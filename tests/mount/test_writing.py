@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,33 @@ def test_a_killed_daemon_has_lost_nothing(monarch: MonarchCommand, absorbing: Mo
     for step in range(5):
         there = (absorbing.source / f"ckpt/{step}.pt").read_bytes()
         assert there == contents(str(step), 200_000)
+
+
+@pytest.mark.promise(67)
+def test_what_was_open_when_the_daemon_was_killed_is_there_as_it_was_written(
+    monarch: MonarchCommand, absorbing: Mounted
+) -> None:
+    at = absorbing.path
+    (at / "logs").mkdir()
+    fresh = (at / "logs/fresh").open("wb", buffering=0)
+    fresh.write(b"never closed")
+    known = (at / "logs/known").open("wb", buffering=0)
+    known.write(b"recorded, ")
+    os.fsync(known.fileno())
+    # The next mount finds directories that changed, and makes a new snapshot.
+    (at / "logs/other").write_bytes(b"other")
+    drained(absorbing, "logs/other", "logs/known")
+    known.write(b"and not")
+    absorbing.kill()
+    for file in (fresh, known):
+        with suppress(OSError):
+            file.close()
+    again = monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    assert (again.path / "logs/fresh").read_bytes() == b"never closed"
+    assert (again.path / "logs/known").read_bytes() == b"recorded, and not"
+    again.umount()
+    assert (absorbing.source / "logs/fresh").read_bytes() == b"never closed"
+    assert (absorbing.source / "logs/known").read_bytes() == b"recorded, and not"
 
 
 @pytest.mark.promise(62)
