@@ -159,7 +159,8 @@ class WrittenFiles:
 
         Until so many bytes are free; how many are. Their files are read from the source.
         """
-        self._forget_nameless(math.inf)
+        if size > 0:
+            self._forget_nameless(math.inf)
         freed = 0
         busy = self._open.keys() | self._opening.keys()
         for node in self._stock.leaving(size, busy=busy, is_done=self._drain.is_done):
