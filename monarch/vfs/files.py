@@ -291,7 +291,7 @@ class WrittenFiles:
                     self._threads.start(os.close, fd)
         del self._open[ino]
         if not node.names:
-            self.forget(node)
+            self.leave(node)
 
     def leave(self, node: Node) -> None:
         """What no name leads to any more and nobody has open is gone after a while.
