@@ -36,7 +36,9 @@ def test_every_row_of_the_table_has_tests_and_protections_and_no_other_is_named(
     rows = set(re.findall(r"^\| ([A-Z]\w+) \|", table, re.MULTILINE))
     assert len(rows) == 34
     assert marked("fault") == rows
-    assert {row for protection in protections() for row in protection.rows} == rows
+    protected = {row for protection in protections() for row in protection.rows}
+    assert {row for row in protected if not row.startswith("promise ")} == rows
+    assert {int(row[8:]) for row in protected - rows} <= marked("promise")
 
 
 def test_every_promise_has_a_test_and_no_other_is_named() -> None:

@@ -289,6 +289,7 @@ def asks(pid: int) -> bool:
 # -- umount ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise(72)
 def test_umount_drains_first_and_what_is_written_meanwhile_as_well(
     slow: SlowSource, monarch: MonarchCommand, absorb: Absorb
 ) -> None:
@@ -305,6 +306,7 @@ def test_umount_drains_first_and_what_is_written_meanwhile_as_well(
     assert (slow.root / "ckpt/second").read_bytes() == contents("second", 200_000)
 
 
+@pytest.mark.promise(72)
 def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
     refusing: tuple[Desk, SlowSource], absorb: Absorb
 ) -> None:
