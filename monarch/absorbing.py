@@ -27,6 +27,7 @@ from monarch.namespace.overlay import Namespace
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.settings import MountSettings
+from monarch.state import read_note
 from monarch.text import counted
 from monarch.threads import Threads
 from monarch.tiers.directory import PRIVATE, Space, Tier
@@ -46,6 +47,7 @@ from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.losses import Numbered, names_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op
+from monarch.writeback.survey import survey
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +74,12 @@ def directory_of(tier: Path, source: Path) -> Path:
     return tier / PRIVATE / f"{PREFIX}{digest}"
 
 
-def absorbing(settings: MountSettings, tiers: Sequence[Tier]) -> Absorbing | None:
+def absorbing(settings: MountSettings, tiers: Sequence[Tier], state: Path) -> Absorbing | None:
     """The place for what is written; None for a mount that is read-only and never was another.
 
-    Raises TierError if it cannot be used.
+    Raises TierError if it cannot be used, or if another tier than these has what was not drained.
     """
+    _require_nothing_left_behind(settings, state)
     kept = [tier for tier in tiers if directory_of(tier.path, settings.source).exists()]
     if not kept and not settings.absorbs:
         return None
@@ -104,6 +107,28 @@ def absorbing(settings: MountSettings, tiers: Sequence[Tier]) -> Absorbing | Non
     objects = Objects(directory)
     found = journal.replay()
     return Absorbing(chosen, directory, journal, objects, found)
+
+
+def _require_nothing_left_behind(settings: MountSettings, state: Path) -> None:
+    """Who takes a tier out of the configuration must not forget what only that has."""
+    try:
+        before = read_note(state).tiers
+    except TierError:
+        return
+    now = {os.path.realpath(tier.path) for tier in settings.tiers}
+    for tier in before:
+        directory = directory_of(Path(tier.path), settings.source)
+        if os.path.realpath(tier.path) in now or not (directory / "journal").exists():
+            continue
+        left = survey(directory)
+        if left.operations:
+            raise TierError(
+                f"tier {tier.path!r} is not used any more, but still has"
+                f" {counted(len(left.waiting), 'file', 'files')} with {format_bytes(left.bytes)} that"
+                " were written and are not at the source",
+                hint="mount with it until they are drained, or give them up by removing"
+                f" {os.fspath(directory)}",
+            )
 
 
 def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:

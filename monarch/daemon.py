@@ -272,7 +272,7 @@ class _Mount:
             for tier, space, copies in zip(settings.tiers, spaces, held, strict=True)
         ]
         self._residency = Residency(snapshot.entries)
-        place = absorbing(settings, tiers)
+        place = absorbing(settings, tiers, state)
         first_ino = place.found.next_ino if place is not None else 0
         names = Namespace(
             snapshot, self._residency.mark_differing, first_ino=Ino(max(WRITTEN_INO, first_ino))

@@ -235,6 +235,28 @@ def test_a_source_that_is_gone_for_a_while_gets_all_of_it(
         assert (slow.root / f"{step}").read_bytes() == contents(str(step), 100_000)
 
 
+@pytest.mark.promise(67)
+@pytest.mark.modes("relay")
+def test_a_tier_with_what_is_not_drained_cannot_be_forgotten(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("does not get on|is not used any more")
+    tree({"a": 10})
+    mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
+    slow.rules("err write EIO .*")
+    put(mounted.path / "ckpt", b"only here")
+    mounted.kill()
+    slow.rules()
+    with pytest.raises(pytest.fail.Exception, match="still has 1 file .* not at the source"):
+        monarch.mount(slow.path, tiers={"other": "64MiB"}, options=OPTIONS)
+    monarch.mounted[-1].killed = True
+    again = monarch.mount(slow.path, tiers={**TIERS, "other": "64MiB"}, options=OPTIONS)
+    drained(again, "ckpt")
+    again.umount()
+    assert (slow.root / "ckpt").read_bytes() == b"only here"
+    monarch.mount(slow.path, tiers={"other": "64MiB"}, options=OPTIONS)
+
+
 @pytest.mark.promise(73)
 @pytest.mark.modes("relay")
 def test_a_record_whose_bytes_are_gone_is_told_and_what_is_behind_it_goes_on(
