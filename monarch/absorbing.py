@@ -122,10 +122,9 @@ def _require_nothing_left_behind(settings: MountSettings, state: Path) -> None:
             continue
         left = survey(directory)
         if left.operations:
+            told = f"{counted(len(left.waiting), 'file', 'files')}, {format_bytes(left.bytes)},"
             raise TierError(
-                f"tier {tier.path!r} is not used any more, but still has"
-                f" {counted(len(left.waiting), 'file', 'files')} with {format_bytes(left.bytes)} that"
-                " were written and are not at the source",
+                f"tier {tier.path!r} is not used any more, but still has {told} not at the source",
                 hint="mount with it until they are drained, or give them up by removing"
                 f" {os.fspath(directory)}",
             )

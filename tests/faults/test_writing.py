@@ -247,7 +247,7 @@ def test_a_tier_with_what_is_not_drained_cannot_be_forgotten(
     put(mounted.path / "ckpt", b"only here")
     mounted.kill()
     slow.rules()
-    with pytest.raises(pytest.fail.Exception, match=r"still has 1 file .* not at the source"):
+    with pytest.raises(pytest.fail.Exception, match=r"still has 1 file, .* not at the source"):
         monarch.mount(slow.path, tiers={"other": "64MiB"}, options=OPTIONS)
     monarch.mounted[-1].killed = True
     again = monarch.mount(slow.path, tiers={**TIERS, "other": "64MiB"}, options=OPTIONS)
