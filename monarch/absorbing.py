@@ -268,7 +268,7 @@ class WriteSide:
             next_object=place.found.next_object,
             waits_for_source=settings.writeback.fsync == "source",
             taken=taken,
-            space=lambda: self.room.space,
+            space=self.room.told,
         )
         self._take_up(ops)
 

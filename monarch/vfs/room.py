@@ -69,6 +69,12 @@ class Room:
         share = int(self._ledger.capacity(self._tier.number) * _RESERVE_SHARE)
         return max(share, _LARGEST_FILES * self._stock.largest)
 
+    def told(self) -> Space:
+        """What may be written: what is free, and what would give way to it."""
+        gives_way = self._ledger.used(self._tier.number) + self._stock.drained_bytes
+        available = min(self.space.total, self.space.available + gives_way)
+        return Space(self.space.total, available)
+
     async def run(self) -> None:
         """Keep the room, until cancelled."""
         while True:
