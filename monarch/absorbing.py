@@ -261,7 +261,6 @@ class WriteSide:
         self.writing = Writing(
             names=names,
             covered=Covered(settings.absorbs),
-            journal=place.journal,
             drain=self.drain,
             files=self.files,
             inquiry=inquiry,

@@ -99,13 +99,31 @@ class WrittenFiles:
         # How often something written was refused, and with what the last time.
         self.failures = 0
         self.failure = ""
+        # Whether the journal has failed: nothing can be changed until the next mount.
+        self.is_broken = False
 
     def is_open(self, ino: Ino) -> bool:
         return ino in self._open
 
-    def noted(self, number: int, seq: int) -> None:
-        """Something was done to the file of an object, and recorded."""
-        self._stock.noted(number, seq)
+    def note(self, op: Op) -> int:
+        """Write down what was done, and have the source told; its number in the journal.
+
+        Raises Refused if the journal does not take it. Nothing more is done to names then: the
+        tree is one change ahead of what will be known of it.
+        """
+        try:
+            seq = self._journal.append(op)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            if not self.is_broken:
+                log.error("the journal cannot be written: %s; remount", errno_words(number))
+            self.is_broken = True
+            self._note_failure(number)
+            raise Refused(number) from error
+        if op.object and op.kind != "gone":
+            self._stock.noted(op.object, seq)
+        self._drain.put(seq, op)
+        return seq
 
     def durable(self, node: Node) -> bytes:
         """How safe the bytes are: ``none``, ``local`` or ``source``."""
@@ -206,8 +224,7 @@ class WrittenFiles:
         if self._fast is not None:
             await self._ask(self._fast.unbind, node.ino)
         path = self._names.visible_path(node.ino)
-        op = Op(kind="through", path=path, object=node.object)
-        self._drain.put(self._journal.append(op), op)
+        self.note(Op(kind="through", path=path, object=node.object))
         self._stock.went_through(node.object, path)
         file = self._open[node.ino]
         file.left_fd, file.fd = file.fd, fd
@@ -281,7 +298,9 @@ class WrittenFiles:
         if file.home is not None:
             file.home.release()
         else:
-            self.record(node)
+            # What is not recorded is found as it is by the next mount.
+            with suppress(Refused):
+                self.record(node)
             self._keep_status(node, file)
             del self._stock.open[file.object]
             if self._fast is not None:
@@ -336,12 +355,10 @@ class WrittenFiles:
         self._remove(number)
 
     def _remove(self, number: int) -> None:
-        self._note_gone(number)
-        self._threads.start(_remove, self._journal, self._objects, number)
-
-    def _note_gone(self, number: int) -> None:
-        op = Op(kind="gone", object=number)
-        self._drain.put(self._journal.append(op), op)
+        # Without that it stays, and the next mount sweeps it.
+        with suppress(Refused):
+            self.note(Op(kind="gone", object=number))
+            self._threads.start(_remove, self._journal, self._objects, number)
 
     def close(self) -> None:
         """The mount is gone: record what was open, as its last close would have."""
@@ -547,9 +564,8 @@ class WrittenFiles:
             synced=synced,
             through=self._stock.is_through(node.object),
         )
-        seq = self._journal.append(op)
+        seq = self.note(op)
         self._stock.record(node.object, seq, synced=synced)
-        self._drain.put(seq, op)
         return seq
 
     async def run(self) -> None:
@@ -569,7 +585,8 @@ class WrittenFiles:
                     file.quiet_s += _LOOK_S
                     written = self._names.node(file.ino)
                     if file.quiet_s >= _QUIET_S and written is not None and written.names:
-                        self._record_open(file, written)
+                        with suppress(Refused):
+                            self._record_open(file, written)
 
     async def _ask(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         try:

@@ -29,7 +29,6 @@ from monarch.units import MiB
 from monarch.vfs.files import FULL, WrittenFiles
 from monarch.vfs.inquiry import Inquiry
 from monarch.writeback.drain import Drain
-from monarch.writeback.journal import Journal
 from monarch.writeback.ops import Kind, Op
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ class Writing:
         *,
         names: Namespace,
         covered: Covered,
-        journal: Journal,
         drain: Drain,
         files: WrittenFiles,
         inquiry: Inquiry,
@@ -66,7 +64,6 @@ class Writing:
         self.names = names
         self.files = files
         self._covered = covered
-        self._journal = journal
         self._drain = drain
         self._inquiry = inquiry
         self._next_object = next_object
@@ -80,6 +77,7 @@ class Writing:
 
     def _require_covered(self, parent: Ino, name: bytes) -> bytes:
         path = self.names.path_of(parent, name)
+        self._require_journal()
         if not self._covered.covers(path):
             raise Refused(errno.EROFS)
         if is_staged(name):
@@ -89,9 +87,14 @@ class Writing:
 
     def _require_node_covered(self, ino: Ino) -> bytes:
         path = self.names.visible_path(ino)
+        self._require_journal()
         if not self._covered.covers(path):
             raise Refused(errno.EROFS)
         return path
+
+    def _require_journal(self) -> None:
+        if self.files.is_broken:
+            raise Refused(errno.EIO)
 
     def has(self, ino: Ino) -> bool:
         """Whether it is a file that was made or changed here."""
@@ -169,7 +172,7 @@ class Writing:
         return attributes
 
     def _note_made(self, kind: Kind, node: Node, path: bytes) -> None:
-        self._note(
+        self.files.note(
             Op(
                 kind=kind,
                 path=path,
@@ -192,7 +195,7 @@ class Writing:
         # Directories above may have got other names meanwhile.
         path, to = self.names.visible_path(ino), self.names.path_of(parent, name)
         self.names.link(ino, parent, name, now_ns=time.time_ns())
-        self._note(Op(kind="link", path=path, to=to, object=self._object_of(ino)))
+        self.files.note(Op(kind="link", path=path, to=to, object=self._object_of(ino)))
         return self.attributes(ino)
 
     def unlink(self, parent: Ino, name: bytes) -> None:
@@ -200,22 +203,24 @@ class Writing:
         ino = self._known(parent, name)
         number = self._object_of(ino)
         node = self.names.unlink(parent, name, now_ns=time.time_ns())
-        self._note(Op(kind="unlink", path=path, object=number))
+        self.files.note(Op(kind="unlink", path=path, object=number))
         self._left(node)
 
     def rmdir(self, parent: Ino, name: bytes) -> None:
+        self._require_journal()
         path = self.names.path_of(parent, name)
         ino = self._known(parent, name)
         made_here = self._covered.leads_to(path) and self.names.is_written(ino)
         if not made_here:
             self._require_covered(parent, name)
         node = self.names.rmdir(parent, name, now_ns=time.time_ns())
-        self._note(Op(kind="rmdir", path=path))
+        self.files.note(Op(kind="rmdir", path=path))
         self._left(node)
 
     async def rename(
         self, parent: Ino, name: bytes, to_parent: Ino, to_name: bytes, flags: int
     ) -> None:
+        self._require_journal()
         path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
         covered = self._covered.covers(path), self._covered.covers(to)
         if not any(covered):
@@ -234,7 +239,7 @@ class Writing:
         )
         if renamed is None:
             return
-        self._note(Op(kind="rename", path=path, to=to, object=renamed.node.object))
+        self.files.note(Op(kind="rename", path=path, to=to, object=renamed.node.object))
         if renamed.replaced is not None:
             self._left(renamed.replaced)
 
@@ -304,7 +309,7 @@ class Writing:
         if node.object > 0 and (atime_ns is not None or mtime_ns is not None):
             await self.files.set_times(node, atime_ns=node.atime_ns, mtime_ns=node.mtime_ns)
         if node.names:
-            self._note(
+            self.files.note(
                 Op(
                     kind="attr",
                     path=self.names.visible_path(ino),
@@ -353,7 +358,7 @@ class Writing:
             node = self.names.remove_xattr(ino, name, now_ns=now_ns)
         else:
             node = self.names.set_xattr(ino, name, value, now_ns=now_ns)
-        self._note(Op(kind="xattr", path=path, object=node.object, xattrs={name: value}))
+        self.files.note(Op(kind="xattr", path=path, object=node.object, xattrs={name: value}))
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -437,7 +442,7 @@ class Writing:
         node.object = number
         if not node.xattrs:
             node.xattrs = xattrs
-        self._note(Op(kind="take", path=path, object=number, mode=node.mode))
+        self.files.note(Op(kind="take", path=path, object=number, mode=node.mode))
         self._taken(ino)
         self.files.opened(node, fd, created=False)
         if staged >= 0:
@@ -484,12 +489,6 @@ class Writing:
     def _take_number(self) -> int:
         self._next_object += 1
         return self._next_object - 1
-
-    def _note(self, op: Op) -> None:
-        seq = self._journal.append(op)
-        if op.object:
-            self.files.noted(op.object, seq)
-        self._drain.put(seq, op)
 
 
 class _NoRoomError(Exception):
