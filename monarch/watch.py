@@ -82,7 +82,9 @@ class Watch:
         changed = failed = 0
         if not self._just_built:
             for batch in batches(self._names.snapshot.directories(), _BATCH):
-                changed += len(await self._differing(batch))
+                differing = await self._differing(batch)
+                # Where something was written through the mount, that changes the source.
+                changed += sum(not self._names.is_written(ino) for ino in differing)
             if changed and changed != self.changed_directories:
                 told = counted(changed, "directory", "directories")
                 log.warning(

@@ -69,7 +69,8 @@ class Folders:
         fd = self._open.get(parent)
         if fd is None:
             fd = self._open[parent] = self._home.directory(parent, make=make)
-        return fd, name
+        # The root has no name, and is in itself.
+        return fd, name or b"."
 
     def sync(self) -> None:
         """Raises OSError."""
