@@ -29,8 +29,8 @@ from monarch.placement.residency import SOURCE
 from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile
-from monarch.types import Identity, Ino
-from monarch.units import MiB
+from monarch.types import ROOT_INO, Identity, Ino
+from monarch.units import KiB, MiB
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import FastWrites
 from monarch.vfs.stock import Stock, WrittenFile
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TURN_BYTES = 8 * MiB
+# An empty object, and what its directory may need.
+_OBJECT_BYTES = 64 * KiB
 # A file that is open and was not written for so long is recorded as it is. Seconds.
 _QUIET_S = 2.0
 _LOOK_S = 0.5
@@ -205,19 +207,23 @@ class WrittenFiles:
     # -- open and closed ---------------------------------------------------------------------------
 
     async def create(self, number: int) -> int:
-        """The descriptor of a new object."""
+        """The descriptor of a new object. Raises Refused, ENOSPC if there is no room for it."""
+        try:
+            return await self._ask(self._objects.create, number)
+        except Refused as error:
+            if error.errno not in FULL or not await self._make_room(_OBJECT_BYTES):
+                raise
         return await self._ask(self._objects.create, number)
 
     async def sync_object(self, number: int, fd: int) -> None:
         """Until the bytes of an object are safe that nobody has open yet."""
         await self._ask(self._objects.sync, number, fd)
 
-    async def stage(self, ino: Ino, number: int) -> int:
-        """The descriptor of its staged file at the source, in the place of an object that has no
+    async def stage(self, path: bytes, number: int) -> int:
+        """The descriptor of a staged file at the source, in the place of an object that has no
         room. Raises SourceError."""
-        path = self._names.visible_path(ino)
         part = partial(self._home.open_part, path, number, make=True, through=True)
-        return await self._inquiry.ask(ino, part)
+        return await self._inquiry.ask(ROOT_INO, part)
 
     async def go_on_there(self, node: Node, fd: int) -> None:
         """The bytes of a file are in its staged file at the source, ``fd``, from now on."""
@@ -227,7 +233,8 @@ class WrittenFiles:
         self.note(Op(kind="through", path=path, object=node.object))
         self._stock.went_through(node.object, path)
         file = self._open[node.ino]
-        file.left_fd, file.fd = file.fd, fd
+        if file.fd != fd:
+            file.left_fd, file.fd = file.fd, fd
         file.is_through = True
         node.blocks = 0
         self._stock.own(node)
@@ -458,7 +465,7 @@ class WrittenFiles:
             raise Refused(errno.ENOSPC)
         if self._fast is not None:
             await self._ask(self._fast.unbind, file.ino)
-        fd = await self.stage(file.ino, file.object)
+        fd = await self.stage(self._names.visible_path(file.ino), file.object)
         try:
             node.size = await self._inquiry.ask(file.ino, _copy_all, file.fd, fd)
         except BaseException:

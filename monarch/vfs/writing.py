@@ -111,7 +111,14 @@ class Writing:
         if self.names.lookup(parent, name) is not None:
             raise Refused(errno.EEXIST)
         number = self._take_number()
-        fd = await self.files.create(number)
+        is_here = True
+        try:
+            fd = await self.files.create(number)
+        except Refused as error:
+            if error.errno not in FULL:
+                raise
+            is_here = False
+            fd = await self.files.stage(path, number)
         try:
             node = self.names.make(
                 parent,
@@ -126,8 +133,10 @@ class Writing:
             os.close(fd)
             self.files.remove(number)
             raise
-        self._note_made("create", node, path)
+        self._note_made("create", node, self.names.visible_path(node.ino))
         self.files.opened(node, fd, created=True)
+        if not is_here:
+            await self.files.go_on_there(node, fd)
         return self.names.attributes(node.ino)
 
     def make(
@@ -427,7 +436,7 @@ class Writing:
             try:
                 xattrs = await self._bring(ino, fd, empty=empty)
             except _NoRoomError:
-                staged = await self.files.stage(ino, number)
+                staged = await self.files.stage(self.names.visible_path(ino), number)
                 xattrs = await self._bring(ino, staged, empty=empty)
         except BaseException:
             for opened in (fd, staged):

@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_at_any_write_costs_no_byte(
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(4096)):
                 pass
-        os.truncate(filler, max(0, filler.stat().st_size - full_at * piece - (8 << 10)))
+        os.truncate(filler, filler.stat().st_size - full_at * piece)
         content = contents(str(full_at), piece * pieces)
         with (mounted.path / f"{full_at}").open("wb", buffering=0) as file:
             for number in range(pieces):
