@@ -55,9 +55,11 @@ volume client{number}
     option ping-timeout {patience_s}
 end-volume
 """
+# On a disk that is nearly full it would put all names on the first server.
 _SPREAD = """\
 volume spread
     type cluster/distribute
+    option min-free-disk 1%
     subvolumes {all}
 end-volume
 """
