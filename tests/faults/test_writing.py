@@ -286,7 +286,7 @@ def test_a_name_is_at_the_source_never_before_its_content(
     tree({"ckpt/latest": 1000})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     old, new = contents("ckpt/latest", 1000), contents("new", 5 * _MB)
-    slow.rules("bw write 5000000 .*")
+    slow.rules("bw write 5000000 .*", "lat rename 500 .*")
     put(mounted.path / "ckpt/tmp", new)
     (mounted.path / "ckpt/tmp").rename(mounted.path / "ckpt/latest")
     seen = set()

@@ -195,8 +195,8 @@ def test_what_was_open_when_the_daemon_was_killed_is_there_as_it_was_written(
         with suppress(OSError):
             file.close()
     again = monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
-    assert (again.path / "logs/fresh").read_bytes() == b"never closed"
-    assert (again.path / "logs/known").read_bytes() == b"recorded, and not"
+    assert (again.path / "logs/known").stat().st_size == len(b"recorded, and not")
+    # Nobody opens them, which would record them as well.
     again.umount()
     assert (absorbing.source / "logs/fresh").read_bytes() == b"never closed"
     assert (absorbing.source / "logs/known").read_bytes() == b"recorded, and not"
