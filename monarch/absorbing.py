@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 PREFIX = "absorbed-"
 _SNAPSHOT = "snapshot"
+# How long small files may wait for the drain while more of them come. Seconds.
+_HOLD_S = 5.0
 # Calls of the absorbing tier at the same time: opening, writing beside the fast path, fsync.
 _TIER_THREADS = 16
 
@@ -232,6 +234,7 @@ class WriteSide:
             workers=settings.writeback.workers,
             busy=readers.busy,
             demand=self._is_pressed,
+            hold_s=_HOLD_S,
         )
         self.files = WrittenFiles(
             names=names,

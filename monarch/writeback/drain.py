@@ -12,6 +12,7 @@ given up could still be carried out, behind what came after it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Paths = tuple[bytes, ...]
 
+# Who writes many files is let be for so long after each. Seconds.
+_QUIET_S = 0.3
+_HOLD_STEP_S = 0.05
 # What one turn in a worker thread moves.
 _TURN_BYTES = 4 * MiB
 # Changes made in one turn: the hop costs as much as a change of a fast source.
@@ -148,7 +152,9 @@ class Drain:
     ``bandwidth`` in bytes a second, 0 for no limit. ``workers`` contents are staged at once; with
     ``verify`` each is read back. ``busy``: whether somebody reads the source at that time of the
     loop's clock, who then goes first unless ``demand`` says that the backlog must shrink.
-    ``threads`` is where calls wait that may hang; it abandons those of a caller who is cancelled.
+    While changes come one after the other they wait, up to ``hold_s``: the disk that they go to is
+    the one that the drain would keep busy. ``threads`` is where calls wait that may hang; it
+    abandons those of a caller who is cancelled.
     """
 
     def __init__(
@@ -164,7 +170,10 @@ class Drain:
         workers: int,
         busy: Callable[[float], bool],
         demand: Callable[[], bool],
+        hold_s: float = 0.0,
     ) -> None:
+        self._hold_s = hold_s
+        self._last_put_s = -math.inf
         self._journal = journal
         self._objects = objects
         self._home = home
@@ -213,6 +222,8 @@ class Drain:
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
         record = self._journal.written
+        if self._hold_s:
+            self._last_put_s = trio.current_time()
         self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
         if op.kind == "content" or len(self._queue) == 1:
             self._changed.unpark_all()
@@ -269,6 +280,10 @@ class Drain:
                 nursery.start_soon(self._stage_ahead)
             while True:
                 try:
+                    if self._queue and self._is_held():
+                        await trio.sleep(_HOLD_STEP_S)
+                        self._changed.unpark_all()
+                        continue
                     if self._queue:
                         await self._advance()
                     elif self._touched:
@@ -292,6 +307,15 @@ class Drain:
                         self._trouble = None
                         self._changed.unpark_all()
                     self._pause_s = _BACKOFF_S[0]
+
+    def _is_held(self) -> bool:
+        """Whether somebody is writing one file after the other, and nobody waits for the source."""
+        if not self._hold_s or self._waiters:
+            return False
+        if trio.current_time() - self._last_put_s > _QUIET_S:
+            return False
+        age_s = (time.time_ns() - self._queue[0].recorded_ns) / 1e9
+        return 0 <= age_s < self._hold_s and not self._demand()
 
     async def _rest(self, error: Exception, words: str) -> None:
         what = "the journal's marks"
@@ -507,6 +531,8 @@ class Drain:
         """The first content that may be staged before it is its turn: no earlier one of the same
         object waits, and the directory that it comes into is the one that is there now."""
         if self._trouble is not None or self._staged >= _MOST_STAGED:
+            return None
+        if self._queue and self._is_held():
             return None
         objects: set[int] = set()
         changing: set[bytes] = set()

@@ -28,6 +28,7 @@ class Objects:
         self._directory = os.fsencode(directory)
         # Made since the start, their names not yet known to be on the disk.
         self._new: set[int] = set()
+        self._new_buckets: set[bytes] = set()
         self._lock = threading.Lock()
 
     def create(self, number: int) -> int:
@@ -39,8 +40,11 @@ class Objects:
         try:
             return os.open(path, flags, 0o600)
         except FileNotFoundError:
+            bucket = os.path.dirname(path)
+            with self._lock:
+                self._new_buckets.add(bucket)
             with suppress(FileExistsError):
-                os.mkdir(os.path.dirname(path), 0o700)
+                os.mkdir(bucket, 0o700)
             return os.open(path, flags, 0o600)
 
     def open(self, number: int) -> int:
@@ -57,11 +61,13 @@ class Objects:
         with self._lock:
             if number not in self._new:
                 return
-        bucket = os.path.dirname(self._path(number))
-        # The bucket may be new as well.
-        for directory in (bucket, self._directory):
-            _sync_directory(directory)
+            bucket = os.path.dirname(self._path(number))
+            is_new = bucket in self._new_buckets
+        _sync_directory(bucket)
+        if is_new:
+            _sync_directory(self._directory)
         with self._lock:
+            self._new_buckets.discard(bucket)
             self._new.discard(number)
 
     def remove(self, number: int) -> None:
