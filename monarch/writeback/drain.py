@@ -309,8 +309,13 @@ class Drain:
                     self._pause_s = _BACKOFF_S[0]
 
     def _is_held(self) -> bool:
-        """Whether somebody is writing one file after the other, and nobody waits for the source."""
+        """Whether somebody is writing one file after the other, and nobody waits for the source.
+
+        Who has synced a file wants it to be safe: that is not held.
+        """
         if not self._hold_s or self._waiters:
+            return False
+        if any(entry.op.synced for entry in islice(self._queue, _WINDOW)):
             return False
         if trio.current_time() - self._last_put_s > _QUIET_S:
             return False
