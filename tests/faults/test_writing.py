@@ -269,6 +269,7 @@ def test_a_record_whose_bytes_are_gone_is_told_and_what_is_behind_it_goes_on(
     slow.rules("err write EIO .*")
     put(mounted.path / "one", b"new" * 1000)
     put(mounted.path / "two", b"two" * 1000)
+    wait_until(lambda: "does not get on" in mounted.log_text, "the drain has failed")
     mounted.kill()
     (lost,) = (p for p in mounted.tiers["fast"].rglob("absorbed-*/01/1"))
     lost.unlink()
