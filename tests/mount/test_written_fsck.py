@@ -19,6 +19,7 @@ from monarch.write_premises import check_writing
 from tests.conftest import MonarchCommand, Mounted, contents
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, needs_root
+from tests.mount.observe import wait_until
 
 pytestmark = [needs_fuse, pytest.mark.modes("auto")]
 
@@ -68,6 +69,7 @@ def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
     with open(mounted.path / "ckpt/a", "ab") as file:
         os.fsync(file.fileno())
     assert check(mounted) == {}
+    wait_until(lambda: "does not get on" in mounted.log_text, "the drain has failed")
     mounted.umount("--abandon")
     (directory,) = mounted.tiers["fast"].glob("monarch/absorbed-*")
     assert check(mounted) == {}
