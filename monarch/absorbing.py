@@ -303,7 +303,7 @@ class WriteSide:
 
     def _is_pressed(self) -> bool:
         """Whether what waits takes so much that it goes before readers of the source."""
-        return self.drain.backlog().bytes > self.room.reserve / 2
+        return self.drain.waiting_bytes > self.room.reserve / 2
 
     async def _make_room(self, size: int) -> bool:
         return await self.room.make(size)

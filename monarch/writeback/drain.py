@@ -173,6 +173,8 @@ class Drain:
         hold_s: float = 0.0,
     ) -> None:
         self._hold_s = hold_s
+        # Of all contents that wait, also of several of one file.
+        self.waiting_bytes = 0
         self._last_put_s = -math.inf
         self._journal = journal
         self._objects = objects
@@ -218,6 +220,7 @@ class Drain:
                 self._done_upto = seq
             else:
                 self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
+                self.waiting_bytes += op.size
 
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
@@ -225,6 +228,7 @@ class Drain:
         if self._hold_s:
             self._last_put_s = trio.current_time()
         self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
+        self.waiting_bytes += op.size
         if op.kind == "content" or len(self._queue) == 1:
             self._changed.unpark_all()
 
@@ -315,12 +319,12 @@ class Drain:
         """
         if not self._hold_s or self._waiters:
             return False
-        if any(entry.op.synced for entry in islice(self._queue, _WINDOW)):
-            return False
         if trio.current_time() - self._last_put_s > _QUIET_S:
             return False
         age_s = (time.time_ns() - self._queue[0].recorded_ns) / 1e9
-        return 0 <= age_s < self._hold_s and not self._demand()
+        if not 0 <= age_s < self._hold_s or self._demand():
+            return False
+        return not any(entry.op.synced for entry in islice(self._queue, _WINDOW))
 
     async def _rest(self, error: Exception, words: str) -> None:
         what = "the journal's marks"
@@ -460,6 +464,7 @@ class Drain:
             points.reached("drain-marked")
         for entry, step in zip(batch[: len(done)], steps, strict=False):
             self._queue.popleft()
+            self.waiting_bytes -= entry.op.size
             self._arrived(entry, step is not None, done[entry.seq])
         self._changed.unpark_all()
         if outcome.error is not None:

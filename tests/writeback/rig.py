@@ -521,10 +521,14 @@ async def draining(
     busy: Callable[[float], bool] = lambda now: False,
     demand: Callable[[], bool] = lambda: False,
     catch_up: bool = True,
+    abandon: bool = True,
 ) -> AsyncIterator[Drain]:
-    """A drain at work to ``root``, by default the world's own source."""
+    """A drain at work to ``root``, by default the world's own source.
+
+    Without ``abandon`` its threads are at rest when it is over, as those of a killed daemon are.
+    """
     source = Source(os.fsencode(root or world.source))
-    threads = Threads(workers + 2, "drain", abandon=True)
+    threads = Threads(workers + 2, "drain", abandon=abandon)
     drain = Drain(
         journal=world.journal,
         objects=world.objects,

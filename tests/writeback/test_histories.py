@@ -194,7 +194,7 @@ async def life(
     with monkeypatch.context() as patched:
         patched.setattr(points, "reached", reached)
         try:
-            async with draining(world, replay) as drain:
+            async with draining(world, replay, abandon=False) as drain:
                 for _ in range(steps):
                     walk.step()
                     await trio.sleep(0.0001 if walk._random.random() < 0.7 else 1)
