@@ -80,12 +80,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``-k S1`` chooses the tests of a row of the table of faults, ``-k promise_3`` a promise's."""
+    """Make rows, promises and findings words that ``-k`` knows.
+
+    ``-k S1`` chooses the tests of a row of the table of faults, ``-k promise_3`` those of a
+    promise, ``-k finding_D3`` those of a finding of an outside test.
+    """
     for item in items:
         for mark in item.iter_markers("fault"):
             item.extra_keyword_matches.update(mark.args)
         for mark in item.iter_markers("promise"):
             item.extra_keyword_matches.update(f"promise_{number}" for number in mark.args)
+        for mark in item.iter_markers("finding"):
+            item.extra_keyword_matches.update(f"finding_{number}" for number in mark.args)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -34,7 +34,7 @@ def _arguments(name: str) -> Iterator[object]:
 def test_every_row_of_the_table_has_tests_and_protections_and_no_other_is_named() -> None:
     table = (ROOT / "docs/faults.md").read_text()
     rows = set(re.findall(r"^\| ([A-Z]\w+) \|", table, re.MULTILINE))
-    assert len(rows) == 34
+    assert len(rows) >= 34
     assert marked("fault") == rows
     protected = {row for protection in protections() for row in protection.rows}
     assert {row for row in protected if not row.startswith("promise ")} == rows
@@ -44,7 +44,9 @@ def test_every_row_of_the_table_has_tests_and_protections_and_no_other_is_named(
 def test_every_promise_has_a_test_and_no_other_is_named() -> None:
     text = (ROOT / "docs/semantics.md").read_text()
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", text, re.MULTILINE)]
-    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    # A number is given once and never again, so that old notes keep their meaning.
+    assert len(numbers) == len(set(numbers))
+    assert len(numbers) >= 76
     assert marked("promise") == set(numbers)
 
 
