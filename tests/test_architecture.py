@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "vocabulary",
         (
             *("types", "errors", "units", "order", "points", "text"),
-            *("absorbed", "beneath", "buckets", "footing"),
+            *("absorbed", "beneath", "buckets", "credentials", "footing"),
             *("health", "registry", "report", "threads"),
         ),
     ),

@@ -5,7 +5,10 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, cast, get_args
+
+from monarch.credentials import Credentials
 
 Kind = Literal[
     "create",
@@ -51,7 +54,8 @@ class Op:
     gone     nobody has the ``object`` any more, and its file was removed
 
     ``ino`` is the number that the mount shows; ``object`` is 0 where the file has none. Modes hold
-    permission bits, of mknod the type as well. Sizes in bytes, times in ns since the epoch.
+    permission bits, of mknod the type as well. Sizes in bytes, times in ns since the epoch. ``by``:
+    the user who made the change; None in a journal of a version that did not record it.
     """
 
     kind: Kind
@@ -70,6 +74,7 @@ class Op:
     xattrs: Mapping[bytes, bytes | None] = field(default_factory=dict)
     synced: bool = False
     through: bool = False
+    by: Credentials | None = None
 
     def names(self) -> tuple[bytes, ...]:
         """All paths that it is about."""
@@ -107,6 +112,8 @@ def to_record(op: Op) -> dict[str, Any]:
     for name in _FLAGS:
         if getattr(op, name):
             record[name] = True
+    if op.by is not None:
+        record["by"] = [op.by.uid, op.by.gid, *op.by.groups]
     return record
 
 
@@ -129,9 +136,16 @@ def from_record(record: Mapping[str, Any]) -> Op:
             },
             synced=bool(record.get("synced", False)),
             through=bool(record.get("through", False)),
+            by=_credentials(*record["by"]) if "by" in record else None,
         )
     except (TypeError, AttributeError) as error:
         raise ValueError(f"an operation that cannot be read: {error}") from error
+
+
+@lru_cache(1024)
+def _credentials(uid: int, gid: int, *groups: int) -> Credentials:
+    # Cached, so that the records of one user share one.
+    return Credentials(uid, gid, groups)
 
 
 def text(name: bytes) -> str:

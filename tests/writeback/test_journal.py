@@ -14,6 +14,7 @@ import pytest
 import xxhash
 
 from monarch import points
+from monarch.credentials import Credentials
 from monarch.errors import TierError
 from monarch.types import Identity
 from monarch.writeback.journal import Journal, Op, Replay
@@ -24,7 +25,7 @@ IDENTITY = Identity(5, 1_000_000_001, 2_000_000_002, 77)
 
 EVERYTHING = (
     Op(kind="create", path=b"a", object=1, ino=1 << 33, mode=0o640, uid=1000, gid=1001),
-    Op(kind="take", path=b"d/\xff\n\"'", object=2),
+    Op(kind="take", path=b"d/\xff\n\"'", object=2, by=Credentials(1001, 1002, (7, 4294967294))),
     Op(kind="mkdir", path=b"d", mode=0o1777, ino=(1 << 33) + 1),
     Op(kind="symlink", path=b"s", to=b"../\x80 target"),
     Op(kind="mknod", path=b"f", mode=0o10600, rdev=259),

@@ -1,0 +1,165 @@
+"""The identity with which one thread of a root daemon acts on files, set for one call and put back.
+
+The kernel keeps the file system identity of each thread apart: user, group, supplementary groups
+and capabilities. libc's ``setgroups`` would change those of all threads, so the system call is made
+directly. A daemon that is not root has one identity only and keeps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import platform
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# Of setgroups, by machine: asm/unistd.h.
+_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
+# Version 3 of linux/capability.h: two words each of effective, permitted, inheritable.
+_CAPABILITIES_3 = 0x20080522
+_CAPABILITY_WORDS = "=6I"
+# What setfsuid and setfsgid take for "tell, and change nothing".
+_NO_ID = ctypes.c_uint32(-1)
+# Groups of a process are looked for in so much of its status, in bytes: 65,536 have room in it.
+_LARGEST_STATUS = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A user, a group, and supplementary groups, by number."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+    @property
+    def is_root(self) -> bool:
+        return self.uid == 0
+
+
+ROOT = Credentials(0, 0)
+
+
+def credentials_of(pid: int, uid: int, gid: int) -> Credentials:
+    """Of a process that waits for an answer and acts as ``uid`` and ``gid``.
+
+    Its supplementary groups are those that it has at this moment. A process that cannot be seen
+    from here (another pid namespace) has none.
+    """
+    if uid == 0:
+        return Credentials(uid, gid)
+    return Credentials(uid, gid, _groups_of(pid, uid))
+
+
+def _groups_of(pid: int, uid: int) -> tuple[int, ...]:
+    if pid <= 0:
+        return ()
+    status = b""
+    try:
+        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while part := os.read(fd, _LARGEST_STATUS):
+                status += part
+        finally:
+            os.close(fd)
+    except OSError:
+        return ()
+    groups: tuple[int, ...] = ()
+    for line in status.split(b"\n"):
+        key, _, value = line.partition(b":")
+        if key == b"Uid" and int(value.split()[3]) != uid:
+            # The number belongs to another process by now.
+            return ()
+        if key == b"Groups":
+            groups = tuple(map(int, value.split()))
+            break
+    return groups
+
+
+def can_act_as_others() -> bool:
+    """Whether this process is one whose threads take the identity of a caller."""
+    return os.geteuid() == 0
+
+
+@contextmanager
+def acting_as(credentials: Credentials | None) -> Iterator[None]:
+    """Let this thread act on files with the rights of ``credentials``, and with no capability.
+
+    None, and those of root, change nothing; nor does a daemon that is not root change anything.
+    It must not be nested in another identity than root's, and nothing in it may wait for another
+    thread. Raises OSError if the kernel refuses the identity; then the thread has its own.
+    """
+    if credentials is None or credentials.is_root or not can_act_as_others():
+        yield
+        return
+    groups, gid = os.getgroups(), _LIBC.setfsgid(_NO_ID) & 0xFFFFFFFF
+    capabilities = _capabilities()
+    try:
+        _take(credentials)
+        yield
+    finally:
+        try:
+            _set_id(_LIBC.setfsuid, 0)
+            _set_capabilities(capabilities)
+            _set_id(_LIBC.setfsgid, gid)
+            _set_groups(groups)
+        except OSError:
+            log.critical("a thread cannot take its own identity back: the daemon ends")
+            os.abort()
+
+
+def _take(credentials: Credentials) -> None:
+    _set_groups(credentials.groups)
+    _set_id(_LIBC.setfsgid, credentials.gid)
+    _set_id(_LIBC.setfsuid, credentials.uid)
+    # That takes away the capabilities about files, but not the one to go beyond a quota, nor others
+    # that a file system may ask for.
+    _set_capabilities(_without_effective(_capabilities()))
+
+
+def _set_groups(groups: Sequence[int]) -> None:
+    number = _SETGROUPS.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"no way to set the groups of a thread on {platform.machine()}")
+    values = (ctypes.c_uint32 * len(groups))(*groups)
+    if _LIBC.syscall(ctypes.c_long(number), ctypes.c_size_t(len(groups)), values) != 0:
+        raise _error()
+
+
+def _set_id(call: Callable[[ctypes.c_uint32], int], wanted: int) -> None:
+    call(ctypes.c_uint32(wanted))
+    # These calls do not tell whether they were refused.
+    if call(_NO_ID) & 0xFFFFFFFF != wanted:
+        raise OSError(errno.EPERM, f"the identity {wanted} is refused")
+
+
+def _capabilities() -> bytes:
+    """Effective, permitted and inheritable, twice: the lower and the upper half."""
+    header = struct.pack("=Ii", _CAPABILITIES_3, 0)
+    data = ctypes.create_string_buffer(struct.calcsize(_CAPABILITY_WORDS))
+    if _LIBC.capget(header, data) != 0:
+        raise _error()
+    return data.raw
+
+
+def _without_effective(capabilities: bytes) -> bytes:
+    words = list(struct.unpack(_CAPABILITY_WORDS, capabilities))
+    words[0] = words[3] = 0
+    return struct.pack(_CAPABILITY_WORDS, *words)
+
+
+def _set_capabilities(capabilities: bytes) -> None:
+    if _LIBC.capset(struct.pack("=Ii", _CAPABILITIES_3, 0), capabilities) != 0:
+        raise _error()
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

@@ -1,0 +1,105 @@
+"""The identity of one thread: what it may do, and that it comes back; the others keep theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from monarch.credentials import ROOT, Credentials, acting_as, credentials_of
+
+pytestmark = pytest.mark.finding("D1")
+ALICE = Credentials(1001, 1001, (2000, 2001))
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A directory of root that all may enter, in one that nobody else could."""
+    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        path.chmod(0o755)
+    tmp_path.chmod(0o1777)
+    return tmp_path
+
+
+def status() -> dict[str, str]:
+    text = Path(f"/proc/self/task/{threading.get_native_id()}/status").read_text()
+    return dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+
+
+def test_the_source_s_kernel_decides_what_a_thread_may_do(shared: Path) -> None:
+    before = status()
+    (shared / "closed").write_bytes(b"root's")
+    (shared / "closed").chmod(0o600)
+    with acting_as(ALICE):
+        now = status()
+        assert now["Groups"].split() == ["2000", "2001"]
+        assert int(now["CapEff"], 16) == 0
+        with pytest.raises(PermissionError):
+            (shared / "closed").read_bytes()
+        with pytest.raises(PermissionError):
+            (shared / "closed").unlink()
+        (shared / "mine").write_bytes(b"")
+    assert (shared / "mine").stat().st_uid == 1001
+    after = status()
+    for key in ("Uid", "Gid", "Groups", "CapEff", "CapPrm", "CapInh"):
+        assert after[key] == before[key]
+    assert (shared / "closed").read_bytes() == b"root's"
+
+
+def test_the_supplementary_groups_count(shared: Path) -> None:
+    (shared / "groups").mkdir()
+    os.chown(shared / "groups", 0, 2001)
+    (shared / "groups").chmod(0o2770)
+    with acting_as(ALICE):
+        (shared / "groups/file").write_bytes(b"")
+    assert (shared / "groups/file").stat().st_gid == 2001
+    with acting_as(Credentials(1002, 1002)), pytest.raises(PermissionError):
+        (shared / "groups/other").write_bytes(b"")
+
+
+def test_the_other_threads_keep_theirs() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with acting_as(ALICE):
+            inside.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    try:
+        assert status()["Uid"].split() == ["0"] * 4
+        assert 2001 not in os.getgroups()
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_an_error_inside_puts_it_back() -> None:
+    with pytest.raises(KeyError), acting_as(ALICE):
+        raise KeyError
+    assert status()["Uid"].split() == ["0"] * 4
+
+
+def test_root_and_nobody_in_particular_change_nothing() -> None:
+    for credentials in (None, ROOT):
+        with acting_as(credentials):
+            assert int(status()["CapEff"], 16) != 0
+
+
+def test_the_groups_of_a_process_are_those_that_it_has_now() -> None:
+    groups = tuple(range(3000, 3600))
+    process = subprocess.Popen(["sleep", "60"], user=1001, group=1001, extra_groups=groups)
+    try:
+        found = credentials_of(process.pid, 1001, 1001)
+        assert found == Credentials(1001, 1001, groups)
+        # The number of another user's process says nothing, nor does one that cannot be seen.
+        assert credentials_of(process.pid, 1002, 1002).groups == ()
+        assert credentials_of(0, 1001, 1001).groups == ()
+    finally:
+        process.kill()
+        process.wait()
