@@ -29,7 +29,7 @@ import numpy as np
 import trio
 
 from monarch import log as log_setup
-from monarch import points
+from monarch import points, signals
 from monarch.absorbing import WriteSide, absorbing
 from monarch.checkup import Checkup
 from monarch.control.server import Server
@@ -157,7 +157,7 @@ def run(
             source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
-            with interruptible():
+            with signals.interruptible():
                 snapshot, just_built = snapshot_for(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
             tell_unreadable(snapshot)
@@ -197,18 +197,6 @@ def _give_memory_back() -> None:
     mallopt(_M_ARENA_MAX, 2)
     mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is under way as Ctrl-C does, so that it leaves nothing behind."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,8 +569,8 @@ class _Mount:
         ready()
 
     async def _signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-            async for number in signals:
+        with trio.open_signal_receiver(*signals.ending()) as received:
+            async for number in received:
                 log.info("ending on %s", signal.Signals(number).name)
                 self._stop()
 

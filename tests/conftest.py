@@ -96,6 +96,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[_RUN_VARIABLE] = uuid.uuid4().hex
+    # A shell that starts the run in the background has it ignore SIGINT, and each program that a
+    # test starts would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def require_fuse() -> None:

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             *("types", "errors", "units", "order", "points", "text"),
             *("absorbed", "beneath", "buckets", "credentials", "footing"),
-            *("health", "registry", "report", "threads"),
+            *("health", "registry", "report", "signals", "threads"),
         ),
     ),
     ("settings", ("settings", "places", "config", "metrics", "log")),

@@ -278,6 +278,17 @@ def test_a_capped_disk_reads_at_its_cap_inside_the_group_only(tmp_path: Path) ->
     assert not (tmp_path / "disk.img").exists()
 
 
+def test_a_run_in_the_background_under_nohup_starts_programs_that_control_c_ends() -> None:
+    case = "tests/namespace/test_build.py::test_control_c_leaves_nothing"
+    run = f"{sys.executable} -m pytest -n 0 -q -p no:cacheprovider {case}"
+    # Without job control, as in a script, what stands before the & has SIGINT ignored.
+    done = subprocess.run(
+        ["bash", "-c", f"nohup {run} & wait $!"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
 def test_a_process_that_left_its_session_is_found_by_its_environment() -> None:
     environment = {**os.environ, "MONARCH_TEST_CASE": "found"}
     sleeper = subprocess.Popen(["sleep", "60"], env=environment, start_new_session=True)

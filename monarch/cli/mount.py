@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from monarch import config
+from monarch import config, signals
 from monarch.cli.output import progress_bar, stderr
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.places import state_directory
@@ -84,7 +84,7 @@ def mount(
                 ),
             )
         return
-    with daemon.interruptible():
+    with signals.interruptible():
         _start(
             settings,
             lambda *calls: daemon.run(
@@ -177,8 +177,7 @@ def _become_daemon(writing: int, serve: Serve) -> NoReturn:
     """The child: a session of its own, nothing of the caller's held open, then ``serve``."""
     code = 0
     try:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
+        signals.heed_all()
         os.setsid()
         os.chdir("/")
         os.umask(0o077)

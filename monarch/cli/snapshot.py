@@ -20,6 +20,7 @@ from monarch.namespace.compare import verify as verify_snapshot
 from monarch.namespace.refresh import refresh as refresh_snapshot
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
+from monarch.signals import interruptible
 from monarch.text import escape_text
 from monarch.units import format_bytes
 
@@ -69,7 +70,7 @@ def build(
       monarch snapshot build /pfs/imagenet -o imagenet.snapshot
       monarch snapshot build /pfs/imagenet -o imagenet.snapshot -j 128
     """
-    with progress_bar(quiet=quiet) as progress:
+    with interruptible(), progress_bar(quiet=quiet) as progress:
         told = build_snapshot(
             source, output, jobs=jobs, one_file_system=one_file_system, progress=progress
         )
@@ -184,7 +185,7 @@ def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, qui
       monarch snapshot refresh /pfs/imagenet imagenet.snapshot
       monarch snapshot refresh /pfs/imagenet imagenet.snapshot --quick
     """
-    with progress_bar(quiet=quiet) as progress:
+    with interruptible(), progress_bar(quiet=quiet) as progress:
         report = refresh_snapshot(source, file, jobs=jobs, quick=quick, progress=progress)
     if as_json:
         emit_json({**asdict(report), "info": _info_as_json(file, report.info)})

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,18 @@ def not_mounted(
     return done
 
 
-def start(monarch: MonarchCommand, *arguments: str) -> subprocess.Popen[str]:
-    """``monarch ARGUMENTS`` in the background, with its stderr as a pipe."""
+def start(
+    monarch: MonarchCommand, *arguments: str, ignored: Sequence[signal.Signals] = ()
+) -> subprocess.Popen[str]:
+    """``monarch ARGUMENTS`` beside the test, with its stderr as a pipe.
+
+    ``ignored``: signals that it inherits as ignored, SIGHUP as by ``nohup``, SIGINT as by ``&``.
+    """
+
+    def ignore() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
     return subprocess.Popen(
         [sys.executable, "-m", "monarch", *arguments],
         env=monarch.environment(),
@@ -65,8 +75,7 @@ def start(monarch: MonarchCommand, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # In the background of a shell it would be ignored, and by us as well.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=ignore,
     )
 
 

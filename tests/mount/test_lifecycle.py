@@ -121,6 +121,48 @@ def test_in_the_foreground_it_stays_logs_to_stderr_and_ends_on_sigterm_with_0(
     assert ended_cleanly(state)
 
 
+@needs_slow_source
+@pytest.mark.fault("M3")
+@pytest.mark.promise(103)
+def test_what_nohup_and_the_background_of_a_shell_ignore_ends_nothing_and_sigterm_all(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source, mnt, state = tree({f"{name}": 1 for name in range(400)}), tmp_path / "mnt", "state"
+    mnt.mkdir()
+    ignored = (signal.SIGHUP, signal.SIGINT)
+    with SlowSource(source, tmp_path / "slow") as slow:
+        slow.rules("lat readdir 300", "lat getattr 100")
+        (tmp_path / "built").mkdir()
+        command = ["snapshot", "build", str(slow.path), "-o", str(tmp_path / "built/names")]
+        process = start(monarch, *command, ignored=ignored)
+        wait_until(lambda: os.listdir(tmp_path / "built") != [], "the build does not begin")
+        for number in (*ignored, signal.SIGTERM):
+            process.send_signal(number)
+        ended(process)
+        assert process.returncode == 130
+        assert os.listdir(tmp_path / "built") == []
+    where = ["--state", str(tmp_path / state), "--tier", f"{tmp_path}/tier:1MiB"]
+    registered(monarch, mnt, source, tmp_path / state)
+    process = start(
+        monarch, "mount", "--foreground", str(source), str(mnt), *where, ignored=ignored
+    )
+    wait_until(lambda: os.path.ismount(mnt), "it does not mount")
+    for number in ignored:
+        process.send_signal(number)
+    assert len(os.listdir(mnt)) == 400 and process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    told = ended(process)
+    assert process.returncode == 0
+    assert "ending on SIGTERM" in told and "SIGHUP" not in told and "SIGINT" not in told
+    # A daemon is in nobody's background: whoever sends it a signal means it.
+    made = registered(monarch, mnt, source, tmp_path / state)
+    ended(start(monarch, "mount", str(source), str(mnt), *where, ignored=ignored))
+    made.pid = int(made.status()["pid"])
+    os.kill(made.pid, signal.SIGINT)
+    wait_until(lambda: not psutil.pid_exists(made.pid), "the daemon still runs")
+    assert ended_cleanly(tmp_path / state)
+
+
 def test_without_tier_and_state_both_are_found(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a": b"content"})
     directory = monarch.directory

@@ -532,17 +532,18 @@ def test_control_c_leaves_nothing(tmp_path: Path, file: Path) -> None:
         for name in range(200):
             os.symlink("x", source / f"{top}" / f"{name}")
     code = (
-        "import sys; from pathlib import Path; from monarch.namespace.build import build\n"
+        "import os, sys; from pathlib import Path; from monarch.namespace.build import build\n"
         "print('ready', flush=True)\n"
-        "while True: build(Path(sys.argv[1]), Path(sys.argv[2]))"
+        "while os.getppid() == int(sys.argv[3]): build(Path(sys.argv[1]), Path(sys.argv[2]))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, source, file],
+        [sys.executable, "-c", code, source, file, str(os.getpid())],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    with process:
+    with process, contextlib.ExitStack() as cleanup:
+        cleanup.callback(process.kill)
         assert process.stdout is not None
         process.stdout.readline()
         deadline = time.monotonic() + 10
