@@ -19,6 +19,13 @@ struct text {
     size_t length;
 };
 
+/* A listing under way. */
+struct listing {
+    uint8_t *buffer;
+    size_t size, used;
+    bool plus;
+};
+
 static uint32_t u32_at(const uint8_t *bytes) {
     uint32_t value;
     memcpy(&value, bytes, sizeof value);
@@ -248,37 +255,58 @@ enum names_answer names_lookup(const struct names *names, uint64_t parent, const
     return NAMES_NONE;
 }
 
+/* Adds one entry to a listing; false if there is no room for it. ``record``: NULL for a directory's
+ * own two names, of which the kernel takes no attributes. */
+static bool add_entry(struct listing *list, uint64_t ino, uint64_t next, const char *name,
+                      size_t name_length, const struct record *record) {
+    size_t head = list->plus ? sizeof(struct direntplus_out) : sizeof(struct dirent_out);
+    size_t length = (head + name_length + 7) & ~(size_t)7;
+    if (length > list->size - list->used)
+        return false;
+    uint32_t type = (record ? record->mode & S_IFMT : S_IFDIR) >> 12;
+    struct direntplus_out out = {.dirent = {ino, next, (uint32_t)name_length, type}};
+    uint8_t *at = list->buffer + list->used;
+    memset(at + length - 8, 0, 8);
+    if (list->plus) {
+        if (record)
+            fill_entry(&out.entry, ino, record);
+        memcpy(at, &out, sizeof out);
+    } else {
+        memcpy(at, &out.dirent, sizeof out.dirent);
+    }
+    memcpy(at + head, name, name_length);
+    list->used += length;
+    return true;
+}
+
 enum names_answer names_list(const struct names *names, uint64_t ino, uint64_t offset, bool plus,
                              uint8_t *buffer, size_t size, size_t *used) {
     uint64_t first, end;
+    struct record directory;
     *used = 0;
-    if (!children_of(names, ino, &first, &end) || differs(names, ino))
+    if (!children_of(names, ino, &first, &end) || differs(names, ino) ||
+        !record_at(names, ino, &directory))
         return NAMES_ASK;
-    size_t head = plus ? sizeof(struct direntplus_out) : sizeof(struct dirent_out);
-    for (uint64_t index = offset; index < end - first; index++) {
-        uint64_t found;
+    struct listing list = {buffer, size, 0, plus};
+    uint64_t own[NAMES_DOTS] = {ino, directory.parent}, count = end - first + NAMES_DOTS;
+    for (uint64_t index = offset; index < count; index++) {
+        if (index < NAMES_DOTS) {
+            if (!add_entry(&list, own[index], index + 1, "..", index + 1, NULL))
+                break;
+            continue;
+        }
+        uint64_t found, place = first + index - NAMES_DOTS;
         struct record record;
         struct text name;
-        if (!name_at(names, first + index, &name) ||
-            !resolved(names, first + index, &found, &record) || differs(names, found))
+        if (!name_at(names, place, &name) || !resolved(names, place, &found, &record) ||
+            differs(names, found)) {
             /* Python goes on from here when it is asked for the rest. */
-            return *used ? NAMES_YES : NAMES_ASK;
-        size_t length = (head + name.length + 7) & ~(size_t)7;
-        if (length > size - *used)
-            break;
-        struct direntplus_out out = {
-            .dirent = {found, index + 1, (uint32_t)name.length, (record.mode & S_IFMT) >> 12},
-        };
-        uint8_t *at = buffer + *used;
-        memset(at + length - 8, 0, 8);
-        if (plus) {
-            fill_entry(&out.entry, found, &record);
-            memcpy(at, &out, sizeof out);
-        } else {
-            memcpy(at, &out.dirent, sizeof out.dirent);
+            *used = list.used;
+            return list.used ? NAMES_YES : NAMES_ASK;
         }
-        memcpy(at + head, name.bytes, name.length);
-        *used += length;
+        if (!add_entry(&list, found, index + 1, (const char *)name.bytes, name.length, &record))
+            break;
     }
+    *used = list.used;
     return NAMES_YES;
 }

@@ -52,6 +52,8 @@ enum names_answer names_file(const struct names *names, uint64_t ino, struct ide
 enum names_answer names_attributes(const struct names *names, uint64_t ino, struct attr *attr);
 enum names_answer names_lookup(const struct names *names, uint64_t parent, const char *name,
                                size_t length, struct entry_out *entry);
+/* Every listing begins with "." and "..". */
+enum { NAMES_DOTS = 2 };
 /* Fills ``buffer`` with entries from the index ``offset`` on, as READDIRPLUS (``plus``) or READDIR;
  * ``*used`` is what they take, 0 at the end. */
 enum names_answer names_list(const struct names *names, uint64_t ino, uint64_t offset, bool plus,

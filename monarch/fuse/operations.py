@@ -39,6 +39,8 @@ _BLOCK = 4096
 
 # As of every file system that a source can be on. The kernel itself lets 1024 bytes through.
 _NAME_MAX = 255
+# Every listing begins with "." and "..".
+_DOTS = 2
 # What a mount that can be written tells of the files that may still be made.
 _NAMES_FREE = 1 << 32
 
@@ -160,9 +162,17 @@ class Operations(pyfuse3.Operations):
         if start_id == 0 and self._filesystem.writing is not None:
             # Who renames what he finds must not find it again for ever.
             self._list_ends[directory] = self._names.list_end(directory)
-        end = self._list_ends.get(directory)
-        for index, name, attributes in self._names.list_from(directory, start_id, end=end):
-            if not reply(token, name, _entry(self._filesystem.latest(attributes)), index + 1):
+        end, start = self._list_ends.get(directory), max(0, start_id - _DOTS)
+        children = self._names.list_from(directory, start, end=end)
+        if start_id < _DOTS:
+            own = self._names.attributes(directory)
+            dots = ((b".", own), (b"..", self._names.attributes(own.parent)))
+            for index, (name, attributes) in enumerate(dots[start_id:], start_id):
+                if not reply(token, name, _entry(attributes), index + 1):
+                    return
+        for index, name, attributes in children:
+            entry = _entry(self._filesystem.latest(attributes))
+            if not reply(token, name, entry, index + 1 + _DOTS):
                 return
 
     async def releasedir(self, fh: int) -> None:

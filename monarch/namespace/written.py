@@ -304,7 +304,7 @@ class Written:
         """
         if ino < WRITTEN_INO:
             self._known.require_listed(ino)
-        yield from self._entries(ino, start, end)
+        return self._entries(ino, start, end)
 
     def list_end(self, ino: Ino) -> int:
         """The index before which all entries are that a directory has now.

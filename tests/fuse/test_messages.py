@@ -154,6 +154,7 @@ def listing(made: Rig, ino: int, size: int, *, plus: bool) -> list[wire.Entry]:
         offset = part[-1].offset
 
 
+@pytest.mark.finding("C1")
 @pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("size", [432, 4096, 100_000, 1 << 20, (1 << 32) - 1])
 def test_listings_are_the_snapshots_whatever_the_buffer(
@@ -165,9 +166,12 @@ def test_listings_are_the_snapshots_whatever_the_buffer(
                 continue
             known = list(made.snapshot.list_from(directory, 0))
             seen = listing(made, directory, size, plus=plus)
-            assert [entry.name for entry in seen] == [name for name, _ in known]
-            assert [entry.offset for entry in seen] == list(range(1, len(known) + 1))
-            for entry, (_, attributes) in zip(seen, known, strict=True):
+            parent = made.snapshot.parent(directory)
+            assert [(e.name, e.ino) for e in seen[:2]] == [(b".", directory), (b"..", parent)]
+            assert {(entry.kind, entry.stat) for entry in seen[:2]} == {(stat.S_IFDIR >> 12, None)}
+            assert [entry.name for entry in seen[2:]] == [name for name, _ in known]
+            assert [entry.offset for entry in seen] == list(range(1, len(known) + 3))
+            for entry, (_, attributes) in zip(seen[2:], known, strict=True):
                 assert entry.ino == attributes.ino
                 assert entry.kind == stat.S_IFMT(attributes.mode) >> 12
                 assert (entry.stat is not None) == plus
@@ -181,13 +185,15 @@ def test_a_listing_goes_on_from_any_place_and_ends_behind_the_last(
 ) -> None:
     with rig(varied, tmp_path) as made:
         wide = made.ino("wide")
-        for offset in (1, 4094, 4095, 4096, 4999, 5000, 5001, 2**32, 2**63, 2**64 - 1):
-            told = made.ask(Op.READDIRPLUS, wide, wire.READ_IN.pack(0, offset, 4096, 0, 0, 0, 0))
+        for offset in (0, 1, 4094, 4095, 4096, 4999, 5000, 5001, 2**32, 2**63, 2**64 - 3):
+            place = offset + 2  # behind the directory's own two names
+            told = made.ask(Op.READDIRPLUS, wide, wire.READ_IN.pack(0, place, 4096, 0, 0, 0, 0))
             names = [entry.name for entry in wire.parse_listing(told.body, plus=True)]
             expected = [b"%05d" % number for number in range(offset, min(offset + 25, 5000))]
             assert told.error == 0 and names == expected
-        told = made.ask(Op.READDIR, wide, wire.READ_IN.pack(0, 0, 24, 0, 0, 0, 0))
-        assert told.error == 0 and told.body == b""
+        for place in (0, 2):
+            told = made.ask(Op.READDIR, wide, wire.READ_IN.pack(0, place, 24, 0, 0, 0, 0))
+            assert told.error == 0 and told.body == b""
 
 
 def test_what_was_not_read_from_the_snapshot_yet_is_pythons_to_answer(
@@ -214,7 +220,6 @@ def test_what_is_not_as_the_snapshot_tells_is_pythons_to_answer(made: Rig) -> No
     made.residency.mark_differing(ino)
     made.residency.mark_differing(made.ino("sub"))
     read = wire.READ_IN.pack(0, 0, 4096, 0, 0, 0, 0)
-    offset = 2  # empty and a come before sub and b or behind, but a listing stops before b
     for opcode, node, body in (
         (Op.LOOKUP, 1, b"b\0"),
         (Op.GETATTR, ino, bytes(16)),
@@ -227,12 +232,13 @@ def test_what_is_not_as_the_snapshot_tells_is_pythons_to_answer(made: Rig) -> No
         made.reply(passed, b"x" * 8)
         assert made.answer(unique).body == b"x" * 8
     first = made.ask(Op.READDIRPLUS, 1, read)
-    assert [e.name for e in wire.parse_listing(first.body, plus=True)] == [b"a"]
-    unique = made.send(Op.READDIRPLUS, 1, wire.READ_IN.pack(0, 1, 1 << 20, 0, 0, 0, 0))
+    # A listing stops before b.
+    assert [e.name for e in wire.parse_listing(first.body, plus=True)] == [b".", b"..", b"a"]
+    unique = made.send(Op.READDIRPLUS, 1, wire.READ_IN.pack(0, 3, 1 << 20, 0, 0, 0, 0))
     passed = made.passed()
     handle, offset, size = wire.READ_IN.unpack(passed.body)[:3]
     # As pyfuse3 wants it: its handle is the inode, its answer fits the socket.
-    assert (handle, offset, size) == (1, 1, 65536)
+    assert (handle, offset, size) == (1, 3, 65536)
     made.reply(passed)
     made.answer(unique)
 

@@ -206,9 +206,12 @@ def parse_listing(body: bytes, *, plus: bool) -> list[Entry]:
         stat = None
         start = at
         if plus:
-            node, stat = parse_entry(body[at : at + ENTRY.size + ATTR.size])
+            attributes = body[at : at + ENTRY.size + ATTR.size]
             at += ENTRY.size + ATTR.size
-            assert node == stat.ino
+            # Of "." and ".." the kernel takes no attributes.
+            if any(attributes):
+                node, stat = parse_entry(attributes)
+                assert node == stat.ino
         ino, offset, length, kind = DIRENT.unpack_from(body, at)
         at += DIRENT.size
         entries.append(Entry(body[at : at + length], ino, offset, kind, stat))

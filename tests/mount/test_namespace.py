@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from tests.conftest import MonarchCommand, Mounted, Tree, require_fuse
 from tests.equipment import slowfs
 from tests.mount.compare import (
+    Entry,
     assert_equal_trees,
     content,
     getdents,
@@ -57,6 +59,34 @@ def test_a_tree_of_everything_looks_like_its_source(monarch: MonarchCommand, tre
     # asks for an empty one.
     wait_for_copies(mounted, 2 if monarch.mode == "no_open" else 3)
     assert_equal_trees(source, mounted.path)
+
+
+@pytest.mark.finding("C1")
+@pytest.mark.promise(94)
+def test_every_listing_begins_with_the_directory_and_its_parent(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"sub/deep/file": b"x", "sub/other": b"y", "empty": None})
+    mounted = monarch.mount(source)
+    for name, parent in (("", ""), ("sub", ""), ("sub/deep", "sub"), ("empty", "")):
+        expected = [b".", b"..", *sorted(map(os.fsencode, os.listdir(source / name)))]
+        own, above = (os.stat(mounted.path / path).st_ino for path in (name, parent))
+        for size in (48, 100_000):  # one entry at a time; all at once
+            with opened(mounted.path / name) as fd:
+                found = list(entries_from(fd, size))
+                assert [entry.name for entry in found] == expected
+                assert [entry.ino for entry in found[:2]] == [own, above]
+                assert {entry.kind for entry in found[:2]} == {4}
+                # A listing is continued behind any entry.
+                for place, entry in enumerate(found):
+                    os.lseek(fd, entry.offset, os.SEEK_SET)
+                    assert [e.name for e in entries_from(fd, size)] == expected[place + 1 :]
+
+
+def entries_from(fd: int, size: int) -> Iterator[Entry]:
+    """What is left of a listing, asked for with a buffer of ``size`` bytes."""
+    while part := getdents(fd, size):
+        yield from part
 
 
 @pytest.mark.fault("S9")
