@@ -683,16 +683,19 @@ static void do_opendir(struct thread *thread, struct in_header *request) {
         answer(thread, request, &out, sizeof out);
 }
 
-/* A file of the snapshot tells of itself by names of ours alone; others are often asked for, one by
- * one. Nobody keeps what gives rights (security.capability), which the kernel asks for before each
- * write. */
+/* A file of the snapshot has only the attributes that Monarch gives it; programs ask for others one
+ * by one. No file has an attribute that gives rights (security.capability, which the kernel asks
+ * for before each write) or a label of SELinux. EOPNOTSUPP for the label tells ls, once for the
+ * whole mount, that it need not ask for each file. */
 static void do_getxattr(struct thread *thread, struct in_header *request, size_t size) {
     static const char ours[] = "user.monarch.", rights[] = "security.";
     const char *name = (const char *)(request + 1) + sizeof(struct getxattr_in);
     bool named = size > sizeof(struct getxattr_in);
     bool told = names_tells(&thread->path->names, request->nodeid);
-    if (named && (strncmp(name, rights, sizeof rights - 1) == 0 ||
-                  (told && strncmp(name, ours, sizeof ours - 1))))
+    if (named && strcmp(name, "security.selinux") == 0)
+        refuse(thread, request, EOPNOTSUPP);
+    else if (named && (strncmp(name, rights, sizeof rights - 1) == 0 ||
+                       (told && strncmp(name, ours, sizeof ours - 1))))
         refuse(thread, request, ENODATA);
     else
         pass_on(thread, request);

@@ -340,6 +340,9 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
+        if name == b"security.selinux":
+            # ls then asks no more for this mount (_requests.c).
+            raise FUSEError(errno.EOPNOTSUPP)
         value = self._filesystem.xattr(Ino(inode), name)
         if value is None:
             raise FUSEError(pyfuse3.ENOATTR)

@@ -256,6 +256,8 @@ def test_attributes_that_are_not_ours_are_refused_without_python(made: Rig) -> N
     for name in (b"security.capability", b"user.x", b"user.monarc", b""):
         told = made.ask(Op.GETXATTR, ino, wire.GETXATTR_IN.pack(100, 0) + name + b"\0")
         assert told.error == errno.ENODATA
+    label = wire.GETXATTR_IN.pack(0, 0) + b"security.selinux\0"
+    assert made.ask(Op.GETXATTR, ino, label).error == errno.EOPNOTSUPP
     assert made.ask(Op.LISTXATTR, ino, wire.GETXATTR_IN.pack(0, 0)).body == bytes(8)
     assert made.ask(Op.LISTXATTR, ino, wire.GETXATTR_IN.pack(100, 0)).body == b""
     assert made.is_quiet()
