@@ -19,8 +19,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,8 @@ from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, answers
 from monarch.log import Logbook
 from monarch.lost import Lost
-from monarch.metrics import Metrics, PrometheusCollector, serve_metrics
+from monarch.metrics import Metrics
+from monarch.metrics_page import MetricsPage
 from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
@@ -54,7 +55,7 @@ from monarch.placement.policy import Policy
 from monarch.placement.residency import Residency
 from monarch.places import default_tier, state_directory, state_root
 from monarch.registry import MountRecord, Registry, process_started
-from monarch.report import Mode, StatusReport
+from monarch.report import Mode
 from monarch.scrub import Scrub
 from monarch.settings import MountSettings
 from monarch.snapshots import snapshot_for, tell_unreadable
@@ -447,6 +448,7 @@ class _Mount:
             ),
         )
         self._metrics = metrics
+        self._page: MetricsPage | None = None
         self._supervisor = Supervisor(metrics.error)
         self._timed_out = 0
         self._answering = trio.CancelScope()
@@ -512,12 +514,12 @@ class _Mount:
                     service.start_soon(self._announce, ready)
                     for name, task in self._tasks().items():
                         service.start_soon(self._supervisor.keep, name, task)
-                    with self._metrics_page():
-                        # What the start has made stays: the collector need not look at it again.
-                        gc.collect()
-                        gc.freeze()
-                        with self._answering:
-                            await self._session.serve()
+                    self._show_metrics(service)
+                    # What the start has made stays: the collector need not look at it again.
+                    gc.collect()
+                    gc.freeze()
+                    with self._answering:
+                        await self._session.serve()
                     log.info("the mount has ended")
                 finally:
                     registry.remove(mountpoint)
@@ -641,25 +643,12 @@ class _Mount:
         tally = self._datapath.tallies()[tier]
         return Served(tally.opens + tally.reads, (tally.open_ns + tally.read_ns) / 1e9)
 
-    @contextmanager
-    def _metrics_page(self) -> Iterator[None]:
+    def _show_metrics(self, service: trio.Nursery) -> None:
         settings = self._settings.metrics
-        if not settings.enabled:
-            yield
-            return
-        loop = trio.lowlevel.current_trio_token()
-
-        # The page has a thread of its own, and the report is made of what the loop's tasks change.
-        def report() -> StatusReport:
-            return trio.from_thread.run_sync(self._status.report, trio_token=loop)
-
-        collector = PrometheusCollector(self._metrics, report)
-        page = serve_metrics(settings.address, collector)
-        log.info("metrics at http://%s/metrics", page.address)
-        try:
-            yield
-        finally:
-            page.close()
+        if settings.enabled:
+            self._page = MetricsPage(settings.address, self._metrics, self._status.report)
+            log.info("metrics at http://%s/metrics", self._page.address)
+            service.start_soon(self._supervisor.keep, "metrics", self._page.serve)
 
     def _record(self, socket: Path) -> MountRecord:
         pid = os.getpid()
@@ -676,6 +665,8 @@ class _Mount:
         )
 
     async def close(self, *, clean: bool) -> None:
+        if self._page is not None:
+            self._page.close()
         self.filesystem.close()
         if self._writing is not None:
             self._writing.close()

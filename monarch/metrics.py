@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from monarch.errors import ConfigError, MonarchError
 from monarch.health import KINDS, STATES
 from monarch.report import (
     Latency,
@@ -209,6 +209,31 @@ def _by_tier(
     return samples
 
 
+def _of_opens(
+    choose: Callable[[Metrics], Sequence[int | Histogram]],
+) -> Callable[[Metrics, StatusReport], Iterator[Sample]]:
+    """By tier; nothing where the kernel tells no opens."""
+
+    def samples(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
+        if status.mode.counts_opens:
+            yield from _by_tier(choose)(metrics, status)
+
+    return samples
+
+
+def _of_reads(
+    choose: Callable[[Metrics], Sequence[int | Histogram]],
+) -> Callable[[Metrics, StatusReport], Iterator[Sample]]:
+    """By tier; the source alone where the kernel reads copies by itself."""
+
+    def samples(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
+        for sample in _by_tier(choose)(metrics, status):
+            if status.mode.counts_tier_reads or sample.labels == (SOURCE,):
+                yield sample
+
+    return samples
+
+
 def _by_kind(
     choose: Callable[[Metrics], Mapping[str, int]],
 ) -> Callable[[Metrics, StatusReport], Iterator[Sample]]:
@@ -289,23 +314,28 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "monarch_opens_total",
         "counter",
-        "Files opened through the mount, by the tier that served them.",
+        "Files opened through the mount, by the tier that served them."
+        " Missing with `open: none`: the kernel tells no opens.",
         ("tier",),
-        _by_tier(lambda m: m.opens),
+        _of_opens(lambda m: m.opens),
     ),
     Family(
         "monarch_reads_total",
         "counter",
-        "Read requests answered, by the tier that served them.",
+        "Read requests that the daemon answered, by the tier that served them; those that the"
+        " kernel answers from its page cache are not counted. With `datapath: passthrough` only"
+        " the source's: the kernel reads copies by itself.",
         ("tier",),
-        _by_tier(lambda m: m.reads),
+        _of_reads(lambda m: m.reads),
     ),
     Family(
         "monarch_read_bytes_total",
         "counter",
-        "Bytes given to readers, by the tier that served them.",
+        "Bytes that the daemon gave to readers, by the tier that served them; those that the"
+        " kernel gives from its page cache are not counted. With `datapath: passthrough` only"
+        " the source's: the kernel reads copies by itself.",
         ("tier",),
-        _by_tier(lambda m: m.read_bytes),
+        _of_reads(lambda m: m.read_bytes),
     ),
     Family(
         "monarch_source_opens_total",
@@ -387,7 +417,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "monarch_scrub_found_total",
         "counter",
-        "Copies that were found damaged in that way, and dropped.",
+        "Copies that the scrub found damaged, and dropped.",
         (),
         _one(lambda s: s.scrub.found),
     ),
@@ -450,7 +480,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "monarch_writeback_backlog_bytes",
         "gauge",
-        "Their bytes.",
+        "Bytes of the files written through the mount that are not at the source yet.",
         (),
         _of_writing(lambda w: w.bytes),
     ),
@@ -464,28 +494,29 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "monarch_writeback_drained_files_total",
         "counter",
-        "Files that were brought to the source.",
+        "Written files that were flushed to the source.",
         (),
         _of_writing(lambda w: w.drained_files),
     ),
     Family(
         "monarch_writeback_drained_bytes_total",
         "counter",
-        "Their bytes.",
+        "Bytes of the written files that were flushed to the source.",
         (),
         _of_writing(lambda w: w.drained_bytes),
     ),
     Family(
         "monarch_writeback_errors_total",
         "counter",
-        "Times that the source refused what was brought.",
+        "Attempts to flush a written file to the source that the source refused.",
         (),
         _of_writing(lambda w: w.errors),
     ),
     Family(
         "monarch_writeback_held_bytes",
         "gauge",
-        "Bytes of the tier that written files take, those that are drained and still there too.",
+        "Bytes of the tier that written files take, including files that were flushed and are"
+        " kept there.",
         (),
         _of_writing(lambda w: w.held),
     ),
@@ -499,28 +530,29 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "monarch_writeback_lost_files",
         "gauge",
-        "Files that were written and whose bytes are gone, until that is acknowledged.",
+        "Written files whose bytes are lost, until the loss is acknowledged.",
         (),
         _of_writing(lambda w: len(w.lost)),
     ),
     Family(
         "monarch_hit_ratio",
         "gauge",
-        "Share of the current epoch's opens that a tier served, 0 to 1.",
+        "Share of the current epoch's opens that a tier served, 0 to 1."
+        " Missing with `open: none`: the kernel tells no opens.",
         (),
         _one(lambda s: s.epochs[-1].hit_ratio if s.epochs else None),
     ),
     Family(
         "monarch_epoch",
         "gauge",
-        "Number of the current epoch.",
+        "Number of the current epoch. Missing with `open: none`: the kernel tells no opens.",
         (),
         _one(lambda s: s.epochs[-1].number if s.epochs else None),
     ),
     Family(
         "monarch_open_files",
         "gauge",
-        "Files that readers hold open.",
+        "Files that readers hold open. Missing with `open: none`: the kernel tells no opens.",
         (),
         _one(lambda s: s.handles.open_files),
     ),
@@ -562,25 +594,24 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "monarch_open_seconds",
         "histogram",
-        "Time to answer an open, by the tier that served it.",
+        "Time in which the daemon answered an open, by the tier that served it."
+        " Missing with `open: none`: the kernel tells no opens.",
         ("tier",),
-        _by_tier(lambda m: m.open_latency),
+        _of_opens(lambda m: m.open_latency),
     ),
     Family(
         "monarch_read_seconds",
         "histogram",
-        "Time to answer a read request, by the tier that served it.",
+        "Time in which the daemon answered a read request, by the tier that served it. With"
+        " `datapath: passthrough` only the source's: the kernel reads copies by itself.",
         ("tier",),
-        _by_tier(lambda m: m.read_latency),
+        _of_reads(lambda m: m.read_latency),
     ),
 )
 
 
 class PrometheusCollector(Collector):
-    """Turns the counters and a status report into families when somebody looks.
-
-    ``collect`` runs in the server's thread, so ``status`` must be safe to call from there.
-    """
+    """Turns the counters and a status report into families."""
 
     def __init__(self, metrics: Metrics, status: Callable[[], StatusReport]) -> None:
         self._metrics = metrics
@@ -614,41 +645,12 @@ def _exposed(family: Family, samples: Iterable[Sample]) -> Metric:
     return metric
 
 
-class MetricsServer:
-    """Prometheus' own HTTP server in its own thread; ``address`` is where it listens."""
-
-    def __init__(self, host: str, port: int, collector: Collector) -> None:
-        registry = CollectorRegistry()
-        registry.register(collector)
-        self._server, self._thread = start_http_server(port, host, registry)
-        name, bound, *_ = self._server.server_address
-        self.address = f"{name!s}:{bound}"
-
-    def close(self) -> None:
-        """Stop listening; waits for the thread. Scrapes under way finish on their own."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def serve_metrics(address: str, collector: Collector) -> MetricsServer:
-    """Show ``collector`` at ``http://ADDRESS/metrics``; ``address`` is ``host:port``.
-
-    Only that host's address is bound; port 0 takes a free one. Raises ConfigError for an address
-    that is none, MonarchError when it cannot be bound.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(
-            [f"metrics.address: {address!r} is not host:port; write it like localhost:9464"]
-        )
-    try:
-        return MetricsServer(host.strip("[]"), int(port), collector)
-    except OSError as error:
-        raise MonarchError(
-            f"cannot show metrics at {address}: {error.strerror or error}",
-            hint="choose another metrics.address",
-        ) from error
+def exposition(metrics: Metrics, report: StatusReport, accept: str) -> tuple[bytes, str]:
+    """The page and its type, in the format that ``accept`` asks for; safe in any thread."""
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(metrics, lambda: report))
+    encode, kind = choose_encoder(accept)
+    return encode(registry), kind
 
 
 def document() -> str:

@@ -49,6 +49,16 @@ class Mode:
     open: str
     why: str
 
+    @property
+    def counts_opens(self) -> bool:
+        """Whether the daemon hears of every open. Else no figure made of opens is true."""
+        return self.open == "open"
+
+    @property
+    def counts_tier_reads(self) -> bool:
+        """Whether reads of copies reach the daemon. Else the kernel answers them by itself."""
+        return self.datapath != "passthrough"
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
@@ -73,7 +83,11 @@ class SnapshotReport:
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """``free`` is what the tier may still take; ``out_why`` is empty while it is in service."""
+    """``free`` is what the tier may still take; ``out_why`` is empty while it is in service.
+
+    ``opens`` is None where the kernel tells no opens, ``reads`` and ``bytes`` are None where it
+    reads copies by itself.
+    """
 
     name: str
     path: str
@@ -83,9 +97,9 @@ class TierReport:
     free: int
     files: int
     in_service: bool
-    opens: int
-    reads: int
-    bytes: int
+    opens: int | None
+    reads: int | None
+    bytes: int | None
     out_why: str = ""
 
 
@@ -107,6 +121,17 @@ class SourceTotals:
     bytes: int
     reader: Traffic
     copy: Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What readers got without the source, as far as it is known; None: it is not counted.
+
+    ``bytes`` is a lower bound: reads that the kernel answers from its page cache are not counted.
+    """
+
+    opens: int | None
+    bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +175,9 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """By tier name; "source" is the source."""
+    """By tier name; "source" is the source. ``open`` is None where the kernel tells no opens."""
 
-    open: dict[str, Quantiles]
+    open: dict[str, Quantiles] | None
     read: dict[str, Quantiles]
 
 
@@ -163,9 +188,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """``backing_ids`` are files that the kernel reads itself, in passthrough."""
+    """``backing_ids`` are files that the kernel reads itself, in passthrough.
 
-    open_files: int
+    ``open_files`` is None where the kernel tells no opens.
+    """
+
+    open_files: int | None
     backing_ids: int
 
 
@@ -216,9 +244,11 @@ class WritingReport:
 class StatusReport(Report):
     """One daemon, now.
 
-    ``opens``, ``reads`` and ``bytes`` are what readers asked of the mount, wherever it was served.
-    ``hit_ratio`` is the share of opens that a tier served, None before the first. ``writing`` is
-    None for a mount that is read-only.
+    ``opens`` are those of readers, ``reads`` and ``bytes`` what the daemon answered, wherever it
+    was served; what the kernel answers from its page cache reaches nobody. ``hit_ratio`` is the
+    share of opens that a tier served, None before the first. Where ``mode`` does not tell opens,
+    ``opens``, ``hit_ratio`` and ``epochs`` are None; where the kernel reads copies by itself,
+    ``reads`` and ``bytes`` are. ``writing`` is None for a mount that is read-only.
     """
 
     version: str
@@ -234,11 +264,12 @@ class StatusReport(Report):
     source_totals: SourceTotals
     residency: Residency
     copies: Copies
-    epochs: list[EpochReport]
-    opens: int
-    reads: int
-    bytes: int
+    epochs: list[EpochReport] | None
+    opens: int | None
+    reads: int | None
+    bytes: int | None
     hit_ratio: float | None
+    saved: Saved
     latency: Latency
     errors: dict[str, int]
     memory: Memory

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import trio
@@ -16,7 +17,7 @@ from monarch.health import Health, health_of
 from monarch.lost import Lost
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
-from monarch.placement.epochs import Epochs
+from monarch.placement.epochs import EpochCount, Epochs
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.report import (
@@ -25,6 +26,7 @@ from monarch.report import (
     Handles,
     Memory,
     Mode,
+    Saved,
     SnapshotReport,
     State,
     StatusReport,
@@ -111,7 +113,10 @@ class Status:
     def report(self) -> StatusReport:
         self._filesystem.note_served()
         metrics = self._metrics
-        tiers = self._tier_reports()
+        mode = self._mode()
+        tiers = self._tier_reports(mode)
+        epochs, latency = self._epochs.epochs(), metrics.latency()
+        open_files = self._filesystem.open_files
         return StatusReport(
             version=__version__,
             pid=os.getpid(),
@@ -120,7 +125,7 @@ class Status:
             state=self.state,
             started_ns=self._started_ns,
             health=self.health(),
-            mode=self._mode(),
+            mode=mode,
             snapshot=self._snapshot_report(),
             tiers=tiers,
             source_totals=metrics.source_totals(),
@@ -132,23 +137,21 @@ class Status:
                 failed=sum(metrics.promotion_failures.values()),
                 bytes=sum(metrics.promoted_bytes),
             ),
-            epochs=[
-                EpochReport(
-                    epoch.number,
-                    epoch.opens,
-                    epoch.hits,
-                    epoch.hits / epoch.opens if epoch.opens else None,
-                )
-                for epoch in self._epochs.epochs()
-            ],
-            opens=sum(metrics.opens),
-            reads=sum(metrics.reads),
-            bytes=sum(metrics.read_bytes),
-            hit_ratio=metrics.hit_ratio(),
-            latency=metrics.latency(),
+            epochs=[_epoch_report(epoch) for epoch in epochs] if mode.counts_opens else None,
+            opens=sum(metrics.opens) if mode.counts_opens else None,
+            reads=sum(metrics.reads) if mode.counts_tier_reads else None,
+            bytes=sum(metrics.read_bytes) if mode.counts_tier_reads else None,
+            hit_ratio=metrics.hit_ratio() if mode.counts_opens else None,
+            saved=Saved(
+                opens=metrics.hits() if mode.counts_opens else None,
+                bytes=sum(metrics.read_bytes[1:]) if mode.counts_tier_reads else None,
+            ),
+            latency=latency if mode.counts_opens else replace(latency, open=None),
             errors=dict(metrics.errors),
             memory=Memory(self._resident_bytes()),
-            handles=Handles(self._filesystem.open_files, self._filesystem.backing_ids),
+            handles=Handles(
+                open_files if mode.counts_opens else None, self._filesystem.backing_ids
+            ),
             scrub=self._scrub.report(),
             writing=self._writing_report(),
         )
@@ -178,7 +181,7 @@ class Status:
     def _resident_bytes(self) -> int:
         return int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def _tier_reports(self) -> list[TierReport]:
+    def _tier_reports(self, mode: Mode) -> list[TierReport]:
         out = self._engine.out_of_service()
         return [
             TierReport(
@@ -190,9 +193,9 @@ class Status:
                 free=self._ledger.free(tier.number),
                 files=self._residency.resident_files(tier.number),
                 in_service=tier.number not in out,
-                opens=self._metrics.opens[tier.number],
-                reads=self._metrics.reads[tier.number],
-                bytes=self._metrics.read_bytes[tier.number],
+                opens=self._metrics.opens[tier.number] if mode.counts_opens else None,
+                reads=self._metrics.reads[tier.number] if mode.counts_tier_reads else None,
+                bytes=self._metrics.read_bytes[tier.number] if mode.counts_tier_reads else None,
                 out_why=out[tier.number].why if tier.number in out else "",
             )
             for tier in self._tiers
@@ -226,6 +229,11 @@ class Status:
             freshness=self._settings.snapshot.freshness,
             checks=self._watch.checks,
         )
+
+
+def _epoch_report(epoch: EpochCount) -> EpochReport:
+    ratio = epoch.hits / epoch.opens if epoch.opens else None
+    return EpochReport(epoch.number, epoch.opens, epoch.hits, ratio)
 
 
 def _size_of(path: Path) -> int:

@@ -16,6 +16,7 @@ from monarch.report import (
     Mode,
     Quantiles,
     Residency,
+    Saved,
     ScrubReport,
     SnapshotReport,
     SourceTotals,
@@ -46,7 +47,7 @@ def a_report(**changes: Any) -> StatusReport:
         state="serving",
         started_ns=1_700_000_000_000_000_000,
         health=health_of([a_problem()]),
-        mode=Mode("relay", "none", "files of 150 KiB on average fit twice into 64 GiB of memory"),
+        mode=Mode("relay", "open", "the data set, 150 MiB, does not fit into the tiers"),
         snapshot=SnapshotReport(
             file="/state/snapshot.lmdb",
             id="5f0c",
@@ -74,6 +75,7 @@ def a_report(**changes: Any) -> StatusReport:
         reads=1500,
         bytes=200 * MiB,
         hit_ratio=300 / 1400,
+        saved=Saved(300, 60 * MiB),
         latency=Latency(
             open={"source": Quantiles(1100, 0.002, None), "ram": Quantiles(300, 1e-5, 5e-5)},
             read={"source": Quantiles(0, None, None), "ram": Quantiles(300, 1e-5, 2e-5)},

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
 import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import trio
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from monarch import metrics as metrics_module
+from monarch import metrics_page
 from monarch.errors import ConfigError, MonarchError
 from monarch.metrics import (
     BUCKETS_S,
@@ -22,9 +28,9 @@ from monarch.metrics import (
     MAX_KINDS,
     Metrics,
     PrometheusCollector,
-    serve_metrics,
 )
-from monarch.report import StatusReport
+from monarch.metrics_page import MetricsPage
+from monarch.report import EpochReport, Handles, Mode, StatusReport
 from tests.reports import a_report
 
 DOCS = Path(metrics_module.__file__).parents[1] / "docs" / "metrics.md"
@@ -121,7 +127,7 @@ def test_prometheus_shows_what_was_counted(metrics: Metrics) -> None:
     metrics.evicted(2, 7)
     metrics.error('odd"\n\\kind')
     metrics.changed()
-    report = a_report()
+    report = a_report(mode=Mode("relay", "open", ""))
     shown = samples(metrics, report)
     expected = {
         ("monarch_opens_total", "source"): 1,
@@ -184,24 +190,120 @@ def test_every_family_of_the_table_is_shown_with_its_help(metrics: Metrics) -> N
     assert len(shown) == len(FAMILIES)
 
 
+@pytest.mark.promise(42)
+@pytest.mark.finding("B4")
+def test_what_the_mode_does_not_tell_is_no_sample(metrics: Metrics) -> None:
+    metrics.opened(1, 0.1)
+    metrics.read(0, 7, 0.1)
+    metrics.read(1, 7, 0.1)
+    epochs = [EpochReport(1, 300, 0, 0.0)]
+    mode = Mode("relay", "none", "")
+    shown = samples(metrics, a_report(mode=mode, epochs=None, handles=Handles(None, 0)))
+    names = {key[0] for key in shown}
+    untold = ("opens_total", "open_seconds_count", "hit_ratio", "epoch", "open_files")
+    assert not names & {f"monarch_{name}" for name in untold}
+    assert shown["monarch_reads_total", "ram"] == 1
+    passthrough = Mode("passthrough", "open", "")
+    shown = samples(metrics, a_report(mode=passthrough, epochs=epochs))
+    assert shown["monarch_opens_total", "ram"] == 1 and shown["monarch_hit_ratio",] == 0
+    for name in ("reads_total", "read_bytes_total", "read_seconds_count"):
+        assert (f"monarch_{name}", "ram") not in shown
+        assert shown[f"monarch_{name}", "source"] > 0
+
+
+# -- the page over HTTP ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def page(metrics: Metrics, report: Callable[[], StatusReport] = a_report) -> Iterator[int]:
+    """The page on a port of its own, which is yielded; its event loop runs in a thread."""
+    server = MetricsPage("127.0.0.1:0", metrics, report)
+    started, scopes = threading.Event(), []
+
+    async def serve() -> None:
+        with trio.CancelScope() as scope:
+            scopes.append((trio.lowlevel.current_trio_token(), scope))
+            started.set()
+            await server.serve()
+
+    thread = threading.Thread(target=trio.run, args=(serve,))
+    thread.start()
+    started.wait()
+    try:
+        yield int(server.address.rpartition(":")[2])
+    finally:
+        ((token, scope),) = scopes
+        token.run_sync_soon(scope.cancel)
+        thread.join()
+        server.close()
+
+
+def asked(port: int, method: str = "GET", path: str = "/metrics") -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
 def test_the_page_is_served_on_the_given_host_only_and_closes(metrics: Metrics) -> None:
     metrics.opened(1, 0.1)
-    server = serve_metrics("127.0.0.1:0", PrometheusCollector(metrics, a_report))
-    host, _, port = server.address.rpartition(":")
-    try:
-        connection = http.client.HTTPConnection(host, int(port), timeout=5)
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-        connection.close()
-        assert 'monarch_opens_total{tier="ram"} 1.0' in page
+    with page(metrics, lambda: a_report(mode=Mode("relay", "open", ""))) as port:
+        status, text = asked(port)
+        assert status == 200 and 'monarch_opens_total{tier="ram"} 1.0' in text
+        assert asked(port, path="/metrics?name[]=x")[0] == 200
+        assert asked(port, "HEAD") == (200, "")
+        assert asked(port, path="/other")[0] == 404
+        assert asked(port, "POST")[0] == 405
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", int(port)), timeout=5)
+            socket.create_connection(("127.0.0.2", port), timeout=5)
         with pytest.raises(MonarchError, match=r"Address already in use; choose another"):
-            serve_metrics(f"127.0.0.1:{port}", PrometheusCollector(metrics, a_report))
-    finally:
-        server.close()
+            MetricsPage(f"127.0.0.1:{port}", metrics, a_report)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(port)), timeout=5)
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+@pytest.mark.fault("M16")
+@pytest.mark.finding("D12")
+def test_three_hundred_idle_connections_take_no_thread_and_few_descriptors_and_a_scrape_is_answered(
+    metrics: Metrics,
+) -> None:
+    with page(metrics) as port, contextlib.ExitStack() as idle:
+        assert asked(port)[0] == 200  # the thread that renders is there from now on
+        us, threads = psutil.Process(), threading.active_count()
+        ends = [
+            idle.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)
+        ]
+        ends[-1].sendall(b"GET /metrics HT")  # one that says a little
+        for _ in range(3):
+            assert asked(port)[0] == 200
+        assert threading.active_count() <= threads
+        served = [c for c in us.net_connections("tcp") if c.laddr and c.laddr.port == port]
+        established = [c for c in served if c.status == psutil.CONN_ESTABLISHED]
+        assert len(established) <= metrics_page.MAX_CONNECTIONS
+
+
+def test_a_request_that_is_none_is_hung_up_on_and_the_page_goes_on(metrics: Metrics) -> None:
+    with page(metrics) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"x" * 2 * metrics_page.MAX_REQUEST_BYTES)
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""
+        assert asked(port)[0] == 200
+
+
+def test_an_error_in_the_page_is_counted_and_the_page_goes_on(metrics: Metrics) -> None:
+    def report() -> StatusReport:
+        if not metrics.errors:
+            raise RuntimeError("a bug")
+        return a_report()
+
+    with page(metrics, report) as port:
+        with pytest.raises(http.client.RemoteDisconnected):
+            asked(port)
+        assert asked(port)[0] == 200
+    assert metrics.errors == {"handler-metrics": 1}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +313,7 @@ def test_an_address_that_is_none_is_a_mistake_of_the_configuration(
     metrics: Metrics, address: str
 ) -> None:
     with pytest.raises(ConfigError, match="write it like localhost:9464"):
-        serve_metrics(address, PrometheusCollector(metrics, a_report))
+        MetricsPage(address, metrics, a_report)
 
 
 def test_the_document_is_made_from_the_table() -> None:

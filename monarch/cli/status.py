@@ -172,6 +172,7 @@ def _watch(shown: Callable[[], RenderableType]) -> None:
         return
 
 
+_NOT_COUNTED = "not counted"
 _HEALTH_STYLES: Mapping[State, str] = {"ok": "green", "degraded": "yellow", "failing": "bold red"}
 _STATE_WORDS = {
     "served": "[red]not answering[/]",
@@ -202,7 +203,7 @@ def _table_of(lines: list[Line]) -> RenderableType:
             Text(escape_text(report.source)),
             f"{report.snapshot.files:,}",
             _percent(report.residency.fraction_files),
-            _percent(report.hit_ratio),
+            _percent(report.hit_ratio) if report.mode.counts_opens else _NOT_COUNTED,
             str(report.epochs[-1].number) if report.epochs else "-",
             _copies(report),
             _health_word(report),
@@ -228,6 +229,7 @@ def _details(report: StatusReport, record: MountRecord) -> RenderableType:
         ),
         ("readers", _readers(report)),
         ("source traffic", _source(report)),
+        ("saved", _saved(report)),
         *_writing(report.writing),
         ("memory", format_bytes(report.memory.rss_bytes)),
         ("log", record.log),
@@ -259,7 +261,9 @@ def _moment(ns: int) -> str:
 
 
 def _tiers(report: StatusReport) -> Table:
-    table = _table("tier", "path", "used", "capacity", "files", "opens", "reads", "served", "state")
+    table = _table(
+        "tier", "path", "used", "capacity", "files", "opens", "reads", "answered", "state"
+    )
     for tier in report.tiers:
         table.add_row(
             tier.name,
@@ -267,9 +271,9 @@ def _tiers(report: StatusReport) -> Table:
             format_bytes(tier.used),
             format_bytes(tier.capacity),
             f"{tier.files:,}",
-            f"{tier.opens:,}",
-            f"{tier.reads:,}",
-            format_bytes(tier.bytes),
+            _number(tier.opens),
+            _number(tier.reads),
+            _NOT_COUNTED if tier.bytes is None else format_bytes(tier.bytes),
             Text("in service" if tier.in_service else f"out: {escape_text(tier.out_why)}"),
         )
     return table
@@ -277,9 +281,9 @@ def _tiers(report: StatusReport) -> Table:
 
 def _latency(report: StatusReport) -> Table:
     table = _table("latency", "open p50", "open p99", "read p50", "read p99")
-    for name in report.latency.open:
-        opened, read = report.latency.open[name], report.latency.read.get(name)
-        table.add_row(name, *_quantiles(opened), *_quantiles(read))
+    opens = report.latency.open or {}
+    for name, read in report.latency.read.items():
+        table.add_row(name, *_quantiles(opens.get(name)), *_quantiles(read))
     return table
 
 
@@ -299,7 +303,7 @@ def _latency_word(seconds: float | None) -> str:
 
 def _epochs(report: StatusReport) -> Table:
     table = _table("epoch", "opens", "hits", "hit ratio")
-    for epoch in report.epochs[-10:]:
+    for epoch in (report.epochs or [])[-10:]:
         opens, hits = f"{epoch.opens:,}", f"{epoch.hits:,}"
         table.add_row(str(epoch.number), opens, hits, _percent(epoch.hit_ratio))
     return table
@@ -337,10 +341,32 @@ def _resident(report: StatusReport) -> str:
 
 
 def _readers(report: StatusReport) -> str:
-    return (
-        f"{report.opens:,} opens, {report.reads:,} reads, {format_bytes(report.bytes)};"
-        f" {_percent(report.hit_ratio)} hits; {report.handles.open_files:,} files open"
-    )
+    if report.opens is None:
+        told = "opens and hits not counted (the kernel serves them)"
+    else:
+        told = (
+            f"{counted(report.opens, 'open', 'opens')}, {_percent(report.hit_ratio)} hits,"
+            f" {counted(report.handles.open_files or 0, 'file', 'files')} open"
+        )
+    if report.reads is None or report.bytes is None:
+        return f"{told}; reads not counted (the kernel reads copies itself)"
+    reads = f"{counted(report.reads, 'read', 'reads')}, {format_bytes(report.bytes)}"
+    return f"{told}; {reads} answered by the daemon"
+
+
+def _saved(report: StatusReport) -> str:
+    """What the source did not serve, as far as that is known."""
+    saved, residency = report.saved, report.residency
+    parts = []
+    if saved.opens is not None:
+        parts.append(counted(saved.opens, "open", "opens"))
+    if saved.bytes is not None:
+        parts.append(f"at least {format_bytes(saved.bytes)}")
+    told = f"{', '.join(parts)} not served by the source; " if parts else ""
+    if report.snapshot.files and residency.files == report.snapshot.files:
+        return f"{told}all files are resident: later reads come from this node"
+    resident = counted(residency.files, "resident file", "resident files")
+    return f"{told}later reads of {resident} come from this node"
 
 
 def _source(report: StatusReport) -> str:
@@ -397,6 +423,10 @@ def _health_word(report: StatusReport) -> str:
         return report.state
     state = report.health.state
     return f"[{_HEALTH_STYLES[state]}]{state}[/]"
+
+
+def _number(value: int | None) -> str:
+    return _NOT_COUNTED if value is None else f"{value:,}"
 
 
 def _percent(ratio: float | None) -> str:

@@ -24,7 +24,7 @@ from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
 from monarch.health import health_of
 from monarch.registry import MountRecord, Registry, process_started
-from monarch.report import EvictReport, WarmProgress, WarmReport
+from monarch.report import EvictReport, Handles, Mode, Saved, WarmProgress, WarmReport
 from tests.reports import a_problem, a_report
 
 
@@ -116,12 +116,46 @@ async def test_the_details_show_tiers_epochs_errors_and_the_log(
         "75%",
         "tier:nvme:EIO",
         str(state / "daemon.log"),
-        "relay, no opens (files of 150 KiB on average fit twice into 64 GiB of memory)",
+        "relay (the data set, 150 MiB, does not fit into the tiers)",
         "≤ 50 us",
         "> 10 s",
         "100 opens and 9 MiB by copies",
+        "300 opens, at least 60 MiB not served by the source",
     ):
         assert words in shown
+
+
+@pytest.mark.promise(42)
+@pytest.mark.finding("B4")
+async def test_what_is_not_counted_is_called_so(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = Daemon()
+    report = daemon.report
+    latency = dataclasses.replace(report.latency, open=None)
+    tiers = [dataclasses.replace(tier, opens=None) for tier in report.tiers]
+    daemon.report = dataclasses.replace(
+        report,
+        mode=Mode("relay", "none", "small files"),
+        tiers=tiers,
+        epochs=None,
+        opens=None,
+        hit_ratio=None,
+        saved=Saved(None, 9000),
+        latency=latency,
+        handles=Handles(None, 0),
+    )
+    async with serving(state, daemon.verbs()):
+        await run(status.status, "/mnt/data")
+        details = capsys.readouterr().out
+        await run(status.status)
+        overview = capsys.readouterr().out
+    assert "opens and hits not counted (the kernel serves them)" in details
+    assert "1,500 reads, 200 MiB answered by the daemon" in details
+    assert "at least 8.79 KiB not served by the source" in details
+    assert "epoch  " not in details
+    assert "not counted" in overview and "%" in overview
+    assert "0% hits" not in details
 
 
 async def test_json_is_the_report_itself(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def test_with_256_descriptors_many_open_files_are_served_or_told_and_all_is_well
                     outcomes["right" if file.readall() == expected else "wrong"] += 1
                 except OSError as error:
                     outcomes[errno.errorcode[error.errno or 0]] += 1
-        wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "all are closed")
+        wait_until(lambda: not account(mounted)["handles"]["open_files"], "all are closed")
     if monarch.mode == "python":
         # Each open file takes a descriptor there; without the datapath that is how many there are.
         monarch.expects_log("Too many open files")
@@ -304,7 +304,7 @@ def until_gone(mounted: Mounted, sizes: dict[str, int]) -> Iterator[subprocess.P
             readers.stdin.write(json.dumps(sizes))
             readers.stdin.close()
             readers.stdin = None
-            wait_until(lambda: account(mounted)["opens"] > 20, "they read")
+            wait_until(lambda: account(mounted)["source_totals"]["opens"] > 20, "they read")
             yield readers
         finally:
             readers.kill()

@@ -404,7 +404,7 @@ def _change_while_copied(mounted: Mounted, slow: SlowSource) -> None:
             change(slow.root / change.__name__ / "large")
         slow.rules()
         wait_until(lambda: list(stage.iterdir()) == [], "the copies are given up")
-    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "all is closed")
+    wait_until(lambda: not account(mounted)["handles"]["open_files"], "all is closed")
     for name in names:
         _require_new(mounted, slow.root / name, name, old[name])
     accounts_agree(mounted)

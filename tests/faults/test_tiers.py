@@ -399,7 +399,7 @@ def test_with_passthrough_only_who_has_the_copy_open_sees_that_the_disk_fails(
         assert failed.value.errno == errno.EIO
     assert read_through(mounted.path / "large") == content["large"]
     slow_tier.rules()
-    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the release arrived")
+    wait_until(lambda: not account(mounted)["handles"]["open_files"], "the release arrived")
     epoch(mounted, content)
     settled(mounted)
     accounts_agree(mounted)

@@ -174,7 +174,7 @@ def test_devices_are_shown_with_their_numbers_and_cannot_be_opened(
             assert caught.value.errno == expected
         with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
             client.connect(str(mounted.path / "socket"))
-    assert account(mounted)["opens"] == 0
+    assert account(mounted)["source_totals"]["opens"] == 0
 
 
 def test_a_listing_tells_the_kind_of_each_entry(monarch: MonarchCommand, tree: Tree) -> None:
@@ -212,7 +212,7 @@ def test_links_are_shown_as_they_are_and_followed_by_the_reader_alone(
     assert caught.value.errno == errno.ELOOP
     for name in ("out", "in", "loop"):
         assert os.readlink(mounted.path / name) == os.readlink(source / name)
-    assert account(mounted)["opens"] == 1
+    assert account(mounted)["source_totals"]["opens"] == 1
 
 
 def test_the_mount_tells_its_size_and_how_long_names_may_be(

@@ -267,7 +267,7 @@ def test_a_resident_file_that_changes_while_it_is_open_is_served_whole_until_it_
         assert os.fstat(file.fileno()).st_size == LARGE
         with file:
             assert file.readall() == old[name], name
-    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "all is closed")
+    wait_until(lambda: not account(mounted)["handles"]["open_files"], "all is closed")
     for name in old:
         assert (mounted.path / name).read_bytes() == (source / name).read_bytes() != old[name]
 
