@@ -541,6 +541,7 @@ class _Mount:
             "changes": self._look_again,
             "inquiry": self._inquiry.run,
             "visits": self.filesystem.expire_visits,
+            "offers": self.filesystem.offer_again,
             "sizes": self.filesystem.tell_sizes,
             "books": self._note_served,
             "sweep": self._sweep,

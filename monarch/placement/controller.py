@@ -11,7 +11,8 @@ once, how it went. An item's way, and what is held for it meanwhile:
 
 A reservation is held exactly while an item is copying, so that what only waits for its turn keeps
 no other item out. The wanted mark is kept until the item is resident, is given up, or its turn
-comes and there is no room for it: then it is as if it had not been opened yet.
+comes and there is no room for it: then it is as if it had not been opened yet. What somebody has
+open at the source is offered again from time to time, since no first open of it may come for days.
 """
 
 from __future__ import annotations
@@ -83,6 +84,19 @@ class Controller:
             self._policy.accessed(item.ino, tier)
             return None
         return self._promote(item, forced=self._residency.is_forced(item.ino))
+
+    def offered(self, item: Item) -> Promote | None:
+        """An item that was opened is still read from the source: what to copy, if there is room.
+
+        No copy leaves for it: that was decided upon when it was opened.
+        """
+        if self._residency.tier_of(item.ino) != SOURCE or self._residency.is_copying(item.ino):
+            return None
+        forced = self._residency.is_forced(item.ino)
+        placement = self._policy.choose(item, self._ledger, forced=forced)
+        if placement is None or placement.evict:
+            return None
+        return self._promote(item, forced=forced)
 
     def accessed(self, ino: Ino, tier: int) -> None:
         """Opened by who did not ask, from a copy (tier > 0) that may have left since."""

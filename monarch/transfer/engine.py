@@ -357,7 +357,8 @@ class Engine:
                 promote = self._controller.next_wanted(self._item)
                 if promote is None:
                     break
-                self.submit(promote, self._names.attributes(promote.ino).identity)
+                if not self.submit(promote, self._names.attributes(promote.ino).identity):
+                    break
 
     def _item(self, ino: Ino) -> Item | None:
         try:

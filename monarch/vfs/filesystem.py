@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,10 @@ _ATTEMPTS = 3
 # at. Seconds.
 _VISIT_S = 1.0
 _VISIT_STEP_S = 0.25
+
+# The pause until a file that stays open is offered for a copy once more, if the copy then began but
+# did not arrive, doubles up to this. Seconds.
+_LONGEST_PAUSE_S = 600.0
 
 
 class Flight(Protocol):
@@ -391,6 +396,30 @@ class FileSystem:
             if not self._visits:
                 self._visited = trio.Event()
 
+    async def offer_again(self) -> None:
+        """Have copied, as soon as that is possible, what stays open at the source, until cancelled.
+
+        Its copy may have been refused or given up while a tier was full or out of service, and the
+        next first open of a large file may be days away.
+        """
+        while True:
+            await trio.sleep(self._limits.tier_probe)
+            for binding in list(self._bindings.values()):
+                if binding.file is not None and not self._is_written(binding.ino):
+                    self._offer(binding, binding.file, trio.current_time())
+
+    def _offer(self, binding: Binding, file: SourceFile, now: float) -> None:
+        attributes = self.names.attributes(binding.ino)
+        if now < binding.offer_s or identity_of(file.status) != attributes.identity:
+            return
+        promote = self._controller.offered(self._item(attributes))
+        if promote is not None:
+            binding.pause_s = min(
+                max(self._limits.tier_probe, 2 * binding.pause_s), _LONGEST_PAUSE_S
+            )
+            binding.offer_s = now + binding.pause_s
+            self._movement.submit(promote, attributes.identity, file=file)
+
     def note_served(self) -> None:
         """Bring what the fast path has served into the books."""
         if self._account is not None:
@@ -539,12 +568,12 @@ class FileSystem:
         ino, size = attributes.ino, attributes.size
         path = self.names.path(ino)
         promote = self._controller.opened(self._item(attributes))
-        if promote is not None:
-            promote = self._movement.make_room(promote)
         file: SourceFile | None = None
         fetched: Fetched | None = None
         store = store and not (self._residency.is_changed(ino) or self._residency.is_spoiled(ino))
         try:
+            if promote is not None:
+                promote = self._movement.make_room(promote)
             small = size <= self._limits.inline_max
             if small and self._held_bytes + size <= self._limits.buffer_max:
                 fetched = await self._inquiry.ask(
@@ -658,6 +687,9 @@ class FileSystem:
     def evict(self, ino: Ino) -> int:
         """Give the space of a copy back; its bytes, 0 if there was none. Readers go on."""
         tier = self._residency.tier_of(ino)
+        if (binding := self._bindings.get(ino)) is not None:
+            # Whoever has the file open does not bring it back.
+            binding.offer_s = math.inf
         size = self.changes.forget_copy(ino)
         if tier != SOURCE:
             self._metrics.evicted(tier, size)

@@ -18,7 +18,9 @@ class Binding:
 
     ``tier`` is where the bytes come from: SOURCE for ``content`` and ``file``. ``users`` counts
     the opens that were not released yet. ``outdated``: the source has another version by now.
-    ``left`` are the bytes that were not given to reads that no open came before.
+    ``left`` are the bytes that were not given to reads that no open came before. One that is read
+    from the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
+    ``pause_s``.
     """
 
     __slots__ = (
@@ -28,7 +30,9 @@ class Binding:
         "file",
         "ino",
         "left",
+        "offer_s",
         "outdated",
+        "pause_s",
         "size",
         "tier",
         "users",
@@ -53,6 +57,8 @@ class Binding:
         self.content = content
         self.users = 0
         self.outdated = False
+        self.offer_s = 0.0
+        self.pause_s = 0.0
         self._lost_fd = -1
 
     def fall_back(self, file: SourceFile) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,27 @@ def slow_tier(tmp_path: Path) -> Iterator[SlowSource]:
     with tempfile.TemporaryDirectory(prefix="monarch-tier-", dir=memory) as disk:
         with SlowSource(Path(disk), tmp_path / "tiers" / "fast") as slowed:
             yield slowed
+
+
+@contextmanager
+def reading_on(path: Path) -> Iterator[None]:
+    """Another process has a file open and reads its first bytes again and again."""
+    code = (
+        "import os, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "while os.getppid() == int(sys.argv[2]):\n"
+        "    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)\n"
+        "    os.pread(fd, 1, 0)\n"
+        "    print(flush=True)\n"
+        "    time.sleep(0.1)\n"
+    )
+    command = [sys.executable, "-c", code, str(path), str(os.getpid())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == b"\n"
+        try:
+            yield
+        finally:
+            reader.kill()
 
 
 @contextmanager
@@ -235,6 +256,38 @@ def test_copies_leave_free_what_is_to_be_kept_free(
     held = set(resident(mounted, content))
     assert len(held) > 10
     assert set(opens_for(mounted, content)) == set(content) - held
+    accounts_agree(mounted)
+
+
+@pytest.mark.fault("T10")
+@pytest.mark.promise(104)
+@pytest.mark.finding("C3")
+def test_a_file_that_stays_open_while_a_tier_is_full_is_copied_when_it_has_room_again(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    monarch.expects_log("copy to tier fast given up")
+    size = 600_000
+    tree({"before": size, "during": size})
+    options = [*PROBED, "limits.inline_max=64KiB"]
+    mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=options)
+    with ExitStack() as stack:
+        slow_tier.rules("err write ENOSPC /stage/[0-9]")
+        stack.enter_context(reading_on(mounted.path / "before"))
+        goes_out(mounted)
+        # Opened while nothing can be copied: nobody even tries.
+        stack.enter_context(reading_on(mounted.path / "during"))
+        wait_until(lambda: account(mounted)["residency"]["wanted"] == 0, "nothing is wanted")
+        assert copies(mounted) == {"fast": {}}
+        slow_tier.rules()
+        comes_back(mounted)
+        wait_until(lambda: len(copies(mounted)["fast"]) == 2, "both are copied")
+        settled(mounted)
+        # Evicted by a person, and nobody brings it back who has it open.
+        monarch("evict", str(mounted.path), "before")
+        time.sleep(1)
+        assert resident(mounted, ["before", "during"]) == {"during": "fast"}
+    wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the releases arrived")
+    assert read_through(mounted.path / "during") == contents("during", size)
     accounts_agree(mounted)
 
 

@@ -90,6 +90,28 @@ def test_a_copy_that_always_fails_does_not_keep_the_others_from_their_turn() -> 
     assert Counter(turns) == {2: 2, 3: 2, 4: 2}
 
 
+@pytest.mark.finding("C3")
+def test_what_is_read_on_is_offered_again_until_there_is_room_and_nothing_leaves_for_it() -> None:
+    items = items_of([60, 60])
+    mount = Mount("first_come", items, [100])
+    promote = promoted(mount.controller.opened(items[0]))
+    assert mount.controller.offered(items[0]) is None
+    mount.ledger.close(1)
+    mount.controller.abandoned(promote.item, promote.tier, retry=True)
+    # Its turn comes while the tier is out, and it is wanted no more.
+    assert mount.controller.next_wanted({items[0].ino: items[0]}.get) is None
+    assert mount.residency.wanted == 0
+    assert mount.controller.offered(items[0]) is None
+    mount.ledger.open(1)
+    mount.commit(promoted(mount.controller.offered(items[0])))
+    assert mount.controller.offered(items[0]) is None
+    assert mount.controller.offered(items[1]) is None
+    lru = Mount("lru", items, [100])
+    lru.read(items[:1])
+    assert lru.controller.offered(items[1]) is None
+    assert lru.residency.tier_of(items[0].ino) == 1
+
+
 def test_what_is_given_up_is_not_wanted_and_may_be_opened_anew() -> None:
     mount = Mount("first_come", items_of([10]), [100])
     promote = promoted(mount.controller.opened(mount.items[0]))

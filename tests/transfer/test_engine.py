@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from monarch.metrics import Metrics
-from monarch.placement.controller import Controller
+from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
 from monarch.placement.policies.first_come import FirstCome
 from monarch.placement.policy import Item
@@ -23,6 +23,7 @@ from monarch.threads import Threads
 from monarch.tiers.directory import Tier
 from monarch.tiers.records import Records
 from monarch.tiers.source import Source
+from monarch.transfer import engine
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
 from monarch.transfer.ward import Ward
@@ -123,7 +124,7 @@ async def running(
         # No call hangs, but a disk that is busy may take hours of virtual time.
         **{"inline_max": 100, "buffer_max": 10**6, "tier_timeout": 10**6, **limits}
     )
-    engine = Engine(
+    made = Engine(
         source=opened,
         ward=Ward(tiers=[tier], keep_free=[0], ledger=ledger, metrics=metrics, limits=given_limits),
         records=records,
@@ -135,10 +136,10 @@ async def running(
         source_threads=Threads(4, "source", abandon=True),
         changed=changed.append,
     )
-    rig = Rig(engine, controller, residency, ledger, metrics, names, tier, records, changed)
+    rig = Rig(made, controller, residency, ledger, metrics, names, tier, records, changed)
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine.run)
+            nursery.start_soon(made.run)
             yield rig
             nursery.cancel_scope.cancel()
         assert ledger.reserved(1) == 0
@@ -249,6 +250,29 @@ async def test_a_file_that_changed_is_not_copied_and_its_change_is_told(
         assert rig.resident() == [5]
         assert rig.ledger.used(1) == SIZE
         assert rig.records.get(Ino(3)) is None
+
+
+@pytest.mark.finding("C3")
+async def test_what_is_wanted_waits_while_the_queue_is_full_and_is_copied_later(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_QUEUE_LIMIT", 1)
+    async with running(source, tmp_path, source_bandwidth=SIZE) as rig:
+        rig.engine._bucket.take(8 << 20, trio.current_time())
+        turns = 0
+        next_wanted = rig.controller.next_wanted
+
+        def counted(lookup: Callable[[Ino], Item | None]) -> Promote | None:
+            nonlocal turns
+            turns += 1
+            # Asked again and again without a pause, the loop would never come to the copy itself.
+            assert turns < 1000
+            return next_wanted(lookup)
+
+        monkeypatch.setattr(rig.controller, "next_wanted", counted)
+        assert rig.want(1)
+        assert not rig.want(2)
+        await until(lambda: rig.resident() == [1, 2])
 
 
 async def test_what_does_not_fit_is_refused_and_the_rest_is_copied(
