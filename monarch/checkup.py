@@ -17,7 +17,7 @@ from pathlib import Path
 import trio
 
 from monarch.absorbing import WriteSide
-from monarch.errors import TierError
+from monarch.errors import SnapshotError, TierError
 from monarch.fsck import (
     JOURNAL,
     RECORD_LOST,
@@ -31,6 +31,7 @@ from monarch.fsck import (
     tell_written,
 )
 from monarch.namespace.overlay import Namespace
+from monarch.namespace.snapshot import Snapshot
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.report import FsckProgress, FsckReport
@@ -146,15 +147,24 @@ class _Check:
         )
 
     async def _check_snapshot(self) -> None:
-        snapshot = self._of._names.snapshot
-        damages = snapshot.damages()
-        while (found := await self._of._threads.run(_some, damages)) is not None:
-            if found:
-                what = f"{found[0]}; unmount, and mend it then"
-                kind = "snapshot" if snapshot.file.parent == self._of._state else "snapshot-given"
-                told = os.fspath(snapshot.file)
-                self._findings.add(kind, STATE, told, what, repaired=False)
-                return
+        served = self._of._names.snapshot
+        try:
+            # What is served may be in memory: the next mount begins with the file.
+            snapshot = await self._of._threads.run(served.opened_again)
+        except SnapshotError as error:
+            self._tell_snapshot(served, str(error))
+            return
+        with snapshot:
+            damages = snapshot.damages()
+            while (found := await self._of._threads.run(_some, damages)) is not None:
+                if found:
+                    self._tell_snapshot(served, found[0])
+                    return
+
+    def _tell_snapshot(self, snapshot: Snapshot, what: str) -> None:
+        told = os.fspath(snapshot.file)
+        what = f"{what}; unmount, and mend it then"
+        self._findings.add("snapshot", STATE, told, what, repaired=False)
 
     async def _check_tier(self, tier: Tier) -> None:
         own = tier.path / PRIVATE

@@ -8,8 +8,11 @@ import os
 from pathlib import Path
 
 from monarch.errors import NewerSnapshot, SnapshotError, SourceError
+from monarch.modes import memory_bytes
 from monarch.namespace.build import build, sweep_stages
+from monarch.namespace.given import own_copy, remove_other_copies
 from monarch.namespace.refresh import directories_changed, refresh
+from monarch.namespace.schema import damaged
 from monarch.namespace.snapshot import Snapshot
 from monarch.settings import MountSettings
 from monarch.text import counted
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # How long a mount may take to see whether directories have changed since its snapshot. Seconds.
 _NEW_NAMES_PATIENCE_S = 0.4
+# A snapshot that takes no more than this part of the memory is read into it.
+_MEMORY_SHARE = 64
 # So many names of entries that could not be read are told in the log.
 _TOLD = 5
 
@@ -27,16 +32,19 @@ _TOLD = 5
 def snapshot_for(
     settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
 ) -> tuple[Snapshot, bool]:
-    """The snapshot to serve from, and whether it was made or brought up to date just now."""
+    """The snapshot to serve from, and whether it was made or brought up to date just now.
+
+    It is a file in ``state``: its own, or a copy of the one that was given.
+    """
     given = settings.snapshot.file
     path = given or state / "snapshot.lmdb"
     if given is None:
         sweep_stages(path)
-    if path.exists():
+    if _exists(path):
         try:
             if refreshed:
                 refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
-            snapshot = _checked(path)
+            snapshot = _checked(path) if given is None else _checked_copy(given, state)
             reason = _other_source(snapshot, source)
             if not refreshed and (given is None or not reason):
                 _require_content(source, snapshot)
@@ -61,7 +69,7 @@ def snapshot_for(
         one_file_system=settings.snapshot.one_file_system,
         progress=progress,
     )
-    return Snapshot.open(path), True
+    return _opened(path) if given is None else _checked_copy(given, state), True
 
 
 def tell_unreadable(snapshot: Snapshot) -> None:
@@ -76,12 +84,42 @@ def tell_unreadable(snapshot: Snapshot) -> None:
         )
 
 
+def _exists(path: Path) -> bool:
+    """Raises SnapshotError if nobody can tell, as where its file system is dead."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
+
+
+def _opened(path: Path) -> Snapshot:
+    return Snapshot.open(path, memory_max=memory_bytes(Path("/")) // _MEMORY_SHARE)
+
+
+def _checked_copy(given: Path, state: Path) -> Snapshot:
+    """A given snapshot from the copy in ``state``. Raises SnapshotError, TierError."""
+    copy = own_copy(given, state)
+    try:
+        snapshot = _checked(copy)
+    except SnapshotError:
+        # Damaged since it was made, or just now: others may write into the one that was given.
+        copy.unlink()
+        copy = own_copy(given, state)
+        try:
+            snapshot = _checked(copy)
+        except SnapshotError as error:
+            copy.unlink()
+            raise damaged(str(given)) from error
+    remove_other_copies(state, copy)
+    return snapshot
+
+
 def _checked(path: Path) -> Snapshot:
     """The snapshot, every block of which is whole: a damaged one is found now, or by a reader.
 
     Raises SnapshotError.
     """
-    snapshot = Snapshot.open(path)
+    snapshot = _opened(path)
     try:
         snapshot.check()
     except BaseException:
@@ -126,7 +164,7 @@ def _with_new_names(
         log.warning("the names stay as they were in the snapshot: %s", error)
         return snapshot, False
     snapshot.close()
-    return Snapshot.open(path), True
+    return _opened(path), True
 
 
 def _other_source(snapshot: Snapshot, source: Source) -> str:

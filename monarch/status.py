@@ -217,7 +217,7 @@ class Status:
         info = self._names.info()
         path = self._names.snapshot.file
         return SnapshotReport(
-            file=os.fspath(path),
+            file=os.fspath(self._settings.snapshot.file or path),
             id=info.id,
             entries=info.entries,
             files=info.files,

@@ -2,12 +2,14 @@
 
 No object is kept for a file. A table is a list of views of its blocks in the mapped file, filled
 at their first use, after the checksum was compared; so an answer is arithmetic and one unpacking.
-Nothing here waits for anything but a page of the local file. Threads may share a snapshot.
+Nothing here waits for anything but a page of the local file, and not even for that if the file
+was read into memory. Threads may share a snapshot.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -43,10 +45,12 @@ from monarch.namespace.schema import (
     unpack_strings,
     unseal,
 )
-from monarch.namespace.trailer import check_trailer
+from monarch.namespace.trailer import check_opened, check_trailer, opened
 from monarch.types import ROOT_INO, Attributes, Ino
+from monarch.units import MiB
 
 _KINDS = 0o170000
+_READ_BYTES = 4 * MiB
 
 # Told the table, the number and the content of a block.
 OnLoad = Callable[[bytes, int, memoryview], None]
@@ -61,14 +65,31 @@ class _Mapping:
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _open: ClassVar[dict[tuple[int, int], _Mapping]] = {}
 
-    def __init__(self, identity: tuple[int, int], environment: lmdb.Environment) -> None:
+    def __init__(
+        self, identity: tuple[int, int], environment: lmdb.Environment, memory: int = -1
+    ) -> None:
         self._identity = identity
         self.environment = environment
+        self._memory = memory
         self._users = 0
 
     @classmethod
-    def acquire(cls, path: Path) -> _Mapping:
+    def acquire(cls, path: Path, *, memory_max: int) -> _Mapping:
+        """The mapping of a snapshot; of its content in memory up to ``memory_max`` bytes."""
         with cls._lock:
+            memory = _read_into_memory(path, memory_max)
+            if memory is not None:
+                try:
+                    check_opened(memory, path)
+                    environment = _map(Path(f"/proc/self/fd/{memory}"))
+                except BaseException:
+                    os.close(memory)
+                    raise
+                status = os.fstat(memory)
+                identity = status.st_dev, status.st_ino
+                made = cls._open[identity] = cls(identity, environment, memory)
+                made._users = 1
+                return made
             while True:
                 identity = check_trailer(path)
                 mapping = cls._open.get(identity)
@@ -89,6 +110,8 @@ class _Mapping:
             if self._users == 0:
                 del self._open[self._identity]
                 self.environment.close()
+                if self._memory >= 0:
+                    os.close(self._memory)
 
 
 class _Table:
@@ -152,8 +175,11 @@ class Snapshot:
         info: SnapshotSummary,
         mapping: _Mapping,
         transaction: lmdb.Transaction,
+        *,
+        memory_max: int = 0,
     ) -> None:
         self._path = path
+        self._memory_max = memory_max
         self._info = info
         self._mapping = mapping
         self._transaction = transaction
@@ -170,13 +196,19 @@ class Snapshot:
         self._aliases: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
 
     @classmethod
-    def open(cls, path: Path) -> Snapshot:
-        """Map the snapshot ``path``. Raises SnapshotError if it cannot be used, with the reason."""
-        mapping = _Mapping.acquire(path)
+    def open(cls, path: Path, *, memory_max: int = 0) -> Snapshot:
+        """Map the snapshot ``path``. Raises SnapshotError if it cannot be used, with the reason.
+
+        One of up to ``memory_max`` bytes is read into memory: whatever becomes of the file, of its
+        disk or of its file system is then not felt. Of a mapped file a page that cannot be read
+        ends the process (SIGBUS).
+        """
+        mapping = _Mapping.acquire(path, memory_max=memory_max)
         try:
             transaction = mapping.environment.begin(buffers=True)
             meta = _value(transaction, META, where=str(path))
-            return cls(path, decode_meta(bytes(meta), where=str(path)), mapping, transaction)
+            info = decode_meta(bytes(meta), where=str(path))
+            return cls(path, info, mapping, transaction, memory_max=memory_max)
         except BaseException:
             mapping.release()
             raise
@@ -186,6 +218,10 @@ class Snapshot:
             table.views = []
         self._transaction.abort()
         self._mapping.release()
+
+    def opened_again(self) -> Snapshot:
+        """What the file is now, mapped or in memory as this one. Raises SnapshotError."""
+        return Snapshot.open(self._path, memory_max=self._memory_max)
 
     def __enter__(self) -> Snapshot:
         return self
@@ -512,6 +548,37 @@ class Snapshot:
             blocks,
             rdev,
         )
+
+
+def _read_into_memory(path: Path, most: int) -> int | None:
+    """A descriptor of the content of a file in memory; None if it is larger than ``most`` bytes.
+
+    Raises SnapshotError if it cannot be read. Where there is no memory for it, that is None, too.
+    """
+    if most <= 0:
+        return None
+    with opened(path) as file:
+        size = os.fstat(file).st_size
+        if size > most:
+            return None
+        memory = -1
+        try:
+            memory = os.memfd_create("monarch-snapshot", os.MFD_CLOEXEC)
+            os.posix_fallocate(memory, 0, max(1, size))
+            os.ftruncate(memory, size)
+        except OSError:
+            if memory >= 0:
+                os.close(memory)
+            return None
+        try:
+            while data := os.read(file, _READ_BYTES):
+                os.write(memory, data)
+            # It is in memory now, and need not be there twice.
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        except BaseException:
+            os.close(memory)
+            raise
+        return memory
 
 
 def _map(path: Path) -> lmdb.Environment:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -35,8 +37,13 @@ _PAGE = struct.Struct("<QHHH")
 _PAGE_HEADER_BYTES = 16
 _BRANCH = 0x01
 _LEAF = 0x02
-# Of an entry of a branch page: the number of a page below, in three parts.
+# Of an entry of a branch page: the number of a page below, in three parts. Of one of a leaf page:
+# the size of the value in two parts, flags, the size of the key; the key and the value follow.
 _NODE = struct.Struct("<HHH")
+_LEAF_NODE = struct.Struct("<HHHH")
+# The value is not in the leaf page, but in pages of its own, from the number that stands there on.
+_ELSEWHERE = 0x01
+_PAGE_NUMBER = struct.Struct("<Q")
 
 _MOST_TREE_PAGES = 1 << 20
 
@@ -71,22 +78,54 @@ def check_trailer(path: Path) -> tuple[int, int]:
 
     Raises SnapshotError if it is not a snapshot, is cut short, or its tree is damaged.
     """
+    with opened(path) as fd:
+        check_opened(fd, path)
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of the snapshot ``path``; a failure to open or to read is a SnapshotError."""
+    fd = -1
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        yield fd
     except FileNotFoundError as error:
         raise SnapshotError(
             f"there is no snapshot {path}", hint="build it with `monarch snapshot build`"
         ) from error
     except OSError as error:
         raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
-    try:
-        _check(fd, path)
-        status = os.fstat(fd)
-        return status.st_dev, status.st_ino
-    except OSError as error:
-        raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
+
+
+def read_value(fd: int, name: bytes, path: Path) -> bytes:
+    """The value of the key ``name`` by reads alone: no page of the file is mapped.
+
+    Raises SnapshotError, also if the file is damaged, and OSError.
+    """
+    page_bytes, numbers = check_opened(fd, path)
+    for number in numbers:
+        page = _read_page(fd, number, page_bytes)
+        _, _, flags, lower = _PAGE.unpack_from(page)
+        if number < 2 or not flags & _LEAF:
+            continue
+        for offset in struct.unpack_from(
+            f"<{(lower - _PAGE_HEADER_BYTES) // 2}H", page, _PAGE_HEADER_BYTES
+        ):
+            low, high, kind, key_bytes = _LEAF_NODE.unpack_from(page, offset)
+            start = offset + _LEAF_NODE.size + key_bytes
+            if page[offset + _LEAF_NODE.size : start] != name:
+                continue
+            size = low | high << 16
+            if not kind & _ELSEWHERE:
+                return page[start : start + size]
+            (first,) = _PAGE_NUMBER.unpack_from(page, start)
+            return os.pread(fd, size, first * page_bytes + _PAGE_HEADER_BYTES)
+    raise damaged(str(path))
 
 
 def _not_a_snapshot(path: Path) -> SnapshotError:
@@ -96,7 +135,11 @@ def _not_a_snapshot(path: Path) -> SnapshotError:
     )
 
 
-def _check(fd: int, path: Path) -> None:
+def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
+    """The size of a page and the numbers of the tree's pages of the open snapshot ``path``.
+
+    Raises SnapshotError as ``check_trailer``, and OSError.
+    """
     head = os.pread(fd, _META.size, 0)
     if len(head) < _META.size or _META.unpack(head)[0] != _LMDB_MAGIC:
         raise _not_a_snapshot(path)
@@ -116,6 +159,7 @@ def _check(fd: int, path: Path) -> None:
     numbers = struct.unpack(f"<{count}I", content)
     if digest != _digest(fd, numbers, page_bytes, content, (page_bytes, pages, count, zero)):
         raise damaged(str(path))
+    return page_bytes, numbers
 
 
 def _digest(

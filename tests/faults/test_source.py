@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import stat
+import struct
 import subprocess
 import threading
 import time
@@ -586,3 +588,97 @@ def test_a_log_tells_of_any_name_in_one_line_that_it_cannot_forge(
     assert json.loads(told)
     assert "\x1b" not in told
     assert "\x1b[31m" not in monarch("status", str(mounted.path)).stdout
+
+
+# -- S13: a given snapshot -------------------------------------------------------------------------
+
+
+def _page_out(pid: int, name: str) -> None:
+    """Have the kernel take from a process the pages of mapped files whose path holds ``name``."""
+    process = os.pidfd_open(pid)
+    try:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if name in line:
+                start, end = (int(number, 16) for number in line.split()[0].split("-"))
+                where = struct.pack("QQ", start, end - start)
+                # process_madvise, MADV_PAGEOUT
+                libc = ctypes.CDLL(None, use_errno=True)
+                assert libc.syscall(440, process, where, 1, 21, 0) >= 0, os.strerror(
+                    ctypes.get_errno()
+                )
+    finally:
+        os.close(process)
+
+
+def _tree_of(path: Path) -> dict[str, list[str]]:
+    return {entry.name: sorted(os.listdir(entry)) for entry in sorted(path.iterdir())}
+
+
+@needs_root
+@pytest.mark.fault("S13")
+@pytest.mark.promise(98)
+@pytest.mark.finding("D2")
+@pytest.mark.modes("python", "relay", "no_open")
+def test_whatever_befalls_a_given_snapshot_a_mount_goes_on(
+    monarch: MonarchCommand, source: Path, tmp_path: Path
+) -> None:
+    names = {f"d{d:02}": [f"{n:04}" for n in range(400)] for d in range(12)}
+    for directory, files_in in names.items():
+        (source / directory).mkdir()
+        for name in files_in:
+            os.close(os.open(source / directory / name, os.O_CREAT | os.O_WRONLY))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "shared").mkdir()
+    with SlowSource(tmp_path / "shared", tmp_path / "pfs") as pfs:
+        given = pfs.path / "x.snapshot"
+        for what, file in ((source, given), (tmp_path / "empty", tmp_path / "other.snapshot")):
+            monarch("snapshot", "build", str(what), "-o", str(file))
+        size = given.stat().st_size
+        whole = given.read_bytes()
+        mounted = monarch.mount(source, snapshot=given)
+        assert mounted.status()["snapshot"]["file"] == str(given)
+        os.listdir(mounted.path)
+        # Others copy another over it, and cut it short.
+        given.write_bytes((tmp_path / "other.snapshot").read_bytes())
+        _page_out(mounted.pid, "snapshot")
+        assert _tree_of(mounted.path) == names
+        assert mounted.status()["health"]["state"] == "ok"
+        mounted.umount()
+        # That is another source's.
+        done = monarch(
+            *("mount", str(source), str(mounted.path), "--state", str(mounted.state)),
+            *("--tier", f"{mounted.tiers['fast']}:10MiB", "--snapshot", str(given)),
+            check=False,
+        )
+        assert done.returncode == 5 and str(given) in done.stderr
+        monarch.expects_log("x.snapshot.* describes another source")
+
+        given.write_bytes(whole)
+        monarch.mount(source, snapshot=given).umount()
+        before = pfs.counters()["read_bytes"]
+        os.close(os.open(given, os.O_RDONLY))
+        mounted = monarch.mount(source, snapshot=given)
+        # Its copy is there from the mount before.
+        assert pfs.counters()["read_bytes"] - before < size // 2
+        os.truncate(given, 4096)
+        _page_out(mounted.pid, "snapshot")
+        assert _tree_of(mounted.path) == names
+        # Its file system hangs, and dies.
+        pfs.rules("hang * .*")
+        _page_out(mounted.pid, "snapshot")
+        assert _tree_of(mounted.path) == names
+        mounted.status()
+        pfs.kill()
+        _page_out(mounted.pid, "snapshot")
+        assert _tree_of(mounted.path) == names
+        assert mounted.status()["health"]["state"] == "ok"
+        mounted.umount()
+        # And now nobody can tell what it is.
+        done = monarch(
+            *("mount", str(source), str(mounted.path), "--state", str(mounted.state)),
+            *("--tier", f"{mounted.tiers['fast']}:10MiB", "--snapshot", str(given)),
+            check=False,
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (5, 1), done.stderr
+        assert str(given) in done.stderr
+        monarch.expects_log("cannot read snapshot .*x.snapshot")
