@@ -283,7 +283,11 @@ class _Mount:
         metrics = Metrics([tier.name for tier in tiers])
         epochs = Epochs(snapshot.entries)
         choice = self._choice = choose(
-            settings, snapshot.info(), Abilities.here(), capacity=sum(capacities)
+            settings,
+            snapshot.info(),
+            Abilities.here(),
+            capacity=sum(capacities),
+            holds_written=place is not None and bool(place.found.ops),
         )
         log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
         self._datapath = (

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.errors import FuseError
+from monarch.errors import FuseError, UsageError
 from monarch.fuse import datapath
 from monarch.fuse.datapath import DatapathState
 from monarch.namespace.schema import SnapshotSummary
@@ -86,19 +86,36 @@ class Choice:
 
 
 def choose(
-    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities, *, capacity: int
+    settings: MountSettings,
+    summary: SnapshotSummary,
+    abilities: Abilities,
+    *,
+    capacity: int,
+    holds_written: bool = False,
 ) -> Choice:
     """The way reads take; ``capacity`` is what all tiers may take, in bytes.
 
-    Raises FuseError for a passthrough that cannot be had.
+    ``holds_written``: a tier has files that were written through an earlier mount. Raises FuseError
+    for a passthrough that cannot be had, UsageError for ``open: none`` where opens must be seen.
     """
     check_possible(settings, abilities)
-    way, opens, why = _decided(settings, summary, abilities, capacity)
+    if holds_written and settings.open == "none":
+        raise UsageError(
+            "open: none is not possible: a tier has files that were written through an earlier"
+            " mount, and their opens must be seen",
+            hint="leave open: none out; it is possible again with the snapshot after the one in"
+            " which they are at the source (monarch mount --refresh)",
+        )
+    way, opens, why = _decided(settings, summary, abilities, capacity, holds_written)
     return Choice(way, opens, why, cache_listings=abilities.cached_listings_expire)
 
 
 def _decided(
-    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities, capacity: int
+    settings: MountSettings,
+    summary: SnapshotSummary,
+    abilities: Abilities,
+    capacity: int,
+    holds_written: bool,
 ) -> tuple[str, str, str]:
     configured = f"the configuration says datapath: {settings.datapath}"
     if settings.datapath == "python":
@@ -107,7 +124,7 @@ def _decided(
         return "python", "open", f"{NOT_BUILT}: {BUILD_IT}"
     if settings.datapath == "passthrough":
         return "passthrough", "open", configured
-    without, why = _without_opens(settings, summary, abilities, capacity)
+    without, why = _without_opens(settings, summary, abilities, capacity, holds_written)
     if without:
         return "relay", "none", why
     if settings.datapath == "relay":
@@ -152,7 +169,11 @@ def without_passthrough(abilities: Abilities) -> str:
 
 
 def _without_opens(
-    settings: MountSettings, summary: SnapshotSummary, abilities: Abilities, capacity: int
+    settings: MountSettings,
+    summary: SnapshotSummary,
+    abilities: Abilities,
+    capacity: int,
+    holds_written: bool,
 ) -> tuple[bool, str]:
     """Whether the kernel is told to ask for no open, and why or why not."""
     if settings.open != "auto":
@@ -161,6 +182,8 @@ def _without_opens(
         return False, "verify: open must see every open"
     if settings.absorbs:
         return False, "who writes must be known"
+    if holds_written:
+        return False, "opens of files that were written through an earlier mount must be seen"
     if settings.snapshot.ttl_s is not None:
         return False, f"snapshot.freshness: {settings.snapshot.freshness} needs to see opens"
     if summary.unreadable:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from monarch.errors import FuseError
+from monarch.errors import FuseError, UsageError
 from monarch.fuse import datapath
 from monarch.modes import Abilities, check_possible, choose, memory_bytes
 from monarch.namespace.schema import SnapshotSummary
@@ -130,6 +130,15 @@ def test_files_are_small_below_a_mebibyte_and_fit_when_memory_holds_them_twice(
 ) -> None:
     machine = dataclasses.replace(NODE, memory_bytes=memory)
     assert choose(settings(), files(count, size), machine, capacity=TiB).open == opens
+
+
+@pytest.mark.promise(99)
+@pytest.mark.finding("B2")
+def test_opens_are_seen_where_a_tier_has_files_of_earlier_mounts() -> None:
+    choice = choose(settings(), SMALL, NODE, capacity=TiB, holds_written=True)
+    assert choice.open == "open" and "written through an earlier mount" in choice.why
+    with pytest.raises(UsageError, match="open: none is not possible: a tier has files"):
+        choose(settings(open="none"), SMALL, NODE, capacity=TiB, holds_written=True)
 
 
 @pytest.mark.parametrize(

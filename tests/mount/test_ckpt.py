@@ -384,3 +384,56 @@ def test_a_mount_that_is_read_only_is_asked_for_nothing(
     os.kill(desk.mounted.pid, signal.SIGCONT)
     ending.communicate(timeout=30)
     assert ending.returncode == 0
+
+
+@pytest.mark.fault("S16")
+@pytest.mark.promise(99)
+@pytest.mark.finding("B2")
+@pytest.mark.modes("auto")
+def test_what_was_written_before_is_read_by_a_mount_that_absorbs_nothing(
+    monarch: MonarchCommand, tree: Tree, run: Run
+) -> None:
+    monarch.expects_log("were not drained; they stay in tier fast")
+    source = tree({f"{number}.jpg": 10_000 for number in range(20)})
+    tiers, slowly = {"fast": "64MiB"}, "writeback.bandwidth=100KB"
+    written = monarch.mount(source, tiers=tiers, options=["absorb=ckpt/**", slowly])
+    (written.path / "ckpt").mkdir()
+    content = {"ckpt/a": contents("a", 20_000_000), "ckpt/b": contents("b", 30_000)}
+    for name, data in content.items():
+        with (written.path / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def all_is_read(mounted: Mounted) -> None:
+        for name, data in content.items():
+            assert (mounted.path / name).read_bytes() == data
+            assert os.stat(mounted.path / name).st_size == len(data)
+        assert (mounted.path / "1.jpg").read_bytes() == contents("1.jpg", 10_000)
+
+    written.kill()
+    again = monarch.mount(source, tiers=tiers, options=[slowly])
+    assert again.status()["mode"]["open"] == "open"
+    all_is_read(again)
+    assert again.xattr("ckpt/a", "user.monarch.durable") == "local"
+    again.umount("--abandon")
+
+    where = ["--state", str(again.state), "--tier", f"{again.tiers['fast']}:64MiB"]
+    refused = monarch(
+        *("mount", str(source), str(again.path), *where, "-o", "open=none"), check=False
+    )
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert "open: none is not possible" in refused.stderr
+    monarch.expects_log("open: none is not possible")
+
+    last = monarch.mount(source, tiers=tiers)
+    all_is_read(last)
+    wait_until(lambda: last.xattr("ckpt/a", "user.monarch.durable") == "source", "it is drained")
+    all_is_read(last)
+    assert run("ckpt", "verify", last.path).code == 0
+    last.umount()
+    # All that was written is in the snapshot by now.
+    monarch.mount(source, tiers=tiers, arguments=["--refresh"]).umount()
+    without = monarch.mount(source, tiers=tiers)
+    assert without.status()["mode"]["open"] == "none"
+    all_is_read(without)
