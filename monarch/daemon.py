@@ -303,6 +303,7 @@ class _Mount:
                 no_open=choice.open == "none",
                 decide_opens=settings.verify == "open",
                 cache_listings=choice.cache_listings,
+                as_caller=settings.source_identity == "caller",
             )
         )
         readers = Readers(self._datapath)
@@ -339,6 +340,7 @@ class _Mount:
             metrics=metrics,
             timeout_s=settings.limits.source_timeout,
             oldest_elsewhere_s=self._oldest_source_call_s,
+            as_caller=settings.source_identity == "caller",
         )
         self._writing = (
             None

@@ -37,6 +37,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
         "log-unwritable": "degraded",
         "memory-scarce": "degraded",
         "descriptors-scarce": "degraded",
+        "source-closed": "degraded",
         "files-changed": "degraded",
         "snapshot-stale": "degraded",
         "copies-unverified": "degraded",

@@ -77,6 +77,10 @@ class Histogram:
         return BUCKETS_S[place] if place < len(BUCKETS_S) else None
 
 
+# So many files that are closed to the daemon are told apart.
+MOST_CLOSED = 100_000
+
+
 class Metrics:
     """The counters of one mount. ``tier_names`` are the tiers' own, fastest first."""
 
@@ -99,6 +103,8 @@ class Metrics:
         self.promotion_failures: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.changes = 0
+        # Inode numbers of files that the source did not let the daemon open; not all of very many.
+        self.closed_files: set[int] = set()
 
     def opened(self, tier: int, seconds: float) -> None:
         self.opens[tier] += 1
@@ -119,6 +125,11 @@ class Metrics:
         self.opens[tier] += opens
         self.reads[tier] += reads
         self.read_bytes[tier] += nbytes
+
+    def source_refused(self, ino: int) -> None:
+        """The source does not let the daemon open a file."""
+        if len(self.closed_files) < MOST_CLOSED:
+            self.closed_files.add(ino)
 
     def source_opened(self, n: int = 1, *, copy: bool = False) -> None:
         """``n`` opens really reached the source, for a reader or for a copy."""

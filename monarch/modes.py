@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch.credentials import can_act_as_others
 from monarch.errors import FuseError, UsageError
 from monarch.fuse import datapath
 from monarch.fuse.datapath import DatapathState
@@ -148,7 +149,13 @@ def agreed(choice: Choice, state: DatapathState) -> Mode:
 
 
 def check_possible(settings: MountSettings, abilities: Abilities) -> None:
-    """FuseError if ``datapath: passthrough`` is asked of a machine that has none."""
+    """FuseError for ``datapath: passthrough`` where there is none, and for ``source_identity:
+    caller`` of a daemon that cannot act as others."""
+    if settings.source_identity == "caller" and not can_act_as_others():
+        raise FuseError(
+            "source_identity: caller is not possible: only root acts with the rights of others",
+            hint="mount as root, or leave it out: the files are opened as the user who mounts",
+        )
     if settings.datapath == "passthrough" and (why := without_passthrough(abilities)):
         raise FuseError(
             f"datapath: passthrough is not possible: {why}",
@@ -184,6 +191,8 @@ def _without_opens(
         return False, "who writes must be known"
     if holds_written:
         return False, "opens of files that were written through an earlier mount must be seen"
+    if settings.source_identity == "caller":
+        return False, "source_identity: caller must know who opens"
     if settings.snapshot.ttl_s is not None:
         return False, f"snapshot.freshness: {settings.snapshot.freshness} needs to see opens"
     if summary.unreadable:

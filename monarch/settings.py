@@ -368,6 +368,12 @@ class MountSettings(Section):
         description="Whether the kernel tells every open of a file: open, none (best for small"
         " files that fit into memory; not with passthrough, python or verify: open), or auto.",
     )
+    source_identity: Literal["daemon", "caller"] = Field(
+        default="daemon",
+        description="With whose rights files are opened at the source for a reader: daemon, or"
+        " caller (of the process that reads; for a source that refuses root, as Lustre and NFS"
+        " with root squash do; needs root, not with open: none).",
+    )
     allow_other: bool = Field(
         default=False,
         description="Let other users in, as the modes of the files allow. Unless root mounts,"
@@ -404,6 +410,16 @@ class MountSettings(Section):
                     "none and a mount that can be written exclude each other, for who writes must"
                     " be known; leave one of them out"
                 )
+        return value
+
+    @field_validator("source_identity", mode="after")
+    @classmethod
+    def _callers_are_seen(cls, value: str, fields: ValidationInfo) -> str:
+        if value == "caller" and fields.data.get("open") == "none":
+            raise ValueError(
+                "caller and open: none exclude each other, for who opens a file must be known;"
+                " leave one of them out"
+            )
         return value
 
     @property

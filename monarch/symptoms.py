@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from monarch.absorbing import WriteSide
+from monarch.credentials import can_act_as_others
 from monarch.health import Problem, Spell
 from monarch.log import Logbook
 from monarch.lost import Lost
@@ -65,6 +66,7 @@ class Symptoms:
     ) -> None:
         self._mountpoint = os.fspath(settings.mountpoint)
         self._source = os.fspath(settings.source)
+        self._as_caller = settings.source_identity == "caller"
         self._tiers = tiers
         self._residency = residency
         self._engine = engine
@@ -101,6 +103,7 @@ class Symptoms:
                 yield tier.name, problem
         for look in (
             self._of_source,
+            self._of_closed_files,
             self._of_writing,
             self._of_our_own_making,
             self._of_copies,
@@ -132,6 +135,20 @@ class Symptoms:
                 f"look at it as the daemon's user: `ls {self._source}`, and at its client:"
                 " `dmesg`; resident files are served, the others again as soon as it answers",
             )
+
+    def _of_closed_files(self) -> Iterator[Problem]:
+        closed = len(self._metrics.closed_files)
+        # A daemon of a user reads what this user may, which is as it should be.
+        if not closed or self._as_caller or not can_act_as_others():
+            return
+        told = counted(closed, "file is", "files are")
+        yield Problem(
+            "source-closed",
+            f"{told} closed to the daemon at the source, though it runs as root",
+            0,
+            "the source refuses root (root squash): set `source_identity: caller`, and files are"
+            " opened there with the rights of the process that reads",
+        )
 
     def _of_writing(self) -> Iterator[Problem]:
         side, mountpoint = self._writing, self._mountpoint

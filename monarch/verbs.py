@@ -19,6 +19,7 @@ from monarch.errors import MonarchError, UsageError
 from monarch.placement.residency import SOURCE, Residency
 from monarch.report import FsckProgress
 from monarch.status import Status
+from monarch.text import counted
 from monarch.types import ROOT_INO, Ino
 from monarch.vfs.filesystem import FileSystem
 
@@ -97,6 +98,13 @@ class Verbs:
             await send(work.progress())
             if work.failed:
                 raise MonarchError("not all was brought in", hint="the daemon's log says why")
+            if work.closed:
+                raise MonarchError(
+                    f"{counted(work.closed, 'file is', 'files are')} closed to the daemon at the"
+                    " source; all others that fit were brought in",
+                    hint="with `source_identity: caller` such a file is copied when a process reads"
+                    " it that may",
+                )
         return {"files": total, "bytes": bytes_total, "refused": work.refused}
 
     async def _bring_in(self, roots: list[Ino], work: _Warming) -> None:
@@ -136,6 +144,8 @@ class Verbs:
                 work.bytes_done += size
             elif self._residency.is_wanted(ino):
                 waiting.append((ino, size))
+            elif self._filesystem.is_closed(ino):
+                work.closed += 1
             else:
                 work.refused += 1
         return waiting
@@ -196,6 +206,7 @@ class _Warming:
         self.files_done = 0
         self.bytes_done = 0
         self.refused = 0
+        self.closed = 0
         self.done = False
         self.failed = False
 

@@ -259,6 +259,8 @@ class MonarchCommand:
     directory: Path
     case: str
     mode: str = "auto"
+    # In front of each command, such as setpriv with its options.
+    wrapper: Sequence[str] = ()
     mounted: list[Mounted] = field(default_factory=list)
     _expected: list[str] = field(default_factory=list)
 
@@ -267,7 +269,7 @@ class MonarchCommand:
     ) -> subprocess.CompletedProcess[str]:
         """Run ``monarch ARGUMENTS``; with ``check`` an exit code other than 0 fails the test."""
         done = subprocess.run(
-            [sys.executable, "-m", "monarch", *arguments],
+            [*self.wrapper, sys.executable, "-m", "monarch", *arguments],
             env=self.environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -132,6 +132,7 @@ struct datapath {
     uint8_t unusable; /* marks of an inode whose copy Python must look at first */
     uint8_t copying;  /* the mark of an inode of which a copy is under way */
     int source;       /* its directory; -1: Python fetches */
+    int as_caller;    /* fetch with the rights of the process that opens; atomic */
     uint64_t fetch_max;
     int64_t hold_max, wait_max;
     uint64_t patience_ns; /* how long a caller may wait for the source; 0: for ever */

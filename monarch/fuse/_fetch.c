@@ -29,6 +29,18 @@ static int open_beneath(int root, const char *path) {
     return (int)fd;
 }
 
+/* As open_beneath, with the rights of ``caller`` if there is one. */
+static int open_as(int root, const char *path, const struct caller *caller) {
+    if (!caller)
+        return open_beneath(root, path);
+    struct own_rights own;
+    if (!caller_begin(caller, &own))
+        return -1;
+    int fd = open_beneath(root, path);
+    caller_end(&own);
+    return fd;
+}
+
 static int64_t nanoseconds(struct statx_timestamp time) {
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
@@ -57,14 +69,14 @@ static bool read_whole(int fd, struct content *content, struct fetch_cost *cost)
 }
 
 struct content *fetch(int root, const char *path, const struct identity *identity, int64_t *held,
-                      struct fetch_cost *cost) {
+                      const struct caller *caller, struct fetch_cost *cost) {
     *cost = (struct fetch_cost){0};
     struct content *content = malloc(sizeof *content + identity->size);
     if (!content)
         return NULL;
     *content = (struct content){.users = 1, .held = held, .size = identity->size};
     __atomic_add_fetch(held, (int64_t)identity->size, __ATOMIC_RELAXED);
-    int fd = open_beneath(root, path);
+    int fd = open_as(root, path, caller);
     bool whole = false;
     if (fd >= 0) {
         cost->opens = 1;

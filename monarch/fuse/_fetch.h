@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "_caller.h"
 #include "_names.h"
 
 struct content {
@@ -26,9 +27,10 @@ struct fetch_cost {
 };
 
 /* The bytes of ``path`` beneath ``root``, if it is that very version; NULL if it is not, or with
- * any failure: then Python asks again and finds out why. Waits for the source. */
+ * any failure: then Python asks again and finds out why. Opened with the rights of ``caller``, or,
+ * if that is NULL, with the daemon's. Waits for the source. */
 struct content *fetch(int root, const char *path, const struct identity *identity, int64_t *held,
-                      struct fetch_cost *cost);
+                      const struct caller *caller, struct fetch_cost *cost);
 struct content *content_retain(struct content *content);
 void content_release(struct content *content);
 

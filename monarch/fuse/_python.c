@@ -213,6 +213,12 @@ static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *datapath_fetch_as_caller(Datapath *self, PyObject *unused) {
+    (void)unused;
+    STORE(self->path->as_caller, 1);
+    Py_RETURN_NONE;
+}
+
 static PyObject *datapath_publish(Datapath *self, PyObject *args) {
     unsigned table;
     Py_ssize_t number;
@@ -579,6 +585,7 @@ static PyMethodDef methods[] = {
     {"move_tier", (PyCFunction)datapath_move_tier, METH_VARARGS, NULL},
     {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
     {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
+    {"fetch_as_caller", (PyCFunction)datapath_fetch_as_caller, METH_NOARGS, NULL},
     {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
     {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},

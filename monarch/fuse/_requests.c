@@ -168,10 +168,16 @@ static bool open_fetched(struct thread *thread, const struct in_header *request,
         identity.size > path->fetch_max ||
         LOAD(path->held) + (int64_t)identity.size > path->hold_max)
         return false;
+    struct caller caller = {0};
+    bool as_caller = LOAD(path->as_caller) && request->uid != 0;
+    if (as_caller && !caller_of(request->pid, request->uid, request->gid, &caller))
+        return false;
     struct fetch_cost cost;
     begin_waiting(thread, request);
-    struct content *content = fetch(path->source, name, &identity, &path->held, &cost);
+    struct content *content =
+        fetch(path->source, name, &identity, &path->held, as_caller ? &caller : NULL, &cost);
     end_waiting(thread);
+    caller_free(&caller);
     ADD(path->source_opens, cost.opens);
     ADD(path->source_reads, cost.reads);
     ADD(path->source_bytes, cost.bytes);

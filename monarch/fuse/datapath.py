@@ -87,7 +87,8 @@ class Datapath:
     What ``limits`` says of fetching small files holds for the extension, too. ``passthrough``: let
     the kernel read resident files itself where it will. ``no_open``: have the kernel open files
     without asking. ``decide_opens``: Python looks at every open. ``cache_listings``: the kernel may
-    keep directory listings.
+    keep directory listings. ``as_caller``: files are fetched with the rights of the process that
+    opens them.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Datapath:
         no_open: bool,
         decide_opens: bool,
         cache_listings: bool,
+        as_caller: bool,
     ) -> None:
         self._options = {
             "passthrough": passthrough,
@@ -127,6 +129,8 @@ class Datapath:
             limits.source_concurrency,
             round((limits.source_timeout or 0) * 1e9),
         )
+        if as_caller:
+            self._native.fetch_as_caller()
         for tier in tiers:
             self._native.add_tier(tier.number, tier.directory, tier.seals)
         snapshot.on_load(self._publish)

@@ -27,6 +27,7 @@ from monarch.log import Limiter
 from monarch.text import errno_words
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.inquiry import CALLER, Caller
 from monarch.vfs.writing import Writing
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ def _answered(
 
     @wraps(handler)
     async def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+        # The tasks that answer are used again: what is left out here would be of an earlier call.
+        last = args[-1]
+        token = CALLER.set(
+            Caller(last.pid, last.uid, last.gid) if isinstance(last, RequestContext) else None
+        )
         try:
             points.reached(point)
             return await handler(*args, **kwargs)
@@ -71,6 +77,8 @@ def _answered(
             number = _number(error)
             operations.unforeseen(handler.__name__, number)
             raise FUSEError(number) from error
+        finally:
+            CALLER.reset(token)
 
     return answer
 

@@ -28,6 +28,7 @@ from typing import TypeVar
 from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.beneath import lstat_beneath, open_beneath
+from monarch.credentials import Credentials, acting_as
 from monarch.errors import SourceChanged, SourceError
 from monarch.types import Identity
 
@@ -134,6 +135,8 @@ class Source:
         self._close = close
         self._reopening = threading.Lock()
         self._reopened = 0
+        # ``who``: with whose rights this thread opens.
+        self._acting = threading.local()
         self._tried_s = -math.inf
         try:
             self._root = os.open(path, _ROOT_FLAGS)
@@ -156,7 +159,21 @@ class Source:
         return self._root
 
     def status(self, path: bytes) -> os.stat_result:
-        return self.at_root(lstat_beneath, path)
+        return self.at_root(self._with_rights, lstat_beneath, path)
+
+    def acting(self, who: Credentials, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """``call(*args)``; whatever it opens here by name it opens with the rights of ``who``."""
+        self._acting.who = who
+        try:
+            return call(*args)
+        finally:
+            self._acting.who = None
+
+    def _with_rights(
+        self, root: int, call: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        with acting_as(getattr(self._acting, "who", None)):
+            return call(root, *args)
 
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
@@ -188,7 +205,7 @@ class Source:
 
     def _opened(self, path: bytes) -> int:
         try:
-            return self.at_root(open_beneath, path, _FLAGS)
+            return self.at_root(self._with_rights, open_beneath, path, _FLAGS)
         except OSError as error:
             # A link in the place of a file or of one of its directories is another thing.
             if error.errno in _NO_SUCH_FILE:

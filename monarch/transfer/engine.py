@@ -561,6 +561,18 @@ class Engine:
             return
         kind = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
         self._metrics.promotion_failed(kind)
+        if isinstance(error, PermissionError):
+            # To try it again would change nothing: a reader who may open it brings it in.
+            self._metrics.source_refused(flight.ino)
+            self._limiter.warning(
+                log,
+                "copy refused",
+                "no copy of %s: the source does not let the daemon open it; it is copied when a"
+                " process reads that may",
+                self._told(flight.ino),
+            )
+            self._give_up(flight, retry=False)
+            return
         self._limiter.warning(
             log,
             f"copy {kind}",

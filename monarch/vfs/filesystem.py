@@ -744,8 +744,13 @@ class FileSystem:
         promote = self._controller.warm(self._item(attributes))
         if promote is None:
             return False
+        self._metrics.closed_files.discard(ino)
         self._movement.submit(promote, attributes.identity)
         return True
+
+    def is_closed(self, ino: Ino) -> bool:
+        """Whether the source did not let the daemon open a file when it was last tried."""
+        return ino in self._metrics.closed_files
 
     # -- what a file tells of itself -------------------------------------------------------------
 

@@ -12,12 +12,14 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
+from monarch.credentials import Credentials, credentials_of
 from monarch.errors import MonarchError, SourceChanged, SourceError
 from monarch.log import Limiter
 from monarch.metrics import Metrics
@@ -46,6 +48,19 @@ _REFUSED = frozenset({errno.EACCES, errno.EPERM})
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """The process whose call is answered, as the kernel tells of it."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+# Of the call that this task answers; None where it answers none, or one of which that is not told.
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+@dataclass(frozen=True, slots=True)
 class Trouble:
     """What is wrong with the source and since when; ``hangs``: it does not answer at all."""
 
@@ -57,6 +72,7 @@ class Trouble:
 class Inquiry:
     """Calls of ``source``; ``names`` tells the path of an inode for messages.
 
+    With ``as_caller`` the source is asked with the rights of the process whose call is answered.
     A call is given up after ``timeout_s``, while ``run`` counts them. ``oldest_elsewhere_s`` tells
     how long a call that was not made here has waited for the source, 0 if there is none.
     """
@@ -70,8 +86,10 @@ class Inquiry:
         metrics: Metrics,
         timeout_s: float | None,
         oldest_elsewhere_s: Callable[[], float],
+        as_caller: bool = False,
     ) -> None:
         self.source = source
+        self._as_caller = as_caller
         self._threads = threads
         self._names = names
         self._metrics = metrics
@@ -94,21 +112,37 @@ class Inquiry:
         began, _, what = self._failing
         return Trouble(what, time.time_ns() - int((now - began) * 1e9), hangs=False)
 
+    def caller(self) -> Credentials | None:
+        """With whose rights the call that is answered now asks the source; None: the daemon's."""
+        caller = CALLER.get() if self._as_caller else None
+        # It waits for the answer, so its number is no other process's.
+        return None if caller is None else credentials_of(caller.pid, caller.uid, caller.gid)
+
     async def ask(self, ino: Ino, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """Run a call that asks the source about ``ino``. Raises SourceChanged, SourceError."""
         scope = trio.CancelScope()
         self._looks[scope] = 0
         try:
+            who = self.caller()
             with scope:
-                return await self._threads.run(call, *args)
+                return await self._run(who, call, *args)
         except OSError as error:
             number = error.errno or errno.EIO
+            if number in _REFUSED and who is None and _is_for_a_user():
+                self._metrics.source_refused(ino)
             if number in _NOT_THERE:
                 raise SourceChanged(f"{self.told(ino)}: {error.strerror}") from error
             raise self.failed(ino, number) from error
         finally:
             del self._looks[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
+
+    async def _run(
+        self, who: Credentials | None, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        if who is None:
+            return await self._threads.run(call, *args)
+        return await self._threads.run(self.source.acting, who, call, *args)
 
     async def run(self) -> None:
         """Give up the calls that have waited too long, until cancelled.
@@ -165,3 +199,9 @@ class Inquiry:
             told,
             words,
         )
+
+
+def _is_for_a_user() -> bool:
+    """Whether the call that is answered is one of a process that does not run as root."""
+    caller = CALLER.get()
+    return caller is not None and caller.uid != 0

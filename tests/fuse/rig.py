@@ -70,10 +70,10 @@ class Rig:
         """The number that the next request will have."""
         return self._unique + 2
 
-    def send(self, opcode: int, node: int, body: bytes = b"", *, pid: int = 0) -> int:
+    def send(self, opcode: int, node: int, body: bytes = b"", *, pid: int = 0, uid: int = 0) -> int:
         """Send a request; its number."""
         self._unique += 2
-        self.kernel.send(wire.request(opcode, self._unique, node, body, pid=pid))
+        self.kernel.send(wire.request(opcode, self._unique, node, body, pid=pid, uid=uid))
         return self._unique
 
     def answer(self, unique: int, *, within_s: float = PATIENCE_S) -> Answer:
@@ -250,6 +250,7 @@ def rig(
         "no_open": False,
         "decide_opens": False,
         "cache_listings": False,
+        "as_caller": False,
         **options,
     }
     file = directory / "snapshot"

@@ -34,6 +34,7 @@ from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
 from tests.fuse.rig import Nothing, Rig, rig
 from tests.fuse.wire import Op
+from tests.mount.command import needs_root
 
 ROOT = Path(__file__).parents[2]
 SIZE = 300_000
@@ -619,6 +620,55 @@ def test_what_cannot_be_fetched_is_pythons(tree: Tree, tmp_path: Path, why: str)
         made.reply_open(passed)
         assert made.answer(unique).error == 0
         assert all(found != ino for found, _, _ in made.datapath.served())
+
+
+@needs_root
+@pytest.mark.fault("U6")
+@pytest.mark.promise(85, 86)
+def test_a_file_is_fetched_with_the_rights_of_the_process_that_opens_it(
+    tree: Tree, tmp_path: Path
+) -> None:
+    names = ("own", "others", "groups", "roots")
+    source = tree(dict.fromkeys(names, SIZE))
+    for name, uid, gid in (("own", 1001, 0), ("others", 1002, 0), ("groups", 0, 2449)):
+        os.chown(source / name, uid, gid)
+    for name in names:
+        (source / name).chmod(0o640 if name == "groups" else 0o600)
+    many = range(2000, 2450)
+    command = ["setpriv", "--reuid=1001", "--regid=1001", f"--groups={','.join(map(str, many))}"]
+    with subprocess.Popen([*command, "sleep", "60"]) as process:
+        eventually(lambda: _user_of(process.pid) == 1001, "it has become an ordinary user")
+        with rig(source, tmp_path, fetch_max=SIZE, as_caller=True) as made:
+            made.init()
+            for name, pid, uid, is_fetched in (
+                ("others", process.pid, 1001, False),
+                ("roots", process.pid, 1001, False),
+                ("groups", 0, 1001, False),  # of another pid namespace: no groups are known
+                ("groups", process.pid, 1002, False),  # not whose number it is
+                ("groups", process.pid, 1001, True),
+                ("own", 0, 1001, True),
+                ("roots", 0, 0, True),
+            ):
+                opened = wire.OPEN_IN.pack(os.O_RDONLY, 0)
+                unique = made.send(Op.OPEN, made.ino(name), opened, pid=pid, uid=uid)
+                if is_fetched:
+                    assert made.answer(unique).error == 0, name
+                else:
+                    passed = made.passed()
+                    assert passed.opcode == Op.OPEN, name
+                    made.reply(passed, error=errno.EACCES)
+                    assert made.answer(unique).error == errno.EACCES
+            # No thread has kept what it was lent.
+            assert made.is_quiet()
+            for thread in Path("/proc/self/task").iterdir():
+                assert _user_of(int(thread.name)) == 0
+        process.kill()
+
+
+def _user_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("Uid:")]
+    return int(line.split()[4])
 
 
 # -- what is counted -------------------------------------------------------------------------------

@@ -133,10 +133,18 @@ class Entry:
 
 
 def request(
-    opcode: int, unique: int, node: int, body: bytes, *, pid: int = 0, length: int | None = None
+    opcode: int,
+    unique: int,
+    node: int,
+    body: bytes,
+    *,
+    pid: int = 0,
+    uid: int = 0,
+    length: int | None = None,
 ) -> bytes:
+    """A request of a process of ``uid``, whose group has the same number."""
     length = IN_HEADER.size + len(body) if length is None else length
-    return IN_HEADER.pack(length, opcode, unique, node, 0, 0, pid, 0, 0) + body
+    return IN_HEADER.pack(length, opcode, unique, node, uid, uid, pid, 0, 0) + body
 
 
 def parse_request(message: bytes) -> Request:
