@@ -1,9 +1,13 @@
 /* What was served, told to Python: events one by one in their order, the rest as counts. */
 #include "_datapath.h"
 
+#include <stdlib.h>
 #include <unistd.h>
 
 void wake_python(struct datapath *path) {
+    /* What was stored before, an event or a count, must be seen by Python if this thread sees it
+     * awake: see datapath_events. */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (LOAD(path->awake) || __atomic_exchange_n(&path->awake, 1, __ATOMIC_ACQ_REL))
         return;
     uint64_t one = 1;
@@ -15,6 +19,8 @@ void wake_python(struct datapath *path) {
 /* False if there is no room: then Python has to see the open itself. */
 bool put_event(struct datapath *path, uint64_t ino, uint8_t tier, struct content *content) {
     uint64_t head = __atomic_load_n(&path->event_head, __ATOMIC_RELAXED);
+    if (LOAD(path->overflow))
+        return false;
     for (;;) {
         struct event *event = &path->events[head % EVENTS];
         int64_t lag = (int64_t)(LOAD(event->turn) - head);
@@ -32,27 +38,59 @@ bool put_event(struct datapath *path, uint64_t ino, uint8_t tier, struct content
     }
 }
 
-/* The oldest that Python was not told yet; false if there is none. */
+/* The oldest that Python was not told yet; false if there is none. Its ``content`` is the caller's.
+ */
 bool next_event(struct datapath *path, struct event *event) {
     struct event *place = &path->events[path->event_tail % EVENTS];
-    if (LOAD(place->turn) != path->event_tail + 1)
+    if (LOAD(place->turn) == path->event_tail + 1) {
+        *event = (struct event){0, place->what, place->content};
+        STORE(place->turn, path->event_tail + EVENTS);
+        path->event_tail++;
+        return true;
+    }
+    /* One that is being put in the ring came before. */
+    if (!LOAD(path->overflow) ||
+        __atomic_load_n(&path->event_head, __ATOMIC_RELAXED) != path->event_tail)
         return false;
-    *event = (struct event){0, place->what, place->content};
-    STORE(place->turn, path->event_tail + EVENTS);
-    path->event_tail++;
+    pthread_mutex_lock(&path->overflow_lock);
+    struct overflow *first = path->overflow;
+    if (!first->next)
+        path->overflow_end = &path->overflow;
+    STORE(path->overflow, first->next);
+    pthread_mutex_unlock(&path->overflow_lock);
+    *event = first->event;
+    free(first);
     return true;
 }
 
-/* Tell Python; where it is behind, it is made to catch up first. */
-void tell(struct datapath *path, uint64_t ino, uint8_t what, struct content *content) {
-    bool told = put_event(path, ino, what, content);
+/* An open has a reader's thread wait until Python, which is behind, has caught up. */
+static bool has_room(struct datapath *path, uint64_t ino, uint8_t tier) {
+    bool told = put_event(path, ino, tier, NULL);
     for (int tries = 0; !told && tries < 10000 && !LOAD(path->stopping); tries++) {
         wake_python(path);
         usleep(1000);
-        told = put_event(path, ino, what, content);
+        told = put_event(path, ino, tier, NULL);
     }
-    if (!told)
+    return told;
+}
+
+/* Tell Python. All but opens are never lost, and told without waiting: by the thread that takes
+ * Python's answers, and by Python itself. */
+void tell(struct datapath *path, uint64_t ino, uint8_t what, struct content *content) {
+    bool told = what < MAX_TIERS ? has_room(path, ino, what) : put_event(path, ino, what, content);
+    struct overflow *more = told ? NULL : malloc(sizeof *more);
+    if (more) {
+        *more = (struct overflow){.event = {0, (uint64_t)what << 56 | ino, content}};
+        pthread_mutex_lock(&path->overflow_lock);
+        if (path->overflow)
+            *path->overflow_end = more;
+        else
+            STORE(path->overflow, more);
+        path->overflow_end = &more->next;
+        pthread_mutex_unlock(&path->overflow_lock);
+    } else if (!told) {
         content_release(content);
+    }
     wake_python(path);
 }
 

@@ -17,12 +17,18 @@ static void end_session(struct datapath *path, int error) {
     wake_python(path);
 }
 
+/* Whether this thread looks for work itself when it has answered a request. */
+static _Thread_local bool is_reader;
+
 static void *reader_main(void *argument) {
     struct thread *thread = argument;
     struct datapath *path = thread->path;
+    is_reader = true;
+    resume_waiting(thread);
     while (!LOAD(path->stopping)) {
         if (ADD(path->idle, 1) > path->idle_target) {
-            /* More than are useful now that those who waited for the source are back. */
+            /* More than are useful now that fewer wait for disks and for the source. What was put
+             * in a list meanwhile is another's only if there is one. */
             ADD(path->idle, -1);
             break;
         }
@@ -42,7 +48,10 @@ static void *reader_main(void *argument) {
         /* Strings end within the message, whatever the kernel says. */
         thread->message[size] = 0;
         spawn_if_none_is_idle(path);
+        STORE(thread->begin_ns, begin);
         dispatch(thread, request, begin);
+        STORE(thread->begin_ns, 0);
+        resume_waiting(thread);
     }
     free(thread->message);
     free(thread->data);
@@ -75,10 +84,11 @@ static bool spawn(struct datapath *path) {
             STORE(thread->state, THREAD_NONE);
         }
         thread->path = path;
-        STORE(thread->device, path->clones[place % path->clone_count]);
+        thread->device = path->clones[place % path->clone_count];
         thread->shard = (unsigned)place % SHARDS;
-        STORE(thread->reading, 0);
-        STORE(thread->let_go, 0);
+        STORE(thread->source_since_ns, 0);
+        STORE(thread->begin_ns, 0);
+        thread->place = NULL;
         thread->message = malloc(MESSAGE_BYTES + 1);
         thread->data = malloc(DATA_BYTES);
         STORE(thread->state, THREAD_RUNS);
@@ -101,6 +111,13 @@ void spawn_if_none_is_idle(struct datapath *path) {
         spawn(path);
 }
 
+void spawn_for_work(struct datapath *path) {
+    /* Those that wait for a request do not see that there is something else to do. If no thread can
+     * be had, the next request's looks. */
+    if (!is_reader)
+        spawn(path);
+}
+
 /* -- the replier ------------------------------------------------------------------------------- */
 
 /* What libfuse does not know of, or leaves at a small machine's default. */
@@ -112,7 +129,7 @@ static void agree_on_answers(struct datapath *path, struct out_header *header) {
      * know. */
     out->flags |= INIT_PARALLEL_DIROPS | INIT_CACHE_SYMLINKS;
     /* Rights that a write takes away are taken away by name, so that Python hears of it. */
-    out->flags &= ~(uint32_t)INIT_HANDLE_KILLPRIV;
+    out->flags &= ~(uint32_t)(INIT_HANDLE_KILLPRIV | INIT_HANDLE_KILLPRIV_V2);
     /* A message must fit our buffers, and the socket to Python, which root alone may widen. */
     int room = 0;
     socklen_t size = sizeof room;
@@ -124,9 +141,10 @@ static void agree_on_answers(struct datapath *path, struct out_header *header) {
         out->max_write = most / page * page;
     if (out->max_pages > DATA_BYTES / page)
         out->max_pages = (uint16_t)(DATA_BYTES / page);
-    /* Reading ahead counts as background; the default is 12 in all, for all readers. */
-    out->max_background = 256;
-    out->congestion_threshold = 192;
+    /* Reading ahead counts as background, of all readers together: as many as there can be, since
+     * those that wait for the source keep theirs. The kernel gives an ordinary user fewer. */
+    out->max_background = UINT16_MAX;
+    out->congestion_threshold = UINT16_MAX / 4 * 3;
     if (LOAD(path->passthrough)) {
         out->flags |= INIT_EXT;
         out->flags2 |= INIT2_PASSTHROUGH;
@@ -195,7 +213,7 @@ static void answer_create(struct datapath *path, const struct pending *what,
             return;
         }
         if (fresh)
-            opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
+            settle(path, entry, OPEN_PYTHON, -1, 0, 0, 0);
     }
     give_handle(path, what, ino, entry, true, header, out);
 }
@@ -208,8 +226,10 @@ static void carry_back(struct datapath *path, struct out_header *header) {
             return;
         return;
     }
-    if (!unpend(path, header->unique, &what))
+    if (!take_pending(path, header->unique, &what))
         return;
+    if (what.limited)
+        pass_queued(path);
     if (what.opcode == OP_OPEN) {
         answer_open(path, &what, header);
         return;
@@ -251,7 +271,7 @@ static void *replier_main(void *argument) {
             if (looked && now - looked > 2 * LOOK_NS)
                 ADD(path->stopped_ns, now - looked - LOOK_NS);
             looked = now;
-            let_go(path, now - LOAD(path->stopped_ns));
+            look_after_callers(path, now - LOAD(path->stopped_ns));
         }
         struct out_header *header = (struct out_header *)reply;
         if (nothing || (size_t)size < sizeof *header)
@@ -294,6 +314,10 @@ int start(struct datapath *path, int device, int channel, int threads) {
     if (sigaction(WAKE_SIGNAL, &action, NULL) ||
         setsockopt(channel, SOL_SOCKET, SO_RCVTIMEO, &half, sizeof half))
         return errno;
+    /* For the end, when there may be no descriptor to be had. */
+    path->nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
+    if (path->nothing < 0)
+        return errno;
     path->idle_target = threads;
     path->clones[0] = device;
     path->clone_count = 1;
@@ -312,7 +336,8 @@ int start(struct datapath *path, int device, int channel, int threads) {
         if (path->started)
             stop(path);
         path->started = false;
-        path->device = path->channel = -1;
+        close(path->nothing);
+        path->device = path->channel = path->nothing = -1;
     }
     return error;
 }
@@ -328,7 +353,7 @@ void stop(struct datapath *path) {
         struct thread *thread = &path->threads[i];
         /* A signal that comes just before the thread waits is lost: so again, until it has ended.
          * One that hangs in the source cannot be waited for; the process ends around it. */
-        for (; LOAD(thread->state) == THREAD_RUNS && !LOAD(thread->reading) && tries < 5000;
+        for (; LOAD(thread->state) == THREAD_RUNS && !LOAD(thread->source_since_ns) && tries < 5000;
              tries++) {
             pthread_kill(thread->id, WAKE_SIGNAL);
             usleep(tries < 10 ? 100 : 1000);
@@ -349,27 +374,37 @@ bool still_runs(struct datapath *path) {
     return false;
 }
 
-/* Let go of the device, so that the kernel answers whoever still waits, and of all else. */
-void close_all(struct datapath *path) {
+/* Close what is left to be closed. Closing a file of the source waits for it. */
+static void close_rest(struct datapath *path) {
     struct open_remains remains;
-    bool hangs = still_runs(path);
-    int nothing = hangs ? open("/dev/null", O_RDWR | O_CLOEXEC) : -1;
-    while (!hangs && opens_pop(&path->opens, &remains))
+    while (opens_pop(&path->opens, &remains))
         close_remains(path, &remains);
+    while (path->closing) {
+        struct closing *closing = path->closing;
+        path->closing = closing->next;
+        close(closing->fd);
+        free(closing);
+    }
+    path->closing_end = &path->closing;
+}
+
+/* Let go of the device, so that the kernel answers whoever still waits, and then of all else. */
+void close_all(struct datapath *path) {
+    bool hangs = still_runs(path);
     for (int i = 0; i < path->clone_count; i++) {
         /* A thread that hangs in the source will write its answer to what has this number. */
         if (hangs)
-            dup2(nothing, path->clones[i]);
+            dup2(path->nothing, path->clones[i]);
         else
             close(path->clones[i]);
     }
+    close(path->nothing);
+    path->device = path->nothing = -1;
     if (path->channel >= 0)
         close(path->channel);
-    if (nothing >= 0)
-        close(nothing);
     path->channel = -1;
     if (!hangs) {
-        path->device = -1;
         path->clone_count = 0;
+        close_rest(path);
     }
 }

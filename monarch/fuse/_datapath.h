@@ -13,9 +13,10 @@
  * written to the very descriptor that its request was read from, so what was passed on is kept in a
  * table (struct pending), and its number there stands in for the kernel's ``unique`` on the way.
  *
- * Who may wait: a reader waits for the tiers' disks and, reading a large file that is not resident,
- * for the source. When no reader is idle, another one is started, so none of them holds up the
- * rest.
+ * Waiting: a reader waits for the tiers' disks and, in at most ``source_max`` threads, for the
+ * source. When no reader is idle, another one is started, so none of them holds up the rest. A
+ * request that needs the source when ``source_max`` calls are under way, or that is about a file
+ * that another request is opening, waits in a list (struct pending) and takes no thread.
  *
  * Memory shared with Python: the residency table and the marks, a byte for each inode, written
  * under the interpreter's lock and read here; no reader takes that lock. A read takes no lock at
@@ -24,7 +25,8 @@
  *
  *   _datapath.c  the threads: readers and the replier, their beginning and end
  *   _requests.c  what a reader answers: opens, reads, writes, names
- *   _pending.c   what is with Python, and answers to the kernel
+ *   _pending.c   the table of requests that wait, what is with Python, answers to the kernel
+ *   _waiting.c   requests that wait for the source or for another request, and their callers
  *   _books.c     what was served, for Python to hear of
  *   _names.c, _opens.c, _fetch.c: each knows its own subject and nothing of the rest
  *   _python.c    what Python sees of all this
@@ -55,7 +57,9 @@ enum {
     SHARDS = 16,
     EVENTS = 1 << 16,
     PENDING_CHUNK = 1024,
-    PENDING_CHUNKS = 64,
+    PENDING_CHUNKS = 256,
+    PENDING_BUCKETS = 4096,
+    PYTHON_MAX = 256, /* requests with Python that may need the source; others wait here */
     EARLY = 64,
     LISTING_BYTES = 64 * KIB, /* of a listing that Python answers: it goes through the socket */
     MAX_FETCH = 256 * MIB,    /* the largest file that is fetched whole */
@@ -81,15 +85,47 @@ struct tally {
     struct histogram open, read;
 };
 
-/* A request that is with Python. */
+/* What a request waits for. */
+enum waits_for {
+    AT_PYTHON,  /* Python has it */
+    FOR_PYTHON, /* its turn to be passed on: Python has PYTHON_MAX that may need the source */
+    AT_SOURCE,  /* a thread calls the source for it */
+    FOR_SOURCE, /* its turn to call the source */
+    FOR_ENTRY,  /* another request finds out what its file is bound to */
+    SETTLED,    /* a thread to go on with it: that has been found out */
+};
+
+/* A request that waits; ``request`` holds it whole, but for one that only Python or a thread has.
+ */
 struct pending {
+    struct {
+        struct in_header header;
+        union {
+            struct open_in open;
+            struct read_in read;
+        };
+    } request;
     uint64_t unique, ino;
-    struct open_inode *entry; /* of an open */
-    uint32_t opcode, pid, generation, next_free;
+    uint64_t since_ns; /* when it began to wait, the time that the process was stopped left out */
+    uint64_t begin_ns; /* when it came */
+    struct open_inode *entry;                 /* of an open, or of a read that stands for one */
+    struct waiters *list;                     /* that it is in */
+    struct pending *next, *previous, *hashed; /* in the list, and with the same hash */
+    uint32_t opcode, pid, index, generation, next_free;
     int device;
+    uint8_t waits; /* enum waits_for */
     bool used, answered;
     bool interrupted; /* somebody sent its caller a signal */
     bool writes;      /* an open, to write */
+    bool fresh;       /* it is the one to settle the entry */
+    bool limited;     /* one of PYTHON_MAX */
+    bool queued;      /* it was FOR_PYTHON */
+};
+
+/* A descriptor of the source that is to be closed. */
+struct closing {
+    struct closing *next;
+    int fd;
 };
 
 /* In the place of a tier: an open that Python has answered did not come about; a file was fetched
@@ -100,6 +136,11 @@ struct event {
     uint64_t turn; /* atomic: whose turn the place is, see put_event */
     uint64_t what;
     struct content *content; /* what was fetched, of which the event is a user */
+};
+
+struct overflow {
+    struct overflow *next;
+    struct event event;
 };
 
 struct tier {
@@ -114,14 +155,12 @@ enum thread_state { THREAD_NONE, THREAD_RUNS, THREAD_ENDED };
 struct thread {
     struct datapath *path;
     pthread_t id;
-    int state;  /* atomic */
-    int device; /* atomic */
+    int state; /* atomic */
+    int device;
     unsigned shard;
-    uint64_t reading;          /* unique of a read that waits for the source; atomic */
-    uint32_t reading_pid;      /* atomic */
-    uint64_t reading_since_ns; /* atomic */
-    uint64_t interrupted;      /* as ``reading``, if its caller was sent a signal; atomic */
-    uint64_t let_go;           /* as ``reading``, if its caller has waited too long */
+    struct pending *place;    /* of the request for which the source may be called, with a slot */
+    uint64_t source_since_ns; /* when a call of the source began, 0 if none is made; atomic */
+    uint64_t begin_ns;        /* when the request came that is being answered, 0: none; atomic */
     uint8_t *message, *data;
 };
 
@@ -134,7 +173,8 @@ struct datapath {
     int source;       /* its directory; -1: Python fetches */
     int as_caller;    /* fetch with the rights of the process that opens; atomic */
     uint64_t fetch_max;
-    int64_t hold_max, wait_max;
+    int64_t hold_max;
+    int source_max;       /* calls of the source at once */
     uint64_t patience_ns; /* how long a caller may wait for the source; 0: for ever */
     uint64_t stopped_ns;  /* how long the process was stopped, and nobody waited; atomic */
     struct tier tiers[MAX_TIERS];
@@ -142,7 +182,7 @@ struct datapath {
     int bounds;
 
     /* As it was started. */
-    int device, channel, wake;
+    int device, channel, wake, nothing;
     int clones[MAX_CLONES], clone_count;
     bool no_open, cache_listings, decide_opens, want_passthrough;
     int idle_target;
@@ -154,18 +194,29 @@ struct datapath {
     struct opens opens;
     struct tally (*tallies)[MAX_TIERS];                /* SHARDS of them, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
-    int64_t source_waiting, held;                      /* atomic */
+    int64_t held;                                      /* atomic */
     int64_t timed_out; /* callers that have waited too long for the source; atomic */
 
     struct event *events;
     uint64_t event_head, event_tail; /* head: atomic */
-    int awake, ended, stopping;      /* atomic */
-    int refusal;                     /* errno of a refused passthrough; atomic */
+    /* What found no room in the ring, in its order; then nothing goes there before it. */
+    pthread_mutex_t overflow_lock;
+    struct overflow *overflow, **overflow_end; /* the first: atomic */
+    int awake, ended, stopping;                /* atomic */
+    int refusal;                               /* errno of a refused passthrough; atomic */
 
     pthread_mutex_t pending_lock;
     struct pending *pending[PENDING_CHUNKS];
     uint32_t pending_count, pending_free;
+    uint32_t pending_look; /* where the next look at those that wait begins */
     int pending_interrupted;
+    struct pending *by_unique[PENDING_BUCKETS];
+    struct waiters for_source, for_python, settled;
+    struct closing *closing, **closing_end;
+    /* Calls of the source under way; requests and descriptors whose turn has not come; of those
+     * that a thread may go on with. All atomic, so that they can be looked at without the lock. */
+    int at_source, for_source_count, settled_count;
+    int python_limited; /* with Python, of PYTHON_MAX */
     /* Interrupts that came before what they are about was seen to wait, the last of them. */
     uint64_t early[EARLY];
     unsigned early_next;
@@ -206,15 +257,36 @@ int write_out(int device, uint64_t unique, int error, const void *data, size_t s
 int answer(struct thread *thread, const struct in_header *request, const void *data, size_t size);
 void refuse(struct thread *thread, const struct in_header *request, int error);
 struct pending *pending_at(struct datapath *path, uint32_t index);
-bool came_early(const struct datapath *path, uint64_t unique);
-bool unpend(struct datapath *path, uint64_t unique, struct pending *what);
+struct pending *pending_find(struct datapath *path, uint64_t unique);
+struct pending *pend(struct datapath *path, const struct pending *what);
+void keep_request(struct pending *place, const struct in_header *request);
+void unpend(struct datapath *path, struct pending *place);
+bool take_pending(struct datapath *path, uint64_t unique, struct pending *what);
+void list_append(struct waiters *list, struct pending *place);
+void list_remove(struct pending *place);
 void close_remains(struct datapath *path, const struct open_remains *remains);
 bool drop_open(struct datapath *path, uint64_t ino, bool plain);
 void release_written(struct datapath *path, uint64_t ino);
 void pass_on(struct thread *thread, struct in_header *request);
 void pass_open(struct thread *thread, struct in_header *request, struct open_inode *entry,
                bool writes);
-void let_go(struct datapath *path, uint64_t now);
+void pass_queued(struct datapath *path);
+
+/* -- _waiting.c -------------------------------------------------------------------------------- */
+
+/* Whether a request can go on now, later (it was put in a list, and is no more the caller's), or
+ * cannot wait. */
+enum turn { TURN_NOW, TURN_LATER, TURN_NEVER };
+
+enum turn begin_source_call(struct thread *thread, const struct in_header *request,
+                            struct open_inode *entry, bool fresh, uint64_t begin);
+void end_source_call(struct thread *thread);
+enum turn wait_for_entry(struct thread *thread, const struct in_header *request,
+                         struct open_inode *entry, uint64_t begin);
+void wake_waiters(struct datapath *path, struct open_inode *entry);
+void close_later(struct datapath *path, int fd);
+void resume_waiting(struct thread *thread);
+void look_after_callers(struct datapath *path, uint64_t now);
 void interrupt(struct datapath *path, uint64_t unique);
 
 /* -- _requests.c ------------------------------------------------------------------------------- */
@@ -223,10 +295,15 @@ int32_t register_backing(struct datapath *path, int fd, uint8_t tier);
 bool store_pages(struct datapath *path, uint64_t ino, const void *data, size_t size);
 struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t wanted);
 void dispatch(struct thread *thread, struct in_header *request, uint64_t begin);
+bool settle(struct datapath *path, struct open_inode *entry, enum open_kind kind, int fd,
+            int32_t backing_id, uint8_t tier, uint64_t size);
+void go_on(struct thread *thread, struct in_header *request, const struct pending *place);
 
 /* -- _datapath.c ------------------------------------------------------------------------------- */
 
 void spawn_if_none_is_idle(struct datapath *path);
+/* One more thread, unless the caller is one that looks for work itself when it has done this. */
+void spawn_for_work(struct datapath *path);
 /* Talk with the kernel over ``device`` and with pyfuse3 over ``channel``: 0, or an errno. */
 int start(struct datapath *path, int device, int channel, int threads);
 void stop(struct datapath *path);

@@ -24,10 +24,13 @@ static struct open_inode *find(struct opens_stripe *stripe, uint64_t ino) {
     return entry;
 }
 
-bool opens_prepare(struct opens *opens) {
+bool opens_prepare(struct opens *opens, struct datapath *path,
+                   void (*close_later)(struct datapath *path, int fd)) {
+    opens->path = path;
+    opens->close_later = close_later;
     for (int i = 0; i < OPENS_STRIPES; i++)
         if (pthread_mutex_init(&opens->stripes[i].lock, NULL) ||
-            pthread_cond_init(&opens->stripes[i].settled, NULL))
+            pthread_cond_init(&opens->stripes[i].unused, NULL))
             return false;
     return true;
 }
@@ -37,7 +40,7 @@ void opens_free(struct opens *opens) {
         for (int chunk = 0; chunk < OPENS_CHUNKS; chunk++)
             free(opens->stripes[i].chunks[chunk]);
         pthread_mutex_destroy(&opens->stripes[i].lock);
-        pthread_cond_destroy(&opens->stripes[i].settled);
+        pthread_cond_destroy(&opens->stripes[i].unused);
     }
 }
 
@@ -79,6 +82,7 @@ static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe,
         entry->plain = entry->creating = 0;
         entry->outdated = entry->held = false;
         entry->backing_id = 0;
+        entry->leaving = NULL;
         __atomic_store_n(&entry->bound, false, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->tier, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&entry->reached, 0, __ATOMIC_RELAXED);
@@ -97,14 +101,6 @@ struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh) {
     struct open_inode *entry = take(opens, stripe, ino, fresh);
     pthread_mutex_unlock(&stripe->lock);
     return entry;
-}
-
-void opens_wait(struct opens *opens, struct open_inode *entry) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
-    while (entry->kind == OPEN_SETTLING)
-        pthread_cond_wait(&stripe->settled, &stripe->lock);
-    pthread_mutex_unlock(&stripe->lock);
 }
 
 void opens_hold(struct opens *opens, struct open_inode *entry) {
@@ -131,7 +127,6 @@ bool opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind 
     bool open = entry->kind == OPEN_SETTLING;
     if (open)
         settle(entry, kind, fd, backing_id, tier, size);
-    pthread_cond_broadcast(&stripe->settled);
     pthread_mutex_unlock(&stripe->lock);
     return open;
 }
@@ -144,7 +139,6 @@ bool opens_settle_content(struct opens *opens, struct open_inode *entry, struct 
         __atomic_store_n(&entry->content, content, __ATOMIC_RELEASE);
         settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
     }
-    pthread_cond_broadcast(&stripe->settled);
     pthread_mutex_unlock(&stripe->lock);
     return open;
 }
@@ -243,6 +237,7 @@ static void forget(struct opens_stripe *stripe, struct open_inode *entry,
     *link = entry->next;
     *remains = (struct open_remains){
         .fd = entry->fd,
+        .tier = entry->tier,
         .backing_id = entry->backing_id,
         .outdated = entry->outdated,
         .content = entry->content,
@@ -274,25 +269,31 @@ bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remai
     return known;
 }
 
-static struct written *written_new(struct opens_stripe *stripe, int fd, uint8_t tier) {
+static struct written *written_new(struct opens *opens, struct opens_stripe *stripe, int fd,
+                                   uint8_t tier) {
     struct written *file = malloc(sizeof *file);
     if (file)
-        *file = (struct written){.stripe = stripe, .fd = fd, .tier = tier, .users = 1};
+        *file =
+            (struct written){.opens = opens, .stripe = stripe, .fd = fd, .tier = tier, .users = 1};
     return file;
 }
 
 static void written_free(struct written *file) {
-    close(file->fd);
+    if (file->tier == 0)
+        file->opens->close_later(file->opens->path, file->fd);
+    else
+        close(file->fd);
     free(file);
 }
 
-bool opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier, bool create) {
+struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier,
+                                      bool create) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     struct content *content = NULL;
-    struct written *file = written_new(stripe, fd, tier), *spare = file;
+    struct written *file = written_new(opens, stripe, fd, tier), *spare = file;
     bool fresh;
     if (!file)
-        return false;
+        return NULL;
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
     /* What the kernel reads by itself it goes on reading, and it takes no other open beside it. */
@@ -310,7 +311,6 @@ bool opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier,
         entry->users++;
         __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
         __atomic_store_n(&entry->kind, OPEN_WRITTEN, __ATOMIC_RELEASE);
-        pthread_cond_broadcast(&stripe->settled);
     }
     pthread_mutex_unlock(&stripe->lock);
     content_release(content);
@@ -365,7 +365,7 @@ void opens_unuse(struct written *file) {
     pthread_mutex_lock(&stripe->lock);
     uint32_t users = --file->users;
     if (users == 1)
-        pthread_cond_broadcast(&stripe->settled);
+        pthread_cond_broadcast(&stripe->unused);
     pthread_mutex_unlock(&stripe->lock);
     if (users == 0)
         written_free(file);
@@ -405,11 +405,18 @@ bool opens_unbind(struct opens *opens, uint64_t ino) {
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
     bool bound = entry && entry->held;
-    if (bound) {
-        file = entry->written;
+    if (bound && entry->written) {
+        file = entry->leaving = entry->written;
         entry->written = NULL;
-        while (file && file->users > 1)
-            pthread_cond_wait(&stripe->settled, &stripe->lock);
+        while (file->users > 1)
+            pthread_cond_wait(&stripe->unused, &stripe->lock);
+        if (entry->leaving == file)
+            entry->leaving = NULL;
+        pthread_cond_broadcast(&stripe->unused);
+    } else {
+        /* Another thread has taken the file away, and its writers may not be done. */
+        while ((entry = find(stripe, ino)) && entry->held && entry->leaving)
+            pthread_cond_wait(&stripe->unused, &stripe->lock);
     }
     pthread_mutex_unlock(&stripe->lock);
     if (file)
@@ -419,7 +426,7 @@ bool opens_unbind(struct opens *opens, uint64_t ino) {
 
 bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
-    struct written *file = written_new(stripe, fd, tier);
+    struct written *file = written_new(opens, stripe, fd, tier);
     if (!file)
         return false;
     pthread_mutex_lock(&stripe->lock);

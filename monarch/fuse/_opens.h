@@ -20,6 +20,9 @@
 
 #include "_fetch.h"
 
+struct datapath;
+struct pending;
+
 enum open_kind {
     OPEN_SETTLING,    /* somebody is finding out; others wait */
     OPEN_PYTHON,      /* pyfuse3 answers its reads */
@@ -29,8 +32,14 @@ enum open_kind {
     OPEN_WRITTEN,     /* we read and write ``written``, or pyfuse3 does if there is none */
 };
 
+/* Requests in a list, one after another. */
+struct waiters {
+    struct pending *first, *last;
+};
+
 /* A file that is read and written. */
 struct written {
+    struct opens *opens;
     struct opens_stripe *stripe; /* whose lock the users are counted under */
     int fd;
     uint8_t tier;
@@ -55,6 +64,8 @@ struct open_inode {
     bool held;     /* Python has yet to say that nobody writes it any more */
     uint32_t creating; /* of the users, those whose creation Python has yet to answer */
     struct written *written;
+    struct written *leaving;     /* taken away, and somebody still uses it */
+    struct waiters waiters;      /* for it to be settled; _waiting.c's, under its lock */
     uint64_t changes;            /* made through it since Python bound it */
     uint64_t run_start, run_end; /* what was written one after another, and not told of yet */
 };
@@ -64,7 +75,7 @@ enum { OPENS_RUN_BYTES = 8 << 20 };
 
 struct opens_stripe {
     pthread_mutex_t lock;
-    pthread_cond_t settled;
+    pthread_cond_t unused; /* a written file has no more users than its entry */
     struct open_inode *buckets[OPENS_BUCKETS];
     struct open_inode *free;
     struct open_inode *chunks[OPENS_CHUNKS]; /* atomic */
@@ -75,24 +86,28 @@ struct opens {
     struct opens_stripe stripes[OPENS_STRIPES];
     int64_t users;       /* opens not released, Python's included; atomic */
     int64_t backing_ids; /* registered with the kernel; atomic */
+    /* Closes a descriptor of the source, which may take as long as the source likes. */
+    void (*close_later)(struct datapath *path, int fd);
+    struct datapath *path;
 };
 
 /* What the last release leaves to be closed: -1 and 0 stand for nothing. */
 struct open_remains {
     int fd;
+    uint8_t tier; /* of fd; 0: closing it may wait for the source */
     int32_t backing_id;
     bool outdated;
     struct content *content;
     struct written *written;
 };
 
-bool opens_prepare(struct opens *opens);
+bool opens_prepare(struct opens *opens, struct datapath *path,
+                   void (*close_later)(struct datapath *path, int fd));
 void opens_free(struct opens *opens);
 
 /* One more open of ``ino``; with ``*fresh`` the caller settles the entry, else it may have to wait
- * for who does. NULL if there is no room. */
+ * until that is done. NULL if there is no room. */
 struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh);
-void opens_wait(struct opens *opens, struct open_inode *entry);
 /* The bytes of an entry of ``ino`` that has them, with one more user; NULL if it is none. */
 struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino);
 /* One more for an entry that the caller has a share of. */
@@ -122,9 +137,10 @@ bool opens_answered(struct opens *opens, struct open_inode *entry, bool writes);
 /* One open less. False if the inode is not open at all. */
 bool opens_drop(struct opens *opens, uint64_t ino, bool plain, struct open_remains *remains);
 /* Binds an open inode to a file that is written, until opens_release_written; ``create``: also one
- * that is not open yet, with one more user for opens_created. False if it cannot be. ``fd`` is the
+ * that is not open yet, with one more user for opens_created. NULL if it cannot be. ``fd`` is the
  * entry's then, or closed if the inode was bound before. */
-bool opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier, bool create);
+struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier,
+                                      bool create);
 /* Python has counted the changes and looks no more; creations that it has yet to answer fail. Those
  * who still read it go on. */
 void opens_release_written(struct opens *opens, uint64_t ino, struct open_remains *remains);

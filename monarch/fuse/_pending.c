@@ -1,10 +1,7 @@
-/* Requests that are with Python: passed on, answered late, or let go when their caller is killed.
- */
+/* The table of requests that wait; those that are with Python: passed on, answered late. */
 #include "_datapath.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -28,30 +25,66 @@ void refuse(struct thread *thread, const struct in_header *request, int error) {
     write_out(thread->device, request->unique, error, NULL, 0);
 }
 
-/* -- what is with Python ----------------------------------------------------------------------- */
+/* -- the table of requests that wait ----------------------------------------------------------- */
+
+void list_append(struct waiters *list, struct pending *place) {
+    place->list = list;
+    place->next = NULL;
+    place->previous = list->last;
+    if (list->last)
+        list->last->next = place;
+    else
+        list->first = place;
+    list->last = place;
+}
+
+void list_remove(struct pending *place) {
+    struct waiters *list = place->list;
+    if (place->previous)
+        place->previous->next = place->next;
+    else
+        list->first = place->next;
+    if (place->next)
+        place->next->previous = place->previous;
+    else
+        list->last = place->previous;
+    place->list = NULL;
+}
 
 /* The pending at ``index``; the lock is held. */
 struct pending *pending_at(struct datapath *path, uint32_t index) {
     return &path->pending[index / PENDING_CHUNK][index % PENDING_CHUNK];
 }
 
+/* The kernel's numbers are even and go up. */
+static struct pending **bucket_of(struct datapath *path, uint64_t unique) {
+    return &path->by_unique[unique / 2 % PENDING_BUCKETS];
+}
+
+/* The request of that number, if it waits; the lock is held. */
+struct pending *pending_find(struct datapath *path, uint64_t unique) {
+    struct pending *place = *bucket_of(path, unique);
+    while (place && place->unique != unique)
+        place = place->hashed;
+    return place;
+}
+
 /* Even and not 0, as those of the kernel are. */
-static uint64_t stand_in(uint32_t index, uint32_t generation) {
-    return ((uint64_t)generation << 24 | (index + 1)) << 1;
+static uint64_t stand_in(const struct pending *place) {
+    return ((uint64_t)place->generation << 24 | (place->index + 1)) << 1;
 }
 
 /* Whether an interrupt of this request has come already; the lock is held. */
-bool came_early(const struct datapath *path, uint64_t unique) {
+static bool came_early(const struct datapath *path, uint64_t unique) {
     for (int i = 0; i < EARLY; i++)
         if (path->early[i] == unique)
             return true;
     return false;
 }
 
-/* A place for a request, and what stands for its ``unique``; NO_PENDING if there is none. */
-static uint32_t pend(struct datapath *path, const struct pending *what, uint64_t *unique) {
+/* A place for a request that waits from now on; NULL if there is none. The lock is held. */
+struct pending *pend(struct datapath *path, const struct pending *what) {
     uint32_t index = NO_PENDING;
-    pthread_mutex_lock(&path->pending_lock);
     if (path->pending_free != NO_PENDING) {
         index = path->pending_free;
         path->pending_free = pending_at(path, index)->next_free;
@@ -62,41 +95,60 @@ static uint32_t pend(struct datapath *path, const struct pending *what, uint64_t
         if (path->pending[chunk])
             index = path->pending_count++;
     }
-    if (index != NO_PENDING) {
-        struct pending *place = pending_at(path, index);
-        uint32_t generation = place->generation + 1;
-        *place = *what;
-        place->generation = generation;
-        place->used = true;
-        if (came_early(path, place->unique)) {
-            place->interrupted = true;
-            path->pending_interrupted++;
-        }
-        *unique = stand_in(index, generation);
-    }
-    pthread_mutex_unlock(&path->pending_lock);
-    return index;
+    if (index == NO_PENDING)
+        return NULL;
+    struct pending *place = pending_at(path, index), **bucket = bucket_of(path, what->unique);
+    uint32_t generation = place->generation + 1;
+    *place = *what;
+    place->index = index;
+    place->generation = generation;
+    place->used = true;
+    place->since_ns = now_ns() - LOAD(path->stopped_ns);
+    place->interrupted = came_early(path, place->unique);
+    path->pending_interrupted += place->interrupted;
+    place->hashed = *bucket;
+    *bucket = place;
+    return place;
 }
 
-/* Takes a pending out; false for an answer that nobody waits for. */
-bool unpend(struct datapath *path, uint64_t unique, struct pending *what) {
+/* Have the place hold the request whole, so that its thread can take another one. */
+void keep_request(struct pending *place, const struct in_header *request) {
+    size_t size = request->len < sizeof place->request ? request->len : sizeof place->request;
+    memcpy(&place->request, request, size);
+    place->request.header.len = (uint32_t)size;
+}
+
+/* Gives the place back; the lock is held. */
+void unpend(struct datapath *path, struct pending *place) {
+    struct pending **link = bucket_of(path, place->unique);
+    while (*link != place)
+        link = &(*link)->hashed;
+    *link = place->hashed;
+    path->pending_interrupted -= place->interrupted;
+    path->python_limited -= place->limited && place->waits == AT_PYTHON;
+    place->used = false;
+    place->next_free = path->pending_free;
+    path->pending_free = place->index;
+}
+
+/* Takes out a request that is with Python; false for an answer that nobody waits for. */
+bool take_pending(struct datapath *path, uint64_t unique, struct pending *what) {
     uint64_t index = (unique >> 1 & 0xffffff) - 1;
     pthread_mutex_lock(&path->pending_lock);
     bool known = index < path->pending_count;
     if (known) {
         struct pending *place = pending_at(path, (uint32_t)index);
-        known = place->used && stand_in((uint32_t)index, place->generation) == unique;
+        known = place->used && place->waits == AT_PYTHON && stand_in(place) == unique;
         if (known) {
             *what = *place;
-            place->used = false;
-            place->next_free = path->pending_free;
-            path->pending_free = (uint32_t)index;
-            path->pending_interrupted -= place->interrupted;
+            unpend(path, place);
         }
     }
     pthread_mutex_unlock(&path->pending_lock);
     return known;
 }
+
+/* -- what is with Python ----------------------------------------------------------------------- */
 
 void close_remains(struct datapath *path, const struct open_remains *remains) {
     if (remains->backing_id > 0) {
@@ -104,7 +156,9 @@ void close_remains(struct datapath *path, const struct open_remains *remains) {
         ioctl(path->device, DEV_IOC_BACKING_CLOSE, &id);
         ADD(path->opens.backing_ids, -1);
     }
-    if (remains->fd >= 0)
+    if (remains->fd >= 0 && remains->tier == 0)
+        close_later(path, remains->fd);
+    else if (remains->fd >= 0)
         close(remains->fd);
     content_release(remains->content);
     if (remains->written)
@@ -130,24 +184,76 @@ void release_written(struct datapath *path, uint64_t ino) {
     finish(path, ino, &remains);
 }
 
+/* Whether Python may have to ask the source about a request: then only so many go there at once,
+ * and the rest waits here, where it takes no task. */
+static bool may_need_source(const struct datapath *path, const struct in_header *request,
+                            bool writes) {
+    uint64_t ino = request->nodeid;
+    return (request->opcode == OP_OPEN || request->opcode == OP_READ) && !writes && ino >= 1 &&
+           ino <= path->names.entries && !LOAD(path->residency[ino]) &&
+           !(LOAD(path->marks[ino]) & path->names.differs);
+}
+
+/* The numbers that a message to Python bears. */
+static void address(const struct pending *place, struct in_header *request) {
+    request->unique = stand_in(place);
+    if (request->opcode == OP_READ) {
+        struct read_in *in = (struct read_in *)(request + 1);
+        in->fh = (uint64_t)(place->index + 1) << TOKEN_SHIFT | (request->nodeid & INO_MASK);
+    }
+}
+
+/* Pass on those that wait for their turn. */
+void pass_queued(struct datapath *path) {
+    pthread_mutex_lock(&path->pending_lock);
+    struct pending *place;
+    while (path->python_limited < PYTHON_MAX && (place = path->for_python.first)) {
+        union {
+            struct in_header header;
+            uint8_t bytes[sizeof place->request];
+        } message;
+        memcpy(&message, &place->request, sizeof message);
+        address(place, &message.header);
+        /* The thread that takes Python's answers must not wait for Python. If there is no room, the
+         * next answer, or the next look, makes another attempt. */
+        if (send(path->channel, &message, message.header.len, MSG_NOSIGNAL | MSG_DONTWAIT) < 0)
+            break;
+        list_remove(place);
+        place->waits = AT_PYTHON;
+        path->python_limited++;
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+}
+
 /* Pass a request on, whole. ``what`` tells what open it is about, which fails with it. */
 static void pass(struct thread *thread, struct in_header *request, struct pending what) {
     struct datapath *path = thread->path;
-    what.unique = request->unique;
+    uint64_t unique = what.unique = request->unique;
     what.ino = request->nodeid;
     what.opcode = request->opcode;
     what.pid = request->pid;
     what.device = thread->device;
-    uint64_t unique = request->unique;
-    uint32_t index = pend(path, &what, &request->unique);
-    if (index != NO_PENDING) {
-        if (request->opcode == OP_READ) {
-            struct read_in *in = (struct read_in *)(request + 1);
-            in->fh = (uint64_t)(index + 1) << TOKEN_SHIFT | (request->nodeid & INO_MASK);
-        }
+    what.limited = may_need_source(path, request, what.writes);
+    what.waits = AT_PYTHON;
+    pthread_mutex_lock(&path->pending_lock);
+    struct pending *place = pend(path, &what);
+    bool later = place && what.limited && path->python_limited >= PYTHON_MAX;
+    if (later) {
+        place->waits = FOR_PYTHON;
+        place->queued = true;
+        keep_request(place, request);
+        list_append(&path->for_python, place);
+    } else if (place) {
+        path->python_limited += what.limited;
+        address(place, request);
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    if (later)
+        return;
+    if (place) {
         if (send(path->channel, request, request->len, MSG_NOSIGNAL) >= 0)
             return;
-        unpend(path, request->unique, &what);
+        take_pending(path, request->unique, &what);
         request->unique = unique;
     }
     if (what.entry)
@@ -162,91 +268,4 @@ void pass_on(struct thread *thread, struct in_header *request) {
 void pass_open(struct thread *thread, struct in_header *request, struct open_inode *entry,
                bool writes) {
     pass(thread, request, (struct pending){.entry = entry, .writes = writes});
-}
-
-/* -- signals to those who wait ----------------------------------------------------------------- */
-
-/* The signals of a line of /proc/PID/status, a bit each. */
-static uint64_t signals(const char *text, const char *line) {
-    const char *found = strstr(text, line);
-    return found ? strtoull(found + strlen(line), NULL, 16) : 0;
-}
-
-#define SIGNAL(number) (1ull << ((number) - 1))
-
-/* Whether a thread is to stop waiting. The kernel has decided to end it and only waits for our
- * answer; or it has a way of its own to end on Ctrl-C and the like. Other signals than these come
- * unasked (SIGCHLD, SIGPROF), and few programs expect that a read of a file fails for them. */
-static bool is_wanted_back(uint32_t pid) {
-    char name[32], text[4096];
-    snprintf(name, sizeof name, "/proc/%u/status", pid);
-    int fd = pid ? open(name, O_RDONLY | O_CLOEXEC) : -1;
-    if (fd < 0)
-        return false;
-    ssize_t size = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (size <= 0)
-        return false;
-    text[size] = 0;
-    uint64_t own = signals(text, "\nSigPnd:"), pending = own | signals(text, "\nShdPnd:");
-    uint64_t ending = SIGNAL(SIGINT) | SIGNAL(SIGTERM) | SIGNAL(SIGHUP) | SIGNAL(SIGQUIT);
-    uint64_t caught = signals(text, "\nSigCgt:") & ~signals(text, "\nSigBlk:");
-    return own & SIGNAL(SIGKILL) || pending & caught & ending;
-}
-
-/* Lets callers go that are wanted back while they wait for Python or for the source, or that have
- * waited for the source longer than they should by ``now``, which does not count while the process
- * is stopped; 0: nobody has. Python looks after those that wait for it. */
-void let_go(struct datapath *path, uint64_t now) {
-    pthread_mutex_lock(&path->pending_lock);
-    for (uint32_t index = 0; path->pending_interrupted && index < path->pending_count; index++) {
-        struct pending *place = pending_at(path, index);
-        if (!place->used || !place->interrupted || place->answered || !is_wanted_back(place->pid))
-            continue;
-        place->answered = true;
-        write_out(place->device, place->unique, EINTR, NULL, 0);
-    }
-    pthread_mutex_unlock(&path->pending_lock);
-    for (int i = 0; i < LOAD(path->thread_count); i++) {
-        struct thread *thread = &path->threads[i];
-        uint64_t unique = LOAD(thread->reading);
-        if (unique == 0)
-            continue;
-        /* If it has answered meanwhile, the kernel knows the number no more. */
-        if (LOAD(thread->interrupted) == unique && is_wanted_back(LOAD(thread->reading_pid))) {
-            STORE(thread->interrupted, 0);
-            write_out(LOAD(thread->device), unique, EINTR, NULL, 0);
-        }
-        uint64_t since = LOAD(thread->reading_since_ns);
-        if (path->patience_ns && now > since && now - since > path->patience_ns &&
-            LOAD(thread->let_go) != unique) {
-            STORE(thread->let_go, unique);
-            write_out(LOAD(thread->device), unique, ETIMEDOUT, NULL, 0);
-            ADD(path->timed_out, 1);
-            wake_python(path);
-        }
-    }
-}
-
-void interrupt(struct datapath *path, uint64_t unique) {
-    bool found = false;
-    pthread_mutex_lock(&path->pending_lock);
-    for (uint32_t index = 0; index < path->pending_count; index++) {
-        struct pending *place = pending_at(path, index);
-        if (place->used && place->unique == unique) {
-            path->pending_interrupted += !place->interrupted;
-            place->interrupted = found = true;
-        }
-    }
-    for (int i = 0; i < LOAD(path->thread_count); i++) {
-        struct thread *thread = &path->threads[i];
-        if (LOAD(thread->reading) == unique) {
-            STORE(thread->interrupted, unique);
-            found = true;
-        }
-    }
-    if (!found)
-        path->early[path->early_next++ % EARLY] = unique;
-    pthread_mutex_unlock(&path->pending_lock);
-    let_go(path, 0);
 }

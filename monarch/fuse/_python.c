@@ -45,8 +45,11 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    path->device = path->channel = path->wake = path->source = -1;
+    path->device = path->channel = path->wake = path->nothing = path->source = -1;
     path->pending_free = NO_PENDING;
+    path->source_max = 1;
+    path->overflow_end = &path->overflow;
+    path->closing_end = &path->closing;
     for (int tier = 0; tier < MAX_TIERS; tier++)
         path->tiers[tier].directory = -1;
     PyObject *sequence = PySequence_Fast(bounds, "bounds_ns must be a sequence");
@@ -76,8 +79,10 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
             path->events[i].turn = i;
     path->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (!path->tallies || !path->events || !path->given ||
-        !names_prepare(&path->names, entries, directories) || !opens_prepare(&path->opens) ||
+        !names_prepare(&path->names, entries, directories) ||
+        !opens_prepare(&path->opens, path, close_later) ||
         pthread_mutex_init(&path->pending_lock, NULL) ||
+        pthread_mutex_init(&path->overflow_lock, NULL) ||
         pthread_mutex_init(&path->threads_lock, NULL)) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -194,9 +199,9 @@ static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     struct datapath *path = self->path;
     int directory;
     unsigned long long fetch_max;
-    long long hold_max, wait_max;
+    long long hold_max, source_max;
     unsigned long long patience_ns;
-    if (!PyArg_ParseTuple(args, "iKLLK", &directory, &fetch_max, &hold_max, &wait_max,
+    if (!PyArg_ParseTuple(args, "iKLLK", &directory, &fetch_max, &hold_max, &source_max,
                           &patience_ns))
         return NULL;
     if (path->source >= 0 || path->started) {
@@ -208,7 +213,7 @@ static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     /* The kernel takes the bytes in one message whose length is a 32-bit number. */
     path->fetch_max = fetch_max < MAX_FETCH ? fetch_max : MAX_FETCH;
     path->hold_max = hold_max;
-    path->wait_max = wait_max;
+    path->source_max = source_max < MAX_THREADS / 2 ? (int)source_max : MAX_THREADS / 2;
     path->patience_ns = patience_ns;
     Py_RETURN_NONE;
 }
@@ -290,7 +295,7 @@ static PyObject *datapath_bind(Datapath *self, PyObject *args) {
         bound = opens_bind(&path->opens, ino, backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY, own,
                            backing_id, (uint8_t)tier, size);
     if (!bound) {
-        struct open_remains remains = {.fd = own, .backing_id = backing_id};
+        struct open_remains remains = {.fd = own, .tier = (uint8_t)tier, .backing_id = backing_id};
         close_remains(path, &remains);
     }
     return PyBool_FromLong(bound);
@@ -305,6 +310,12 @@ static uint64_t written_ino(unsigned long long ino) {
     return ino;
 }
 
+/* Close a duplicate that nobody has used. */
+static void close_of_tier(struct datapath *path, int fd, uint8_t tier) {
+    struct open_remains remains = {.fd = fd, .tier = tier};
+    close_remains(path, &remains);
+}
+
 static PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
     struct datapath *path = self->path;
     unsigned long long ino;
@@ -316,10 +327,13 @@ static PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
         return NULL;
     }
     int own = path->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
-    bool bound = own >= 0 && opens_bind_written(&path->opens, ino, own, (uint8_t)tier, create);
-    if (own >= 0 && !bound)
-        close(own);
-    return PyBool_FromLong(bound);
+    struct open_inode *bound =
+        own >= 0 ? opens_bind_written(&path->opens, ino, own, (uint8_t)tier, create) : NULL;
+    if (bound)
+        wake_waiters(path, bound);
+    else if (own >= 0)
+        close_of_tier(path, own, (uint8_t)tier);
+    return PyBool_FromLong(bound != NULL);
 }
 
 static PyObject *datapath_unbind(Datapath *self, PyObject *args) {
@@ -346,7 +360,7 @@ static PyObject *datapath_rebind(Datapath *self, PyObject *args) {
     int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     bool bound = own >= 0 && opens_rebind(&self->path->opens, ino, own, (uint8_t)tier);
     if (own >= 0 && !bound)
-        close(own);
+        close_of_tier(self->path, own, (uint8_t)tier);
     return PyBool_FromLong(bound);
 }
 
@@ -393,7 +407,8 @@ static PyObject *datapath_answer(Datapath *self, PyObject *args) {
     pthread_mutex_lock(&path->pending_lock);
     if (path->started && token >= 1 && token <= path->pending_count) {
         struct pending *place = pending_at(path, (uint32_t)token - 1);
-        if (place->used && !place->answered && place->opcode == OP_READ) {
+        if (place->used && !place->answered && place->waits == AT_PYTHON &&
+            place->opcode == OP_READ) {
             place->answered = true;
             device = place->device;
             unique = place->unique;
@@ -472,6 +487,8 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
         /* Nobody has called. */
     }
     STORE(path->awake, 0);
+    /* What is stored from here on by a thread that has seen it awake is looked at below. */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
     PyObject *list = PyList_New(0);
     struct event event;
     while (list && next_event(path, &event)) {
@@ -536,7 +553,8 @@ static PyObject *datapath_tallies(Datapath *self, PyObject *args) {
 static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *path = self->path;
     return Py_BuildValue("(KKKL)", LOAD(path->source_opens), LOAD(path->source_reads),
-                         LOAD(path->source_bytes), LOAD(path->source_waiting));
+                         LOAD(path->source_bytes),
+                         (long long)(LOAD(path->at_source) + LOAD(path->for_source_count)));
 }
 
 static PyObject *datapath_reached(Datapath *self, PyObject *args) {
@@ -555,25 +573,41 @@ static PyObject *datapath_was_given(Datapath *self, PyObject *args) {
                            LOAD(path->given[ino >> 3]) >> (ino & 7) & 1);
 }
 
+/* The earlier of two moments; 0 is none. */
+static uint64_t earlier(uint64_t a, uint64_t b) { return b && b < a ? b : a; }
+
 static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *path = self->path;
     int threads = 0;
-    uint64_t oldest_ns = 0, now = now_ns() - LOAD(path->stopped_ns);
+    uint64_t now = now_ns() - LOAD(path->stopped_ns);
+    uint64_t source = now, request = now;
     for (int i = 0; i < LOAD(path->thread_count); i++) {
         struct thread *thread = &path->threads[i];
-        uint64_t since = LOAD(thread->reading_since_ns);
         threads += LOAD(thread->state) == THREAD_RUNS;
-        if (LOAD(thread->reading) && now > since && now - since > oldest_ns)
-            oldest_ns = now - since;
+        source = earlier(source, LOAD(thread->source_since_ns));
+        request = earlier(request, LOAD(thread->begin_ns));
     }
-    return Py_BuildValue("{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i,s:d,s:L}", "serving",
+    long long waiting = 0;
+    pthread_mutex_lock(&path->pending_lock);
+    for (uint32_t index = 0; index < path->pending_count; index++) {
+        struct pending *place = pending_at(path, index);
+        if (!place->used || place->answered)
+            continue;
+        waiting++;
+        request = earlier(request, place->since_ns);
+        if (place->waits != AT_PYTHON && place->waits != FOR_PYTHON)
+            source = earlier(source, place->since_ns);
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    return Py_BuildValue("{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i,s:d,s:L,s:L,s:d}", "serving",
                          LOAD(path->serving) ? Py_True : Py_False, "open_files",
                          LOAD(path->opens.users), "backing_ids", LOAD(path->opens.backing_ids),
                          "passthrough", LOAD(path->passthrough) ? Py_True : Py_False, "no_open",
                          LOAD(path->no_open_agreed) ? Py_True : Py_False, "refusal",
                          LOAD(path->refusal), "ended", LOAD(path->ended), "threads", threads,
-                         "oldest_wait_s", (double)oldest_ns / 1e9, "timed_out",
-                         LOAD(path->timed_out));
+                         "oldest_wait_s", (double)(now - source) / 1e9, "timed_out",
+                         LOAD(path->timed_out), "waiting", waiting, "oldest_request_s",
+                         (double)(now - request) / 1e9);
 }
 
 static PyObject *datapath_fileno(Datapath *self, PyObject *Py_UNUSED(ignored)) {

@@ -118,76 +118,67 @@ static bool open_resident(struct datapath *path, struct open_inode *entry, uint6
         fd = -1;
     }
     enum open_kind kind = backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY;
-    if (!opens_settle(&path->opens, entry, kind, fd, backing_id, tier, version.size)) {
-        struct open_remains remains = {.fd = fd, .backing_id = backing_id};
+    if (!settle(path, entry, kind, fd, backing_id, tier, version.size)) {
+        struct open_remains remains = {.fd = fd, .tier = tier, .backing_id = backing_id};
         close_remains(path, &remains);
     }
     return true;
 }
 
-/* Around a call of the source, which may hang: who is killed meanwhile is let go. */
-static void begin_waiting(struct thread *thread, const struct in_header *request) {
-    struct datapath *path = thread->path;
-    STORE(thread->reading_pid, request->pid);
-    STORE(thread->reading_since_ns, now_ns() - LOAD(path->stopped_ns));
-    STORE(thread->reading, request->unique);
-    pthread_mutex_lock(&path->pending_lock);
-    if (came_early(path, request->unique))
-        STORE(thread->interrupted, request->unique);
-    pthread_mutex_unlock(&path->pending_lock);
-    ADD(path->source_waiting, 1);
+/* Settle an entry of which the caller is to find out what it is bound to, and wake those that wait
+ * for that. False as of opens_settle. */
+bool settle(struct datapath *path, struct open_inode *entry, enum open_kind kind, int fd,
+            int32_t backing_id, uint8_t tier, uint64_t size) {
+    bool open = opens_settle(&path->opens, entry, kind, fd, backing_id, tier, size);
+    wake_waiters(path, entry);
+    return open;
 }
 
-static void end_waiting(struct thread *thread) {
-    ADD(thread->path->source_waiting, -1);
-    STORE(thread->reading, 0);
+/* Settle it by bytes that were fetched, or have Python look at the file. The caller keeps its share
+ * of them. */
+static void settle_content(struct datapath *path, struct open_inode *entry, uint64_t ino,
+                           struct content *content) {
+    if (content && !(LOAD(path->marks[ino]) & path->unusable) &&
+        opens_settle_content(&path->opens, entry, content)) {
+        content_retain(content);
+        wake_waiters(path, entry);
+    } else {
+        settle(path, entry, OPEN_PYTHON, -1, 0, 0, 0);
+    }
 }
 
-/* Wait until the entry is settled. He who settles it may wait for the source. */
-static void wait_for_entry(struct thread *thread, const struct in_header *request,
-                           struct open_inode *entry) {
-    if (LOAD(entry->kind) != OPEN_SETTLING)
-        return;
-    begin_waiting(thread, request);
-    opens_wait(&thread->path->opens, entry);
-    end_waiting(thread);
-}
-
-/* Fetch a small file that has no copy, whole, and settle its entry with the bytes. Python is to be
- * told, and decides whether they are kept. False if Python has to look at it first. */
-static bool open_fetched(struct thread *thread, const struct in_header *request,
-                         struct open_inode *entry) {
+/* Fetch a small file that has no copy, whole, for the request that is to settle its entry. Python
+ * is to be told, and decides whether the bytes are kept. NULL in ``*content`` if Python has to look
+ * at the file first. False if the request waits for its turn. */
+static bool fetch_file(struct thread *thread, const struct in_header *request,
+                       struct open_inode *entry, uint64_t begin, struct content **content) {
     struct datapath *path = thread->path;
     uint64_t ino = request->nodeid;
     char name[4096];
     struct identity identity;
+    *content = NULL;
     if (path->source < 0 || path->decide_opens || ino < 1 || ino > path->names.entries ||
         LOAD(path->residency[ino]) || LOAD(path->marks[ino]) & (path->unusable | path->copying) ||
-        LOAD(path->source_waiting) >= path->wait_max ||
         names_file(&path->names, ino, &identity, name, sizeof name) != NAMES_YES ||
         identity.size > path->fetch_max ||
         LOAD(path->held) + (int64_t)identity.size > path->hold_max)
-        return false;
+        return true;
+    enum turn turn = begin_source_call(thread, request, entry, true, begin);
+    if (turn != TURN_NOW)
+        return turn == TURN_NEVER;
     struct caller caller = {0};
     bool as_caller = LOAD(path->as_caller) && request->uid != 0;
-    if (as_caller && !caller_of(request->pid, request->uid, request->gid, &caller))
-        return false;
+    if (as_caller && !caller_of(request->pid, request->uid, request->gid, &caller)) {
+        end_source_call(thread);
+        return true;
+    }
     struct fetch_cost cost;
-    begin_waiting(thread, request);
-    struct content *content =
-        fetch(path->source, name, &identity, &path->held, as_caller ? &caller : NULL, &cost);
-    end_waiting(thread);
+    *content = fetch(path->source, name, &identity, &path->held, as_caller ? &caller : NULL, &cost);
+    end_source_call(thread);
     caller_free(&caller);
     ADD(path->source_opens, cost.opens);
     ADD(path->source_reads, cost.reads);
     ADD(path->source_bytes, cost.bytes);
-    if (!content)
-        return false;
-    if (LOAD(path->marks[ino]) & path->unusable ||
-        !opens_settle_content(&path->opens, entry, content)) {
-        content_release(content);
-        return false;
-    }
     return true;
 }
 
@@ -199,29 +190,37 @@ bool store_pages(struct datapath *path, uint64_t ino, const void *data, size_t s
     return writev(path->device, parts, 3) >= 0;
 }
 
-/* Settle the entry of a first open by what can be had without Python. */
-static void settle_open(struct thread *thread, const struct in_header *request,
-                        struct open_inode *entry) {
+/* Settle the entry of a first open by what can be had without Python. False if the request waits
+ * for its turn. */
+static bool settle_open(struct thread *thread, const struct in_header *request,
+                        struct open_inode *entry, uint64_t begin) {
     struct datapath *path = thread->path;
-    if (open_resident(path, entry, request->nodeid))
-        return;
-    if (!open_fetched(thread, request, entry)) {
-        opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
-        return;
-    }
-    struct content *content = opens_content(&path->opens, entry, request->nodeid);
+    uint64_t ino = request->nodeid;
+    struct content *content;
+    if (open_resident(path, entry, ino))
+        return true;
+    if (!fetch_file(thread, request, entry, begin, &content))
+        return false;
+    /* With its bytes in the kernel's pages before it is open, no read will come. Nobody has the
+     * file open until the entry is settled: a read would have locked the pages, and wait for this.
+     */
+    bool stored = content && content->size && LOAD(entry->kind) == OPEN_SETTLING &&
+                  !(LOAD(path->marks[ino]) & path->unusable) &&
+                  store_pages(path, ino, content->bytes, content->size);
+    settle_content(path, entry, ino, content);
+    content_release(content);
+    content = opens_content(&path->opens, entry, ino);
     if (!content)
-        return;
-    /* Whoever opens it before Python has heard of it finds the bytes: see datapath_taken. */
-    opens_hold(&path->opens, entry);
-    tell(path, request->nodeid, EVENT_FETCHED, content_retain(content));
-    /* With its bytes in the kernel's pages before it is open, no read will come. */
-    if (content->size && store_pages(path, request->nodeid, content->bytes, content->size)) {
+        return true;
+    if (stored) {
         struct tally *tally = tally_of(thread, 0);
         ADD(tally->reads, 1);
         ADD(tally->bytes, content->size);
     }
-    content_release(content);
+    /* Whoever opens it before Python has heard of it finds the bytes: see datapath_taken. */
+    opens_hold(&path->opens, entry);
+    tell(path, ino, EVENT_FETCHED, content);
+    return true;
 }
 
 /* A handle of ``entry``; ``wanted``: flags of Python's, of which those count that can. */
@@ -240,26 +239,24 @@ struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t w
     return out;
 }
 
-static void do_open(struct thread *thread, struct in_header *request, size_t size, uint64_t begin) {
+/* Go on with an open that has a share of ``entry``; ``fresh``: it is to settle it. */
+static void open_entry(struct thread *thread, struct in_header *request, struct open_inode *entry,
+                       bool fresh, uint64_t begin) {
     struct datapath *path = thread->path;
     const struct open_in *in = (const struct open_in *)(request + 1);
-    bool writes = size >= sizeof *in && in->flags & (O_ACCMODE | O_TRUNC);
-    if (LOAD(path->no_open_agreed)) {
-        refuse(thread, request, ENOSYS);
+    bool writes = request->len >= sizeof *request + sizeof *in && in->flags & (O_ACCMODE | O_TRUNC);
+    enum turn turn = TURN_NOW;
+    if (fresh && LOAD(entry->kind) == OPEN_SETTLING)
+        turn = settle_open(thread, request, entry, begin) ? TURN_NOW : TURN_LATER;
+    else if (!fresh)
+        turn = wait_for_entry(thread, request, entry, begin);
+    if (turn == TURN_LATER)
+        return;
+    if (turn == TURN_NEVER) {
+        drop_open(path, request->nodeid, false);
+        refuse(thread, request, ENOMEM);
         return;
     }
-    bool fresh;
-    struct open_inode *entry = opens_take(&path->opens, request->nodeid, &fresh);
-    if (!entry) {
-        refuse(thread, request, ENFILE);
-        return;
-    }
-    if (!fresh)
-        wait_for_entry(thread, request, entry);
-    else if (writes)
-        opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
-    else
-        settle_open(thread, request, entry);
     uint8_t kind = LOAD(entry->kind);
     if (writes || kind == OPEN_PYTHON || LOAD(entry->bound)) {
         pass_open(thread, request, entry, writes);
@@ -272,6 +269,24 @@ static void do_open(struct thread *thread, struct in_header *request, size_t siz
     count_open(thread, tier, begin);
     if (answer(thread, request, &out, sizeof out))
         drop_open(path, request->nodeid, false);
+}
+
+static void do_open(struct thread *thread, struct in_header *request, size_t size, uint64_t begin) {
+    struct datapath *path = thread->path;
+    const struct open_in *in = (const struct open_in *)(request + 1);
+    bool writes = size >= sizeof *in && in->flags & (O_ACCMODE | O_TRUNC), fresh;
+    if (LOAD(path->no_open_agreed)) {
+        refuse(thread, request, ENOSYS);
+        return;
+    }
+    struct open_inode *entry = opens_take(&path->opens, request->nodeid, &fresh);
+    if (!entry) {
+        refuse(thread, request, ENFILE);
+        return;
+    }
+    if (fresh && writes)
+        settle(path, entry, OPEN_PYTHON, -1, 0, 0, 0);
+    open_entry(thread, request, entry, fresh, begin);
 }
 
 static void do_release(struct thread *thread, struct in_header *request, size_t size) {
@@ -312,14 +327,13 @@ static ssize_t read_all(int fd, uint8_t *data, size_t size, uint64_t offset) {
     return (ssize_t)got;
 }
 
-/* Reads from a source that may hang: others go on, and who is killed meanwhile is let go. */
-static ssize_t read_source(struct thread *thread, const struct in_header *request, int fd,
-                           uint8_t *data, size_t size, uint64_t offset) {
+/* Reads from a source that may hang, for a request whose turn it is. */
+static ssize_t read_source(struct thread *thread, int fd, uint8_t *data, size_t size,
+                           uint64_t offset) {
     struct datapath *path = thread->path;
-    begin_waiting(thread, request);
     ssize_t got = read_all(fd, data, size, offset);
     int error = errno;
-    end_waiting(thread);
+    end_source_call(thread);
     if (got >= 0) {
         ADD(path->source_reads, 1);
         ADD(path->source_bytes, (uint64_t)got);
@@ -337,7 +351,7 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
     size_t wanted = in->size < left ? in->size : (size_t)left;
     /* A file of the source may have grown since it was opened; a copy is what it is. */
     ssize_t got = tier ? read_all(fd, thread->data, wanted, in->offset)
-                       : read_source(thread, request, fd, thread->data, in->size, in->offset);
+                       : read_source(thread, fd, thread->data, in->size, in->offset);
     if (got < 0 || (size_t)got < wanted)
         return false;
     if (first && !put_event(thread->path, request->nodeid, tier, NULL))
@@ -391,22 +405,25 @@ static void give(struct thread *thread, const struct in_header *request,
     answer(thread, request, left ? content->bytes + in->offset : NULL, size);
 }
 
-/* A read of a small file that has no copy, from a kernel that only reads. */
-static bool give_fetched(struct thread *thread, const struct in_header *request, bool first,
-                         uint64_t begin) {
+/* Go on with a read that stands for an open and has a share of ``entry``; ``fresh``: it is to
+ * settle it. False if Python has to answer it. */
+static bool read_entry(struct thread *thread, const struct in_header *request,
+                       struct open_inode *entry, bool fresh, uint64_t begin) {
     struct datapath *path = thread->path;
     uint64_t ino = request->nodeid;
-    if (path->source < 0 || ino < 1 || ino > path->names.entries || LOAD(path->residency[ino]))
-        return false;
-    bool fresh;
-    struct open_inode *entry = opens_take(&path->opens, ino, &fresh);
-    if (!entry)
-        return false;
-    if (!fresh)
-        wait_for_entry(thread, request, entry);
-    else if (!open_fetched(thread, request, entry))
-        opens_settle(&path->opens, entry, OPEN_PYTHON, -1, 0, 0, 0);
-    struct content *content = opens_content(&path->opens, entry, ino);
+    bool first = ((const struct read_in *)(request + 1))->offset == 0;
+    struct content *content;
+    if (fresh) {
+        if (!fetch_file(thread, request, entry, begin, &content))
+            return true;
+        settle_content(path, entry, ino, content);
+        content_release(content);
+    } else {
+        enum turn turn = wait_for_entry(thread, request, entry, begin);
+        if (turn == TURN_LATER)
+            return true;
+    }
+    content = opens_content(&path->opens, entry, ino);
     if (content) {
         /* What was fetched stays until Python has heard of it, which then drops it: see
          * datapath_taken. */
@@ -425,6 +442,17 @@ static bool give_fetched(struct thread *thread, const struct in_header *request,
         drop_open(path, ino, false);
     }
     return content;
+}
+
+/* A read of a small file that has no copy, from a kernel that only reads. */
+static bool give_fetched(struct thread *thread, const struct in_header *request, uint64_t begin) {
+    struct datapath *path = thread->path;
+    uint64_t ino = request->nodeid;
+    if (path->source < 0 || ino < 1 || ino > path->names.entries || LOAD(path->residency[ino]))
+        return false;
+    bool fresh;
+    struct open_inode *entry = opens_take(&path->opens, ino, &fresh);
+    return entry && read_entry(thread, request, entry, fresh, begin);
 }
 
 /* Read what a written file holds; false if Python has to. */
@@ -475,7 +503,14 @@ static void do_read(struct thread *thread, struct in_header *request, size_t siz
         }
         int fd = LOAD(entry->fd);
         uint64_t whole = LOAD(entry->size);
-        if (fd >= 0 && relay(thread, request, fd, LOAD(entry->tier), whole, begin, entry, false))
+        uint8_t tier = LOAD(entry->tier);
+        enum turn turn = TURN_NOW;
+        if (fd >= 0 && tier == 0)
+            turn = begin_source_call(thread, request, NULL, false, begin);
+        if (turn == TURN_LATER)
+            return;
+        if (fd >= 0 && turn == TURN_NOW &&
+            relay(thread, request, fd, tier, whole, begin, entry, false))
             return;
         if (fd < 0 && relay_by_name(thread, request, false, begin))
             return;
@@ -487,8 +522,7 @@ static void do_read(struct thread *thread, struct in_header *request, size_t siz
         }
     } else if (LOAD(path->no_open_agreed)) {
         bool first = in->offset == 0;
-        if (relay_by_name(thread, request, first, begin) ||
-            give_fetched(thread, request, first, begin))
+        if (relay_by_name(thread, request, first, begin) || give_fetched(thread, request, begin))
             return;
     }
     pass_on(thread, request);
@@ -804,4 +838,15 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
     default:
         pass_on(thread, request);
     }
+}
+
+/* Go on with a request that has waited: for its turn to call the source, or for its entry. */
+void go_on(struct thread *thread, struct in_header *request, const struct pending *place) {
+    struct open_inode *entry = place->entry;
+    if (request->opcode == OP_OPEN)
+        open_entry(thread, request, entry, place->fresh, place->begin_ns);
+    else if (!entry)
+        do_read(thread, request, request->len - sizeof *request, place->begin_ns);
+    else if (!read_entry(thread, request, entry, place->fresh, place->begin_ns))
+        pass_on(thread, request);
 }

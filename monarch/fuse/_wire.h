@@ -55,6 +55,7 @@ enum {
     INIT_HANDLE_KILLPRIV = 1 << 19,
     INIT_CACHE_SYMLINKS = 1 << 23,
     INIT_NO_OPENDIR_SUPPORT = 1 << 24,
+    INIT_HANDLE_KILLPRIV_V2 = 1 << 28,
     INIT_EXT = 1 << 30,
     INIT2_PASSTHROUGH = 1 << (37 - 32),
 };

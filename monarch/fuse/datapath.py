@@ -67,6 +67,8 @@ class DatapathState:
     kernel refused a file of a tier for passthrough, 0 if it did not. ``ended`` is not 0 when the
     kernel has ended the session. ``oldest_wait_s`` is how long the call that has waited longest for
     the source has done so, 0 if none does. ``timed_out`` counts the callers that were told so.
+    ``waiting`` requests wait for Python, for the source or for another request; the oldest request
+    that is not answered came ``oldest_request_s`` ago.
     """
 
     serving: bool
@@ -79,6 +81,8 @@ class DatapathState:
     threads: int
     oldest_wait_s: float
     timed_out: int
+    waiting: int
+    oldest_request_s: float
 
 
 class Datapath:

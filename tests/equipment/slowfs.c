@@ -21,7 +21,7 @@
  *   free BYTES           statfs tells so; so much can be written, then ENOSPC (none comes back)
  *
  * OP: getattr open read readdir create write unlink mkdir rmdir rename truncate fsync readlink
- * symlink statfs setattr, or *. REGEX has no blanks and is searched in the path from the mount
+ * symlink statfs setattr flush (of a close; with SLOW_FLUSH set), or * for all but flush. REGEX has no blanks and is searched in the path from the mount
  * point: /a/b. Of the lines of one kind that match (err and hang are one kind) the last holds.
  *
  * Counters: cat MOUNTPOINT/.slowfs-stats: calls of each OP, bytes read and written, calls that hang
@@ -75,11 +75,12 @@ enum {
     SYMLINK,
     STATFS,
     SETATTR,
+    FLUSH,
     NOPS
 };
 static const char *NM[] = {"getattr",  "open",    "read",   "readdir", "create",   "write",
                            "unlink",   "mkdir",   "rmdir",  "rename",  "truncate", "fsync",
-                           "readlink", "symlink", "statfs", "setattr"};
+                           "readlink", "symlink", "statfs", "setattr", "flush"};
 enum kind { LAT, STOP, BAD, CUT, SHORT, FLIP };
 struct rule {
     enum kind kind;
@@ -193,7 +194,7 @@ __attribute__((noreturn)) static void *loader(void *a) {
 /* With the lock: the rule of a kind that holds for a call, or none. */
 static const struct rule *rule_for(enum kind kind, int op, const char *path) {
     for (const struct rule *r = cf->rules; r; r = r->next)
-        if (r->kind == kind && (r->op < 0 || r->op == op) && !regexec(&r->rx, path, 0, 0, 0))
+        if (r->kind == kind && (r->op < 0 ? op != FLUSH : r->op == op) && !regexec(&r->rx, path, 0, 0, 0))
             return r;
     return 0;
 }
@@ -503,6 +504,12 @@ static int s_fsync(const char *p, int d, struct fuse_file_info *fi) {
     G(FSYNC, file_of(fi)->path, 0);
     R((d ? fdatasync : fsync)(file_of(fi)->fd));
 }
+static int s_flush(const char *p, struct fuse_file_info *fi) {
+    (void)p;
+    if (fi->fh)
+        G(FLUSH, file_of(fi)->path, 0);
+    return 0;
+}
 static int s_fsyncdir(const char *p, int d, struct fuse_file_info *fi) {
     (void)d;
     p = file_of(fi)->path;
@@ -539,7 +546,7 @@ static void *s_init(struct fuse_conn_info *c, struct fuse_config *k) {
     pthread_create(&x, 0, loader, 0);
     return 0;
 }
-static const struct fuse_operations ops = {.init = s_init,
+static struct fuse_operations ops = {.init = s_init,
                                            .getattr = s_getattr,
                                            .open = s_open,
                                            .create = s_create,
@@ -572,5 +579,7 @@ int main(int c, char **v) {
     ctl = getenv("SLOW_CTL");
     cf = calloc(1, sizeof *cf);
     cf->free = -1;
+    if (getenv("SLOW_FLUSH"))
+        ops.flush = s_flush;
     return fuse_main(c, v, &ops, 0);
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -284,3 +285,17 @@ def rig(
             opened.close()
             # Its tables and blocks are views of what is closed next.
             del datapath, made.datapath, made.snapshot
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that cannot end yet; returns when the kernel has decided to end it."""
+    process.kill()
+    state = Path(f"/proc/{process.pid}/status")
+    eventually(lambda: "SigPnd:\t0000000000000100" in state.read_text(), "it is being killed")

@@ -10,14 +10,13 @@ import errno
 import gc
 import os
 import resource
-import signal
 import socket
 import stat
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,10 +28,8 @@ from monarch.transfer.readers import SourceTraffic
 from monarch.types import ROOT_INO, Attributes
 from monarch.vfs.served import ABANDONED
 from tests.conftest import Tree, contents
-from tests.equipment import slowfs
-from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
-from tests.fuse.rig import Nothing, Rig, rig
+from tests.fuse.rig import Nothing, Rig, eventually, kill, rig
 from tests.fuse.wire import Op
 from tests.mount.command import needs_root
 
@@ -55,13 +52,6 @@ def no_open(tree: Tree, tmp_path: Path) -> Iterator[Rig]:
         it.init(wire.INIT_NO_OPEN_SUPPORT)
         assert it.datapath.state().no_open
         yield it
-
-
-def eventually(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def test_the_extension_is_built() -> None:
@@ -720,40 +710,6 @@ def test_a_read_without_an_open_goes_to_python_rather_than_uncounted(no_open: Ri
 
 
 # -- callers that are killed -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def stuck(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits for a source that does not even hear of signals."""
-    reason = slowfs.unavailable()
-    if reason:
-        pytest.skip(reason)
-    (tmp_path / "hanging").mkdir()
-    (tmp_path / "hanging" / "file").write_bytes(b"x")
-    with SlowSource(tmp_path / "hanging", tmp_path / "slow") as slow:
-        slow.rules("hang open file")
-        process = subprocess.Popen(["cat", str(slow.path / "file")])
-        eventually(lambda: slow.counters()["open"] > 0, "it waits")
-        os.kill(slow.pid, signal.SIGSTOP)
-        try:
-            yield process
-        finally:
-            process.kill()
-            os.kill(slow.pid, signal.SIGCONT)
-            process.wait(10)
-
-
-@pytest.fixture
-def killed(stuck: subprocess.Popen[bytes]) -> int:
-    """A process that was killed and cannot end yet."""
-    kill(stuck)
-    return stuck.pid
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    state = Path(f"/proc/{process.pid}/status")
-    eventually(lambda: "SigPnd:\t0000000000000100" in state.read_text(), "it is being killed")
 
 
 def test_who_is_killed_while_python_looks_for_a_file_is_let_go(made: Rig, killed: int) -> None:

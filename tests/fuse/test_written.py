@@ -22,11 +22,9 @@ from tests.conftest import Tree, contents
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
-from tests.fuse.rig import Rig, rig
-from tests.fuse.test_messages import SIZE, eventually, killed, stuck
+from tests.fuse.rig import Rig, eventually, rig
+from tests.fuse.test_messages import SIZE
 from tests.fuse.wire import Op, Request
-
-__all__ = ["killed", "stuck"]  # fixtures
 
 NEW = Ino(WRITTEN_INO + 7)
 BLOCK = 1 << 20

@@ -1,0 +1,348 @@
+/* Requests that wait for the source or for another request, without a thread; and the callers of
+ * all that wait, who may be killed meanwhile, or have waited long enough.
+ *
+ * A request that calls the source takes one of ``source_max`` slots. When all are taken it is put
+ * in a list, and so is what waits for another request to settle its entry. Each thread that has
+ * answered a request looks whether it can go on with one from these lists: so a hung source holds
+ * as many threads as there are slots, however many readers wait for it.
+ */
+#include "_datapath.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* -- the source's slots ------------------------------------------------------------------------ */
+
+static struct pending waiting(struct thread *thread, const struct in_header *request,
+                              struct open_inode *entry, bool fresh, uint64_t begin) {
+    return (struct pending){
+        .unique = request->unique,
+        .ino = request->nodeid,
+        .opcode = request->opcode,
+        .pid = request->pid,
+        .device = thread->device,
+        .entry = entry,
+        .fresh = fresh,
+        .begin_ns = begin,
+    };
+}
+
+static void take_slot(struct datapath *path, struct thread *thread) {
+    ADD(path->at_source, 1);
+    STORE(thread->source_since_ns, now_ns() - LOAD(path->stopped_ns));
+}
+
+static void give_slot(struct datapath *path, struct thread *thread) {
+    STORE(thread->source_since_ns, 0);
+    ADD(path->at_source, -1);
+}
+
+/* Around a call of the source, which may hang. ``entry``: what the request is to settle (``fresh``)
+ * or has a share of, which is dropped should its caller not wait for it. */
+enum turn begin_source_call(struct thread *thread, const struct in_header *request,
+                            struct open_inode *entry, bool fresh, uint64_t begin) {
+    struct datapath *path = thread->path;
+    if (thread->place)
+        return TURN_NOW;
+    struct pending what = waiting(thread, request, entry, fresh, begin);
+    enum turn turn = TURN_NEVER;
+    pthread_mutex_lock(&path->pending_lock);
+    struct pending *place = pend(path, &what);
+    if (place && LOAD(path->at_source) < path->source_max && !path->for_source.first) {
+        turn = TURN_NOW;
+        take_slot(path, thread);
+        place->waits = AT_SOURCE;
+        thread->place = place;
+    } else if (place) {
+        turn = TURN_LATER;
+        place->waits = FOR_SOURCE;
+        keep_request(place, request);
+        list_append(&path->for_source, place);
+        ADD(path->for_source_count, 1);
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    return turn;
+}
+
+void end_source_call(struct thread *thread) {
+    struct datapath *path = thread->path;
+    if (!thread->place)
+        return;
+    pthread_mutex_lock(&path->pending_lock);
+    unpend(path, thread->place);
+    thread->place = NULL;
+    give_slot(path, thread);
+    pthread_mutex_unlock(&path->pending_lock);
+}
+
+/* Have a thread close a descriptor of the source. */
+void close_later(struct datapath *path, int fd) {
+    struct closing *closing = malloc(sizeof *closing);
+    if (!closing) {
+        close(fd);
+        return;
+    }
+    *closing = (struct closing){.fd = fd};
+    pthread_mutex_lock(&path->pending_lock);
+    *path->closing_end = closing;
+    path->closing_end = &closing->next;
+    ADD(path->for_source_count, 1);
+    pthread_mutex_unlock(&path->pending_lock);
+    spawn_for_work(path);
+}
+
+/* -- requests that wait for another ------------------------------------------------------------ */
+
+/* TURN_NOW if the entry is settled. The request that settles it may wait for the source. */
+enum turn wait_for_entry(struct thread *thread, const struct in_header *request,
+                         struct open_inode *entry, uint64_t begin) {
+    struct datapath *path = thread->path;
+    if (LOAD(entry->kind) != OPEN_SETTLING)
+        return TURN_NOW;
+    struct pending what = waiting(thread, request, entry, false, begin);
+    enum turn turn = TURN_NOW;
+    pthread_mutex_lock(&path->pending_lock);
+    /* It is settled before those that wait are woken, and they are woken with the lock. */
+    if (LOAD(entry->kind) == OPEN_SETTLING) {
+        struct pending *place = pend(path, &what);
+        turn = place ? TURN_LATER : TURN_NEVER;
+        if (place) {
+            place->waits = FOR_ENTRY;
+            keep_request(place, request);
+            list_append(&entry->waiters, place);
+        }
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    return turn;
+}
+
+/* The entry is settled: have threads go on with the requests that wait for that. */
+void wake_waiters(struct datapath *path, struct open_inode *entry) {
+    bool woken = false;
+    pthread_mutex_lock(&path->pending_lock);
+    struct pending *place;
+    while ((place = entry->waiters.first)) {
+        list_remove(place);
+        place->waits = SETTLED;
+        list_append(&path->settled, place);
+        ADD(path->settled_count, 1);
+        woken = true;
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    if (woken)
+        spawn_for_work(path);
+}
+
+/* -- going on ---------------------------------------------------------------------------------- */
+
+static bool has_work(struct datapath *path) {
+    return LOAD(path->settled_count) > 0 ||
+           (LOAD(path->for_source_count) > 0 && LOAD(path->at_source) < path->source_max);
+}
+
+/* The next request to go on with, or descriptor to close, with a slot if it takes one; false if
+ * there is none. */
+static bool next_work(struct thread *thread, struct pending *what, struct closing **closing) {
+    struct datapath *path = thread->path;
+    bool found = true;
+    *closing = NULL;
+    pthread_mutex_lock(&path->pending_lock);
+    bool slot = LOAD(path->at_source) < path->source_max;
+    struct pending *place = path->settled.first;
+    if (place) {
+        list_remove(place);
+        ADD(path->settled_count, -1);
+        *what = *place;
+        unpend(path, place);
+    } else if (slot && path->closing) {
+        *closing = path->closing;
+        path->closing = (*closing)->next;
+        if (!path->closing)
+            path->closing_end = &path->closing;
+        ADD(path->for_source_count, -1);
+        take_slot(path, thread);
+    } else if (slot && (place = path->for_source.first)) {
+        list_remove(place);
+        ADD(path->for_source_count, -1);
+        place->waits = AT_SOURCE;
+        thread->place = place;
+        *what = *place;
+        take_slot(path, thread);
+    } else {
+        found = false;
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    return found;
+}
+
+/* Go on with what can go on by now. */
+void resume_waiting(struct thread *thread) {
+    struct datapath *path = thread->path;
+    struct pending what;
+    struct closing *closing;
+    int device = thread->device;
+    while (has_work(path) && !LOAD(path->stopping) && next_work(thread, &what, &closing)) {
+        if (closing) {
+            close(closing->fd);
+            free(closing);
+            give_slot(path, thread);
+            continue;
+        }
+        struct in_header *request = (struct in_header *)thread->message;
+        memcpy(request, &what.request, sizeof what.request);
+        STORE(thread->begin_ns, what.begin_ns);
+        /* The answer goes to the descriptor that the request came from. */
+        thread->device = what.device;
+        go_on(thread, request, &what);
+        thread->device = device;
+        end_source_call(thread);
+        STORE(thread->begin_ns, 0);
+    }
+}
+
+/* -- callers that are killed, or have waited too long ------------------------------------------ */
+
+#define SIGNAL(number) (1ull << ((number) - 1))
+
+/* The signals of a line of /proc/PID/status, a bit each, if the line is that one. */
+static void signals(const char *line, const char *name, uint64_t *told) {
+    size_t length = strlen(name);
+    if (strncmp(line, name, length) == 0)
+        *told = strtoull(line + length, NULL, 16);
+}
+
+/* Whether a thread is to stop waiting. The kernel has decided to end it and only waits for our
+ * answer; or it has a way of its own to end on Ctrl-C and the like. Other signals than these come
+ * unasked (SIGCHLD, SIGPROF), and few programs expect that a read of a file fails for them. */
+static bool is_wanted_back(uint32_t pid) {
+    char name[32], text[4096];
+    snprintf(name, sizeof name, "/proc/%u/status", pid);
+    int fd = pid ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+    if (fd < 0)
+        return false;
+    uint64_t own = 0, shared = 0, blocked = 0, handled = 0;
+    size_t have = 0;
+    bool whole = true; /* text begins with the begin of a line */
+    ssize_t got;
+    /* The line of groups alone may be longer than any buffer; what is asked for comes after it. */
+    while ((got = read(fd, text + have, sizeof text - 1 - have)) > 0) {
+        have += (size_t)got;
+        text[have] = 0;
+        char *line = text, *end;
+        while ((end = strchr(line, '\n'))) {
+            *end = 0;
+            if (whole) {
+                signals(line, "SigPnd:", &own);
+                signals(line, "ShdPnd:", &shared);
+                signals(line, "SigBlk:", &blocked);
+                signals(line, "SigCgt:", &handled);
+            }
+            whole = true;
+            line = end + 1;
+        }
+        have -= (size_t)(line - text);
+        memmove(text, line, have);
+        if (have == sizeof text - 1) {
+            have = 0;
+            whole = false;
+        }
+    }
+    close(fd);
+    uint64_t ending = SIGNAL(SIGINT) | SIGNAL(SIGTERM) | SIGNAL(SIGHUP) | SIGNAL(SIGQUIT);
+    return own & SIGNAL(SIGKILL) || (own | shared) & handled & ~blocked & ending;
+}
+
+/* Answer a request that waits with ``error``, and leave nothing of it in the lists; false if it
+ * does not wait any more. */
+static bool dismiss(struct datapath *path, uint64_t unique, int error) {
+    struct pending what = {0};
+    pthread_mutex_lock(&path->pending_lock);
+    struct pending *place = pending_find(path, unique);
+    bool waits = place && !place->answered;
+    bool gone = waits && place->list;
+    if (waits) {
+        place->answered = true;
+        what = *place;
+    }
+    if (gone) {
+        ADD(path->for_source_count, -(place->waits == FOR_SOURCE));
+        ADD(path->settled_count, -(place->waits == SETTLED));
+        list_remove(place);
+        unpend(path, place);
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    if (!waits)
+        return false;
+    /* If it was answered meanwhile, the kernel knows the number no more. */
+    write_out(what.device, unique, error, NULL, 0);
+    if (gone && what.entry) {
+        /* Others may wait for it to settle the entry. */
+        if (what.fresh)
+            settle(path, what.entry, OPEN_PYTHON, -1, 0, 0, 0);
+        drop_open(path, what.ino, false);
+    }
+    return true;
+}
+
+enum { LOOK = 256 };
+
+/* Answer callers that are wanted back, or have waited for the source longer than they should by
+ * ``now``, which does not count while the process is stopped. Python looks after the time of those
+ * that wait for it. */
+void look_after_callers(struct datapath *path, uint64_t now) {
+    struct {
+        uint64_t unique;
+        uint32_t pid;
+        bool late;
+    } found[LOOK];
+    int count = 0;
+    pthread_mutex_lock(&path->pending_lock);
+    uint32_t places = path->pending_count, looked = 0;
+    bool look = path->pending_interrupted || path->patience_ns;
+    for (; look && looked < places && count < LOOK; looked++) {
+        struct pending *place = pending_at(path, (path->pending_look + looked) % places);
+        if (!place->used || place->answered)
+            continue;
+        bool late = path->patience_ns && (place->waits != AT_PYTHON || place->queued) &&
+                    now > place->since_ns && now - place->since_ns > path->patience_ns;
+        if (!late && !place->interrupted)
+            continue;
+        found[count].unique = place->unique;
+        found[count].pid = place->pid;
+        found[count++].late = late;
+    }
+    if (places)
+        path->pending_look = (path->pending_look + looked) % places;
+    pthread_mutex_unlock(&path->pending_lock);
+    for (int i = 0; i < count; i++) {
+        if (found[i].late) {
+            if (dismiss(path, found[i].unique, ETIMEDOUT)) {
+                ADD(path->timed_out, 1);
+                wake_python(path);
+            }
+        } else if (is_wanted_back(found[i].pid)) {
+            dismiss(path, found[i].unique, EINTR);
+        }
+    }
+    pass_queued(path);
+}
+
+/* The kernel tells that the caller of a request was sent a signal. */
+void interrupt(struct datapath *path, uint64_t unique) {
+    pthread_mutex_lock(&path->pending_lock);
+    struct pending *place = pending_find(path, unique);
+    uint32_t pid = place ? place->pid : 0;
+    if (place) {
+        path->pending_interrupted += !place->interrupted;
+        place->interrupted = true;
+    } else {
+        path->early[path->early_next++ % EARLY] = unique;
+    }
+    pthread_mutex_unlock(&path->pending_lock);
+    if (pid && is_wanted_back(pid))
+        dismiss(path, unique, EINTR);
+}

@@ -1,0 +1,385 @@
+"""Many requests that wait for a source that hangs: what they hold up, and that they can be let go.
+
+The source is a file system in user space whose calls hang until a rule is taken away.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from monarch.types import Ino
+from tests.conftest import Tree
+from tests.equipment.slowfs import SlowSource
+from tests.fuse import wire
+from tests.fuse.rig import Nothing, Rig, eventually, kill, rig
+from tests.fuse.wire import Op
+
+# More than the threads that the datapath may have.
+MANY = 600
+SMALL, LARGE = 1000, 3_000_000
+# Calls of the source at once, as configured.
+SLOTS = 32
+
+
+@contextmanager
+def over(slow: SlowSource, directory: Path, **options: bool) -> Iterator[Rig]:
+    with rig(slow.path, directory, fetch_max=SMALL, **options) as made:
+        made.init(wire.INIT_NO_OPEN_SUPPORT if options.get("no_open") else 0)
+        yield made
+
+
+@pytest.fixture
+def made(slow: SlowSource, tree: Tree, tmp_path: Path) -> Iterator[Rig]:
+    """``resident`` has a copy; ``small`` is fetched by the datapath, ``large`` is Python's."""
+    tree({"resident": SMALL, "small": SMALL, "large": LARGE, **{f"s{n}": SMALL for n in range(40)}})
+    with over(slow, tmp_path) as it:
+        it.place("resident")
+        yield it
+
+
+def hand_over(made: Rig, name: str) -> tuple[int, int]:
+    """Open a file that is not resident as Python does, bound to the source: inode and handle."""
+    ino = made.ino(name)
+    unique = made.send_open(ino)
+    passed = made.passed()
+    fd = os.open(made.source / name, os.O_RDONLY)
+    assert made.datapath.bind(ino, fd, tier=0, size=LARGE)
+    made.reply_open(passed)
+    handle, _, _ = wire.OPEN_OUT.unpack(made.answer(unique).body)
+    os.close(fd)
+    return ino, handle
+
+
+def others_are_served(made: Rig) -> None:
+    """A resident file is opened and read, names are told, Python is asked and answers."""
+    ino = made.ino("resident")
+    handle, _, _ = made.open(ino)
+    assert made.read(ino, handle, 0, SMALL).body == made.content("resident")
+    assert made.release(ino, handle).error == 0
+    assert made.lookup(1, b"resident").error == 0
+    unique = made.send(Op.STATFS, 1)
+    made.reply(made.passed())
+    assert made.answer(unique).error == 0
+
+
+def threads_are_few(made: Rig) -> None:
+    assert made.datapath.state().threads <= 32 + SLOTS
+
+
+@pytest.mark.finding("D3")
+@pytest.mark.promise(89)
+@pytest.mark.fault("M10")
+@pytest.mark.parametrize("told", [True, False], ids=["open", "no_open"])
+def test_any_number_may_wait_for_one_small_file(
+    slow: SlowSource, tree: Tree, tmp_path: Path, told: bool
+) -> None:
+    tree({"resident": SMALL, "small": SMALL})
+    with over(slow, tmp_path, no_open=not told) as made:
+        made.place("resident")
+        ino = made.ino("small")
+        slow.rules("hang open ^/small")
+        if told:
+            waiting = [made.send_open(ino) for _ in range(MANY)]
+        else:
+            waiting = [made.send_read(ino, 0, 0, SMALL) for _ in range(MANY)]
+        eventually(lambda: made.datapath.state().waiting == MANY, "all of them wait")
+        if told:
+            others_are_served(made)
+        else:
+            resident = made.read(made.ino("resident"), 0, 0, SMALL)
+            assert resident.body == made.content("resident")
+        threads_are_few(made)
+        state = made.datapath.state()
+        assert state.oldest_wait_s > 0 and state.oldest_request_s >= state.oldest_wait_s
+        slow.rules()
+        answers = [made.answer(unique) for unique in waiting]
+        assert {found.error for found in answers} == {0}
+        if not told:
+            assert {found.body for found in answers} == {made.content("small")}
+        assert made.datapath.source_traffic().opens == 1
+        assert made.datapath.state().waiting == 0
+        made.datapath.served()
+        made.datapath.taken(ino)
+        if told:
+            handle, _, _ = wire.OPEN_OUT.unpack(answers[0].body)
+            for _ in waiting:
+                made.release(ino, handle)
+        assert made.datapath.open_files() == 0
+        assert made.datapath.state().oldest_request_s == 0
+
+
+@pytest.mark.finding("D3")
+@pytest.mark.promise(89)
+@pytest.mark.fault("M10")
+def test_any_number_may_read_large_files_of_the_source(made: Rig, slow: SlowSource) -> None:
+    ino, handle = hand_over(made, "large")
+    slow.rules("hang read ^/large")
+    waiting = {made.send_read(ino, handle, n * 4096, 4096): n * 4096 for n in range(MANY)}
+    eventually(lambda: made.datapath.state().waiting == MANY, "all of them wait")
+    others_are_served(made)
+    threads_are_few(made)
+    assert made.datapath.source_traffic().waiting == MANY
+    slow.rules()
+    content = made.content("large")
+    for unique, offset in waiting.items():
+        assert made.answer(unique).body == content[offset : offset + 4096]
+    assert made.datapath.source_traffic().reads == MANY
+    assert made.datapath.source_traffic().waiting == 0
+    made.send_release(ino, handle)
+    made.passed()
+
+
+@pytest.mark.finding("D3")
+@pytest.mark.promise(89)
+def test_only_so_many_that_need_the_source_are_with_python(made: Rig, slow: SlowSource) -> None:
+    ino = made.ino("large")
+    waiting = [made.send_open(ino) for _ in range(MANY)]
+    passed = [made.passed() for _ in range(256)]
+    assert made.is_quiet()
+    others_are_served(made)
+    # Each that is answered makes room for another, until all are answered.
+    for count, one in enumerate(passed):
+        made.reply_open(one)
+        if count + 256 < MANY:
+            passed.append(made.passed())
+    assert {made.answer(unique).error for unique in waiting} == {0}
+    assert len(passed) == MANY and made.is_quiet()
+    for _ in waiting:
+        made.send_release(ino, ino)
+        made.passed()
+    eventually(lambda: made.datapath.open_files() == 0, "all are closed")
+
+
+@pytest.mark.finding("D3", "D11")
+@pytest.mark.promise(11)
+@pytest.mark.fault("M8")
+def test_who_is_killed_while_its_request_has_no_turn_is_let_go(
+    made: Rig, slow: SlowSource, killed: int
+) -> None:
+    ino, handle = hand_over(made, "large")
+    slow.rules("hang * ^/(large|small|s[0-9])")
+    for n in range(SLOTS):
+        made.send_read(ino, handle, n * 4096, 4096)
+    eventually(lambda: made.datapath.source_traffic().waiting == SLOTS, "all slots are taken")
+    # Others wait for the entry that the first is to settle.
+    opens = [made.send_open(made.ino("small"), pid=killed) for _ in range(3)]
+    opens += [made.send_open(made.ino(f"s{n}"), pid=killed) for n in range(20)]
+    reads = [made.send_read(ino, handle, n * 4096, 4096, pid=killed) for n in range(40, 60)]
+    eventually(
+        lambda: made.datapath.state().waiting == SLOTS + len(opens) + len(reads), "they wait"
+    )
+    assert made.datapath.open_files() == 1 + len(opens)
+    for unique in opens + reads:
+        made.interrupt(unique)
+    assert {made.answer(unique).error for unique in opens + reads} == {errno.EINTR}
+    eventually(lambda: made.datapath.state().waiting == SLOTS, "nothing is kept of them")
+    # Those whose entry was settled because the first was killed may have gone to Python.
+    while made.datapath.open_files() != 1:
+        made.reply(made.passed(5), error=errno.EIO)
+        time.sleep(0.05)
+    others_are_served(made)
+    slow.rules()
+    eventually(lambda: made.datapath.state().waiting == 0, "the others are answered")
+    assert made.is_quiet()
+
+
+@pytest.mark.finding("D3")
+@pytest.mark.promise(44)
+def test_who_waits_for_its_turn_with_python_is_let_go(made: Rig, killed: int) -> None:
+    ino = made.ino("large")
+    for _ in range(256):
+        made.send_open(ino)
+        made.passed()
+    late = [made.send_open(ino, pid=killed) for _ in range(20)]
+    eventually(lambda: made.datapath.state().waiting == 256 + 20, "they wait")
+    for unique in late:
+        made.interrupt(unique)
+    assert {made.answer(unique).error for unique in late} == {errno.EINTR}
+    assert made.is_quiet()
+    assert made.datapath.open_files() == 256
+
+
+@pytest.mark.finding("D11")
+@pytest.mark.promise(11)
+@pytest.mark.fault("M8")
+def test_a_killed_caller_with_many_groups_is_let_go(
+    made: Rig, slow: SlowSource, tmp_path: Path
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may have any group")
+    slow.rules("hang open ^/large")
+    groups = list(range(4_000_000_000, 4_000_003_000))
+    process = subprocess.Popen(
+        ["cat", str(slow.path / "large")], extra_groups=groups, stdout=subprocess.DEVNULL
+    )
+    try:
+        eventually(lambda: slow.counters()["hanging"] > 0, "it waits")
+        os.kill(slow.pid, signal.SIGSTOP)
+        kill(process)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert len(status) > 8 * 4096
+        unique = made.send(Op.STATFS, 1, pid=process.pid)
+        made.passed()
+        made.interrupt(unique)
+        assert made.answer(unique).error == errno.EINTR
+    finally:
+        os.kill(slow.pid, signal.SIGCONT)
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.finding("D6")
+@pytest.mark.promise(90)
+@pytest.mark.fault("M11")
+@pytest.mark.parametrize("how", ["killed", "released", "refused"])
+def test_nobody_waits_for_a_file_of_the_source_to_be_closed(
+    tree: Tree, source: Path, tmp_path: Path, how: str, killed: int
+) -> None:
+    tree({"resident": SMALL, "large": LARGE})
+    with (
+        SlowSource(source, tmp_path / "flushing", flush=True) as slow,
+        over(slow, tmp_path) as made,
+    ):
+        made.place("resident")
+        ino = made.ino("large")
+        unique = made.send_open(ino, pid=killed)
+        passed = made.passed()
+        fd = os.open(slow.path / "large", os.O_RDONLY)
+        assert made.datapath.bind(ino, fd, tier=0, size=LARGE)
+        slow.rules("hang flush ^/large")
+        if how == "killed":
+            made.interrupt(unique)
+            assert made.answer(unique).error == errno.EINTR
+            made.reply_open(passed)
+        elif how == "refused":
+            made.reply(passed, error=errno.EIO)
+            assert made.answer(unique).error == errno.EIO
+        else:
+            made.reply_open(passed)
+            handle, _, _ = wire.OPEN_OUT.unpack(made.answer(unique).body)
+            made.send_release(ino, handle)
+            made.passed()
+        eventually(lambda: slow.counters()["hanging"] == 1, "it is being closed")
+        others_are_served(made)
+        # It is a call of the source, and seen as one.
+        assert made.datapath.source_traffic().waiting == 1
+        assert made.datapath.state().oldest_wait_s > 0
+        slow.rules()
+        eventually(lambda: made.datapath.source_traffic().waiting == 0, "it is closed")
+        os.close(fd)
+
+
+@pytest.mark.finding("D15")
+@pytest.mark.promise(90)
+def test_python_is_told_without_waiting_for_itself(made: Rig) -> None:
+    ino = made.ino("small")
+    handle, _, _ = made.open(ino)
+    resident = made.ino("resident")
+    told = made.ask_often((1 << 16) - 1, Op.OPEN, resident, wire.OPEN_IN.pack(0, 0))
+    # The ring is full. A thread that has it waits; Python, which empties it, must not.
+    assert made.datapath.outdate(ino)
+    made.release(ino, handle)
+    began = time.thread_time(), time.monotonic()
+    made.datapath.taken(ino)
+    assert time.monotonic() - began[1] < 5
+    served = made.datapath.served()
+    assert served[0][:2] == (ino, 0xFE)
+    assert served[-1] == (ino, 0xFF, None)
+    assert len(served) == (1 << 16) + 1
+    handle, _, _ = wire.OPEN_OUT.unpack(told.body)
+    made.ask_often((1 << 16) - 1, Op.RELEASE, resident, wire.RELEASE_IN.pack(handle, 0, 0, 0))
+    assert made.datapath.open_files() == 0
+
+
+@pytest.mark.finding("D15")
+def test_a_second_unbinder_waits_for_the_first_ones_writers(
+    made: Rig, slow: SlowSource, tmp_path: Path
+) -> None:
+    ino = Ino(1 << 30)
+    unique = made.send_create(b"new")
+    passed = made.passed()
+    with open(slow.path / "large", "r+b") as file:
+        assert made.datapath.bind_written(ino, file.fileno(), tier=1, create=True)
+    made.reply_create(passed, ino)
+    body = made.answer(unique).body
+    handle, _, _ = wire.OPEN_OUT.unpack(body[wire.ENTRY.size + wire.ATTR.size :])
+    slow.rules("hang write ^/large")
+    made.send_write(ino, handle, 0, b"x" * 100)
+    eventually(lambda: slow.counters()["hanging"] > 0, "it writes")
+    results: list[bool] = []
+    unbinders = [
+        threading.Thread(target=lambda: results.append(made.datapath.unbind(ino))) for _ in range(2)
+    ]
+    for unbinder in unbinders:
+        unbinder.start()
+    unbinders[1].join(0.3)
+    assert results == [] and all(unbinder.is_alive() for unbinder in unbinders)
+    slow.rules()
+    for unbinder in unbinders:
+        unbinder.join(20)
+    assert results == [True, True]
+
+
+@pytest.mark.finding("D15")
+@pytest.mark.fault("M4")
+def test_the_devices_are_let_go_of_without_a_free_descriptor(made: Rig, slow: SlowSource) -> None:
+    slow.rules("hang open ^/small")
+    made.send_open(made.ino("small"))
+    eventually(lambda: slow.counters()["hanging"] > 0, "a thread hangs")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, limits[1]))
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        made.datapath.stop()
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    # The kernel hears that nobody answers any more.
+    made.kernel.settimeout(5)
+    with suppress(ConnectionResetError):
+        assert made.kernel.recv(1) == b""
+    slow.rules()
+
+
+@pytest.mark.finding("D14", "D15")
+def test_rights_that_a_write_ends_are_taken_away_by_name(tree: Tree, tmp_path: Path) -> None:
+    tree({"a": 1})
+    with rig(tmp_path / "source", tmp_path) as made:
+        unique = made.send(Op.INIT, 0, wire.INIT_IN.pack(7, 40, 1 << 20, 0, 0))
+        passed = made.passed()
+        flags = 1 << 19 | 1 << 28
+        body = wire.INIT_OUT.pack(7, 38, 1 << 20, flags, 12, 9, 1 << 20, 1, 256, 0, 0, 0)
+        made.reply(passed, body)
+        told = wire.INIT_OUT.unpack(made.answer(unique).body)
+        assert told[3] & flags == 0
+        # Readers of the source keep their places in the background: there are as many as can be.
+        assert told[4] == 65535
+
+
+def test_nothing_is_answered_twice_under_interrupts(made: Rig, slow: SlowSource) -> None:
+    """Requests that nobody kills are not let go, however often they are interrupted."""
+    ino = made.ino("small")
+    slow.rules("hang open ^/small")
+    waiting = [made.send_open(ino, pid=os.getpid()) for _ in range(40)]
+    eventually(lambda: made.datapath.state().waiting == 40, "they wait")
+    for unique in waiting:
+        made.interrupt(unique)
+    with pytest.raises(Nothing):
+        made.any_answer(0.3)
+    slow.rules()
+    assert {made.answer(unique).error for unique in waiting} == {0}
