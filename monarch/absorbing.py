@@ -23,6 +23,7 @@ import xxhash
 
 from monarch.absorbed import Covered
 from monarch.errors import TierError
+from monarch.footing import private_opener
 from monarch.namespace.overlay import Namespace
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
@@ -153,7 +154,7 @@ def snapshot_known(directory: Path) -> str:
 def know_snapshot(directory: Path, snapshot_id: str) -> None:
     """Raises OSError."""
     staged = directory / f"{_SNAPSHOT}.part"
-    with open(staged, "w", encoding="ascii") as file:
+    with open(staged, "w", encoding="ascii", opener=private_opener) as file:
         file.write(snapshot_id)
         file.flush()
         os.fsync(file.fileno())

@@ -64,3 +64,8 @@ def _link(directory: int, name: str) -> str | None:
         return os.readlink("", dir_fd=entry)
     finally:
         os.close(entry)
+
+
+def private_opener(path: str, flags: int) -> int:
+    """For ``open``: a file that it makes is closed to others, whatever the umask is."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from monarch.footing import private_opener
+
 log = logging.getLogger(__name__)
 
 _NAME = "lost.json"
@@ -63,7 +65,7 @@ class Lost:
             if not self._names:
                 self._path.unlink(missing_ok=True)
                 return
-            with open(staged, "w", encoding="ascii") as file:
+            with open(staged, "w", encoding="ascii", opener=private_opener) as file:
                 json.dump([os.fsdecode(name) for name in self._names], file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -41,6 +42,15 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 _QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 
 
+def _file_mode(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """The mode of a file in octal."""
+    if value is None:
+        return None
+    if re.fullmatch(r"(0o?)?[0-7]{3}", value) is None:
+        raise click.BadParameter(f"{value!r} is no mode; give three octal digits such as 0644")
+    return int(value[-3:], 8)
+
+
 @click.group()
 def snapshot() -> None:
     """Build, show, verify or diff snapshots of the names and attributes of a source.
@@ -54,25 +64,44 @@ def snapshot() -> None:
 @click.argument("source", type=_SOURCE)
 @click.option("-o", "--output", type=_FILE, required=True, metavar="FILE", help="What to write.")
 @click.option("--one-file-system", is_flag=True, help="Do not enter other file systems.")
+@click.option(
+    "--mode",
+    callback=_file_mode,
+    metavar="MODE",
+    help="Who may read FILE, in octal: 0640, 0644. Default: as it is, a new one 0600.",
+)
 @_JOBS
 @_JSON
 @_QUIET
 def build(
-    source: Path, output: Path, one_file_system: bool, jobs: int, as_json: bool, quiet: bool
+    source: Path,
+    output: Path,
+    one_file_system: bool,
+    mode: int | None,
+    jobs: int,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Scan SOURCE and write its snapshot.
 
     No file is opened and no symbolic link followed. FILE appears, or is replaced, only when it is
-    complete.
+    complete. It has the names, sizes and owners of all that you may list, also in directories that
+    are closed to others.
 
     \b
     Examples:
       monarch snapshot build /pfs/imagenet -o imagenet.snapshot
+      monarch snapshot build /pfs/imagenet -o /pfs/shared/imagenet.snapshot --mode 0644
       monarch snapshot build /pfs/imagenet -o imagenet.snapshot -j 128
     """
     with interruptible(), progress_bar(quiet=quiet) as progress:
         told = build_snapshot(
-            source, output, jobs=jobs, one_file_system=one_file_system, progress=progress
+            source,
+            output,
+            jobs=jobs,
+            one_file_system=one_file_system,
+            mode=mode,
+            progress=progress,
         )
     if as_json:
         emit_json(_info_as_json(output, told))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import stat
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from monarch import points
 from monarch.buckets import BUCKETS, buckets
-from monarch.errors import SnapshotError, SourceError
+from monarch.errors import SnapshotError, SourceError, UsageError
 from monarch.namespace.scan import Batch, Scan, printable
 from monarch.namespace.schema import (
     ALIAS,
@@ -45,7 +46,6 @@ from monarch.namespace.schema import (
 )
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
-from monarch.registry import process_started
 from monarch.types import Ino, Progress
 from monarch.units import MiB
 
@@ -66,21 +66,26 @@ def build(
     *,
     jobs: int = 32,
     one_file_system: bool = False,
+    mode: int | None = None,
     progress: Progress | None = None,
 ) -> SnapshotSummary:
     """Scan the directory ``source`` and publish its snapshot as the file ``target``.
 
     Up to ``jobs`` calls wait for the source at once. No file is opened, no symbolic link followed.
     ``target`` appears, or is replaced, only when it is complete and on the disk; whatever happens
-    before, nothing is left of it. Raises SourceError and SnapshotError.
+    before, nothing is left of it. Without ``mode`` it keeps the mode that it has, and a new one is
+    closed to others, for it names what is in closed directories. Raises SourceError, SnapshotError,
+    and UsageError for a ``target`` in the source.
     """
     with open_source(source) as (root_fd, path):
+        require_outside(root_fd, path, target)
         with Scan(root_fd, jobs=jobs, one_file_system=one_file_system) as scan:
             write(
                 scan,
                 target,
                 source=path,
                 one_file_system=one_file_system,
+                mode=mode,
                 progress=progress,
                 expected=None,
             )
@@ -112,21 +117,22 @@ def write(
     *,
     source: bytes,
     one_file_system: bool,
+    mode: int | None,
     progress: Progress | None,
     expected: int | None,
 ) -> None:
-    """Write what ``scan`` finds and publish it as ``target``.
+    """Write what ``scan`` finds and publish it as ``target``, with ``mode`` as of ``build``.
 
     ``expected`` is how many entries there may be, for the progress.
     """
     started = time.monotonic()
     created_ns = time.time_ns()
     report = paced(progress)
-    # Unique, because another node may be building the same file on a shared file system.
-    part = target.with_name(f"{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+    if not target.parent.is_dir():
+        raise _cannot_write(target, f"there is no directory {target.parent}")
+    sweep_stages(target)
+    part, held = _stage(target)
     try:
-        if not target.parent.is_dir():
-            raise _cannot_write(target, f"there is no directory {target.parent}")
         writer = _Writer(part)
         try:
             for batch in scan.batches():
@@ -140,22 +146,61 @@ def write(
             )
         finally:
             writer.close()
-        _publish(part, target, page_bytes=writer.page_bytes)
+        _publish(part, target, mode=mode, page_bytes=writer.page_bytes)
     except lmdb.Error as error:
         raise _cannot_write(target, str(error)) from error
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
+        os.close(held)
     if progress is not None:
         progress(writer.entries, writer.entries, "entries")
 
 
+def require_outside(root_fd: int, source: bytes, target: Path) -> None:
+    """Raises UsageError if ``target`` is in the source: it would be an entry of itself."""
+    root = os.fstat(root_fd)
+    parent = Path(os.path.realpath(target.parent))
+    for directory in (parent, *parent.parents):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(directory.stat(), root):
+                raise UsageError(
+                    f"snapshot {target} would be inside its source {printable(source)}",
+                    hint="give a file outside of it",
+                )
+
+
+def _stage(target: Path) -> tuple[Path, int]:
+    """A new empty file beside ``target``, and a descriptor that holds the lock on it.
+
+    The kernel drops the lock when its process dies, however that is: ``sweep_stages`` tells by it.
+    """
+    while True:
+        # Unique, because another node may be building the same file on a shared file system.
+        part = target.with_name(f"{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+        try:
+            held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _cannot_write(target, error.strerror or str(error)) from error
+        # Some network file systems have no locks: there it stays if its process is killed.
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(held).st_nlink:
+            return part, held
+        # Another build took it for a dead one's before it was locked.
+        os.close(held)
+
+
 def sweep_stages(target: Path) -> None:
-    """Remove what processes of this machine that were killed while they wrote ``target`` left."""
+    """Remove what processes that were killed while they wrote ``target`` have left."""
     for part in target.parent.glob(f"{glob.escape(target.name)}.*.part"):
-        pid = part.name.removeprefix(f"{target.name}.").partition("-")[0]
-        if not pid.isdecimal() or process_started(int(pid)) is None:
-            part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(fd)
 
 
 def paced(progress: Progress | None) -> Progress:
@@ -185,7 +230,7 @@ class _Writer:
             metasync=False,
             readahead=False,
             map_size=self._map_bytes,
-            mode=0o644,
+            mode=0o600,
         )
         self._part = part
         self._transaction = self._environment.begin(write=True)
@@ -353,12 +398,17 @@ class _Totals:
         np.add.at(self.curve, buckets(records["source_ino"][file]), sizes)
 
 
-def _publish(part: Path, target: Path, *, page_bytes: int) -> None:
+def _publish(part: Path, target: Path, *, mode: int | None, page_bytes: int) -> None:
     try:
         append_trailer(part, page_bytes=page_bytes)
-        # Whoever hid the names of a source from others keeps them hidden.
         with contextlib.suppress(FileNotFoundError):
-            part.chmod(stat.S_IMODE(target.stat().st_mode))
+            before = target.stat()
+            # The owner of a file that root brings up to date can still read it.
+            with contextlib.suppress(PermissionError):
+                os.chown(part, before.st_uid, before.st_gid)
+            part.chmod(stat.S_IMODE(before.st_mode))
+        if mode is not None:
+            part.chmod(mode)
         _sync(part, os.O_RDONLY)
         points.reached("snapshot-staged")
         part.replace(target)

@@ -11,7 +11,7 @@ from pathlib import Path
 from monarch import points
 from monarch.beneath import lstat_beneath
 from monarch.errors import SnapshotError
-from monarch.namespace.build import open_source, write
+from monarch.namespace.build import open_source, require_outside, write
 from monarch.namespace.compare import diff
 from monarch.namespace.scan import Scan, printable
 from monarch.namespace.schema import SnapshotSummary
@@ -79,7 +79,7 @@ def refresh(
 
     A directory whose times have not changed is not listed again. Its entries are still looked at;
     with ``quick`` only directories and hard links are, which misses a file that was written in
-    place. Raises SourceError and SnapshotError; ``file`` is then what it was.
+    place. Raises SourceError, SnapshotError and UsageError; ``file`` is then what it was.
     """
     with Snapshot.open(file) as before, open_source(source) as (root_fd, path):
         if before.source != path:
@@ -87,6 +87,7 @@ def refresh(
                 f"snapshot {file} is of {printable(before.source)}, not of {printable(path)}",
                 hint="give the source it was built from, or build another snapshot",
             )
+        require_outside(root_fd, path, file)
         one_file_system = before.info().one_file_system
         with Scan(
             root_fd, jobs=jobs, one_file_system=one_file_system, previous=before, quick=quick
@@ -96,6 +97,7 @@ def refresh(
                 file,
                 source=path,
                 one_file_system=one_file_system,
+                mode=None,
                 progress=progress,
                 expected=before.entries,
             )

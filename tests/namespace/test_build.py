@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from monarch.buckets import BUCKETS, bucket
-from monarch.errors import SnapshotError, SourceError
+from monarch.errors import SnapshotError, SourceError, UsageError
+from monarch.namespace import build as build_module
 from monarch.namespace.build import build
 from monarch.namespace.refresh import refresh
 from monarch.namespace.scan import Scan
@@ -399,6 +400,76 @@ def test_a_replaced_snapshot_keeps_its_mode(source: Path, file: Path) -> None:
     file.chmod(0o600)
     build(source, file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.promise(100)
+@pytest.mark.finding("D10")
+def test_a_new_snapshot_is_closed_to_others_unless_a_mode_is_given(
+    source: Path, file: Path
+) -> None:
+    def mode() -> int:
+        return stat.S_IMODE(file.stat().st_mode)
+
+    before = os.umask(0o022)
+    try:
+        build(source, file)
+        assert mode() == 0o600
+        build(source, file, mode=0o644)
+        assert mode() == 0o644
+        build(source, file)
+        refresh(source, file)
+        assert mode() == 0o644
+        if os.geteuid() == 0:
+            os.chown(file, 1234, 1235)
+            refresh(source, file)
+            assert (mode(), file.stat().st_uid, file.stat().st_gid) == (0o644, 1234, 1235)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.fault("S15")
+@pytest.mark.finding("B21")
+def test_what_a_killed_build_left_is_removed_by_the_next_and_that_of_a_living_one_is_kept(
+    source: Path, file: Path
+) -> None:
+    child = os.fork()
+    if child == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build_module, "append_trailer", lambda *_, **__: os.kill(os.getpid(), 9))
+            build(source, file)
+        os._exit(0)
+    os.waitpid(child, 0)
+    (left,) = file.parent.iterdir()
+    assert left.name.endswith(".part") and left.stat().st_mode & 0o777 == 0o600
+
+    living: list[Path] = []
+
+    def beside(done: int, total: int | None, words: str) -> None:
+        # Another node's build of the same file begins and ends while this one is under way.
+        if not living:
+            living.extend(file.parent.iterdir())
+            build(source, file)
+
+    (source / "one").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "_PROGRESS_SECONDS", 0)
+        build(source, file, progress=beside)
+    assert len(living) == 1 and left not in living
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.finding("B22")
+def test_a_snapshot_inside_its_own_source_is_refused(source: Path, file: Path) -> None:
+    (source / "below").mkdir()
+    (file.parent / "link").symlink_to(source / "below")
+    for inside in (source / "x", source / "below/x", file.parent / "link/x"):
+        with pytest.raises(UsageError, match="would be inside its source"):
+            build(source, inside)
+    assert os.listdir(source) == ["below"] and os.listdir(source / "below") == []
+    build(source, file)
+    inside = file.rename(source / "x")
+    with pytest.raises(UsageError, match="would be inside its source"):
+        refresh(source, inside)
 
 
 def test_a_full_disk_leaves_the_old_snapshot_and_nothing_else(source: Path, file: Path) -> None:

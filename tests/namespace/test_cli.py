@@ -86,3 +86,17 @@ def test_failures_are_one_line_and_a_code(source: Path, file: Path) -> None:
 @pytest.mark.parametrize("verb", ["build", "info", "verify", "diff", "refresh"])
 def test_help_has_an_example(verb: str) -> None:
     assert f"monarch snapshot {verb} " in run(verb, "--help").stdout.split("Example")[1]
+
+
+@pytest.mark.finding("D10")
+@pytest.mark.finding("B22")
+def test_build_takes_a_mode_and_refuses_what_it_cannot_do(source: Path, file: Path) -> None:
+    run("build", source, "-o", file, "--mode", "0640")
+    assert file.stat().st_mode & 0o777 == 0o640
+    for wrong in ("rw", "0999", "04755", "-1"):
+        assert (
+            "give three octal digits"
+            in run("build", source, "-o", file, f"--mode={wrong}", code=2).stderr
+        )
+    done = run("build", source, "-o", source / "x", code=2)
+    assert done.stderr.count("\n") == 1 and "give a file outside of it" in done.stderr
