@@ -1,6 +1,7 @@
 """Where what is written goes: the tier that absorbs it, its journal, and what that tells.
 
     TIER/monarch/absorbed-SOURCE/      SOURCE: which source it is of, 16 hexadecimal digits
+        lock                           held while a daemon uses it
         journal                        every operation, in its order (writeback/journal.py)
         XX/NUMBER                      the bytes of the files that were written
 
@@ -32,6 +33,7 @@ from monarch.state import read_note
 from monarch.text import counted
 from monarch.threads import Threads
 from monarch.tiers.directory import PRIVATE, Space, Tier
+from monarch.tiers.lock import Lock
 from monarch.transfer.readers import Readers
 from monarch.types import Ino
 from monarch.units import format_bytes
@@ -66,6 +68,7 @@ class Absorbing:
 
     tier: Tier
     directory: Path
+    lock: Lock
     journal: Journal
     objects: Objects
     found: Replay
@@ -80,7 +83,8 @@ def directory_of(tier: Path, source: Path) -> Path:
 def absorbing(settings: MountSettings, tiers: Sequence[Tier], state: Path) -> Absorbing | None:
     """The place for what is written; None for a mount that is read-only and never was another.
 
-    Raises TierError if it cannot be used, or if another tier than these has what was not drained.
+    Raises TierError if it cannot be used, or if another tier than these has what was not drained,
+    and LockedError if another mount of the source uses it.
     """
     _require_nothing_left_behind(settings, state)
     kept = [tier for tier in tiers if directory_of(tier.path, settings.source).exists()]
@@ -101,6 +105,7 @@ def absorbing(settings: MountSettings, tiers: Sequence[Tier], state: Path) -> Ab
     directory = directory_of(chosen.path, settings.source)
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
+        lock = _locked(directory, settings)
     except OSError as error:
         raise TierError(
             f"tier {os.fspath(chosen.path)!r}: {error.strerror}",
@@ -109,7 +114,17 @@ def absorbing(settings: MountSettings, tiers: Sequence[Tier], state: Path) -> Ab
     journal = Journal.open(directory, source=os.fsencode(settings.source))
     objects = Objects(directory)
     found = journal.replay()
-    return Absorbing(chosen, directory, journal, objects, found)
+    return Absorbing(chosen, directory, lock, journal, objects, found)
+
+
+def _locked(directory: Path, settings: MountSettings) -> Lock:
+    """Raises OSError, LockedError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        what = f"what is written for {os.fspath(settings.source)!r} in {os.fspath(directory)!r}"
+        return Lock(fd, what, os.fspath(settings.mountpoint))
+    finally:
+        os.close(fd)
 
 
 def _require_nothing_left_behind(settings: MountSettings, state: Path) -> None:
@@ -340,3 +355,4 @@ class WriteSide:
         with suppress(OSError):
             self.place.journal.sync()
         self.place.journal.close()
+        self.place.lock.release()

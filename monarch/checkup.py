@@ -36,7 +36,7 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.report import FsckProgress, FsckReport
 from monarch.threads import Threads, batches
-from monarch.tiers.directory import PRIVATE, Tier, copy_name
+from monarch.tiers.directory import Tier, copy_name
 from monarch.tiers.examine import (
     MISSING,
     PIECE_BYTES,
@@ -127,7 +127,7 @@ class _Check:
         tiers = of._hierarchy.tiers
         doors = [(STATE, of._state)]
         for tier in tiers:
-            doors += await of._threads.run(list, doors_of_tier(tier.name, tier.path))
+            doors += await of._threads.run(list, doors_of_tier(tier.name, tier.own))
         await of._threads.run(
             partial(check_doors, self._findings, doors, owner=os.geteuid(), repair=self._repair)
         )
@@ -167,7 +167,7 @@ class _Check:
         self._findings.add("snapshot", STATE, told, what, repaired=False)
 
     async def _check_tier(self, tier: Tier) -> None:
-        own = tier.path / PRIVATE
+        own = tier.own
         outage = self._of._engine.out_of_service().get(tier.number)
         if outage is not None and not outage.is_read:
             # Nobody goes there now, and whoever asked would wait.
@@ -284,7 +284,7 @@ class _Check:
         if ino is not None:
             self._told.add(ino)
         path = f"{Contents.PREFIX}{self._of._names.snapshot.id}/{suspect.path}"
-        told = os.fspath(tier.path / PRIVATE / path)
+        told = os.fspath(tier.own / path)
         if ino is not None and suspect.kind != UNKNOWN and ino <= self._residency.entries:
             told = os.fsdecode(self._of._names.path(ino))
         what, mended = suspect.what, False

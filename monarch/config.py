@@ -526,7 +526,8 @@ def _conflicts_between(mounts: Mapping[str, MountSettings]) -> Iterator[tuple[st
     places = [(name, *place) for name, mount in mounts.items() for place in _places(mount)]
     for name, loc, kind, path in places:
         owner = owners.setdefault((kind, path), name)
-        if owner != name and kind != "source":
+        # A tier keeps the copies of each mount in a directory of its own.
+        if owner != name and kind not in ("source", "tier"):
             yield name, loc, f"{kind} {path} is that of mount {owner!r}; give each its own"
     for name, loc, kind, path in places:
         if kind != "tier":

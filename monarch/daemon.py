@@ -251,7 +251,8 @@ class _Mount:
             generation=snapshot.id,
             inodes=snapshot.records,
             columns=snapshot.columns,
-            owner=os.fspath(settings.mountpoint),
+            mountpoint=os.fspath(settings.mountpoint),
+            source=os.fspath(settings.source),
         )
         tiers = self._hierarchy.tiers
         held = [self._hierarchy.held(tier) for tier in tiers]

@@ -22,14 +22,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from monarch.absorbing import PREFIX as ABSORBED
-from monarch.errors import MonarchError, SnapshotError, TierError
+from monarch.errors import LockedError, MonarchError, SnapshotError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.namespace.snapshot import Snapshot
 from monarch.registry import Registry, alive
 from monarch.report import Finding, FsckProgress, FsckReport
 from monarch.state import MountNote, read_note
 from monarch.text import counted
-from monarch.tiers.directory import PRIVATE, keeps_seals
+from monarch.tiers.directory import keeps_seals, own_directory
 from monarch.tiers.examine import (
     DIGEST,
     MISSING,
@@ -45,6 +45,7 @@ from monarch.tiers.examine import (
     Suspect,
     compare,
 )
+from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.lock import Lock
 from monarch.tiers.records import Records, other_generations
 from monarch.tiers.seal import seal
@@ -215,14 +216,17 @@ def _close(path: Path) -> None:
         os.close(fd)
 
 
-def doors_of_tier(name: str, path: Path) -> Iterator[tuple[str, Path]]:
-    """The directories of a tier that must be closed to others."""
-    own = path / PRIVATE
+def doors_of_tier(name: str, own: Path) -> Iterator[tuple[str, Path]]:
+    """The directories of a tier that must be closed to others; ``own`` has the mount's copies."""
+    yield name, own.parent
     yield name, own
     yield name, own / "stage"
     with suppress(OSError):
         for entry in sorted(own.iterdir()):
-            if entry.name.startswith((Contents.PREFIX, ABSORBED)):
+            if entry.name.startswith(Contents.PREFIX):
+                yield name, entry
+        for entry in sorted(own.parent.iterdir()):
+            if entry.name.startswith(ABSORBED):
                 yield name, entry
 
 
@@ -259,11 +263,11 @@ def check_state(
 
 @dataclass(slots=True)
 class _OpenTier:
-    """A tier whose lock is ours. ``root`` is a descriptor of its own directory."""
+    """A tier whose lock is ours. ``root`` is a descriptor of ``own``, the mount's directory."""
 
     number: int
     name: str
-    path: Path
+    own: Path
     root: int
     id: str
     seals: bool
@@ -310,7 +314,7 @@ class _StateCheck:
         self._check_registry(note)
         doors = [(STATE, self._state)]
         for tier in tiers:
-            doors += doors_of_tier(tier.name, tier.path)
+            doors += doors_of_tier(tier.name, tier.own)
         check_doors(self._findings, doors, owner=owner, repair=self._repair)
         for path in sorted(self._state.glob("*.part")):
             self._mend("stage", STATE, path, "somebody was killed while he wrote it", path)
@@ -342,7 +346,7 @@ class _StateCheck:
 
     def _tier(self, number: int, name: str, path: Path) -> _OpenTier | None:
         """A tier to be looked at; None if it cannot be used. Raises LockedError."""
-        own = path / PRIVATE
+        own = own_directory(path, owner_of(self._state))
         try:
             root = self._opened(own)
             self._lock(root, f"tier {os.fspath(path)!r}")
@@ -362,7 +366,7 @@ class _StateCheck:
         except OSError:
             # It cannot be written: nothing there was touched of late.
             seals = False
-        return _OpenTier(number, name, path, root, identity, seals)
+        return _OpenTier(number, name, own, root, identity, seals)
 
     def _check_registry(self, note: MountNote) -> None:
         for record in self._registry.all():
@@ -413,7 +417,7 @@ class _StateCheck:
             self._check_tier(tier, place, known)
 
     def _check_tier(self, tier: _OpenTier, place: int, known: Mapping[str, Records]) -> None:
-        own = tier.path / PRIVATE
+        own = tier.own
         contents = Contents(tier.root)
         for name in contents.strangers():
             told = os.fspath(own / name)
@@ -465,7 +469,7 @@ class _StateCheck:
             )
 
     def _tell(self, tier: _OpenTier, generation: str, records: Records, suspect: Suspect) -> None:
-        path = tier.path / PRIVATE / (Contents.PREFIX + generation) / suspect.path
+        path = tier.own / (Contents.PREFIX + generation) / suspect.path
 
         def by() -> None:
             if suspect.kind == SEAL and suspect.ino is not None and suspect.record is not None:
@@ -485,7 +489,12 @@ class _StateCheck:
     # -- written files -----------------------------------------------------------------------------
 
     def _check_written(self, tier: _OpenTier) -> None:
-        for directory in sorted((tier.path / PRIVATE).glob(f"{ABSORBED}*")):
+        for directory in sorted(tier.own.parent.glob(f"{ABSORBED}*")):
+            try:
+                self._lock(self._opened(directory), os.fspath(directory))
+            except (OSError, LockedError):
+                # Of another mount, which is served: its own check looks at it.
+                continue
             for path in sorted(directory.glob("*.part")):
                 self._mend("stage", tier.name, path, "somebody was killed while he wrote it", path)
             try:

@@ -26,7 +26,8 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.places import MountedFileSystem, mount_table, state_directory
 from monarch.registry import MountRecord
 from monarch.settings import MountSettings, TierSettings
-from monarch.tiers.directory import PRIVATE
+from monarch.tiers.directory import PRIVATE, own_directory
+from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.records import require_known_versions
 from monarch.units import MiB, format_bytes
 
@@ -246,6 +247,7 @@ class _TierLook:
 
     def checks(self) -> Iterator[Check]:
         path, private = self.tier.path, self.tier.path / PRIVATE
+        own = own_directory(path, owner_of(state_directory(self.mount)))
         if os.path.islink(private):
             yield self._fail(
                 f"{private} is a symbolic link, which is not followed",
@@ -256,7 +258,8 @@ class _TierLook:
         unusable = (
             _unusable(self.name, path, "choose a directory of your own on a local disk")
             or _unusable(self.name, private, "remove it, or choose another directory")
-            or _locked(self.name, private / "lock", self.own)
+            or _unusable(self.name, own, "remove it, or choose another directory")
+            or _locked(self.name, own / "lock", self.own)
         )
         if unusable is not None:
             yield unusable
@@ -339,7 +342,7 @@ def _unusable(name: str, path: Path, advice: str) -> Check | None:
 
 def _must_be_ours(path: Path) -> bool:
     """A tier's own directory may be anybody's that lets us write; what is private in it may not."""
-    return path.name == PRIVATE or (path / "lock").exists()
+    return PRIVATE in (path.name, path.parent.name) or (path / "lock").exists()
 
 
 def _locked(name: str, path: Path, own: MountRecord | None) -> Check | None:

@@ -153,7 +153,7 @@ class Course:
         return [
             path
             for tier in self.tiers
-            for path in tier.glob("monarch/copies-*/*/*")
+            for path in tier.glob("monarch/*/copies-*/*/*")
             if path.name.isdecimal()
         ]
 

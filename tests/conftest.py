@@ -204,6 +204,12 @@ def contents(name: str, size: int) -> bytes:
     return (seed * (size // len(seed) + 1))[:size]
 
 
+def own_directory(tier: Path) -> Path:
+    """Where a tier keeps the copies of the one mount that has used it."""
+    (own,) = (p for p in (tier / "monarch").iterdir() if not p.name.startswith("absorbed-"))
+    return own
+
+
 @dataclass
 class Mounted:
     """A live mount that a test made. ``path`` is the mount point."""

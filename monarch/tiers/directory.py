@@ -1,11 +1,17 @@
 """One tier: a private directory on a local file system that holds whole, verified copies.
 
     PATH/monarch/                    0700, owned by the daemon's user
-        lock                         held while a daemon uses the tier: pid and mount point
-        tier.json                    the tier's own id, and the version of all this
-        stage/INO.part               copies being written, swept at start
-        copies-GENERATION/XX/INO     committed copies; XX is the low byte of INO in hex, the time of
+        absorbed-SOURCE/             what is written for a source (absorbing.py)
+        MOUNT/                       the copies of one mount; named after its state directory
+            lock                     held while a daemon uses them: pid and mount point
+            tier.json                the tier's own id, the version of all this, source and state
+            stage/INO.part           copies being written, swept at start
+            copies-GENERATION/XX/INO committed copies; XX is the low byte of INO in hex, the time of
                                      modification is the seal (seal.py)
+
+So several mounts share a PATH, one after the other or at the same time, and none touches what
+another has. Earlier versions of Monarch kept the contents of MOUNT in PATH/monarch itself: the
+mount whose records know that tier's id moves them, all others leave them alone.
 
 A generation is one snapshot: inode numbers mean something only within it. Copies of another
 generation are adopted by rename or removed, never served. Calls here may wait for the local
@@ -20,6 +26,7 @@ import errno
 import json
 import logging
 import os
+import re
 import stat
 import struct
 import time
@@ -44,6 +51,7 @@ log = logging.getLogger(__name__)
 PRIVATE = "monarch"
 _VERSION = 1
 _PREFIX = "copies-"
+_GENERATION = re.compile(r"copies-[0-9A-Za-z-]+")
 _CHUNK = 1 * MiB
 _ZEROS = bytes(_CHUNK)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -59,10 +67,51 @@ class Space:
     available: int
 
 
-def require_known_version(path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The mount that a tier's copies belong to.
+
+    Its directory is the one whose id the mount's records know, else that of the name ``directory``.
+    """
+
+    directory: str
+    mountpoint: str = ""
+    source: str = ""
+    state: str = ""
+    known: frozenset[str] = frozenset()
+
+
+def own_directory(path: Path, owner: Owner) -> Path:
+    """Where the tier at ``path`` has, or will have, the copies of a mount; changes nothing."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        shared = os.open(path / PRIVATE, flags)
+    except OSError:
+        return path / PRIVATE / owner.directory
+    try:
+        return path / PRIVATE / _own_name(shared, owner)
+    finally:
+        os.close(shared)
+
+
+def _own_name(shared: int, owner: Owner) -> str:
+    if os.fstat(shared).st_uid != os.geteuid() or _exists(shared, owner.directory):
+        return owner.directory
+    # The state directory, whose path makes the name, may have been moved.
+    for name in sorted(os.listdir(shared)):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            fd = os.open(f"{name}/tier.json", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=shared)
+            with open(fd, "rb") as file:
+                if json.load(file)["id"] in owner.known:
+                    return name
+    return owner.directory
+
+
+def require_known_version(path: Path, owner: Owner) -> None:
     """Raises TierError if a newer version has written the tier at ``path``; changes nothing."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        _id_of((path / PRIVATE / "tier.json").read_bytes(), path)
+    for own in (own_directory(path, owner), path / PRIVATE):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            _id_of((own / "tier.json").read_bytes(), path)
 
 
 def _id_of(told: bytes, path: Path) -> str:
@@ -89,16 +138,17 @@ class Tier:
     """
 
     def __init__(
-        self, number: int, name: str, path: Path, *, owner: str, known_as: str | None = None
+        self, number: int, name: str, path: Path, *, owner: Owner, known_as: str | None = None
     ) -> None:
         self.number = number
         self.name = name
         self.path = path
         self._owner = owner
-        self._root = _open_private(path)
+        # The directory with the copies of this mount.
+        self.own, self._root = _open_private(path, owner)
         with ExitStack() as opened:
             opened.callback(os.close, self._root)
-            self._lock = Lock(self._root, f"tier {os.fspath(path)!r}", owner)
+            self._lock = Lock(self._root, f"tier {os.fspath(path)!r}", owner.mountpoint)
             opened.callback(self._lock.release)
             self.id = self._own_id(known_as)
             opened.pop_all()
@@ -121,7 +171,10 @@ class Tier:
         try:
             with open(self._opened("tier.json", os.O_RDONLY), "rb") as file:
                 told = file.read()
-            return _id_of(told, self.path)
+            identity = _id_of(told, self.path)
+            if json.loads(told) != self._note(identity):
+                self._write_note(identity)
+            return identity
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -129,16 +182,24 @@ class Tier:
         return self._new_id(known_as or uuid.uuid4().hex)
 
     def _new_id(self, identity: str) -> str:
+        self._write_note(identity)
+        points.reached("tier-named")
+        return identity
+
+    def _note(self, identity: str) -> dict[str, object]:
+        owner = self._owner
+        told = {"source": owner.source, "state": owner.state}
+        return {"version": _VERSION, "id": identity, **told}
+
+    def _write_note(self, identity: str) -> None:
         # A power cut must not leave an empty file: every copy would be a stranger's.
         with open(self._opened("tier.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            json.dump({"version": _VERSION, "id": identity}, file)
+            json.dump(self._note(identity), file)
             file.flush()
             os.fsync(file.fileno())
         points.reached("tier-name-staged")
         os.rename("tier.part", "tier.json", src_dir_fd=self._root, dst_dir_fd=self._root)
         os.fsync(self._root)
-        points.reached("tier-named")
-        return identity
 
     def _opened(self, name: str, flags: int) -> int:
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
@@ -337,7 +398,7 @@ class Tier:
     def is_in_place(self) -> bool:
         """Whether PATH leads to what was opened, and that can be read. Raises OSError."""
         try:
-            there = os.stat(self.path / PRIVATE, follow_symlinks=False)
+            there = os.stat(self.own, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
         here = os.fstat(self._root)
@@ -379,7 +440,7 @@ class Tier:
             there.use(self._generation_name.removeprefix(_PREFIX))
             os.dup2(there._root, self._root, inheritable=False)
             os.dup2(there._generation, self._generation, inheritable=False)
-            self.in_memory, self.seals = there.in_memory, there.seals
+            self.own, self.in_memory, self.seals = there.own, there.in_memory, there.seals
             self._lock, there._lock = there._lock, self._lock
         finally:
             there.close()
@@ -520,31 +581,84 @@ def _remove(directory: int, name: str) -> int:
         return removed
 
 
-def _open_private(path: Path) -> int:
-    """A descriptor of PATH/monarch, made 0700 and proved to be ours. Raises TierError."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+def _open_private(path: Path, owner: Owner) -> tuple[Path, int]:
+    """The owner's directory in PATH/monarch and a descriptor of it: made if missing, and proved to
+    be ours. PATH stays as it is. Raises TierError, LockedError."""
     try:
         parent = open_directory(path)
-        try:
-            # A directory made for this tier alone may be closed to others altogether.
-            if os.fstat(parent).st_uid == os.geteuid() and not os.listdir(parent):
-                os.fchmod(parent, 0o700)
-            with suppress(FileExistsError):
-                os.mkdir(PRIVATE, 0o700, dir_fd=parent)
-            fd = os.open(PRIVATE, flags | os.O_NOFOLLOW, dir_fd=parent)
-        finally:
-            os.close(parent)
+        with ExitStack() as opened:
+            opened.callback(os.close, parent)
+            shared = _made(parent, PRIVATE)
+            opened.callback(os.close, shared)
+            _require_ours(shared, PRIVATE, path)
+            name = _own_name(shared, owner)
+            own = _made(shared, name)
+            with ExitStack() as failed:
+                failed.callback(os.close, own)
+                _require_ours(own, name, path)
+                _take_over(shared, own, path, owner)
+                failed.pop_all()
+            return path / PRIVATE / name, own
     except OSError as error:
         raise TierError(
             f"tier {os.fspath(path)!r}: {error.strerror}",
             hint="name a directory on a local disk that you may write",
         ) from error
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
-        os.close(fd)
+
+
+def _made(parent: int, name: str) -> int:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(name, flags, dir_fd=parent)
+
+
+def _require_ours(fd: int, name: str, path: Path) -> None:
+    """Raises TierError for a directory of another user; closes ours to all others."""
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
         raise TierError(
-            f"tier {os.fspath(path)!r}: its directory {PRIVATE!r} belongs to uid {status.st_uid}",
+            f"tier {os.fspath(path)!r}: its directory {name!r} belongs to uid {owner}",
             hint="choose another directory",
         )
     os.fchmod(fd, 0o700)
-    return fd
+
+
+def _exists(directory: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _take_over(shared: int, own: int, path: Path, owner: Owner) -> None:
+    """Move what an earlier version has kept in PATH/monarch itself, if it is of this mount.
+
+    The name of the tier goes last: a mount that was killed before goes on moving. Raises TierError,
+    LockedError if a daemon of that version uses it.
+    """
+    try:
+        with open(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=shared), "rb") as file:
+            identity = _id_of(file.read(), path)
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError, TypeError, AttributeError):
+        identity = ""
+    lock = Lock(shared, f"tier {os.fspath(path)!r}", owner.mountpoint)
+    try:
+        if identity not in owner.known or _exists(own, "tier.json"):
+            log.warning(
+                "tier %s holds copies of another mount, made by an earlier version of Monarch: they"
+                " stay until that is mounted again, or until `monarch evict --tier` removes them",
+                path,
+            )
+            return
+        names = [name for name in os.listdir(shared) if _GENERATION.fullmatch(name)]
+        for name in [*names, "stage", "tier.json"]:
+            with suppress(FileNotFoundError):
+                os.rename(name, name, src_dir_fd=shared, dst_dir_fd=own)
+        os.unlink("lock", dir_fd=shared)
+        log.info("tier %s: the copies of the earlier version are in a directory of the mount", path)
+    finally:
+        lock.release()

@@ -135,11 +135,9 @@ def _from_memory(fd: int, piece: memoryview, offset: int) -> int:
 
 
 class Contents:
-    """All that lies beneath a tier's own directory, of which ``root`` is a descriptor."""
+    """All that lies beneath the directory ``root``, where a tier keeps the copies of a mount."""
 
     PREFIX = "copies-"
-    # What is written through a mount: writeback/ looks after it.
-    _ABSORBED = "absorbed-"
     _KNOWN = frozenset({"lock", "tier.json", "tier.part", "stage"})
 
     def __init__(self, root: int) -> None:
@@ -158,7 +156,7 @@ class Contents:
         return [
             name
             for name in self._names(".")
-            if name not in self._KNOWN and not name.startswith((self.PREFIX, self._ABSORBED))
+            if name not in self._KNOWN and not name.startswith(self.PREFIX)
         ]
 
     def stages(self) -> list[str]:

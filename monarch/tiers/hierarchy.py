@@ -15,10 +15,22 @@ import numpy.typing as npt
 from monarch import points
 from monarch.errors import TierError
 from monarch.log import Limiter
+from monarch.places import readable_name
 from monarch.settings import TierSettings
 from monarch.text import errno_words
-from monarch.tiers.directory import Tier, copy_name, require_known_version
-from monarch.tiers.records import Record, Records, other_generations, require_known_versions
+from monarch.tiers.directory import (
+    Owner,
+    Tier,
+    copy_name,
+    require_known_version,
+)
+from monarch.tiers.records import (
+    Record,
+    Records,
+    known_tiers,
+    other_generations,
+    require_known_versions,
+)
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)
@@ -43,7 +55,13 @@ def require_known(settings: Sequence[TierSettings], state: Path) -> None:
     """Raises TierError if a newer version has written records or tiers; changes nothing."""
     require_known_versions(state)
     for tier in settings:
-        require_known_version(tier.path)
+        require_known_version(tier.path, owner_of(state))
+
+
+def owner_of(state: Path, *, mountpoint: str = "", source: str = "") -> Owner:
+    """The mount that a state directory is of, as its tiers know it. Raises TierError."""
+    known = known_tiers(state) if state.is_dir() else frozenset()
+    return Owner(readable_name(state), mountpoint, source, os.fspath(state), known)
 
 
 class Hierarchy:
@@ -62,9 +80,11 @@ class Hierarchy:
         generation: str,
         inodes: InodeTable,
         columns: Callable[[range], npt.NDArray[np.void]],
-        owner: str,
+        mountpoint: str,
+        source: str,
     ) -> None:
         self._limiter = Limiter(60.0)
+        owner = owner_of(state, mountpoint=mountpoint, source=source)
         with ExitStack() as opened:
             self.tiers: list[Tier] = []
             for number, tier in enumerate(settings, start=1):

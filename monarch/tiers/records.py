@@ -290,6 +290,16 @@ def other_generations(directory: Path, generation: str) -> list[str]:
     ]
 
 
+def known_tiers(directory: Path) -> frozenset[str]:
+    """The ids of all tiers that the records in ``directory`` know. Raises TierError."""
+    known: set[str] = set()
+    for generation in other_generations(directory, ""):
+        listed = _read_header(directory / (_PREFIX + generation)).get("tiers")
+        if isinstance(listed, list):
+            known.update(map(str, listed))
+    return frozenset(known)
+
+
 def _term_after(header: dict[str, object]) -> int:
     """The term that begins, or goes on, after what a header tells of the last daemon's end."""
     term = header.get("term")

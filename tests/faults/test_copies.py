@@ -113,7 +113,7 @@ def test_what_is_put_where_a_copy_will_be_is_never_served(
     content = files()
     tree(content)
     mounted = monarch.mount(source, options=OPTIONS)
-    (generation,) = mounted.tiers["fast"].glob("monarch/copies-*")
+    (generation,) = mounted.tiers["fast"].glob("monarch/*/copies-*")
     planted = {}
     for name, kind in (("1.jpg", "file"), ("2.jpg", "fifo"), ("1.bin", "file")):
         ino = (mounted.path / name).stat().st_ino

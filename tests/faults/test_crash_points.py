@@ -273,7 +273,7 @@ class _Death:
 
     def sweep(self) -> set[str]:
         self._prepared.put("clean", self._monarch.directory)
-        (generation,) = (self._monarch.directory / "tiers/large/monarch").glob("copies-*")
+        (generation,) = (self._monarch.directory / "tiers/large/monarch").glob("*/copies-*")
         for number in range(9000, 9005):
             path = generation / f"{number & 0xFF:02x}" / str(number)
             path.parent.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from monarch.fsck import KINDS, check_state
 from monarch.registry import Registry
 from monarch.tiers.records import Record, Records
 from monarch.types import Ino
-from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.conftest import MonarchCommand, Mounted, Tree, contents, own_directory
 from tests.faults.test_scrub import decay
 from tests.mount.command import nobody
 from tests.mount.observe import (
@@ -100,7 +100,7 @@ def damage(mounted: Mounted, files: dict[str, Path], inos: dict[str, int]) -> se
     files["link"].symlink_to(files["good"])
     files["fifo"].unlink()
     os.mkfifo(files["fifo"])
-    own = mounted.tiers["large"] / "monarch"
+    own = own_directory(mounted.tiers["large"])
     (generation,) = own.glob("copies-*")
     there = generation / files["moved"].parent.name
     there.mkdir(mode=0o700, exist_ok=True)
@@ -170,7 +170,7 @@ def test_every_damage_to_what_nobody_serves_is_found_and_mended(
     mounted.state.chmod(0o750)
     expected |= {("directory-mode", "monarch"), ("directory-mode", mounted.state.name)}
     (mounted.state / "snapshot.lmdb.123.part").write_bytes(b"x")
-    (mounted.tiers["fast"] / "monarch/tier.part").write_bytes(b"x")
+    (own_directory(mounted.tiers["fast"]) / "tier.part").write_bytes(b"x")
     expected |= {("stage", "snapshot.lmdb.123.part"), ("stage", "tier.part")}
 
     before = everything(mounted)
@@ -203,7 +203,7 @@ def test_every_damage_to_what_nobody_serves_is_found_and_mended(
 def tell_another_version(mounted: Mounted, ino: int) -> None:
     """Record a copy as one of a version that the snapshot does not know."""
     ids = [
-        json.loads((path / "monarch/tier.json").read_text())["id"]
+        json.loads((own_directory(path) / "tier.json").read_text())["id"]
         for path in mounted.tiers.values()
     ]
     generation = records_file(mounted).name.removeprefix("residency-")
@@ -352,9 +352,9 @@ def test_a_tier_that_is_not_there_keeps_its_records(
     told = fsck(monarch, mounted.state, "--repair", code=1)
     assert {kind for kind, _ in found(told)} == {"tier-gone"}
     tier.with_name("unplugged").rename(tier)
-    (tier / "monarch/notes.txt").write_text("mine")
+    (own_directory(tier) / "notes.txt").write_text("mine")
     assert found(check(mounted, repair=True)) == {("stranger", "notes.txt")}
-    (tier / "monarch/notes.txt").unlink()
+    (own_directory(tier) / "notes.txt").unlink()
     assert check(mounted)["findings"] == []
     mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
     assert account(mounted)["residency"]["files"] == len(content)
@@ -376,6 +376,7 @@ def test_a_directory_in_use_is_refused_and_its_user_named(
     other = tmp_path / "other"
     other.mkdir(mode=0o700)
     shutil.copy(mounted.state / "mount.json", other)
+    shutil.copy(records_file(mounted), other)
     done = monarch("fsck", str(other), check=False)
     assert done.returncode == 7
     assert f"pid {mounted.pid}" in done.stderr

@@ -15,7 +15,7 @@ import trio
 from monarch.placement.residency import Residency
 from monarch.scrub import Scrub
 from monarch.threads import Threads
-from monarch.tiers.directory import Tier
+from monarch.tiers.directory import Owner, Tier
 from monarch.tiers.examine import GOOD, examine
 from monarch.tiers.records import Record, Records
 from monarch.types import Identity, Ino
@@ -241,7 +241,7 @@ class Fsys:
 
 
 def filled_tier(directory: Path, sizes: list[int]) -> tuple[Tier, Records, Residency]:
-    tier = Tier(1, "fast", directory / "tier", owner="test")
+    tier = Tier(1, "fast", directory / "tier", owner=Owner("mount", "test"))
     tier.use("g")
     (directory / "state").mkdir()
     records = Records(directory / "state", "g", [tier.id])
@@ -332,7 +332,7 @@ def in_memory(path: Path) -> list[bool]:
 def test_a_look_leaves_in_memory_what_was_there_and_nothing_else(tmp_path: Path) -> None:
     tier, records, _ = filled_tier(tmp_path, [8 * MiB])
     tier.sync()
-    (copy,) = tmp_path.glob("tier/monarch/copies-g/*/*")
+    (copy,) = tmp_path.glob("tier/monarch/*/copies-g/*/*")
     with copy.open("rb", buffering=0) as file:
         forget_pages(file.fileno())
         if any(in_memory(copy)):

@@ -17,7 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MODES, OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import (
+    MODES,
+    OPENS_ARE_TOLD,
+    MonarchCommand,
+    Mounted,
+    Tree,
+    contents,
+    own_directory,
+)
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_root, nobody
@@ -400,7 +408,7 @@ def _change_while_copied(mounted: Mounted, slow: SlowSource) -> None:
     with ExitStack() as readers:
         for name in names:
             readers.enter_context(asked_for(mounted, name))
-        stage = mounted.tiers["fast"] / "monarch" / "stage"
+        stage = own_directory(mounted.tiers["fast"]) / "stage"
         wait_until(lambda: len(list(stage.iterdir())) == len(CHANGES), "the copies have begun")
         for change in CHANGES:
             change(slow.root / change.__name__ / "large")

@@ -19,7 +19,8 @@ import xxhash
 
 from monarch.namespace.schema import META, key, seal
 from monarch.namespace.trailer import append_trailer
-from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from monarch.places import readable_name
+from tests.conftest import MonarchCommand, Mounted, Tree, contents, own_directory
 from tests.equipment.inotify import OpenCounter
 from tests.mount.command import needs_fuse, not_mounted, one_line, registered, start
 from tests.mount.compare import assert_equal_trees
@@ -161,7 +162,7 @@ def newer_records_of_another_snapshot(directory: Path) -> None:
 
 
 def newer_tier(directory: Path) -> None:
-    path = directory / "tiers/fast/monarch/tier.json"
+    path = own_directory(directory / "tiers/fast") / "tier.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
 
 
@@ -244,14 +245,21 @@ def test_copies_of_the_version_before_are_taken_over_and_each_is_verified_once(
             check = xxhash.xxh3_64_intdigest(bytes(raw[at : at + 56]), seed=ino)
             raw[at + 56 : at + 64] = check.to_bytes(8, "little")
     path.write_bytes(raw)
-    name = directory / "tiers/fast/monarch/tier.json"
+    name = own_directory(directory / "tiers/fast") / "tier.json"
     name.write_text(json.dumps({"id": json.loads(name.read_text())["id"]}))
+    # Nor did it know of several mounts in one tier.
+    for path in name.parent.iterdir():
+        path.rename(directory / "tiers/fast/monarch" / path.name)
+    name.parent.rmdir()
     held = sorted((directory / "tiers/fast/monarch").glob("copies-*/*/*"))
     for copy in held:
         os.utime(copy)
     flip_bit(held[3], 1000)
     again = monarch.mount(prepared.source, options=OPTIONS)
     assert "is of version 1, now 2: each copy is verified when first used" in again.log_text
+    assert {path.name for path in (directory / "tiers/fast/monarch").iterdir()} == {
+        readable_name(again.state)
+    }
     assert set(resident(again, prepared.content)) == set(prepared.content)
     with OpenCounter(prepared.source) as counter:
         epoch(again, prepared.content)
@@ -287,6 +295,8 @@ def test_records_that_nobody_can_read_are_begun_anew_and_a_line_says_so(
     prepared.put(monarch.directory)
     (path,) = (monarch.directory / "state").glob("residency-*")
     path.write_bytes(b"\xff" * 4096 + path.read_bytes()[4096:])
+    own = own_directory(monarch.directory / "tiers/fast")
+    own.rename(own.with_name(readable_name(monarch.directory / "state")))
     again = monarch.mount(prepared.source, options=OPTIONS)
     assert resident(again, prepared.content) == {}
     epoch(again, prepared.content)

@@ -15,7 +15,7 @@ from monarch.namespace.build import build
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.residency import Residency
 from monarch.settings import LimitSettings
-from monarch.tiers.directory import Tier, copy_name
+from monarch.tiers.directory import Owner, Tier, copy_name
 from monarch.tiers.source import Source
 from monarch.types import Ino
 from tests.fuse import wire
@@ -201,7 +201,7 @@ class Rig:
         self.tiers[tier - 1].remove(ino)
 
     def copy(self, ino: Ino, tier: int = 1) -> Path:
-        (generation,) = (self.tiers[tier - 1].path / "monarch").glob("copies-*")
+        (generation,) = self.tiers[tier - 1].own.glob("copies-*")
         return generation / copy_name(ino)
 
     def load(self) -> None:
@@ -256,7 +256,7 @@ def rig(
     }
     file = directory / "snapshot"
     build(source, file)
-    tiers = [Tier(n, f"t{n}", directory / f"tier{n}", owner="") for n in (1, 2)]
+    tiers = [Tier(n, f"t{n}", directory / f"tier{n}", owner=Owner("mount")) for n in (1, 2)]
     opened = Source(os.fsencode(source))
     limits = LimitSettings(inline_max=fetch_max, buffer_max=max(1, 4 * fetch_max))
     with Snapshot.open(file) as snapshot:

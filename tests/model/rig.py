@@ -22,7 +22,7 @@ from typing import Any
 
 from monarch.control.client import call
 from monarch.errors import MonarchError
-from tests.conftest import MODES, MonarchCommand, Mounted, mounts
+from tests.conftest import MODES, MonarchCommand, Mounted, mounts, own_directory
 from tests.model.model import Version, Wrong
 from tests.model.plan import Settings
 from tests.mount.observe import copies
@@ -369,12 +369,12 @@ class Rig:
         for tier in self.mounted.tiers.values():
             # The disk may be full.
             with contextlib.suppress(OSError):
-                for generation in tier.glob("monarch/copies-*"):
+                for generation in tier.glob("monarch/*/copies-*"):
                     (generation / "2a").mkdir(exist_ok=True)
                     for name in ("2a/4242", "2a/stranger", "top"):
                         (generation / name).write_bytes(dice.randbytes(1000))
                 if not self.is_mounted:
-                    (tier / "monarch/stage/77.part").write_bytes(b"left")
+                    (own_directory(tier) / "stage/77.part").write_bytes(b"left")
         return True
 
     def strangers(self) -> list[Path]:
@@ -382,7 +382,7 @@ class Rig:
             path
             for tier in self.mounted.tiers.values()
             for pattern in ("*/4242", "*/stranger", "top")
-            for path in tier.glob(f"monarch/copies-*/{pattern}")
+            for path in tier.glob(f"monarch/*/copies-*/{pattern}")
         ]
 
     def fill(self, *, full: bool) -> None:

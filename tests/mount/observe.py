@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from monarch.control.client import call
+from monarch.tiers.directory import own_directory
+from monarch.tiers.hierarchy import owner_of
 from tests.conftest import Mounted
 
 PATIENCE_S = 20.0
@@ -98,10 +100,11 @@ def epoch(mounted: Mounted, content: Mapping[str, bytes], order: Iterable[str] =
 
 def copies(mounted: Mounted) -> dict[str, dict[int, Path]]:
     """The committed copies by tier and by inode number, as they lie on the disk."""
+    owner = owner_of(mounted.state)
     return {
         name: {
             int(path.name): path
-            for path in tier.glob("monarch/copies-*/*/*")
+            for path in own_directory(tier, owner).glob("copies-*/*/*")
             if path.name.isdecimal()
         }
         for name, tier in mounted.tiers.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Tree
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Tree, own_directory
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, copies, wait_until
 
@@ -183,7 +183,7 @@ def test_copies_state_log_and_socket_are_closed_to_others(
     mounted.tiers["fast"].chmod(0o755)  # as a scratch directory that everybody uses
     tiers = mounted.tiers["fast"]
     copied = list(copies(mounted)["fast"].values())
-    private = [tiers / "monarch", *copied, *mounted.state.iterdir()]
+    private = [tiers / "monarch", own_directory(tiers), *copied, *mounted.state.iterdir()]
     for path in private:
         assert stat.S_IMODE(path.parent.stat().st_mode) & 0o077 == 0 or path.parent == tiers
     for name in ("control.sock", "daemon.log", "snapshot.lmdb"):

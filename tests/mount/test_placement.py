@@ -269,7 +269,7 @@ def watched(mounted: Mounted) -> Iterator[dict[str, int]]:
 def _files(tier: Path) -> dict[tuple[int, str], int]:
     """The sizes of the files in a tier; one keeps its key when it is committed by a rename."""
     found = {}
-    for pattern in ("monarch/stage/*", "monarch/copies-*/*/*"):
+    for pattern in ("monarch/*/stage/*", "monarch/*/copies-*/*/*"):
         for path in tier.glob(pattern):
             with suppress(FileNotFoundError):
                 status = path.stat()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, contents
+from tests.conftest import MonarchCommand, Mounted, Tree, contents, own_directory
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
     account,
@@ -90,7 +90,7 @@ def test_a_copy_that_the_source_interrupts_is_given_up_and_made_later(
     if monarch.mode == "no_open":
         monarch.expects_log("source: 'large'")
     with asked_for(mounted, "large"):
-        stage = mounted.tiers["fast"] / "monarch" / "stage"
+        stage = own_directory(mounted.tiers["fast"]) / "stage"
         wait_until(lambda: list(stage.iterdir()) != [], "the copy has begun")
         slow.rules(f"err read {errno.EIO} large")
         wait_until(lambda: account(mounted)["copies"]["failed"] > 0, "the copy failed")

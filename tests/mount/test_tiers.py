@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents, trouble
+from tests.conftest import (
+    OPENS_ARE_TOLD,
+    MonarchCommand,
+    Mounted,
+    Tree,
+    contents,
+    own_directory,
+    trouble,
+)
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
@@ -104,7 +112,7 @@ def test_a_copy_that_runs_out_of_space_half_way_leaves_nothing_behind(
     mounted = monarch.mount(slow.path, tiers={"fast": "100MB"}, options=["limits.inline_max=64KiB"])
     slow.rules("hang read large")
     with asked_for(mounted, "large"):
-        stages = small_disk / "monarch" / "stage"
+        stages = own_directory(small_disk) / "stage"
         wait_until(lambda: list(stages.iterdir()) != [], "the copy has begun")
         fill(small_disk)
         slow.rules()
@@ -172,7 +180,7 @@ def test_a_tier_that_cannot_be_written_is_out_of_service_and_still_serves_its_co
     epoch(mounted, content, before)
     settled(mounted)
     # As on a file system that went read-only: nothing can be made there.
-    (mounted.tiers["fast"] / "monarch" / "stage").rmdir()
+    (own_directory(mounted.tiers["fast"]) / "stage").rmdir()
     with OpenCounter(source) as counter:
         for _ in range(3):
             epoch(mounted, content)
@@ -343,7 +351,7 @@ def test_what_no_record_knows_is_removed_from_a_tier_at_start(
     epoch(mounted, content)
     settled(mounted)
     mounted.umount()
-    own = mounted.tiers["fast"] / "monarch"
+    own = own_directory(mounted.tiers["fast"])
     (generation,) = own.glob("copies-*")
     theirs = mounted.tiers["fast"] / "not-ours"
     theirs.write_text("kept")
@@ -401,7 +409,7 @@ def test_an_emptied_tier_is_filled_again_by_those_who_read(
     epoch(mounted, content)
     settled(mounted)
     mounted.umount()
-    for directory in (mounted.tiers["fast"] / "monarch").glob("copies-*/*"):
+    for directory in own_directory(mounted.tiers["fast"]).glob("copies-*/*"):
         shutil.rmtree(directory)
     again = monarch.mount(source, options=[NO_SCRUB])
     epoch(again, content)

@@ -69,6 +69,6 @@ def test_fusermount3_ends_a_user_s_daemon_cleanly(monarch: MonarchCommand) -> No
 
 def _wait_for_the_copy(tier: Path) -> None:
     deadline = time.monotonic() + 10
-    while not list(tier.glob("monarch/copies-*/*/*")):
+    while not list(tier.glob("monarch/*/copies-*/*/*")):
         assert time.monotonic() < deadline, "it is not promoted"
         time.sleep(0.02)

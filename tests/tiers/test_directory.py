@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from monarch.errors import LockedError, TierError
-from monarch.tiers.directory import Tier, copy_name
+from monarch.tiers.directory import Owner, Tier, copy_name
 from monarch.tiers.seal import BrokenSeal, seal
 from monarch.types import Identity, Ino
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[Tier]:
-    opened = Tier(1, "fast", tmp_path / "tier", owner="/mnt/data")
+    opened = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount", "/mnt/data"))
     opened.use("g")
     yield opened
     opened.close()
@@ -41,7 +41,7 @@ def put(tier: Tier, ino: int, content: bytes) -> bytes:
 
 
 def path_of(tier: Tier, ino: int) -> Path:
-    (path,) = (tier.path / "monarch").glob(f"copies-*/*/{ino}")
+    (path,) = tier.own.glob(f"copies-*/*/{ino}")
     return path
 
 
@@ -53,7 +53,7 @@ def read(fd: int) -> bytes:
 
 
 def stages(tier: Tier) -> list[str]:
-    return os.listdir(tier.path / "monarch" / "stage")
+    return os.listdir(tier.own / "stage")
 
 
 def test_nobody_sees_a_copy_before_it_is_committed(tier: Tier) -> None:
@@ -91,7 +91,7 @@ def test_holes_stay_holes_and_count_as_bytes(tier: Tier) -> None:
         digest = staged.commit(version(len(content)))
     assert digest == xxhash.xxh3_128_digest(content)
     assert read(tier.open(Ino(3), version(len(content)))) == content
-    copy = next((tier.path / "monarch").glob("copies-*/*/3"))
+    copy = next(tier.own.glob("copies-*/*/3"))
     assert copy.stat().st_blocks * 512 < 2 * MIB
 
 
@@ -115,7 +115,7 @@ def test_who_has_a_copy_open_reads_on_when_it_is_removed_or_replaced(tier: Tier)
 @pytest.mark.fault("Security")
 def test_what_a_tier_holds_is_closed_to_others(tier: Tier) -> None:
     put(tier, 7, b"secret")
-    own = tier.path / "monarch"
+    own = tier.own
     assert own.stat().st_mode & 0o777 == 0o700
     (copy,) = own.glob("copies-*/*/7")
     assert copy.stat().st_mode & 0o077 == 0
@@ -126,9 +126,9 @@ def test_a_shared_directory_keeps_its_mode_and_a_new_one_is_closed(tmp_path: Pat
     shared.mkdir()
     (shared / "somebody-else's").write_text("file")
     shared.chmod(0o755)
-    Tier(1, "fast", shared, owner="").close()
+    Tier(1, "fast", shared, owner=Owner("mount")).close()
     assert shared.stat().st_mode & 0o777 == 0o755
-    Tier(1, "fast", tmp_path / "new", owner="").close()
+    Tier(1, "fast", tmp_path / "new", owner=Owner("mount")).close()
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
@@ -140,7 +140,7 @@ def test_a_symlink_planted_in_a_shared_directory_leads_nowhere(tmp_path: Path) -
     shared.mkdir()
     (shared / "monarch").symlink_to(elsewhere)
     with pytest.raises(TierError):
-        Tier(1, "fast", shared, owner="")
+        Tier(1, "fast", shared, owner=Owner("mount"))
     assert list(elsewhere.iterdir()) == []
 
 
@@ -150,29 +150,29 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tier" / "monarch").mkdir(parents=True)
     os.chown(tmp_path / "tier" / "monarch", 12345, 12345)
     with pytest.raises(TierError, match="12345"):
-        Tier(1, "fast", tmp_path / "tier", owner="")
+        Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
 
 
 def test_a_file_in_the_place_of_a_tier_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match="file"):
-        Tier(1, "fast", tmp_path / "file", owner="")
+        Tier(1, "fast", tmp_path / "file", owner=Owner("mount"))
 
 
 def test_a_second_daemon_is_kept_out_until_the_first_has_ended(tmp_path: Path) -> None:
-    first = Tier(1, "fast", tmp_path / "tier", owner="/mnt/data")
+    first = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount", "/mnt/data"))
     with pytest.raises(LockedError, match=rf"pid {os.getpid()} \(/mnt/data\)"):
-        Tier(1, "fast", tmp_path / "tier", owner="/mnt/other")
+        Tier(1, "fast", tmp_path / "tier", owner=Owner("mount", "/mnt/other"))
     first.close()
-    Tier(1, "fast", tmp_path / "tier", owner="/mnt/other").close()
+    Tier(1, "fast", tmp_path / "tier", owner=Owner("mount", "/mnt/other")).close()
 
 
 def test_a_tier_keeps_its_name_when_it_moves(tmp_path: Path) -> None:
-    first = Tier(1, "fast", tmp_path / "tier", owner="")
+    first = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
     first.close()
     (tmp_path / "tier").rename(tmp_path / "moved")
-    moved = Tier(2, "other", tmp_path / "moved", owner="")
-    new = Tier(1, "fast", tmp_path / "tier", owner="")
+    moved = Tier(2, "other", tmp_path / "moved", owner=Owner("mount"))
+    new = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
     assert moved.id == first.id != new.id
     moved.close()
     new.close()
@@ -278,25 +278,25 @@ def test_something_that_is_no_file_is_not_opened_and_nobody_waits_for_it(tier: T
 
 
 def test_a_tier_of_a_newer_monarch_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    Tier(1, "fast", tmp_path / "tier", owner="").close()
-    name = tmp_path / "tier/monarch/tier.json"
+    Tier(1, "fast", tmp_path / "tier", owner=Owner("mount")).close()
+    name = tmp_path / "tier/monarch/mount/tier.json"
     told = json.dumps({**json.loads(name.read_text()), "version": 2, "more": 1})
     name.write_text(told)
     for _ in range(2):
         with pytest.raises(TierError, match="is of version 2, this Monarch knows 1"):
-            Tier(1, "fast", tmp_path / "tier", owner="")
+            Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
     assert name.read_text() == told
 
 
 def test_a_tier_that_has_lost_its_name_gets_a_new_one(tmp_path: Path) -> None:
-    first = Tier(1, "fast", tmp_path / "tier", owner="")
+    first = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
     first.close()
     for damaged in ("", "{", "[]", '{"id"'):
-        (tmp_path / "tier/monarch/tier.json").write_text(damaged)
-        again = Tier(1, "fast", tmp_path / "tier", owner="")
+        (tmp_path / "tier/monarch/mount/tier.json").write_text(damaged)
+        again = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
         assert again.id != first.id
         again.close()
-    same = Tier(1, "fast", tmp_path / "tier", owner="")
+    same = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
     assert same.id == again.id
     same.close()
 
@@ -313,7 +313,7 @@ def test_copies_of_other_generations_are_removed_and_counted(tier: Tier) -> None
 
 def test_only_what_was_there_before_is_removed_as_a_stranger(tier: Tier) -> None:
     put(tier, 7, b"seven")
-    before = (tier.path / "monarch").stat().st_ctime_ns - 10**9
+    before = tier.own.stat().st_ctime_ns - 10**9
     assert not tier.remove_stranger(copy_name(Ino(7)), before_ns=before)
     assert tier.remove_stranger(copy_name(Ino(7)), before_ns=time.time_ns() + 10**9)
     assert not tier.remove_stranger(copy_name(Ino(7)), before_ns=time.time_ns() + 10**9)
@@ -322,7 +322,7 @@ def test_only_what_was_there_before_is_removed_as_a_stranger(tier: Tier) -> None
 def test_a_tier_that_cannot_be_written_says_so_when_probed(tier: Tier) -> None:
     tier.probe()
     assert stages(tier) == []
-    (tier.path / "monarch" / "stage").rmdir()
+    (tier.own / "stage").rmdir()
     with pytest.raises(OSError):
         tier.probe()
 
@@ -336,7 +336,7 @@ def test_syncing_waits_for_the_disk_and_the_space_is_what_the_disk_says(tier: Ti
 def test_a_tier_knows_whether_its_reads_can_wait_for_a_disk(tier: Tier) -> None:
     directory = Path(tempfile.mkdtemp(prefix="monarch-test-", dir="/dev/shm"))
     try:
-        memory = Tier(1, "memory", directory, owner="/mnt/data")
+        memory = Tier(1, "memory", directory, owner=Owner("mount", "/mnt/data"))
         assert memory.in_memory
         memory.close()
     finally:
@@ -351,5 +351,42 @@ def test_a_tier_has_what_was_committed_until_somebody_takes_it(tier: Tier) -> No
     assert not tier.has(Ino(7))
     put(tier, 7, b"content")
     assert tier.has(Ino(7))
-    (tier.path / "monarch" / "copies-g" / copy_name(Ino(7))).unlink()
+    (tier.own / "copies-g" / copy_name(Ino(7))).unlink()
     assert not tier.has(Ino(7))
+
+
+@pytest.mark.finding("B3")
+@pytest.mark.fault("T11", "T8")
+def test_what_an_earlier_version_left_goes_to_the_mount_that_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = tmp_path / "tier/monarch"
+    (shared / "copies-g/07").mkdir(parents=True)
+    (shared / "copies-g/07/7").write_bytes(b"copy")
+    (shared / "absorbed-0123456789abcdef").mkdir()
+    (shared / "stage").mkdir()
+    (shared / "lock").touch()
+    (shared / "tier.json").write_text(json.dumps({"version": 1, "id": "earlier"}))
+    Tier(1, "fast", tmp_path / "tier", owner=Owner("other")).close()
+    assert "holds copies of another mount" in caplog.text
+    assert (shared / "copies-g/07/7").exists()
+    owner = Owner("mine", known=frozenset({"earlier"}))
+    # Killed in the middle of it, the next mount goes on.
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda old, new, **fds: rename(old, new, **fds) or die())
+    with pytest.raises(KeyboardInterrupt):
+        Tier(1, "fast", tmp_path / "tier", owner=owner)
+    monkeypatch.undo()
+    tier = Tier(1, "fast", tmp_path / "tier", owner=owner)
+    assert (tier.id, tier.own) == ("earlier", shared / "mine")
+    assert (tier.own / "copies-g/07/7").read_bytes() == b"copy"
+    assert sorted(path.name for path in shared.iterdir()) == [
+        "absorbed-0123456789abcdef",
+        "mine",
+        "other",
+    ]
+    tier.close()
+
+
+def die() -> None:
+    raise KeyboardInterrupt

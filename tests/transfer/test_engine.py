@@ -20,7 +20,7 @@ from monarch.placement.policy import Item
 from monarch.placement.residency import Residency
 from monarch.settings import LimitSettings
 from monarch.threads import Threads
-from monarch.tiers.directory import Tier
+from monarch.tiers.directory import Owner, Tier
 from monarch.tiers.records import Records
 from monarch.tiers.source import Source
 from monarch.transfer import engine
@@ -92,7 +92,7 @@ class Rig:
         return list(self.residency.resident_in(1))
 
     def stages(self) -> list[str]:
-        return os.listdir(self.tier.path / "monarch" / "stage")
+        return os.listdir(self.tier.own / "stage")
 
 
 async def until(holds: Callable[[], bool], *, virtual_s: float = 300.0) -> None:
@@ -113,7 +113,7 @@ async def running(
 ) -> AsyncIterator[Rig]:
     for number in range(1, COUNT + 1):
         (source / str(number)).write_bytes(contents(str(number), SIZE))
-    tier = Tier(1, "fast", tmp_path / "tier", owner="")
+    tier = Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
     tier.use("g")
     records = Records(tmp_path, "g", [tier.id])
     opened = Source(os.fsencode(source))
@@ -143,7 +143,7 @@ async def running(
             yield rig
             nursery.cancel_scope.cancel()
         assert ledger.reserved(1) == 0
-        if (tier.path / "monarch" / "stage").exists():
+        if (tier.own / "stage").exists():
             assert rig.stages() == []
     finally:
         records.close(clean=True)
@@ -202,7 +202,7 @@ async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:
     async with running(source, tmp_path) as rig:
-        stage = tmp_path / "tier" / "monarch" / "stage"
+        stage = tmp_path / "tier" / "monarch" / "mount" / "stage"
         stage.rmdir()
         rig.want(1)
         await until(lambda: rig.engine.out_of_service() != {})
@@ -225,7 +225,7 @@ async def test_failures_at_the_same_time_are_one_reason_to_rest(
     async with running(source, tmp_path) as rig:
         for number in range(1, COUNT + 1):
             rig.want(number)
-        stage = tmp_path / "tier" / "monarch" / "stage"
+        stage = tmp_path / "tier" / "monarch" / "mount" / "stage"
         stage.rmdir()
         await until(lambda: rig.engine.running == rig.engine.queued == 0)
         # Those that still waited for the tier were not even begun.
@@ -313,5 +313,5 @@ async def test_copies_that_are_cancelled_leave_nothing_behind(
         for number in range(1, COUNT + 1):
             rig.want(number)
         await until(lambda: rig.stages() != [])
-    assert os.listdir(tmp_path / "tier" / "monarch" / "stage") == []
+    assert os.listdir(tmp_path / "tier" / "monarch" / "mount" / "stage") == []
     assert rig.resident() == []

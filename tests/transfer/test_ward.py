@@ -20,7 +20,7 @@ from monarch.errors import TierError
 from monarch.metrics import Metrics
 from monarch.placement.ledger import Ledger
 from monarch.settings import LimitSettings
-from monarch.tiers.directory import Tier
+from monarch.tiers.directory import Owner, Tier
 from monarch.transfer.ward import Served, Ward
 from monarch.types import Ino
 from monarch.units import MiB
@@ -57,7 +57,7 @@ def clock() -> trio.testing.MockClock:
 
 @asynccontextmanager
 async def watching(memory: Path, *, keep_free: int = 0) -> AsyncIterator[Rig]:
-    tiers = [Tier(n, f"t{n}", memory / f"t{n}", owner="") for n in (1, 2)]
+    tiers = [Tier(n, f"t{n}", memory / f"t{n}", owner=Owner("mount")) for n in (1, 2)]
     for tier in tiers:
         tier.use("g")
     ledger = Ledger([10**6, 10**6])
@@ -198,7 +198,7 @@ async def test_another_tier_in_the_place_of_one_is_not_taken_for_it(
     async with watching(memory) as rig:
         tier = rig.tiers[0]
         os.rename(tier.path, memory / "elsewhere")
-        other = Tier(1, "t1", tier.path, owner="")
+        other = Tier(1, "t1", tier.path, owner=Owner("mount"))
         other.close()
         await trio.sleep(120)
         assert "is another tier than before" in rig.ward.out_of_service()[1].why
