@@ -45,6 +45,7 @@ from monarch.metrics_page import MetricsPage
 from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
+from monarch.overlaps import check_apart
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
@@ -116,6 +117,7 @@ def prepare(settings: MountSettings) -> MountSettings:
     mountpoints.check(settings.mountpoint, settings.source)
     for tier in settings.tiers:
         mountpoints.check_tier(tier.path, settings.source, settings.mountpoint)
+    check_apart(settings, Registry(state_root()).all())
     return settings
 
 

@@ -23,9 +23,11 @@ from monarch.errors import MonarchError, SnapshotError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.modes import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
+from monarch.overlaps import check_apart
 from monarch.places import MountedFileSystem, mount_table, state_directory
 from monarch.registry import MountRecord
 from monarch.settings import MountSettings, TierSettings
+from monarch.state import require_private
 from monarch.tiers.directory import PRIVATE, own_directory
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.records import require_known_versions
@@ -67,6 +69,8 @@ def bounded(
             found.extend(look())
         except OSError as error:
             found.append(Check(name, "fail", f"{path}: {error.strerror}", _advice(error)))
+        except MonarchError as error:
+            found.append(Check(name, "fail", error.args[0], error.hint))
 
     if within(patience_s, task):
         return found
@@ -121,6 +125,10 @@ def check_mount(
     name = f"{mount.name}: state"
     yield from bounded(name, state, lambda: check_state(name, state, table, own))
     yield from _check_snapshot(mount, state)
+    try:
+        check_apart(mount, records)
+    except MonarchError as error:
+        yield Check(f"{mount.name}: directories", "fail", error.args[0], error.hint)
     for tier in mount.tiers:
         look = _TierLook(f"{mount.name}: tier {tier.name}", mount, tier, abilities, table, own)
         yield from bounded(look.name, tier.path, look.checks)
@@ -219,6 +227,7 @@ def check_state(
         return
     try:
         if state.is_dir():
+            require_private(state)
             require_known_versions(state)
     except MonarchError as error:
         yield Check(name, "fail", error.args[0], error.hint)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +21,11 @@ from monarch.tiers.lock import Lock
 
 NOTE = "mount.json"
 _NOTE_VERSION = 1
+# What there may be before the first mount has noted itself: what it left when it failed, and a
+# snapshot that was built or copied there.
+_OURS = re.compile(
+    r"lock|control\.sock|daemon\.log.*|.*\.lmdb.*|residency-.*|.*\.part|mount\.json|lost\.json"
+)
 # A few paths; anything longer was not written by us.
 _MAX_NOTE_BYTES = 256 * 1024
 
@@ -41,7 +49,7 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
             )
         what = f"state directory {os.fspath(state)!r}"
         try:
-            os.fchmod(directory, 0o700)
+            require_private(state)
             lock = Lock(directory, what, os.fspath(settings.mountpoint))
         except OSError as error:
             raise TierError(
@@ -56,6 +64,26 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
             lock.release()
     finally:
         os.close(directory)
+
+
+def require_private(state: Path) -> None:
+    """Raises TierError for a directory with others' files, or one that others may enter.
+
+    It may be everybody's: nothing of it is changed. Raises OSError.
+    """
+    what, another = f"state directory {os.fspath(state)!r}", "name a new directory with --state"
+    names = os.listdir(state)
+    strange = sorted(name for name in names if not _OURS.fullmatch(name))
+    if strange and NOTE not in names:
+        more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+        raise TierError(f"{what} holds {strange[0]!r}{more}, which is not Monarch's", hint=another)
+    mode = stat.S_IMODE(os.stat(state).st_mode)
+    if mode & 0o077:
+        raise TierError(
+            f"{what} is open to other users (mode {mode:04o})",
+            hint=f"{another}, or, if nobody else uses it, run: chmod 700"
+            f" {shlex.quote(os.fspath(state))}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

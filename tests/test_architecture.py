@@ -37,7 +37,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "composition",
         (
-            *("absorbing", "checkup", "daemon", "doctor", "fsck", "lost", "modes", "premises"),
+            *("absorbing", "checkup", "daemon", "doctor", "fsck", "lost", "modes", "overlaps"),
+            *("premises",),
             *("metrics_page",),
             *("scrub", "sides", "snapshots", "state", "status", "supervision", "symptoms", "verbs"),
             *("watch", "write_premises", "written_verbs"),

@@ -39,7 +39,7 @@ from monarch.doctor import (
     seen_mounts,
 )
 from monarch.modes import Abilities
-from monarch.places import MountedFileSystem, mount_table
+from monarch.places import MountedFileSystem, mount_table, readable_name
 from monarch.premises import Check
 from monarch.registry import MountRecord, Registry, process_started
 from monarch.tiers.lock import Lock
@@ -532,7 +532,7 @@ def test_what_the_user_may_not_write_or_read_is_told(site: Site) -> None:
 
 def test_a_state_of_a_newer_version_is_told(site: Site) -> None:
     state = site.directory / "state"
-    state.mkdir()
+    state.mkdir(mode=0o700)
     header = {"magic": "monarch residency", "version": 99, "generation": "x", "tiers": []}
     (state / "residency-x").write_bytes(json.dumps(header).encode().ljust(4096))
     site.is_told(": state", "fail", "is of version 99", "--state")
@@ -548,8 +548,9 @@ def test_a_snapshot_that_cannot_be_read_is_told_and_who_builds_it_anew(site: Sit
 
 def test_another_daemon_with_the_tier_or_the_state_is_told(site: Site) -> None:
     held = []
-    for directory in (site.directory / "tier/monarch", site.directory / "state"):
-        directory.mkdir()
+    state = site.directory / "state"
+    for directory in (site.directory / "tier/monarch" / readable_name(state), state):
+        directory.mkdir(mode=0o700, parents=True)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         held.append(Lock(fd, "it", "/mnt/other"))
         os.close(fd)

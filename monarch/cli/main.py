@@ -6,13 +6,14 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
 from click.shell_completion import CompletionItem
 
 from monarch import __version__
-from monarch.errors import ConfigError, MonarchError
+from monarch.errors import ConfigError, MonarchError, UsageError
 from monarch.text import escape_text
 
 
@@ -128,8 +129,23 @@ def main() -> int:
     return code
 
 
+def _require_no_empty_argument(arguments: Sequence[str]) -> None:
+    """Raises UsageError for an argument without a character, which is never meant.
+
+    As a path it would be the current directory.
+    """
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        option, equals, value = argument.partition("=")
+        is_option = argument.startswith("--") and equals
+        if argument == "" or (is_option and value == ""):
+            named = option if is_option else before
+            place = f"{named}: " if named.startswith("-") else ""
+            raise UsageError(f"{place}the path is empty", hint="is a variable not set?")
+
+
 def _run() -> int:
     try:
+        _require_no_empty_argument(sys.argv[1:])
         result = cli.main(prog_name="monarch", standalone_mode=False)
     except ConfigError as error:
         _tell(*error.problems)

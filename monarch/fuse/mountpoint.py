@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.errors import BusyError, FuseError, MountPointError, SourceError
+from monarch.errors import BusyError, FuseError, MountPointError, SourceError, TierError
 
 FS_TYPE = "fuse.monarch"
 
@@ -174,6 +174,20 @@ def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:
                 f"tier {os.fspath(tier)!r} and the {what} {os.fspath(other)!r} lie in one another",
                 hint="name a directory outside of it",
             )
+
+
+def require_outside(path: Path, what: str) -> None:
+    """Raises TierError if ``path``, which need not exist, lies in a Monarch mount, dead or alive.
+
+    What is kept there would be served, or drained, by that mount.
+    """
+    told = os.fspath(path)
+    # First by its name alone: a mount that hangs would hold up who resolves it.
+    if outer := _monarch_above(os.path.abspath(path)) or _monarch_above(os.path.realpath(path)):
+        raise TierError(
+            f"{what} {told!r} lies in the Monarch mount {outer!r}",
+            hint="name a directory on a local disk of this node",
+        )
 
 
 def _inside(path: str, directory: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,93 @@ def test_a_state_directory_in_use_names_who_uses_it(
     told = one_line(done)
     assert (done.returncode, f"in use by pid {made.pid} ({made.path})" in told) == (7, True), told
     assert_nothing_is_left(monarch, made)
+
+
+@pytest.mark.finding("B5")
+@pytest.mark.fault("I6")
+def test_an_empty_path_is_a_mistake_in_every_verb(
+    monarch: MonarchCommand, source: Path, mnt: Path
+) -> None:
+    commands = [
+        ["mount", "", str(mnt)],
+        ["mount", str(source), ""],
+        ["mount", str(source), str(mnt), "--tier", ""],
+        ["mount", str(source), str(mnt), "--state", ""],
+        ["mount", str(source), str(mnt), "--snapshot="],
+        ["mount", "-c", "", "name"],
+        *([verb, ""] for verb in ("umount", "status", "warm", "evict", "fsck")),
+        ["warm", str(mnt), ""],
+        ["ckpt", "list", ""],
+        ["snapshot", "build", "", "-o", str(mnt)],
+        ["doctor", "-c", ""],
+    ]
+    for command in commands:
+        done = monarch(*command, check=False)
+        told = one_line(done)
+        assert (done.returncode, "the path is empty; is a variable not set?" in told) == (2, True)
+    assert "--tier: the path is empty" in one_line(monarch(*commands[2], check=False))
+    assert_nothing_is_left(monarch)
+
+
+@pytest.mark.finding("D5")
+@pytest.mark.promise(108)
+@pytest.mark.fault("I5")
+def test_a_state_directory_that_is_not_monarch_s_is_refused_and_stays_as_it_is(
+    monarch: MonarchCommand, tree: Tree, mnt: Path, tmp_path: Path
+) -> None:
+    source, state = tree({"a": 1}), tmp_path / "everybody's"
+    state.mkdir()
+    for mode, held, words in (
+        (0o700, ["somebody's"], "holds \"somebody's\", which is not Monarch's"),
+        (0o1777, [], "is open to other users (mode 1777)"),
+        (0o755, [], "run: chmod 700"),
+    ):
+        for name in held:
+            (state / name).write_text("theirs")
+        state.chmod(mode)
+        refused(monarch, source, mnt, "--state", str(state), code=6, words=words)
+        assert stat.S_IMODE(state.stat().st_mode) == mode
+        assert sorted(os.listdir(state)) == held
+        for name in held:
+            (state / name).unlink()
+    # Even if it once was ours.
+    mounted = monarch.mount(source, mnt)
+    mounted.umount()
+    mounted.state.chmod(0o1777)
+    refused(monarch, source, mnt, "--state", str(mounted.state), code=6, words="open to other")
+    assert stat.S_IMODE(mounted.state.stat().st_mode) == 0o1777
+
+
+@pytest.mark.finding("B6", "B23")
+@pytest.mark.promise(109)
+@pytest.mark.fault("I7")
+def test_what_a_mount_keeps_lies_in_no_monarch_mount_and_not_within_another_s(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    made = monarch.mount(tree({"a": 1, "directory/b": 1}), options=["write=absorb"])
+    source, mnt = tmp_path / "second", tmp_path / "mnt-b"
+    source.mkdir()
+    mnt.mkdir()
+    before = sorted(os.listdir(made.path))
+    tier = made.tiers["fast"]
+    command = ["mount", str(source), str(mnt)]
+    for code, words, arguments in (
+        (6, "lies in the Monarch mount", ["--tier", f"{made.path}/t:1MiB"]),
+        (6, "lies in the Monarch mount", ["--state", f"{made.path}/s"]),
+        (6, "lies in the Monarch mount", ["--snapshot", f"{made.path}/names.lmdb"]),
+        (6, "lies in the Monarch mount", ["-o", f"log.file={made.path}/log"]),
+        (2, "lies in the tier", ["--tier", f"{tier}/sub:1MiB"]),
+        (2, "has inside the tier", ["--tier", f"{tier.parent}:1MiB"]),
+        (2, "lies in the tier", ["--state", f"{tier}/sub"]),
+        (2, "lies in the source", ["--tier", f"{made.source}/t:1MiB"]),
+    ):
+        others = [] if "--tier" in arguments else ["--tier", f"{tmp_path}/t2:1MiB"]
+        others += [] if "--state" in arguments else ["--state", f"{tmp_path}/s2"]
+        done = not_mounted(monarch, mnt, *command, *arguments, *others)
+        assert (done.returncode, words in one_line(done)) == (code, True), done.stderr
+    assert sorted(os.listdir(made.path)) == before
+    assert not (tmp_path / "t2").exists()
+    assert not (tmp_path / "s2").exists()
 
 
 @pytest.mark.fault("I1", "I2")
