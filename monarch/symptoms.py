@@ -223,10 +223,9 @@ class Symptoms:
             times = counted(spell.number, "time", "times")
             yield Problem(
                 "internal-error",
-                f"internal error, {times}; the calls concerned failed with EIO",
+                f"an error that nobody foresaw, {times}; the calls concerned failed with EIO",
                 spell.since_ns,
-                "this is a bug, please report it with the traceback in"
-                f" {self._logbook.path}; the mount continues",
+                f"report it with the traceback in {self._logbook.path}; the mount goes on",
             )
 
     def _of_copies(self) -> Iterator[Problem]:

@@ -108,7 +108,7 @@ class Server:
                 self._limiter.exception(
                     log,
                     "connection",
-                    "internal error in a control connection; the mount continues. This is a bug,"
+                    "a control connection failed in a way that nobody foresaw, the mount goes on;"
                     " please report it",
                 )
         finally:
@@ -196,7 +196,7 @@ class Server:
             self._limiter.exception(
                 log,
                 request.verb,
-                "internal error in the control verb %s; the mount continues. This is a bug, please"
+                "control verb %s failed in a way that nobody foresaw, the mount goes on; please"
                 " report it",
                 request.verb,
             )

@@ -1,0 +1,237 @@
+"""Where histories take place: a source with its mount, and copies in which nothing is mounted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from monarch.control.client import call as ask
+from tests.conftest import MonarchCommand
+from tests.users.calls import Actors
+from tests.users.history import Allowed, History, Judge, Made, Round, Step, replay
+from tests.users.trees import Tree, build, look
+
+# Histories that go through their rounds together: one drain for all, within the time for which the
+# drain is held while changes come.
+_TOGETHER = 25
+_DIRECTORIES = ("source", "mnt", "view", "shadow", "plain")
+_IN_MEMORY = ("view", "shadow")
+# How long a drain of all of them may take, and how long one is looked at. Seconds.
+_DRAINED_S = 60
+_LOOK_S = 0.4
+
+
+def play(
+    monarch: MonarchCommand,
+    directory: Path,
+    histories: Sequence[History],
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[str]:
+    """Play all histories on one mount; what could not have been without it. ``tell`` hears all."""
+    ground = Ground(monarch, directory, histories, tell)
+    problems = []
+    try:
+        for first in range(0, len(histories), _TOGETHER):
+            problems += ground.play(histories[first : first + _TOGETHER])
+    finally:
+        ground.close()
+    # What is drained in the middle of a round cannot be told from what users did, and a drain that
+    # stands still changes nothing.
+    if len(histories) > _TOGETHER:
+        told = (
+            f"judged {ground.judged} rounds, {ground.complete} drained, {ground.not_held} not held"
+        )
+        tell(told)
+        assert ground.not_held < ground.judged / 4, told
+        assert ground.complete > ground.judged / 2, told
+    return problems
+
+
+class Ground:
+    """The directories in which histories take place: the source, the mount, and three copies.
+
+    ``view`` is what the mount is to show: each call of the mount is made there, too. ``shadow`` is
+    the source without a drain: each call of the source is made there, too. ``plain`` is the source
+    as it was before a drain: there the calls of the mount are made at the moment of the drain.
+    """
+
+    def __init__(
+        self,
+        monarch: MonarchCommand,
+        directory: Path,
+        histories: Sequence[History],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._tell = tell
+        # In memory, for they are made anew for each round.
+        self._memory = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self._directories = {
+            name: (Path(self._memory.name) if name in _IN_MEMORY else directory) / name
+            for name in _DIRECTORIES
+        }
+        for path in self._directories.values():
+            path.mkdir(exist_ok=True)
+        # Rounds in which the mount was changed; those at whose end the source had all of it.
+        self.judged = self.complete = 0
+        self.not_held = 0
+        self._fds = {}
+        self._fds["source"] = os.open(self._directories["source"], os.O_PATH)
+        for history in histories:
+            numbers = {path: number for number, path in enumerate(history.tree)}
+            build(self._fds["source"], history.name, Tree(history.tree, numbers))
+        self.mounted = monarch.mount(
+            self._directories["source"],
+            tiers={"fast": "1GiB"},
+            options=["allow_other", "write=absorb"],
+        )
+        for name in _DIRECTORIES[1:]:
+            self._fds[name] = os.open(self._directories[name], os.O_PATH)
+        self._act = Actors({name: str(path) for name, path in self._directories.items()})
+        # Calls that the mount carried out and that may not be at the source yet, by history.
+        self._pending: dict[str, list[Made]] = {history.name: [] for history in histories}
+
+    def close(self) -> None:
+        self._act.close()
+        self._memory.cleanup()
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def play(self, histories: Sequence[History]) -> list[str]:
+        """Have the histories take place together; what could not have been without the mount."""
+        problems = {history.name: list[str]() for history in histories}
+        for number in range(max(len(history.rounds) for history in histories)):
+            taking_part = [history for history in histories if number < len(history.rounds)]
+            self._play_round(taking_part, number, problems)
+        return [
+            f"{history.name}: {problem}"
+            for history in histories
+            for problem in problems[history.name]
+        ]
+
+    def _play_round(
+        self, histories: Sequence[History], number: int, problems: Mapping[str, list[str]]
+    ) -> None:
+        views = {
+            history.name: self._copied("view", history.name, self._look("mnt", history.name))
+            for history in histories
+        }
+        for history in histories:
+            self._copied("shadow", history.name, self._look("source", history.name))
+        rounds = {
+            history.name: self._steps(history, history.rounds[number], views[history.name])
+            for history in histories
+        }
+        before = {history.name: self._look("source", history.name) for history in histories}
+        with ExitStack() as stack:
+            for name, tree in before.items():
+                self._hold(stack, name, tree)
+            self._drain()
+            for history in histories:
+                name = history.name
+                problems[name] += rounds[name].problems
+                pending = self._pending[name]
+                pending += rounds[name].made
+                if before[name].entries != self._look("shadow", name).entries:
+                    self.not_held += 1
+                    continue
+                allowed = self._allowed(name, before[name], pending)
+                after = self._look("source", name)
+                self.judged += bool(pending)
+                if after.entries == allowed.last:
+                    self.complete += bool(pending)
+                    pending.clear()
+                shown = self._look("view", name).entries
+                found = Judge(before[name], allowed, pending, shown).problems(after)
+                problems[name] += [f"round {number + 1}: {text}" for text in found]
+
+    def _drain(self) -> None:
+        """Have all come to the source but what that refuses."""
+        socket, left = self.mounted.state / "control.sock", None
+        deadline = time.monotonic() + _DRAINED_S
+        while True:
+            answer = ask(socket, "drain", {"timeout": _LOOK_S})
+            now = (answer["trouble"], ask(socket, "status", {})["writing"]["operations"])
+            if answer["drained"] or (answer["trouble"] and now == left):
+                break
+            assert time.monotonic() < deadline, f"the drain does not come to rest: {answer}"
+            left = now
+        self._tell(f"-- drained, {now[1]} changes are left: {now[0] or 'no trouble'} --")
+
+    def _steps(self, history: History, steps: Sequence[Step], origins: Mapping[int, int]) -> Round:
+        """``origins``: for inodes of the view those of the source."""
+        played = Round()
+        for step in steps:
+            call, actor = step.call, self._act
+            if step.side == "source":
+                self._tell(f"{step}: {actor('source', history.name, call)}")
+                actor("shadow", history.name, call)
+                continue
+            outcome = actor("mnt", history.name, call)
+            if outcome.error:
+                self._tell(f"{step}: {outcome.error}")
+                continue
+            meant = tuple(self._origin(history.name, path, origins) for path in call.paths)
+            expected = actor("view", history.name, call)
+            self._tell(f"{step}: done, without the mount {expected}")
+            played.made.append((call, meant))
+            if expected.error in ("EACCES", "EPERM"):
+                played.problems.append(f"{step}: done, though without the mount {expected.error}")
+            if call.name == "read" and outcome not in (
+                expected,
+                actor("source", history.name, call),
+            ):
+                played.problems.append(f"{step}: read {outcome.content!r}")
+        return played
+
+    def _origin(self, name: str, path: str, origins: Mapping[int, int]) -> int | None:
+        try:
+            status = os.stat(f"{name}/{path}", dir_fd=self._fds["view"], follow_symlinks=False)
+        except OSError:
+            return None
+        return origins.get(status.st_ino)
+
+    def _allowed(self, name: str, before: Tree, made: Sequence[Made]) -> Allowed:
+        self._copied("plain", name, before)
+        numbers = self._numbers
+        return replay(
+            made,
+            before,
+            numbers,
+            lambda call: self._act("plain", name, call),
+            lambda: self._look("plain", name),
+        )
+
+    def _copied(self, where: str, name: str, tree: Tree) -> Mapping[int, int]:
+        """Make a copy anew; for its inodes those of the source that have the same names."""
+        target = self._directories[where] / name
+        if target.exists():
+            shutil.rmtree(target)
+        self._numbers = build(self._fds[where], name, tree)
+        origins = {}
+        for path, ino in tree.inodes.items():
+            found = self._source_ino(name, path) if where == "view" else ino
+            if found is not None:
+                origins[self._numbers[ino]] = found
+        return origins
+
+    def _source_ino(self, name: str, path: str) -> int | None:
+        try:
+            below = f"{name}/{path}" if path else name
+            return os.stat(below, dir_fd=self._fds["source"], follow_symlinks=False).st_ino
+        except OSError:
+            return None
+
+    def _look(self, where: str, name: str) -> Tree:
+        return look(self._fds[where], name)
+
+    def _hold(self, stack: ExitStack, name: str, tree: Tree) -> None:
+        """Open each inode: as long as it is open no other gets its number."""
+        for path in tree.inodes:
+            below = f"{name}/{path}" if path else name
+            fd = os.open(below, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._fds["source"])
+            stack.callback(os.close, fd)

@@ -1,0 +1,411 @@
+"""Histories of hostile users, each from its seed alone, and the judgement of what came of one.
+
+A history has rounds. In a round two ordinary users and root make calls, each at the source or on
+the mount, while the drain is held; then everything is drained. The directory at the source before
+the drain is copied, and there the calls of the mount are made again, by the same users: what came
+of the drain must be what came of these, or what was there before. A call that was about one inode
+and would meet another is not made again: its user did not mean that one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tests.users.calls import ROOT, SHARED, Call, Outcome
+from tests.users.trees import Entry, Tree
+
+Side = Literal["source", "mount"]
+
+_FILE_MODES = (0o600, 0o640, 0o644, 0o660, 0o664, 0o666, 0o700, 0o755, 0o4755, 0o2755, 0o4775)
+_DIRECTORY_MODES = (0o700, 0o750, 0o755, 0o770, 0o777, 0o1777, 0o2775)
+# Where all users, or those of the group, may make names; and what is closed to others.
+_SHARED_DIRECTORIES = ("sticky", "group", "open")
+_NAMES = ("x", "y", "z")
+_ROUNDS, _CALLS = 2, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    side: Side
+    call: Call
+
+    def __str__(self) -> str:
+        call = self.call
+        told = [oct(a) if isinstance(a, int) and a > 0 else repr(a) for a in call.arguments]
+        return f"{self.side:6} {call.user:4} {call.name}({', '.join(told)})"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """``tree``: what is there when it begins. A round ends with a drain.
+
+    Each history has users of its own: a change that the source refuses holds up later ones of the
+    same user.
+    """
+
+    name: str
+    tree: Mapping[str, Entry]
+    rounds: Sequence[Sequence[Step]]
+
+
+def directory(uid: int, gid: int, mode: int) -> Entry:
+    return Entry("directory", uid, gid, mode, "")
+
+
+def file(uid: int, gid: int, mode: int, data: str) -> Entry:
+    return Entry("file", uid, gid, mode, data)
+
+
+def users_of(number: int) -> tuple[int, int]:
+    """The two ordinary users of a history."""
+    return 10_000 + 2 * number, 10_001 + 2 * number
+
+
+def surroundings(alice: int, mallory: int) -> dict[str, Entry]:
+    """The directories that each history has."""
+    return {
+        "": directory(ROOT, ROOT, 0o755),
+        "group": directory(ROOT, SHARED, 0o2775),
+        "open": directory(ROOT, ROOT, 0o777),
+        "sticky": directory(ROOT, ROOT, 0o1777),
+        "alice": directory(alice, alice, 0o700),
+        "mallory": directory(mallory, mallory, 0o755),
+    }
+
+
+def generated(seed: int) -> History:
+    """The history of a seed."""
+    return _Generator(seed).history()
+
+
+class _Generator:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._seed = seed
+        self._alice, self._mallory = users_of(seed)
+        self._users = (self._alice, self._mallory, ROOT)
+        self._written = 0
+        self._near: list[str] = []
+        # What is believed to be there: directories, and files for all else.
+        self._there: dict[str, str] = {}
+
+    def history(self) -> History:
+        tree = surroundings(self._alice, self._mallory)
+        tree["alice/key"] = file(self._alice, self._alice, 0o600, self._content(self._alice))
+        tree["mallory/tool"] = file(
+            self._mallory, self._mallory, 0o755, self._content(self._mallory)
+        )
+        for above in _SHARED_DIRECTORIES:
+            for name in _NAMES:
+                uid = self._random.choice(self._users[:2])
+                kind = self._random.random()
+                mode = self._random.choice(_FILE_MODES)
+                if kind < 0.3:
+                    gid = self._random.choice((uid, SHARED))
+                    tree[f"{above}/{name}"] = file(uid, gid, mode, self._content(uid))
+                elif kind < 0.45:
+                    mode = self._random.choice(_DIRECTORY_MODES)
+                    tree[f"{above}/{name}"] = directory(uid, SHARED, mode)
+                    tree[f"{above}/{name}/x"] = file(uid, uid, 0o644, self._content(uid))
+        self._there = {path: entry.kind for path, entry in tree.items()}
+        rounds = [[self._step() for _ in range(_CALLS)] for _ in range(_ROUNDS)]
+        return History(f"seed-{self._seed}", tree, rounds)
+
+    def _content(self, user: int) -> str:
+        """Bytes that nobody else writes, and this user once only."""
+        self._written += 1
+        return f"{user}:{self._seed}:{self._written};"
+
+    def _path(self) -> str:
+        """Mostly one of a few names that are used again and again, so that users meet."""
+        if self._near and self._random.random() < 0.6:
+            return self._random.choice(self._near[-2:])
+        chance = self._random.random()
+        above, name = self._random.choice(_SHARED_DIRECTORIES), self._random.choice(_NAMES)
+        if chance < 0.08:
+            path = "alice/key"
+        elif chance < 0.12:
+            path = "mallory/tool"
+        elif chance < 0.16:
+            path = f"alice/{name}"
+        elif chance < 0.2:
+            path = f"mallory/{name}"
+        elif chance < 0.35:
+            path = f"{above}/{name}/{self._random.choice(_NAMES)}"
+        else:
+            path = f"{above}/{name}"
+        self._near.append(path)
+        return path
+
+    def _step(self) -> Step:
+        side: Side = "mount" if self._random.random() < 0.55 else "source"
+        user = self._random.choices(self._users, (45, 45, 10))[0]
+        return Step(side, self._call(user))
+
+    def _call(self, user: int) -> Call:
+        path = self._path()
+        weights = _OF_MISSING if path not in self._there else _OF_DIRECTORIES
+        if self._there.get(path) == "file":
+            weights = _OF_FILES
+        if self._random.random() < 0.15:
+            weights = _OF_FILES  # whatever there is
+        name = self._random.choices(tuple(weights), tuple(weights.values()))[0]
+        call = Call(user, name, (path, *self._rest(user, name)))
+        self._note(call)
+        return call
+
+    def _rest(self, user: int, name: str) -> tuple[Any, ...]:
+        """The arguments behind the path."""
+        chosen = self._random.choice
+        match name:
+            case "mkdir":
+                return (chosen(_DIRECTORY_MODES),)
+            case "create" | "save":
+                return (chosen(_FILE_MODES), self._content(user))
+            case "write" | "append":
+                return (self._content(user),)
+            case "rename" | "link":
+                return (self._path(),)
+            case "symlink":
+                return (chosen((*_NAMES, "../alice/key")),)
+            case "mkfifo":
+                return (chosen(_FILE_MODES),)
+            case "chmod":
+                return (chosen((*_FILE_MODES, *_DIRECTORY_MODES)),)
+            case "chown":
+                uid = chosen(self._users[:2]) if user == ROOT else -1
+                return (uid, chosen((user, SHARED)))
+        return ()
+
+    def _note(self, call: Call) -> None:
+        """Believe that the call was made; whether it was is seen when it is played."""
+        path, to = call.paths[0], call.paths[-1]
+        if call.name in ("unlink", "rmdir"):
+            self._there.pop(path, None)
+        elif call.name == "rename":
+            self._there[to] = self._there.pop(path, "file")
+        elif call.name == "mkdir":
+            self._there.setdefault(path, "directory")
+        elif call.name in ("create", "save", "symlink", "mkfifo", "link"):
+            self._there.setdefault(to, "file")
+
+
+_OF_MISSING = {"mkdir": 10, "create": 14, "save": 10, "symlink": 3, "mkfifo": 4}
+_OF_DIRECTORIES = {"rename": 8, "rmdir": 8, "chmod": 10, "chown": 4, "mkdir": 3, "save": 3}
+_OF_FILES = {
+    **{"write": 8, "append": 4, "read": 10, "rename": 12, "link": 8, "unlink": 9, "chmod": 12},
+    **{"chown": 4, "save": 5, "create": 3, "mkdir": 3},
+}
+
+
+# -- judgement -------------------------------------------------------------------------------------
+
+
+# A call that the mount carried out, and for each of its paths the inode at the source that it was
+# about; None for what was made on the mount.
+Made = tuple[Call, tuple["int | None", ...]]
+
+
+@dataclass(slots=True)
+class Round:
+    """What was done in a round, and what should not have been."""
+
+    made: list[Made] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Allowed:
+    """What each path and each inode of the source may be after a drain.
+
+    ``last``: what all is if the drain has come to its end.
+    """
+
+    paths: dict[str, set[Entry | None]] = field(default_factory=lambda: defaultdict(set))
+    inodes: dict[int, set[Entry]] = field(default_factory=lambda: defaultdict(set))
+    moments: int = 0
+    last: Mapping[str, Entry] = field(default_factory=dict)
+
+    def add(self, tree: Tree, origins: Mapping[int, int]) -> None:
+        """``origins``: inodes of ``tree`` that stand for those of the source."""
+        for path in self.paths.keys() - tree.entries.keys():
+            self.paths[path].add(None)
+        for path, entry in tree.entries.items():
+            if path not in self.paths and self.moments:
+                # It was not there at the moments before.
+                self.paths[path].add(None)
+            self.paths[path].add(entry)
+            if (origin := origins.get(tree.inodes[path])) is not None:
+                self.inodes[origin].add(entry)
+        self.moments += 1
+        self.last = tree.entries
+
+
+def replay(
+    made: Sequence[Made],
+    before: Tree,
+    numbers: Mapping[int, int],
+    perform: Callable[[Call], Outcome],
+    look: Callable[[], Tree],
+) -> Allowed:
+    """What the calls of a round could have done to ``before`` if they had been made there.
+
+    ``numbers``: what stands for the source's inodes in the copy of it.
+    """
+    allowed = Allowed()
+    origins = {copy: origin for origin, copy in numbers.items()}
+    tree = look()
+    allowed.add(before, {ino: ino for ino in before.inodes.values()})
+    for call, meant in made:
+        if not _meets_what_it_meant(call, meant, tree, origins):
+            continue
+        if perform(call).error == "":
+            tree = look()
+            allowed.add(tree, origins)
+    return allowed
+
+
+def _meets_what_it_meant(
+    call: Call, meant: tuple[int | None, ...], tree: Tree, origins: Mapping[int, int]
+) -> bool:
+    for path, inode in zip(call.paths, meant, strict=True):
+        found = tree.inodes.get(path)
+        origin = None if found is None else origins.get(found)
+        if origin is not None and origin != inode:
+            return False
+    return True
+
+
+_CONFLICT = ".monarch-conflict-"
+# What waits for its turn at the source has such a name.
+_STAGED = ".monarch-"
+_SPECIAL_BITS = 0o6000
+_STICKY = 0o1000
+
+
+class Judge:
+    """Finds what is at the source after a drain and could not be there without the mount.
+
+    A change is in order if the calls that were made could have had just this effect in the place of
+    the drain (``allowed``). Some are in order beside that, for a drain need not end in one of these
+    moments: what a user has asked for by ``made``, and may do by the modes of what is there.
+    ``shown`` is what the mount was to show.
+    """
+
+    def __init__(
+        self, before: Tree, allowed: Allowed, made: Sequence[Made], shown: Mapping[str, Entry]
+    ) -> None:
+        self._before = before
+        self._allowed = allowed
+        self._made = made
+        self._shown = shown
+        self._users = {call.user for call, _ in made} - {ROOT}
+
+    def problems(self, after: Tree) -> list[str]:
+        before, found = self._before, []
+        for path in sorted(before.entries.keys() | after.entries.keys()):
+            was, now = before.entries.get(path), after.entries.get(path)
+            if now == was or now in self._allowed.paths.get(path, ()):
+                continue
+            if was is None and now is not None and self._is_kept_beside(path, now):
+                continue
+            if any(self._may(user, path, was, now, after) for user in self._users):
+                continue
+            allowed = self._allowed.paths.get(path, {was})
+            told = ", ".join(sorted(map(str, allowed)))
+            found.append(f"{path}: was {was}, is {now}, could have been {told}")
+        return [*found, *self._of_inodes(after)]
+
+    def _of_inodes(self, after: Tree) -> Iterator[str]:
+        """What has become of each inode that is there still, whatever its names are."""
+        there = {ino: after.entries[path] for path, ino in after.inodes.items()}
+        for path, ino in self._before.inodes.items():
+            was, now = self._before.entries[path], there.get(ino)
+            if now in (None, was) or now in self._allowed.inodes.get(ino, ()):
+                continue
+            assert now is not None
+            if not any(
+                self._has_named(user, path) and self._may_change(user, was, now)
+                for user in self._users
+            ):
+                yield f"the inode that was {path}: was {was}, is {now}"
+
+    # -- what a user may do --------------------------------------------------------------------
+
+    def _may(self, user: int, path: str, was: Entry | None, now: Entry | None, after: Tree) -> bool:
+        if not self._has_named(user, path):
+            return False
+        if was is not None and now is not None and self._may_change(user, was, now):
+            return True
+        if not self._may_name(user, path, was):
+            return False
+        if now is None or after.inodes[path] in self._before.inodes.values():
+            return True
+        return now.uid == user and not self._is_dressed_up(now)
+
+    def _may_change(self, user: int, was: Entry, now: Entry) -> bool:
+        """Whether a user may make an inode into what it is."""
+        if (now.kind, now.uid) != (was.kind, was.uid) or self._is_dressed_up(now):
+            return False
+        attributes = (now.mode, now.gid) == (was.mode & ~_SPECIAL_BITS, was.gid)
+        attributes = attributes or (now.mode, now.gid) == (was.mode, was.gid)
+        content = now.data == was.data or _grants(was, user, 2)
+        return content and (attributes or user == was.uid)
+
+    def _is_dressed_up(self, entry: Entry) -> bool:
+        """Whether it is a program that runs as its owner, and others have written it."""
+        return bool(entry.mode & _SPECIAL_BITS) and not _writers(entry) <= {entry.uid}
+
+    def _has_named(self, user: int, path: str) -> bool:
+        """Whether a user has called something on the mount with that path, or one above it."""
+        return any(
+            path == each or path.startswith(f"{each}/")
+            for call, _ in self._made
+            if call.user == user
+            for each in call.paths
+        )
+
+    def _may_name(self, user: int, path: str, was: Entry | None) -> bool:
+        """Whether a user may make, replace and remove a name, at some moment."""
+        above = path.rpartition("/")[0]
+        return any(
+            _grants(each, user, 3)
+            and (was is None or not each.mode & _STICKY or user in (each.uid, was.uid))
+            for each in self._allowed.paths.get(above, ())
+            if each is not None and each.kind == "directory"
+        )
+
+    def _is_kept_beside(self, path: str, now: Entry) -> bool:
+        """Whether it is what a user has written, under another name, and shows nobody more."""
+        above, _, name = path.rpartition("/")
+        if _CONFLICT not in name and not name.startswith(_STAGED):
+            return False
+        if now.kind != "file" or _writers(now) <= {now.uid} or not now.mode & 0o077:
+            return not self._is_dressed_up(now)
+        return any(
+            replace(now, gid=each.gid) == each
+            for shown, each in self._shown.items()
+            if shown.rpartition("/")[0] == above
+        )
+
+
+def _writers(entry: Entry) -> set[int]:
+    """Who wrote the bytes of a file."""
+    if entry.kind != "file":
+        return set()
+    return {int(tag.split(":")[0]) for tag in entry.data.split(";") if tag}
+
+
+def _grants(entry: Entry, user: int, bits: int) -> bool:
+    """Whether the mode of an entry lets an ordinary user do all of ``bits``, as in rwx."""
+    if entry.uid == user:
+        given = entry.mode >> 6
+    elif entry.gid in (user, SHARED):
+        given = entry.mode >> 3
+    else:
+        given = entry.mode
+    return given & bits == bits
