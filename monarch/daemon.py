@@ -59,7 +59,7 @@ from monarch.registry import MountRecord, Registry, process_started
 from monarch.report import Mode
 from monarch.scrub import Scrub
 from monarch.settings import MountSettings
-from monarch.snapshots import snapshot_for, tell_unreadable
+from monarch.snapshots import snapshot_for, tell_unknown_acls, tell_unreadable
 from monarch.state import hold_state, write_note
 from monarch.status import Status
 from monarch.supervision import Supervisor
@@ -164,6 +164,7 @@ def run(
                 snapshot, just_built = snapshot_for(settings, state, source, refreshed, progress)
             cleanup.callback(snapshot.close)
             tell_unreadable(snapshot)
+            tell_unknown_acls(snapshot)
             parts = _Parts(settings, state, source, threads, snapshot, just_built, logbook)
             _run_loop(parts, ready)
         except MonarchError as error:

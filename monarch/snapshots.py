@@ -84,6 +84,15 @@ def tell_unreadable(snapshot: Snapshot) -> None:
         )
 
 
+def tell_unknown_acls(snapshot: Snapshot) -> None:
+    """One line in the log if mode bits alone decide because nobody looked for lists."""
+    if snapshot.info().acls is None:
+        log.warning(
+            "the snapshot is of an older Monarch and has no access control lists: mode bits alone"
+            " decide; run: monarch snapshot refresh"
+        )
+
+
 def _exists(path: Path) -> bool:
     """Raises SnapshotError if nobody can tell, as where its file system is dead."""
     try:
@@ -155,9 +164,12 @@ def _with_new_names(
     changed = directories_changed(
         settings.source, snapshot, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S
     )
-    if not changed:
+    if snapshot.info().acls is None:
+        log.info("the snapshot is of an older Monarch, access control lists are looked for")
+    elif not changed:
         return snapshot, changed is False
-    log.info("directories changed at the source since the snapshot, looking at them")
+    else:
+        log.info("directories changed at the source since the snapshot, looking at them")
     try:
         refresh(settings.source, path, jobs=jobs, quick=True, progress=progress)
     except SourceError as error:

@@ -6,7 +6,7 @@
 #include <sys/stat.h>
 
 enum { SHIFT = 12, BLOCK = 1 << SHIFT, MASK = BLOCK - 1, RECORD_BYTES = 64 };
-enum { ALIAS = 1, UNREADABLE = 2 };
+enum { ALIAS = 1, UNREADABLE = 2, ACL_SHIFT = 8 };
 
 struct record {
     uint32_t parent, mode, uid, gid, nlink, flags;
@@ -47,6 +47,7 @@ bool names_prepare(struct names *names, uint64_t entries, uint64_t directories) 
 void names_free(struct names *names) {
     for (int table = 0; table < NAMES_TABLES; table++)
         free(names->table[table]);
+    free(names->acls);
 }
 
 bool names_publish(struct names *names, unsigned table, size_t number, const uint8_t *bytes,
@@ -207,6 +208,21 @@ enum names_answer names_file(const struct names *names, uint64_t ino, struct ide
     if (length >= room)
         return NAMES_ASK;
     memcpy(path, found, length + 1);
+    return NAMES_YES;
+}
+
+enum names_answer names_acls(const struct names *names, uint64_t ino,
+                             const struct names_acls **acls, uint32_t *mode) {
+    struct record record;
+    if (!record_at(names, ino, &record) || differs(names, ino) || record.flags & ALIAS)
+        return NAMES_ASK;
+    uint32_t number = record.flags >> ACL_SHIFT;
+    if (number > names->acl_count)
+        return NAMES_ASK;
+    if (number == 0)
+        return NAMES_NONE;
+    *acls = &names->acls[number - 1];
+    *mode = record.mode;
     return NAMES_YES;
 }
 

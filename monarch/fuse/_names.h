@@ -21,12 +21,22 @@ struct names_block {
     size_t size;
 };
 
+/* The access control lists of entries, as they are told to the kernel but for the mode bits
+ * (acl.py).
+ * ``inherited``: the default list of a directory. */
+struct names_acls {
+    const char *access, *inherited;
+    size_t access_size, inherited_size;
+};
+
 struct names {
     uint64_t entries;
     const uint8_t *marks; /* a byte for each inode, shared with Python */
     uint8_t differs;      /* the mark of an inode that is not as the snapshot tells */
     size_t blocks[NAMES_TABLES];
     struct names_block *table[NAMES_TABLES];
+    size_t acl_count; /* 0: the kernel does not decide with lists */
+    struct names_acls *acls;
 };
 
 /* What a file at the source must still be for the snapshot to be right about it. */
@@ -49,6 +59,9 @@ enum names_answer names_version(const struct names *names, uint64_t ino, struct 
 /* The same, and where the source has it, relative to its root; NAMES_ASK for a path too long. */
 enum names_answer names_file(const struct names *names, uint64_t ino, struct identity *identity,
                              char *path, size_t room);
+/* The access control lists of an entry and its mode; NAMES_NONE if it has none. */
+enum names_answer names_acls(const struct names *names, uint64_t ino,
+                             const struct names_acls **acls, uint32_t *mode);
 enum names_answer names_attributes(const struct names *names, uint64_t ino, struct attr *attr);
 enum names_answer names_lookup(const struct names *names, uint64_t parent, const char *name,
                                size_t length, struct entry_out *entry);

@@ -1,6 +1,7 @@
 /* What Python sees of the datapath: one type, and the bytes that were fetched. */
 #define PY_SSIZE_T_CLEAN
 #include "_datapath.h"
+#include "_xattrs.h"
 #include <Python.h>
 
 #include <errno.h>
@@ -13,6 +14,7 @@ typedef struct {
     PyObject_HEAD struct datapath *path;
     Py_buffer residency, marks;
     PyObject *blocks; /* a list of what the published blocks lie in */
+    PyObject *acls;   /* a tuple of the pairs that names.acls points into */
 } Datapath;
 
 static PyObject *failed(int error) {
@@ -20,16 +22,41 @@ static PyObject *failed(int error) {
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
+/* Keep the access control lists, a sequence of pairs of bytes; false with an exception set. */
+static bool take_acls(Datapath *self, PyObject *given) {
+    struct names *names = &self->path->names;
+    self->acls = PySequence_Tuple(given);
+    if (!self->acls)
+        return false;
+    size_t count = (size_t)PyTuple_GET_SIZE(self->acls);
+    names->acls = calloc(count + 1, sizeof *names->acls);
+    if (!names->acls) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (size_t i = 0; i < count; i++) {
+        struct names_acls *pair = &names->acls[i];
+        Py_ssize_t access, inherited;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(self->acls, (Py_ssize_t)i), "y#y#", &pair->access,
+                              &access, &pair->inherited, &inherited))
+            return false;
+        pair->access_size = (size_t)access;
+        pair->inherited_size = (size_t)inherited;
+    }
+    names->acl_count = count;
+    return true;
+}
+
 static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *keys[] = {"residency", "marks",       "differs",   "unusable", "copying",
-                           "entries",   "directories", "bounds_ns", NULL};
+                           "entries",   "directories", "bounds_ns", "acls",     NULL};
     Py_buffer residency, marks;
     unsigned char differs, unusable, copying;
     unsigned long long entries, directories;
-    PyObject *bounds;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$y*y*bbbKKO", keys, &residency, &marks,
-                                     &differs, &unusable, &copying, &entries, &directories,
-                                     &bounds))
+    PyObject *bounds, *acls;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$y*y*bbbKKOO", keys, &residency, &marks,
+                                     &differs, &unusable, &copying, &entries, &directories, &bounds,
+                                     &acls))
         return NULL;
     Datapath *self = (Datapath *)type->tp_alloc(type, 0);
     if (!self) {
@@ -66,6 +93,10 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         path->bounds_ns[path->bounds] =
             PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(sequence, path->bounds));
     Py_DECREF(sequence);
+    if (!take_acls(self, acls)) {
+        Py_DECREF(self);
+        return NULL;
+    }
     path->residency = residency.buf;
     path->marks = path->names.marks = marks.buf;
     path->names.differs = differs;
@@ -140,6 +171,7 @@ static void datapath_dealloc(Datapath *self) {
         free(path);
     }
     Py_XDECREF(self->blocks);
+    Py_XDECREF(self->acls);
     PyBuffer_Release(&self->residency);
     PyBuffer_Release(&self->marks);
     Py_TYPE(self)->tp_free((PyObject *)self);
@@ -653,11 +685,17 @@ static PyTypeObject datapath_type = {
     .tp_methods = methods,
 };
 
+static PyMethodDef functions[] = {
+    {"read_xattrs", (PyCFunction)read_xattrs, METH_VARARGS, NULL},
+    {0},
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "monarch.fuse._datapath",
     .m_doc = "Answers the kernel without the interpreter; see monarch/fuse/datapath.py.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 PyMODINIT_FUNC PyInit__datapath(void) {

@@ -723,6 +723,63 @@ static void do_opendir(struct thread *thread, struct in_header *request) {
         answer(thread, request, &out, sizeof out);
 }
 
+/* One entry of an access control list (linux/posix_acl_xattr.h); all numbers are little-endian, as
+ * _names.c requires of the host. */
+struct acl_entry {
+    uint16_t tag, permissions;
+    uint32_t id;
+};
+enum { ACL_HEAD_BYTES = 4, ACL_OWNER = 0x01, ACL_MASK = 0x10, ACL_OTHERS = 0x20 };
+
+/* Fill the bits of a mode into a stored access list, as acl.py's with_mode does. */
+static void fill_in_mode(uint8_t *list, size_t size, uint32_t mode) {
+    for (size_t at = ACL_HEAD_BYTES; at + sizeof(struct acl_entry) <= size;
+         at += sizeof(struct acl_entry)) {
+        struct acl_entry entry;
+        memcpy(&entry, list + at, sizeof entry);
+        if (entry.tag == ACL_OWNER)
+            entry.permissions = mode >> 6 & 7;
+        else if (entry.tag == ACL_MASK)
+            entry.permissions = mode >> 3 & 7;
+        else if (entry.tag == ACL_OTHERS)
+            entry.permissions = mode & 7;
+        memcpy(list + at, &entry, sizeof entry);
+    }
+}
+
+/* Answer for an access control list. The kernel keeps the answer as long as the attributes. Where
+ * no entry has a list the kernel is not told of lists (operations.py), and EOPNOTSUPP tells
+ * programs that they need not ask for other files. */
+static void give_acl(struct thread *thread, struct in_header *request, bool inherited) {
+    const struct names *names = &thread->path->names;
+    const struct getxattr_in *in = (const struct getxattr_in *)(request + 1);
+    const struct names_acls *acls;
+    uint32_t mode;
+    if (names->acl_count == 0) {
+        refuse(thread, request, EOPNOTSUPP);
+        return;
+    }
+    enum names_answer known = names_acls(names, request->nodeid, &acls, &mode);
+    if (known == NAMES_ASK) {
+        pass_on(thread, request);
+        return;
+    }
+    size_t size = known == NAMES_NONE ? 0 : inherited ? acls->inherited_size : acls->access_size;
+    struct getxattr_out out = {.size = (uint32_t)size};
+    if (size == 0) {
+        refuse(thread, request, ENODATA);
+    } else if (in->size == 0) {
+        answer(thread, request, &out, sizeof out);
+    } else if (in->size < size) {
+        refuse(thread, request, ERANGE);
+    } else {
+        memcpy(thread->data, inherited ? acls->inherited : acls->access, size);
+        if (!inherited)
+            fill_in_mode(thread->data, size, mode);
+        answer(thread, request, thread->data, size);
+    }
+}
+
 /* A file of the snapshot has only the attributes that Monarch gives it; programs ask for others one
  * by one. No file has an attribute that gives rights (security.capability, which the kernel asks
  * for before each write) or a label of SELinux. EOPNOTSUPP for the label tells ls, once for the
@@ -732,8 +789,11 @@ static void do_getxattr(struct thread *thread, struct in_header *request, size_t
     const char *name = (const char *)(request + 1) + sizeof(struct getxattr_in);
     bool named = size > sizeof(struct getxattr_in);
     bool told = names_tells(&thread->path->names, request->nodeid);
+    bool inherited = named && strcmp(name, "system.posix_acl_default") == 0;
     if (named && strcmp(name, "security.selinux") == 0)
         refuse(thread, request, EOPNOTSUPP);
+    else if (inherited || (named && strcmp(name, "system.posix_acl_access") == 0))
+        give_acl(thread, request, inherited);
     else if (named && (strncmp(name, rights, sizeof rights - 1) == 0 ||
                        (told && strncmp(name, ours, sizeof ours - 1))))
         refuse(thread, request, ENODATA);
@@ -744,9 +804,13 @@ static void do_getxattr(struct thread *thread, struct in_header *request, size_t
 static void do_listxattr(struct thread *thread, struct in_header *request, size_t size) {
     const struct getxattr_in *in = (const struct getxattr_in *)(request + 1);
     struct getxattr_out out = {0};
+    const struct names *names = &thread->path->names;
+    const struct names_acls *acls;
+    uint32_t mode;
     if (size < sizeof *in)
         refuse(thread, request, EINVAL);
-    else if (!names_tells(&thread->path->names, request->nodeid))
+    else if (!names_tells(names, request->nodeid) ||
+             (names->acl_count && names_acls(names, request->nodeid, &acls, &mode) != NAMES_NONE))
         pass_on(thread, request);
     else
         answer(thread, request, &out, in->size ? 0 : sizeof out);

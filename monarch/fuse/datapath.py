@@ -125,6 +125,7 @@ class Datapath:
             entries=snapshot.entries,
             directories=snapshot.info().directories,
             bounds_ns=[round(bound * 1e9) for bound in BUCKETS_S],
+            acls=[snapshot.acl_value(n + 1) for n in range(snapshot.info().acl_values)],
         )
         self._native.set_source(
             source.directory,

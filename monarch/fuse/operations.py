@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 
-from monarch import points
+from monarch import acl, points
 from monarch.errors import MonarchError
 from monarch.fuse.datapath import Datapath, split_handle
 from monarch.log import Limiter
@@ -109,6 +109,9 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self._filesystem = filesystem
         self._names = filesystem.names
+        # The kernel decides with access control lists, and keeps them. It asks for that of each
+        # entry that somebody but its owner uses, so not where it is known that there are none.
+        self.enable_acl = filesystem.names.has_acls
         self._count_error = count_error
         self._datapath = datapath
         self._list_ends: dict[Ino, int] = {}
@@ -348,7 +351,7 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
-        if name == b"security.selinux":
+        if name == b"security.selinux" or (name in acl.NAMES and not self.enable_acl):
             # ls then asks no more for this mount (_requests.c).
             raise FUSEError(errno.EOPNOTSUPP)
         value = self._filesystem.xattr(Ino(inode), name)

@@ -21,6 +21,8 @@ from monarch.buckets import BUCKETS, buckets
 from monarch.errors import SnapshotError, SourceError, UsageError
 from monarch.namespace.scan import Batch, Scan, printable
 from monarch.namespace.schema import (
+    ACL_SHIFT,
+    ACLS,
     ALIAS,
     BLOCK,
     CHILDREN,
@@ -242,7 +244,9 @@ class _Writer:
         self._names: list[bytes] = []
         self._links: list[bytes] = []
         self._firsts: list[int] = []
-        self._blocks = {INODES: 0, NAMES: 0, LINKS: 0, CHILDREN: 0}
+        self._acls: list[bytes] = []
+        self._blocks = {INODES: 0, NAMES: 0, LINKS: 0, CHILDREN: 0, ACLS: 0}
+        self._acl_values = 0
         self._last_rank = -1
         self._closed: list[Ino] = []
         self._unreadable = 0
@@ -264,6 +268,9 @@ class _Writer:
         self._records += batch.records
         self._names += batch.names
         self._links += batch.links
+        for pair in batch.new_acls:
+            self._acls += pair
+            self._acl_values += 1
         self.entries += len(batch.names)
         if len(self._names) >= BLOCK:
             if self.entries > _MOST_ENTRIES:
@@ -271,6 +278,8 @@ class _Writer:
             self._put_inodes(BLOCK)
         if len(self._links) >= BLOCK:
             self._put_links(BLOCK)
+        while len(self._acls) >= BLOCK:
+            self._put_acls(BLOCK)
 
     def finish(
         self, *, source: bytes, created_ns: int, one_file_system: bool, scan_seconds: float
@@ -279,6 +288,8 @@ class _Writer:
             self._put_inodes(BLOCK)
         while self._links:
             self._put_links(BLOCK)
+        if self._acls:
+            self._put_acls(BLOCK)
         self._put_firsts(self.entries + 1)
         self._flag_closed()
         totals = self._totals
@@ -299,6 +310,8 @@ class _Writer:
             unreadable_paths=tuple(self._unreadable_paths),
             one_file_system=one_file_system,
             scan_seconds=round(scan_seconds, 3),
+            acls=totals.acls,
+            acl_values=self._acl_values,
         )
         self._put(CURVE, totals.curve.astype("<u8").tobytes())
         self._put(META, encode_meta(info))
@@ -321,6 +334,10 @@ class _Writer:
     def _put_links(self, count: int) -> None:
         self._append(LINKS, pack_strings(self._links[:count]))
         del self._links[:count]
+
+    def _put_acls(self, count: int) -> None:
+        self._append(ACLS, pack_strings(self._acls[:count]))
+        del self._acls[:count]
 
     def _put_firsts(self, following: int) -> None:
         self._append(CHILDREN, pack_firsts(self._firsts, following))
@@ -371,6 +388,7 @@ class _Totals:
 
     def __init__(self) -> None:
         self.files = self.directories = self.symlinks = self.others = self.aliases = 0
+        self.acls = 0
         self.largest = 0
         self.sizes = np.zeros(65, dtype=np.int64)
         self.curve = np.zeros(BUCKETS, dtype=np.uint64)
@@ -385,6 +403,7 @@ class _Totals:
         aliases = int(count(alias))
         files = int(count(file))
         self.aliases += aliases
+        self.acls += int(count(records["flags"] >> ACL_SHIFT))
         self.files += files
         self.directories += directories
         self.symlinks += symlinks

@@ -1,7 +1,7 @@
 """Finding out how a snapshot differs from its source, or from another snapshot.
 
-Of a directory only the names in it, its mode and its owner are compared: its times and its size
-say no more than that names came or went, and those are told by themselves.
+Of a directory only the names in it, its mode, its owner and its access control lists are compared:
+its times and its size say no more than that names came or went, and those are told by themselves.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from monarch import acl
 from monarch.absorbed import is_staged
 from monarch.beneath import lstat_beneath, open_beneath
 from monarch.namespace.build import open_source, paced
 from monarch.namespace.scan import Scan, pack_record
-from monarch.namespace.schema import RECORD, RECORD_STRUCT, UNREADABLE
+from monarch.namespace.schema import ACL_SHIFT, ALIAS, RECORD, RECORD_STRUCT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import ROOT_INO, Ino, Progress
 
@@ -33,6 +34,7 @@ Kind = Literal["missing", "new", "changed-size", "changed-mtime", "changed"]
 _COMPARED_OF_FILES = ("mode", "uid", "gid", "size", "mtime_ns", "ctime_ns", "source_ino")
 _COMPARED_OF_DIRECTORIES = ("mode", "uid", "gid")
 _UNLISTED = "cannot be listed"
+_ACLS = "access control lists"
 _FIELDS = RECORD.names or ()
 
 
@@ -75,7 +77,14 @@ def diff(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
     """What changed from one snapshot to the other, directory by directory."""
     pending: deque[tuple[bytes, Ino, Ino]] = deque([(b"", ROOT_INO, ROOT_INO)])
     yield from _compare_entries(
-        b"", [b""], before.columns(range(1, 2)), [b""], after.columns(range(1, 2)), before, after
+        b"",
+        [b""],
+        before.columns(range(1, 2)),
+        [b""],
+        after.columns(range(1, 2)),
+        before,
+        after,
+        after,
     )
     while pending:
         path, old, new = pending.popleft()
@@ -85,7 +94,7 @@ def diff(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
         old_names, new_names = before.names(old), after.names(new)
         old_records, new_records = before.columns(old_slots), after.columns(new_slots)
         yield from _compare_entries(
-            path, old_names, old_records, new_names, new_records, before, after
+            path, old_names, old_records, new_names, new_records, before, after, after
         )
         old_directories = _directories(old_names, old_records, old_slots.start)
         new_directories = _directories(new_names, new_records, new_slots.start)
@@ -112,7 +121,7 @@ def _verify_all(
             report(done, snapshot.entries, "entries")
             if head.rank < 0:
                 was = snapshot.columns(range(1, 2))
-                yield from _compare_entries(b"", [b""], was, names, records, snapshot, None)
+                yield from _compare_entries(b"", [b""], was, names, records, snapshot, None, scan)
                 continue
             old = snapshot.resolve(head.path)
             known = old is not None and snapshot.attributes(old).is_dir
@@ -125,7 +134,9 @@ def _verify_all(
                 was = snapshot.columns(snapshot.children(old))
             else:
                 old_names, was = [], np.empty(0, dtype=RECORD)
-            yield from _compare_entries(head.path, old_names, was, names, records, snapshot, None)
+            yield from _compare_entries(
+                head.path, old_names, was, names, records, snapshot, None, scan
+            )
     if progress is not None:
         progress(done, done, "entries")
 
@@ -164,7 +175,13 @@ def _verify_entry(root_fd: int, snapshot: Snapshot, slot: Ino) -> list[Differenc
         return [Difference("changed", path, error.strerror or str(error))]
     # ``extra`` is not compared.
     now = RECORD_STRUCT.unpack(pack_record(status, Ino(was[0]), 0))
-    difference = _changed(path, was, now)
+    acls_differ = False
+    if snapshot.info().acls is not None and not was[5] & ALIAS:
+        try:
+            acls_differ = acl.read_beneath(root_fd, path) != snapshot.acls_of(was[5])
+        except OSError as error:
+            return [Difference("changed", path, error.strerror or str(error))]
+    difference = _changed(path, was, now, acls_differ=acls_differ)
     return [] if difference is None else [difference]
 
 
@@ -197,10 +214,12 @@ def _compare_entries(
     new: npt.NDArray[np.void],
     before: Snapshot,
     after: Snapshot | None,
+    seen: Snapshot | Scan,
 ) -> Iterator[Difference]:
     """Compare the entries of one directory, and name all that is beneath what came or went.
 
-    ``after`` is None where what came is given later, directory by directory.
+    ``after`` is None where what came is given later, directory by directory. ``seen`` knows the
+    access control lists of the new entries.
     """
     if old_names == new_names:
         common = list(old_names)
@@ -222,10 +241,16 @@ def _compare_entries(
     differs = (old["flags"] ^ new["flags"]) & UNREADABLE != 0
     for column in _COMPARED_OF_FILES:
         differs |= old[column] != new[column]
-    for place in np.flatnonzero(differs).tolist():
+    # An alias has its file's, which are compared under the file's first name.
+    flags = old["flags"] | new["flags"]
+    have_acls = (flags >> ACL_SHIFT != 0) & (flags & ALIAS == 0)
+    if before.info().acls is None or (after is not None and after.info().acls is None):
+        have_acls[:] = False
+    for place in np.flatnonzero(differs | have_acls).tolist():
         was, now = old[place].item(), new[place].item()
         name = _join(path, common[place])
-        difference = _changed(name, was, now)
+        acls_differ = have_acls[place] and before.acls_of(was[5]) != seen.acls_of(now[5])
+        difference = _changed(name, was, now, acls_differ=bool(acls_differ))
         if difference is not None:
             yield difference
         if stat.S_IFMT(was[1]) != stat.S_IFMT(now[1]):
@@ -234,17 +259,19 @@ def _compare_entries(
                 yield from _beneath(after, "new", name, new[place])
 
 
-def _changed(path: bytes, was: tuple[int, ...], now: tuple[int, ...]) -> Difference | None:
+def _changed(
+    path: bytes, was: tuple[int, ...], now: tuple[int, ...], *, acls_differ: bool
+) -> Difference | None:
     is_directory = stat.S_ISDIR(was[1]) and stat.S_ISDIR(now[1])
     compared = _COMPARED_OF_DIRECTORIES if is_directory else _COMPARED_OF_FILES
     old, new = dict(zip(_FIELDS, was, strict=True)), dict(zip(_FIELDS, now, strict=True))
     changed = [column for column in compared if old[column] != new[column]]
-    what = ", ".join(column.removesuffix("_ns") for column in changed)
+    what = ", ".join([*(c.removesuffix("_ns") for c in changed), *[_ACLS] * acls_differ])
     if "size" in changed:
         return Difference("changed-size", path, f"{what}: {old['size']} -> {new['size']} bytes")
     if "mtime_ns" in changed:
         return Difference("changed-mtime", path, what)
-    if changed:
+    if what:
         return Difference("changed", path, what)
     if (was[5] ^ now[5]) & UNREADABLE:
         return Difference("changed", path, _UNLISTED if now[5] & UNREADABLE else "can be read now")

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from monarch.acl import NO_ACLS, Acls
 from monarch.errors import SourceError
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
@@ -29,6 +30,7 @@ class Known:
         self._differs = differs
         self.refreshed: dict[Ino, Attributes] = {}
         self.gone: set[Ino] = set()
+        self._acls: dict[Ino, Acls] = {}
         self._moved: dict[Ino, bytes] = {}
         self._has_unreadable = snapshot.info().unreadable > 0
 
@@ -36,12 +38,13 @@ class Known:
         if ino < WRITTEN_INO:
             self._differs(ino)
 
-    def refresh(self, ino: Ino, attributes: Attributes) -> None:
+    def refresh(self, ino: Ino, attributes: Attributes, acls: Acls = NO_ACLS) -> None:
         """The source tells other attributes than the snapshot; it may have the entry again."""
         self.differs(ino)
         self.gone.discard(ino)
         parent = attributes.parent if ino >= WRITTEN_INO else self.snapshot.attributes(ino).parent
         self.refreshed[ino] = replace(attributes, ino=ino, parent=parent)
+        self._acls[ino] = acls
 
     def forget(self, ino: Ino) -> None:
         self.differs(ino)
@@ -58,6 +61,7 @@ class Known:
     def drop(self, ino: Ino) -> None:
         """Nobody will ask for the inode any more."""
         self.refreshed.pop(ino, None)
+        self._acls.pop(ino, None)
         self._moved.pop(ino, None)
         if ino >= WRITTEN_INO:
             self.gone.discard(ino)
@@ -65,6 +69,13 @@ class Known:
     def attributes(self, ino: Ino) -> Attributes:
         """The newest that is known; of an entry that is gone, what it was."""
         return self.refreshed.get(ino) or self.snapshot.attributes(ino)
+
+    def acls(self, ino: Ino) -> Acls:
+        """The access control lists that the source has, as far as is known."""
+        known = self._acls.get(ino)
+        if known is None:
+            known = NO_ACLS if ino >= WRITTEN_INO else self.snapshot.acls(ino)
+        return known
 
     def lookup(self, parent: Ino, name: bytes) -> Ino | None:
         """Raises SourceError, EACCES, if the directory could not be listed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from monarch.acl import NO_ACLS, Acls
 from monarch.namespace.known import Known
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
@@ -57,7 +58,16 @@ class Namespace(Written):
     def info(self) -> SnapshotSummary:
         return self.snapshot.info()
 
-    def refresh(self, ino: Ino, attributes: Attributes) -> None:
+    @property
+    def has_acls(self) -> bool:
+        """Whether the snapshot has access control lists, so that the kernel decides with them."""
+        return self.snapshot.has_acls
+
+    def acls(self, ino: Ino) -> Acls:
+        """The access control lists of an entry, without its mode (acl.py)."""
+        return self._known.acls(ino)
+
+    def refresh(self, ino: Ino, attributes: Attributes, acls: Acls = NO_ACLS) -> None:
         """The source has other attributes than was known; it may have the entry again.
 
         What was set through the mount is shown as before, and what was removed stays so.
@@ -70,7 +80,7 @@ class Namespace(Written):
             return
         else:
             node.follow(attributes)
-        self._known.refresh(ino, attributes)
+        self._known.refresh(ino, attributes, acls)
 
     def forget(self, ino: Ino) -> None:
         """The source has the entry no more: neither ``lookup`` nor a listing shows it.

@@ -25,13 +25,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from monarch import acl
 from monarch.absorbed import is_staged
+from monarch.acl import NO_ACLS, Acls
 from monarch.beneath import open_beneath
-from monarch.errors import SourceError
+from monarch.errors import SnapshotError, SourceError
 from monarch.namespace.schema import (
+    ACL_SHIFT,
     ALIAS,
     EXTRA_OFFSET,
     FLAGS_OFFSET,
+    MODE_OFFSET,
+    MOST_ACLS,
     RECORD_BYTES,
     RECORD_STRUCT,
     SOURCE_INO_OFFSET,
@@ -78,7 +83,8 @@ class Batch:
 
     ``records`` are packed as RECORD_STRUCT and complete. ``directory`` is the inode number of the
     directory and ``rank`` its rank; every directory has at least one batch, maybe an empty one.
-    ``links`` are the targets of the symbolic links among them. ``unreadable`` lists the paths of
+    ``links`` are the targets of the symbolic links among them, ``new_acls`` the access control
+    lists that no batch before had, in the order of their numbers. ``unreadable`` lists the paths of
     entries flagged so; ``closed`` says that the directory itself could not be listed.
     """
 
@@ -91,10 +97,12 @@ class Batch:
     unreadable: list[bytes] = field(default_factory=list)
     closed: bool = False
     reused: int = 0
+    new_acls: list[Acls] = field(default_factory=list)
     # Positions that are completed when their turn comes: rank, target, device.
     directory_devices: list[tuple[int, int]] = field(default_factory=list)
     link_targets: list[tuple[int, bytes]] = field(default_factory=list)
     shared_devices: list[tuple[int, int]] = field(default_factory=list)
+    acls: dict[int, Acls] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -104,6 +112,7 @@ class _Directory:
     ino: Ino
     rank: int
     path: bytes
+    device: int
     elsewhere: bool = False  # on another file system, and not to be entered
     before: Ino | None = None  # its inode number in the previous snapshot
     unchanged: bool = False  # the previous snapshot still has its names right
@@ -150,7 +159,8 @@ class Scan:
         self._jobs = max(1, jobs)
         self._one_file_system = one_file_system
         self._previous = previous
-        self._quick = quick
+        # An entry is taken from a snapshot only if that knows all about it.
+        self._quick = quick and previous is not None and previous.info().acls is not None
         # What is known already must not be lost because a disk of the source fails today.
         self._tolerated = _UNREADABLE if previous is None else _UNREADABLE - {errno.EIO}
         self._root_device = 0
@@ -158,6 +168,9 @@ class Scan:
         self._next_rank = 0
         self._next_link = 0
         self._primaries: dict[tuple[int, int], list[int]] = {}
+        self._acls: dict[Acls, int] = {}
+        self._numbered_acls: list[Acls] = []
+        self._devices_with_acls: dict[int, bool] = {}
         self._frontier: deque[_Directory] = deque()
         self._window: deque[_Directory] = deque()
         self._held_names = 0
@@ -202,6 +215,13 @@ class Scan:
         """How many entries were taken from the previous snapshot without a look."""
         return self._reused
 
+    def acls_of(self, flags: int) -> Acls:
+        """The access control lists that the ``flags`` of a record tell of."""
+        number = flags >> ACL_SHIFT
+        if len(self._numbered_acls) < number:
+            self._numbered_acls = list(self._acls)
+        return self._numbered_acls[number - 1] if number else NO_ACLS
+
     @property
     def unlisted(self) -> int:
         """How many directories were not listed, since they have not changed."""
@@ -239,7 +259,9 @@ class Scan:
         batch = Batch(ROOT_INO, -1, b"", [b""], bytearray(pack_record(status, ROOT_INO, 0)))
         batch.directory_devices.append((0, status.st_dev))
         before = ROOT_INO if self._previous is not None else None
-        self._number(_Directory(ROOT_INO, -1, b"", before=before), batch)
+        above = _Directory(ROOT_INO, -1, b"", status.st_dev, before=before, fd=self._root_fd)
+        self._read_acls(above, batch, {0: b"."})
+        self._number(above, batch)
         return batch
 
     def _admit(self) -> None:
@@ -329,6 +351,8 @@ class Scan:
         if batch is None and (not listing or len(directory.slices) == 1):
             calls += len(directory.slices[index])
             batch = self._look(directory, directory.slices[index])
+            if self._devices_with_acls.get(directory.device):
+                calls += len(directory.slices[index])
         seconds = time.perf_counter() - started
         waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waits
         return _Done(directory, listing, index, batch, calls, seconds, waits)
@@ -397,6 +421,7 @@ class Scan:
                 )
             else:
                 self._append_special(directory, batch, name, s)
+        self._read_acls(directory, batch, dict(enumerate(seen)))
         return batch
 
     def _look_quickly(self, directory: _Directory, names: list[bytes], previous: Snapshot) -> Batch:
@@ -407,6 +432,7 @@ class Scan:
         slot = None if before is None else previous.slot(before, names[0])
         if slot is None:
             raise AssertionError("an unchanged directory has its names from the snapshot")
+        looked_at: dict[int, bytes] = {}
         for name in names:
             record, target = previous.reusable(slot)
             slot = Ino(slot + 1)
@@ -423,8 +449,48 @@ class Scan:
             except OSError as error:
                 self._look_failed(directory, batch, name, error)
             else:
+                place = len(batch.names)
                 self._append_special(directory, batch, name, status)
+                if len(batch.names) > place:
+                    looked_at[place] = name
+        self._read_acls(directory, batch, looked_at)
         return batch
+
+    def _read_acls(self, directory: _Directory, batch: Batch, names: dict[int, bytes]) -> None:
+        """Read the access control lists of entries of a batch, by their positions in it."""
+        if not names or not self._has_acls(directory):
+            return
+        unreadable = set(batch.unreadable)
+        places = list(names)
+        for found, value in acl.read(directory.fd, list(names.values()), acl.ACCESS):
+            place = places[found]
+            if not isinstance(value, int):
+                if access := acl.stored(value):
+                    batch.acls[place] = Acls(access)
+            elif value not in _VANISHED and _join(directory.path, names[place]) not in unreadable:
+                self._append_closed(directory, batch, place, names[place], value)
+        inside = [place for place, _ in batch.directory_devices if place in names]
+        for found, value in acl.read(directory.fd, [names[p] for p in inside], acl.DEFAULT):
+            if not isinstance(value, int):
+                known = batch.acls.get(inside[found], NO_ACLS)
+                batch.acls[inside[found]] = known._replace(default=value)
+
+    def _has_acls(self, directory: _Directory) -> bool:
+        known = self._devices_with_acls.get(directory.device)
+        if known is None:
+            known = self._devices_with_acls[directory.device] = acl.are_known(directory.fd)
+        return known
+
+    def _append_closed(
+        self, directory: _Directory, batch: Batch, place: int, name: bytes, number: int
+    ) -> None:
+        """Who may use an entry is not known: then nobody but its owner may."""
+        if number not in self._tolerated:
+            error = OSError(number, os.strerror(number))
+            raise _source_error(_join(directory.path, name), error)
+        batch.unreadable.append(_join(directory.path, name))
+        mode = int.from_bytes(_field(batch.records, place, MODE_OFFSET, 4), "little")
+        _set(batch.records, place, MODE_OFFSET, (mode & ~0o077).to_bytes(4, "little"))
 
     def _append_special(
         self, directory: _Directory, batch: Batch, name: bytes, status: os.stat_result
@@ -512,6 +578,17 @@ class Scan:
         self._next_ino += len(batch.names)
         records = batch.records
         aliases: set[int] = set()
+        for position, acls in batch.acls.items():
+            number = self._acls.get(acls)
+            if number is None:
+                number = self._acls[acls] = len(self._acls) + 1
+                batch.new_acls.append(acls)
+                if number > MOST_ACLS:
+                    raise SnapshotError(
+                        "the source has more different access control lists than a"
+                        " snapshot can number"
+                    )
+            _set(records, position, FLAGS_OFFSET, (number << ACL_SHIFT).to_bytes(4, "little"))
         for position, device in batch.shared_devices:
             ino = int.from_bytes(_field(records, position, SOURCE_INO_OFFSET, 8), "little")
             primary = self._primaries.get((device, ino))
@@ -537,6 +614,7 @@ class Scan:
                 Ino(first + position),
                 self._next_rank,
                 _join(directory.path, name),
+                device,
                 elsewhere=self._one_file_system and device != self._root_device,
             )
             self._next_rank += 1

@@ -7,6 +7,7 @@
     "n" + block      names: 4096 of them, in the same order
     "l" + block      targets of symbolic links: 4096 of them, by the rank of the link
     "c" + block      first children: u32 each, by the rank of the directory
+    "a" + block      access control lists: 2048 pairs of strings, an access and a default one
 
 A block's number is a big-endian u32. Each value begins with the xxh3 of what follows, so a flipped
 bit is found at the first use of a block. All numbers inside are little-endian. Behind the database
@@ -35,7 +36,9 @@ import xxhash
 
 from monarch.errors import NewerSnapshot, SnapshotError
 
-VERSION: Final = 1
+VERSION: Final = 2
+# Version 1 has no access control lists: what the source had then is not known.
+_READABLE: Final = (1, VERSION)
 
 BLOCK: Final = 4096  # entries in a block of any table
 SHIFT: Final = 12  # BLOCK as a power of two
@@ -47,11 +50,16 @@ INODES: Final = b"i"
 NAMES: Final = b"n"
 LINKS: Final = b"l"
 CHILDREN: Final = b"c"
+ACLS: Final = b"a"
 
 # The second and later names of a hard-linked file; ``extra`` is the inode number of the first.
 ALIAS: Final = 1
 # A directory that could not be listed, or an entry that could not be looked at.
 UNREADABLE: Final = 2
+# What is above these bits of ``flags`` is the number of the entry's pair of access control lists,
+# counted from 1. An alias has none: its file's first name tells.
+ACL_SHIFT: Final = 8
+MOST_ACLS: Final = (1 << 32 - ACL_SHIFT) - 1
 
 # parent, mode, uid, gid, nlink, flags, size, mtime_ns, ctime_ns, source_ino, extra
 # ``extra`` is st_blocks of a regular file, the rank of a directory or symbolic link, st_rdev of a
@@ -73,6 +81,7 @@ RECORD: Final = np.dtype(
         ("extra", "<u8"),
     ]
 )
+MODE_OFFSET: Final = 4
 FLAGS_OFFSET: Final = 20
 EXTRA_OFFSET: Final = 56
 
@@ -92,6 +101,8 @@ class SnapshotSummary:
     ``entries`` counts names, so it is also the highest inode number; ``files`` are regular files,
     ``aliases`` further names of a hard-linked one, ``others`` devices, fifos and sockets.
     ``sizes`` counts files by the bit length of their size: (0, n) empty, (k, n) below ``1 << k``.
+    ``acls`` counts entries with access control lists, None if nobody looked for them;
+    ``acl_values`` are the different ones.
     """
 
     id: str
@@ -110,6 +121,8 @@ class SnapshotSummary:
     unreadable_paths: tuple[str, ...]
     one_file_system: bool
     scan_seconds: float
+    acls: int | None = None
+    acl_values: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON can hold them; the source's bytes are percent-encoded."""
@@ -127,7 +140,7 @@ def decode_meta(content: bytes, *, where: str) -> SnapshotSummary:
     try:
         fields = json.loads(content)
         version = fields.pop("version")
-        if version != VERSION:
+        if version not in _READABLE:
             kind = NewerSnapshot if version > VERSION else SnapshotError
             raise kind(
                 f"snapshot {where} has format version {version}, this Monarch reads {VERSION}",

@@ -20,9 +20,12 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from monarch.acl import NO_ACLS, Acls
 from monarch.buckets import BUCKETS
 from monarch.errors import SnapshotError
 from monarch.namespace.schema import (
+    ACL_SHIFT,
+    ACLS,
     ALIAS,
     BLOCK,
     CHILDREN,
@@ -193,6 +196,8 @@ class Snapshot:
         self._names = table(NAMES, info.entries)
         self._links = table(LINKS, info.symlinks)
         self._firsts = table(CHILDREN, info.directories)
+        self._acls = table(ACLS, 2 * info.acl_values)
+        self._tables = (self._inodes, self._names, self._links, self._firsts, self._acls)
         self._aliases: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
 
     @classmethod
@@ -214,7 +219,7 @@ class Snapshot:
             raise
 
     def close(self) -> None:
-        for table in (self._inodes, self._names, self._links, self._firsts):
+        for table in self._tables:
             table.views = []
         self._transaction.abort()
         self._mapping.release()
@@ -267,7 +272,7 @@ class Snapshot:
 
         The blocks stay until ``close``.
         """
-        for table in (self._inodes, self._names, self._links, self._firsts):
+        for table in self._tables:
             table.on_load(call)
 
     def damages(self) -> Iterator[str]:
@@ -275,7 +280,7 @@ class Snapshot:
 
         An empty text comes for each that is right, so that the caller may pause.
         """
-        for table in (self._inodes, self._names, self._links, self._firsts):
+        for table in self._tables:
             for number in range(len(table.views)):
                 try:
                     table.check(number)
@@ -290,7 +295,7 @@ class Snapshot:
 
     def check(self) -> None:
         """Read every block once. Raises SnapshotError if one is damaged."""
-        for table in (self._inodes, self._names, self._links, self._firsts):
+        for table in self._tables:
             for number in range(len(table.views)):
                 table.block(number)
         self.curve()
@@ -412,6 +417,25 @@ class Snapshot:
         rank = record[10]
         index = rank & MASK
         return unpack_strings(self._links.block(rank >> SHIFT), index, index + 1)[0]
+
+    @property
+    def has_acls(self) -> bool:
+        """Whether any entry has access control lists, as far as was looked."""
+        return bool(self._info.acls)
+
+    def acls(self, ino: Ino) -> Acls:
+        """The access control lists of an entry, as they are stored."""
+        return self.acls_of(self._record(ino)[5])
+
+    def acls_of(self, flags: int) -> Acls:
+        """Those that the ``flags`` of a record tell of."""
+        return self.acl_value(flags >> ACL_SHIFT) if flags >> ACL_SHIFT else NO_ACLS
+
+    def acl_value(self, number: int) -> Acls:
+        """The pair of that number, from 1 to ``info().acl_values``."""
+        index = 2 * (number - 1)
+        block = self._acls.block(index >> SHIFT)
+        return Acls(*unpack_strings(block, index & MASK, (index & MASK) + 2))
 
     def resolve(self, path: bytes) -> Ino | None:
         """The inode number of a path relative to the root. Symbolic links are not followed."""

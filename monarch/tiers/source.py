@@ -27,6 +27,8 @@ from typing import TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
+from monarch import acl
+from monarch.acl import Acls
 from monarch.beneath import lstat_beneath, open_beneath
 from monarch.credentials import Credentials, acting_as
 from monarch.errors import SourceChanged, SourceError
@@ -174,6 +176,10 @@ class Source:
     ) -> T:
         with acting_as(getattr(self._acting, "who", None)):
             return call(root, *args)
+
+    def acls(self, path: bytes) -> Acls:
+        """The access control lists of an entry, none if its file system has no such thing."""
+        return self.at_root(acl.read_beneath, path)
 
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""

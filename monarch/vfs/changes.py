@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from monarch.acl import Acls, narrowed
 from monarch.errors import SourceError
 from monarch.log import Limiter
 from monarch.metrics import Metrics
@@ -87,31 +88,40 @@ class Changes:
         if status is None or not stat.S_ISREG(status.st_mode):
             self._lost(ino, "is gone from the source")
             raise self._gone(ino)
-        if identity_of(status) == known.identity and status.st_mode == known.mode:
+        acls = self._names.acls(ino)
+        mode = self._shown_mode(status, acls)
+        if identity_of(status) == known.identity and mode == known.mode:
             return
+        access = (known.mode, known.uid, known.gid, acls)
+        acls = await self._inquiry.acls(ino, self._names.path(ino))
+        mode = self._shown_mode(status, acls)
         if self._is_held(known, status):
             # All who have it open see one version whole, its size included. Who comes when they
             # are done finds the mark.
             self._residency.mark_changed(ino)
-            fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
+            fresh = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
         elif self._may_be_half_read(ino):
             # He must not find another end of the file than that of the version he has begun with:
             # his next read fails.
             first = not self._residency.is_changed(ino)
             self.forget_copy(ino)
             self._residency.mark_changed(ino)
-            fresh = replace(known, mode=status.st_mode, uid=status.st_uid, gid=status.st_gid)
+            fresh = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
             if first and fresh == known:
                 self._noticed(ino, "changed at the source")
         else:
             self.forget_copy(ino)
-            fresh = _refreshed(known, status)
-        if fresh != known:
-            self._names.refresh(ino, fresh)
+            fresh = _refreshed(known, status, mode)
+        if fresh != known or acls != access[3]:
+            self._names.refresh(ino, fresh, acls)
             self._noticed(ino, "changed at the source")
-        if (status.st_mode, status.st_uid, status.st_gid) != (known.mode, known.uid, known.gid):
+        if (mode, status.st_uid, status.st_gid, acls) != access:
             # The kernel let the caller in by what it knew: told this, it looks at the mode anew.
             raise SourceError(f"{self._inquiry.told(ino)}: access changed", errno=errno.ESTALE)
+
+    def _shown_mode(self, status: os.stat_result, acls: Acls) -> int:
+        """The mode to show: narrower if the kernel was not told to decide with the lists."""
+        return status.st_mode if self._names.has_acls else narrowed(status.st_mode, acls)
 
     def _is_held(self, known: Attributes, status: os.stat_result) -> bool:
         """Whether readers have other bytes open than the source has now; it is then outdated."""
@@ -132,7 +142,10 @@ class Changes:
         if status is None or not stat.S_ISREG(status.st_mode):
             raise self._gone(ino)
         if self._names.is_gone(ino):
-            self._names.refresh(ino, _refreshed(self._names.attributes(ino), status))
+            acls = await self._inquiry.acls(ino, self._names.path(ino))
+            mode = self._shown_mode(status, acls)
+            fresh = _refreshed(self._names.attributes(ino), status, mode)
+            self._names.refresh(ino, fresh, acls)
             self._names_changed(self._names.attributes(ino).parent)
             log.info("%s is back at the source", self._inquiry.told(ino))
 
@@ -224,11 +237,11 @@ class Changes:
         return size
 
 
-def _refreshed(known: Attributes, status: os.stat_result) -> Attributes:
+def _refreshed(known: Attributes, status: os.stat_result, mode: int) -> Attributes:
     return Attributes(
         ino=known.ino,
         parent=known.parent,
-        mode=status.st_mode,
+        mode=mode,
         nlink=status.st_nlink,
         uid=status.st_uid,
         gid=status.st_gid,

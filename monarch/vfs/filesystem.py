@@ -22,6 +22,7 @@ from typing import Literal, Protocol, TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
+from monarch import acl
 from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
@@ -755,10 +756,11 @@ class FileSystem:
     # -- what a file tells of itself -------------------------------------------------------------
 
     def xattr(self, ino: Ino, name: bytes) -> bytes | None:
-        """The value of an attribute that was set, or of ``user.monarch.*`` of a regular file.
-
-        None where there is none.
+        """The value of an attribute that was set, or of ``user.monarch.*`` of a regular file, or an
+        access control list of the source's. None where there is none.
         """
+        if name in acl.NAMES:
+            return self._acl(ino, name) or None
         if self.writing is not None and self.names.is_written(ino):
             return self.writing.xattr(ino, name)
         if not self.names.attributes(ino).is_file:
@@ -780,8 +782,17 @@ class FileSystem:
         return None
 
     def xattrs(self, ino: Ino) -> list[bytes]:
-        """The names of the attributes that were set."""
-        return self.writing.xattrs(ino) if self.writing is not None else []
+        """The names of the attributes that were set, and of access control lists."""
+        lists = [name for name in acl.NAMES if self._acl(ino, name)]
+        return lists + (self.writing.xattrs(ino) if self.writing is not None else [])
+
+    def _acl(self, ino: Ino, name: bytes) -> bytes:
+        if not self.names.has_acls:
+            return b""
+        acls = self.names.acls(ino)
+        if name == acl.DEFAULT:
+            return acls.default
+        return acl.with_mode(acls.access, self.names.attributes(ino).mode)
 
     def _item(self, attributes: Attributes) -> Item:
         return Item(attributes.ino, attributes.size, attributes.source_ino)

@@ -19,6 +19,7 @@ from typing import TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
+from monarch.acl import Acls
 from monarch.credentials import Credentials, credentials_of
 from monarch.errors import MonarchError, SourceChanged, SourceError
 from monarch.log import Limiter
@@ -165,6 +166,13 @@ class Inquiry:
                 # A name is looked up anew, so it is the source as a whole that is not there.
                 raise self.failed(ino, errno.ESTALE) from error
             return None
+
+    async def acls(self, ino: Ino, path: bytes) -> Acls:
+        """The access control lists of an entry. Raises SourceError, ESTALE if it has gone."""
+        try:
+            return await self.ask(ino, self.source.acls, path)
+        except SourceChanged as error:
+            raise SourceError(f"{self.told(ino)}: gone", errno=errno.ESTALE) from error
 
     def told(self, ino: Ino) -> str:
         """The path of ``ino`` for a message; a name may hold any byte."""

@@ -824,6 +824,7 @@ def test_a_datapath_that_was_never_started_goes_quietly(tree: Tree, tmp_path: Pa
                 entries=entries,
                 directories=directories,
                 bounds_ns=bounds,
+                acls=(),
             )
         except (ValueError, OverflowError):
             continue

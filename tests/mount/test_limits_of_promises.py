@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,6 @@ from tests.mount.observe import read_through, settled
 
 __all__ = ["slow"]
 
-# An access control list of version 2: the owner, a user, the group, the mask and others; each has
-# a kind, its rights and an id (linux/posix_acl_xattr.h).
-_NOBODY = 65534
-_ENTRIES = (
-    (1, 6, 2**32 - 1),
-    (2, 0, _NOBODY),
-    (4, 4, 2**32 - 1),
-    (16, 4, 2**32 - 1),
-    (32, 4, 2**32 - 1),
-)
-_LIST = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in _ENTRIES)
-
 
 @pytest.mark.promise(18)
 def test_access_times_are_not_kept(monarch: MonarchCommand, tree: Tree) -> None:
@@ -37,19 +24,6 @@ def test_access_times_are_not_kept(monarch: MonarchCommand, tree: Tree) -> None:
     assert before.st_atime_ns == before.st_mtime_ns
     read_through(mounted.path / "file")
     assert (mounted.path / "file").stat().st_atime_ns == before.st_atime_ns
-
-
-@pytest.mark.promise(20)
-def test_access_control_lists_are_not_looked_at(monarch: MonarchCommand, source: Path) -> None:
-    file = source / "file"
-    file.write_bytes(b"bytes")
-    file.chmod(0o644)
-    os.setxattr(file, "system.posix_acl_access", _LIST)
-    mounted = monarch.mount(source)
-    assert (mounted.path / "file").stat().st_mode == file.stat().st_mode
-    with pytest.raises(OSError) as refused:
-        os.getxattr(mounted.path / "file", "system.posix_acl_access")
-    assert refused.value.errno in (errno.ENODATA, errno.EOPNOTSUPP)
 
 
 @pytest.mark.promise(31)

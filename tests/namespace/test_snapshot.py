@@ -100,9 +100,9 @@ def test_a_file_that_was_cut_short(built: Path) -> None:
 def test_a_newer_format_is_told_as_such(built: Path) -> None:
     with lmdb.open(str(built), subdir=False, lock=False) as environment:
         with environment.begin(write=True) as transaction:
-            transaction.put(META, seal(META, b'{"version": 2, "more": 1}'))
+            transaction.put(META, seal(META, b'{"version": 3, "more": 1}'))
     append_trailer(built, page_bytes=os.sysconf("SC_PAGE_SIZE"))
-    with pytest.raises(SnapshotError, match=r"has format version 2, this Monarch reads 1") as found:
+    with pytest.raises(SnapshotError, match=r"has format version 3, this Monarch reads 2") as found:
         Snapshot.open(built)
     assert "build it again" in found.value.hint
 
