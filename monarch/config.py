@@ -7,6 +7,7 @@ one line each, in one :class:`~monarch.errors.ConfigError`. Nothing here creates
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import stat
@@ -200,8 +201,9 @@ def _mount_trees(top: _Node, problems: list[tuple[int, str]]) -> dict[str, _Node
 def _read(path: Path) -> str:
     """The text of a configuration file. ConfigError when it is no such file."""
 
-    def refused(what: str, line: int = 1) -> ConfigError:
-        return ConfigError([f"{path}:{line}: {what}"])
+    def refused(what: str, line: int | None = None) -> ConfigError:
+        place = f"{path}:{line}" if line else f"{path}"
+        return ConfigError([f"{place}: {what}"])
 
     try:
         # Without O_NONBLOCK a named pipe would hold us here.
@@ -347,6 +349,9 @@ class _Reader:
 
 # --- Mistakes -------------------------------------------------------------------------------------
 
+# More than these on a line are of no help.
+_SHOWN_KEYS = 12
+
 _WANTED = {
     "model_type": "a mapping of keys to values",
     "tuple_type": "a list",
@@ -361,7 +366,8 @@ _WANTED = {
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    # As the file has it, not as Python writes it.
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -405,7 +411,9 @@ def _unknown_key(key: str, valid: list[str], *, where: str = "") -> str:
     near = difflib.get_close_matches(key, valid, 1) or [
         by_last_part[last] for last in difflib.get_close_matches(key, list(by_last_part), 1)
     ]
-    advice = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
+    few = len(valid) <= _SHOWN_KEYS
+    others = f"valid are {', '.join(valid)}" if few else "conf/monarch.yaml lists every key"
+    advice = f"did you mean {near[0]!r}?" if near else others
     return f"unknown key {_shown(key)}{place}; {advice}"
 
 
@@ -428,6 +436,8 @@ def _described(error: ErrorDetails) -> str:
             str(error["input"]), re.findall(r"'(\w+)'", context["expected"]), 1
         )
         advice = f"; did you mean {near[0]!r}?" if near else ""
+        if isinstance(error["input"], bool):
+            advice = "; YAML reads yes, no, on and off as true and false"
         return f"{key} is {value}; it must be {context['expected']}{advice}"
     if loc == ("name",):
         return f"mount name {value} must be {_WANTED[kind]}; rename the mount"
@@ -490,7 +500,9 @@ def _conflicts(mount: MountSettings) -> Iterator[tuple[_Loc, str]]:
     """Directories of one mount that would destroy or hide one another."""
     places = _places(mount)
     for (_, first, one), (loc, second, other) in combinations(places, 2):
-        if one == other:
+        if one == other and first == second:
+            yield loc, f"{second} {other} is given twice; leave one of them out"
+        elif one == other:
             yield loc, f"{second} {other} is the {first} as well; give it a directory of its own"
         elif other.is_relative_to(one):
             yield loc, f"{second} {other} is inside the {first} {one}; move it out"
@@ -597,15 +609,38 @@ def _tier_options(texts: Sequence[str], problems: list[str]) -> list[dict[str, A
     return tiers
 
 
+# Options of mount(8) that ask for what every mount is, or what concerns others: taken, without
+# effect. A file system table and habit bring them.
+_MOUNT_OPTIONS = frozenset(
+    ("defaults", "noatime", "nodiratime", "relatime", "nodev", "nosuid", "_netdev", "nofail")
+)
+_REFUSED_OPTIONS = {
+    "rw": "name what can be written: absorb=PATTERN, or write=absorb for everything",
+    "suid": "a mount is always nosuid",
+    "dev": "a mount is always nodev",
+    "noexec": "is not supported",
+    "remount": "is not supported; `monarch umount`, then mount with the new options",
+}
+
+
 def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) -> None:
     """Puts ``-o`` options into ``fields``; the last of two for the same key holds.
 
     But ``absorb``, of which each names one more pattern.
     """
     patterns: list[str] = []
+    read_only = False
     valid = _option_keys()
     for option in (part for text in options for part in text.split(",") if part):
         key, equals, value = option.partition("=")
+        if option == "ro":
+            read_only = True
+            continue
+        if option in _MOUNT_OPTIONS:
+            continue
+        if option in _REFUSED_OPTIONS:
+            problems.append(f"-o {option}: {_REFUSED_OPTIONS[option]}")
+            continue
         if key not in valid:
             problems.append(f"-o {option}: {_unknown_key(key, list(valid))}")
             continue
@@ -619,3 +654,5 @@ def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) 
         section, _, inner = key.rpartition(".")
         target = fields.setdefault(section, {}) if section else fields
         target[inner] = value if equals else "true"
+    if read_only and (fields.get("absorb") or fields.get("write") == "absorb"):
+        problems.append("-o ro: excludes `write` and `absorb`; leave one of them out")

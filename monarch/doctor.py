@@ -226,7 +226,7 @@ def check_datapath(machine: Machine) -> Check:
     if not abilities.built:
         return Check("datapath", "warn", f"python, the slowest, since {NOT_BUILT}", BUILD_IT)
     memory = format_bytes(abilities.memory_bytes)
-    small = f"relay without opens for small files that fit twice into {memory} of memory"
+    small = f"relay, open: none for small files if twice their size fits into {memory} of memory"
     if missing := without_passthrough(abilities):
         # Not a warning: most users are not root, and the mount works.
         return Check("datapath", "ok", f"{small}, relay for others: {missing}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, ClassVar, Literal, TextIO
 
 from monarch.settings import LogSettings
 from monarch.text import escape_text
@@ -129,17 +129,22 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
 class Logbook(logging.Handler):
     """What the log knows of itself: where it is, whether it can be written, what it had to tell.
 
-    ``exceptions`` counts the tracebacks: each is an error that nobody foresaw.
+    ``exceptions`` counts the internal errors, those whose traceback was held back included.
     """
 
     def __init__(self, file: _PrivateFile) -> None:
         super().__init__(logging.ERROR)
         self._file = file
         self.path = file.baseFilename
-        self.exceptions = 0
+        self._told = 0
+        self._held_back_before = Limiter.exceptions_held_back
+
+    @property
+    def exceptions(self) -> int:
+        return self._told + Limiter.exceptions_held_back - self._held_back_before
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.exceptions += record.exc_info is not None
+        self._told += record.exc_info is not None
 
     def trouble(self) -> Unwritable | None:
         """Why lines are missing now. Tries again, so a disk that has room again is noticed."""
@@ -208,6 +213,9 @@ class Limiter:
 
     # A key is a tier or a kind of fault; if somebody uses file names, memory stays bounded.
     _MAX_KEYS = 1024
+    # Of the whole process, so that what is not in the log is counted all the same.
+    exceptions_held_back: ClassVar[int] = 0
+    _counting: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, interval_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
@@ -239,6 +247,9 @@ class Limiter:
             last, held_back = self._lines.get(key, (None, 0))
             if last is not None and now - last < self._interval_s:
                 self._lines[key] = (last, held_back + 1)
+                if exc_info:
+                    with Limiter._counting:
+                        Limiter.exceptions_held_back += 1
                 return
             self._lines[key] = (now, 0)
             self._lines.move_to_end(key)

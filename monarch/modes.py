@@ -188,7 +188,7 @@ def _without_opens(
     if settings.verify == "open":
         return False, "verify: open must see every open"
     if settings.absorbs:
-        return False, "who writes must be known"
+        return False, "write-back is enabled, so opens must be tracked"
     if holds_written:
         return False, "opens of files that were written through an earlier mount must be seen"
     if settings.source_identity == "caller":
@@ -199,17 +199,19 @@ def _without_opens(
         # Their sizes are not known, and a kernel that asks for no open takes them for empty.
         return False, f"{counted(summary.unreadable, 'entry', 'entries')} could not be read"
     mean = summary.bytes_total / summary.files if summary.files else 0
-    files = f"files of {format_bytes(mean)} on average"
+    size = f"mean file size {format_bytes(mean)}"
     if mean >= SMALL_FILE_BYTES:
-        return False, f"{files} are large"
+        return False, f"{size}: large files"
     total = format_bytes(summary.bytes_total)
     if summary.bytes_total > capacity:
         # What has no copy is where a source that changes is noticed, at the next open.
-        return False, f"{total} do not fit into the tiers' {format_bytes(capacity)}"
-    memory = format_bytes(abilities.memory_bytes)
-    if summary.bytes_total * _COPIES_IN_MEMORY > abilities.memory_bytes:
-        return False, f"{total} in {files} do not fit twice into {memory} of memory"
-    return True, f"{files} fit twice into {memory} of memory"
+        tiers = format_bytes(capacity)
+        return False, f"the data set, {total}, does not fit into the tiers, {tiers}"
+    needed = summary.bytes_total * _COPIES_IN_MEMORY
+    memory = f"{format_bytes(abilities.memory_bytes)} available"
+    if needed > abilities.memory_bytes:
+        return False, f"{size}; page cache for {format_bytes(needed)} is missing, {memory}"
+    return True, f"{size}; needs {format_bytes(needed)} of page cache, {memory}"
 
 
 def _effective_capabilities(status: str) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from monarch.health import Health
@@ -221,7 +221,8 @@ class WritingReport:
     ``oldest_ns`` is when the oldest of them was written, 0 if there are none. ``drained_*`` and
     ``errors`` (failures of the source) are counted since the mount. ``trouble`` is why nothing
     goes on, empty while it does. ``reserve`` bytes of the tier are kept for writing, ``held`` are
-    taken, by what was drained too. ``lost`` files are names in the mount.
+    taken, by what was drained too. ``lost`` files are names in the mount. ``in_memory``: that
+    tier is memory, so that nothing in it survives the end of the machine, synced or not.
     """
 
     tier: str
@@ -238,6 +239,21 @@ class WritingReport:
     reserve: int
     held: int
     lost: list[str]
+    in_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WarmProgress(Report):
+    """``done`` of the ``total`` files asked for are resident; ``refused`` will not be.
+
+    ``bytes_done`` counts what is copied of files under way, too.
+    """
+
+    done: int
+    total: int
+    bytes_done: int
+    bytes_total: int
+    refused: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +264,8 @@ class StatusReport(Report):
     was served; what the kernel answers from its page cache reaches nobody. ``hit_ratio`` is the
     share of opens that a tier served, None before the first. Where ``mode`` does not tell opens,
     ``opens``, ``hit_ratio`` and ``epochs`` are None; where the kernel reads copies by itself,
-    ``reads`` and ``bytes`` are. ``writing`` is None for a mount that is read-only.
+    ``reads`` and ``bytes`` are. ``writing`` is None for a mount that is read-only. ``warming``:
+    what `monarch warm` was asked for and has not finished.
     """
 
     version: str
@@ -276,26 +293,27 @@ class StatusReport(Report):
     handles: Handles
     scrub: ScrubReport
     writing: WritingReport | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WarmProgress(Report):
-    """``done`` of the ``total`` files asked for are resident; ``refused`` will not be."""
-
-    done: int
-    total: int
-    bytes_done: int
-    bytes_total: int
-    refused: int
+    warming: list[WarmProgress] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class WarmReport(Report):
-    """The files asked for; ``refused`` of them did not fit or could not be copied, so far."""
+    """The files asked for; ``refused`` of them did not fit or could not be copied, so far.
+
+    ``cancelled``: `monarch warm --cancel` has stopped it, the rest is not copied.
+    """
 
     files: int
     bytes: int
     refused: int
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WarmCancelled(Report):
+    """How many calls of `monarch warm` were stopped."""
+
+    cancelled: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -407,8 +407,8 @@ class MountSettings(Section):
                 )
             if fields.data.get("absorb") or fields.data.get("write") == "absorb":
                 raise ValueError(
-                    "none and a mount that can be written exclude each other, for who writes must"
-                    " be known; leave one of them out"
+                    "none and write-back exclude each other, because opens must be tracked; leave"
+                    " one of them out"
                 )
         return value
 

@@ -31,6 +31,7 @@ from monarch.report import (
     State,
     StatusReport,
     TierReport,
+    WarmProgress,
     WritingReport,
 )
 from monarch.report import Residency as ResidencyReport
@@ -51,7 +52,10 @@ _NAMED = 1000
 
 
 class Status:
-    """Tells how the daemon is. ``state`` is set by the daemon as its life goes on."""
+    """Tells how the daemon is. ``state`` is set by the daemon as its life goes on.
+
+    ``warming`` tells of the calls of `monarch warm` that go on; who carries them out sets it.
+    """
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Status:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()
         self.state: State = "starting"
+        self.warming: Callable[[], list[WarmProgress]] = list
 
     def health(self) -> Health:
         if self._writing is not None:
@@ -154,6 +159,7 @@ class Status:
             ),
             scrub=self._scrub.report(),
             writing=self._writing_report(),
+            warming=self.warming(),
         )
 
     def _writing_report(self) -> WritingReport | None:
@@ -176,6 +182,7 @@ class Status:
             reserve=side.room.reserve,
             held=side.stock.bytes,
             lost=[os.fsdecode(name) for name in self._lost.names[:_NAMED]],
+            in_memory=side.place.tier.in_memory,
         )
 
     def _resident_bytes(self) -> int:

@@ -223,9 +223,10 @@ class Symptoms:
             times = counted(spell.number, "time", "times")
             yield Problem(
                 "internal-error",
-                f"an error that nobody foresaw, {times}; the calls concerned failed with EIO",
+                f"internal error, {times}; the calls concerned failed with EIO",
                 spell.since_ns,
-                f"report it with the traceback in {self._logbook.path}; the mount goes on",
+                "this is a bug, please report it with the traceback in"
+                f" {self._logbook.path}; the mount continues",
             )
 
     def _of_copies(self) -> Iterator[Problem]:

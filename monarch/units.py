@@ -9,6 +9,7 @@ KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 TiB = 1 << 40
+PiB = 1 << 50
 
 _BYTES = {
     "": 1,
@@ -17,7 +18,7 @@ _BYTES = {
     "M": MiB,
     "G": GiB,
     "T": TiB,
-    "P": 1 << 50,
+    "P": PiB,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
@@ -27,7 +28,7 @@ _BYTES = {
     "MIB": MiB,
     "GIB": GiB,
     "TIB": TiB,
-    "PIB": 1 << 50,
+    "PIB": PiB,
 }
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -54,8 +55,11 @@ def parse_seconds(text: str) -> float:
 
 def format_bytes(count: float) -> str:
     """Bytes with three significant digits and a binary unit: ``1.46 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1000 or unit == "TiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+    if abs(round(count)) < 1000:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         count /= 1024
-    raise AssertionError("unreachable")
+        # As it will be shown: 999.7 is 1000 in three digits, and so the next unit's.
+        if abs(round(count)) < 1000:
+            return f"{count:.3g} {unit}"
+    return f"{count:,.0f} PiB"

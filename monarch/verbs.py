@@ -17,7 +17,7 @@ from monarch.checkup import Checkup
 from monarch.control.server import Send, Verb
 from monarch.errors import MonarchError, UsageError
 from monarch.placement.residency import SOURCE, Residency
-from monarch.report import FsckProgress
+from monarch.report import FsckProgress, WarmProgress, WarmReport
 from monarch.status import Status
 from monarch.text import counted
 from monarch.types import ROOT_INO, Ino
@@ -54,6 +54,9 @@ class Verbs:
         self._background = background
         self._stop = stop
         self._abandon = abandon
+        self._warmings: list[_Warming] = []
+        self._one_at_a_time = trio.Lock()
+        status.warming = lambda: [work.progress() for work in self._warmings]
 
     def table(self) -> Mapping[str, Verb]:
         return {
@@ -81,8 +84,13 @@ class Verbs:
     async def _warm(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Bring files in; with ``wait`` the answer comes when they are resident.
 
-        Answers ``files`` and ``bytes`` asked for, ``refused`` for want of room.
+        Answers ``files`` and ``bytes`` asked for, ``refused`` for want of room. ``cancel`` stops
+        what was asked for before instead; copies that are queued are still made.
         """
+        if params.get("cancel") is True:
+            for work in self._warmings:
+                work.cancelled = True
+            return {"cancelled": len(self._warmings)}
         roots = self._roots(params)
         total = bytes_total = 0
         for _ino, size in self._files(roots):
@@ -90,12 +98,13 @@ class Verbs:
             if total % _STRIDE == 0:
                 await trio.sleep(0)
         work = _Warming(total, bytes_total)
+        self._warmings.append(work)
         self._background(partial(self._bring_in, roots, work))
         if params.get("wait") is True:
             while not work.done:
-                await send(work.progress())
+                await send(work.progress().to_dict())
                 await trio.sleep(_LOOK_S)
-            await send(work.progress())
+            await send(work.progress().to_dict())
             if work.failed:
                 raise MonarchError("not all was brought in", hint="the daemon's log says why")
             if work.closed:
@@ -105,25 +114,30 @@ class Verbs:
                     hint="with `source_identity: caller` such a file is copied when a process reads"
                     " it that may",
                 )
-        return {"files": total, "bytes": bytes_total, "refused": work.refused}
+        report = WarmReport(total, bytes_total, work.refused, work.cancelled)
+        return report.to_dict()
 
     async def _bring_in(self, roots: list[Ino], work: _Warming) -> None:
         try:
             points.reached("task-warm")
-            await self._bring_each(roots, work)
+            async with self._one_at_a_time:
+                await self._bring_each(roots, work)
         except BaseException:
             work.failed = True
             raise
         finally:
             work.done = True
+            self._warmings.remove(work)
 
     async def _bring_each(self, roots: list[Ino], work: _Warming) -> None:
         """Ask for each file as soon as the engine has a place for it, and see them arrive."""
         arriving: list[tuple[Ino, int]] = []
         for ino, size in self._files(roots):
-            while not self._filesystem.has_place_to_warm():
+            while not (self._filesystem.has_place_to_warm() or work.cancelled):
                 arriving = self._arrived(arriving, work)
                 await trio.sleep(_LOOK_S / 10)
+            if work.cancelled:
+                break
             if self._filesystem.warm(ino):
                 arriving.append((ino, size))
             else:
@@ -138,12 +152,14 @@ class Verbs:
     def _arrived(self, arriving: list[tuple[Ino, int]], work: _Warming) -> list[tuple[Ino, int]]:
         """Those that are still on their way; the others are counted as resident or refused."""
         waiting = []
+        work.bytes_moving = 0
         for ino, size in arriving:
             if self._residency.tier_of(ino) != SOURCE:
                 work.files_done += 1
                 work.bytes_done += size
             elif self._residency.is_wanted(ino):
                 waiting.append((ino, size))
+                work.bytes_moving += self._filesystem.bytes_copied(ino)
             elif self._filesystem.is_closed(ino):
                 work.closed += 1
             else:
@@ -205,16 +221,18 @@ class _Warming:
         self.bytes = size
         self.files_done = 0
         self.bytes_done = 0
+        self.bytes_moving = 0
         self.refused = 0
         self.closed = 0
         self.done = False
         self.failed = False
+        self.cancelled = False
 
-    def progress(self) -> dict[str, Any]:
-        return {
-            "done": self.files_done,
-            "total": self.files,
-            "bytes_done": self.bytes_done,
-            "bytes_total": self.bytes,
-            "refused": self.refused,
-        }
+    def progress(self) -> WarmProgress:
+        return WarmProgress(
+            done=self.files_done,
+            total=self.files,
+            bytes_done=self.bytes_done + self.bytes_moving,
+            bytes_total=self.bytes,
+            refused=self.refused,
+        )

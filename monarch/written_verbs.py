@@ -183,7 +183,9 @@ class _Course:
         """Of what waited then; what has come since does not count, and nothing goes backwards."""
         begun = self._begun
         files = _done(begun.files, now.files, now.drained_files - begun.drained_files)
-        size = _done(begun.bytes, now.bytes, now.drained_bytes - begun.drained_bytes)
+        # A large file counts while it is moved, not only when it is there.
+        drained = now.drained_bytes + now.moving_bytes - begun.drained_bytes
+        size = _done(begun.bytes, now.bytes, drained)
         self._files, self._bytes = max(self._files, files), max(self._bytes, size)
         return DrainProgress(self._files, begun.files, self._bytes, begun.bytes, now.trouble or "")
 

@@ -125,6 +125,16 @@ def test_a_wrong_command_line_is_told_in_one_line(arguments: list[str | bytes], 
     assert told in run.stderr
 
 
+@pytest.mark.finding("B7")
+@pytest.mark.parametrize("group", ["ckpt", "snapshot"])
+def test_a_group_alone_shows_its_help_on_several_lines(group: str) -> None:
+    run = monarch(group)
+    assert (run.returncode, run.stdout) == (2, "")
+    lines = run.stderr.splitlines()
+    assert lines[0].lower().startswith(f"usage: monarch {group} ")
+    assert "Commands:" in lines and len(lines) > 10
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_names_our_variable(shell: str) -> None:
     run = monarch("completion", shell)
@@ -242,9 +252,9 @@ def test_progress_without_a_terminal_is_a_line_now_and_then_and_the_last() -> No
     lines.finish()
     lines.finish()
     assert stream.getvalue().splitlines() == [
-        "scanning\\n: 5",
-        "scanning\\n: 10 of 100",
-        "scanning\\n: 11 of 100",
+        "scanning\\n: 5, 1/s",
+        "scanning\\n: 10 of 100, 1/s",
+        "scanning\\n: 11 of 100, 1/s",
     ]
 
 
@@ -260,6 +270,17 @@ def test_progress_tells_its_end_where_there_is_no_terminal(
 def test_quiet_progress_tells_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with output.progress_bar(quiet=True) as progress:
         progress(1, 2, "copying")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.finding("B10")
+def test_nothing_is_shown_before_the_first_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for of_bytes in (False, True):
+        with output.progress_bar(of_bytes=of_bytes):
+            pass
     assert capsys.readouterr().err == ""
 
 

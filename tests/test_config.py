@@ -151,7 +151,7 @@ MISTAKES = {
         "unknown key 'capcity' in tiers[0]; did you mean 'capacity'?",
     ),
     "unknown key": ("alow_other: true", "unknown key 'alow_other'; did you mean 'allow_other'?"),
-    "unknown key, nothing near": ("zzz: 1", "unknown key 'zzz'; valid are source, mountpoint"),
+    "unknown key, nothing near": ("zzz: 1", "unknown key 'zzz'; conf/monarch.yaml lists every key"),
     "key beside its section": ("copy_workers: 4", "did you mean 'limits.copy_workers'?"),
     "key of a section": (
         "limits: {copy_worker: 4}",
@@ -167,7 +167,7 @@ MISTAKES = {
     "section that is a list": ("limits: [1]", "must be a mapping"),
     "policy": ("placement: {policy: lur}", "did you mean 'lru'?"),
     "datapath": ("datapath: passthru", "did you mean 'passthrough'?"),
-    "open": ("open: no", "open is False; it must be 'auto', 'open' or 'none'"),
+    "open": ("open: no", "open is false; it must be 'auto', 'open' or 'none'"),
     "no opens with passthrough": (
         "<<: {datapath: passthrough, open: none}",
         "open: none and datapath: passthrough exclude each other; set datapath: relay",
@@ -200,7 +200,7 @@ MISTAKES = {
     "source in a tier": ("tiers: [/pfs]", "tier /pfs has the source /pfs/a inside"),
     "tier that is the source": ("tiers: [/pfs/a]", "tier /pfs/a is the source as well"),
     "tier in the mount": ("tiers: [/mnt/a/t]", "tier /mnt/a/t is inside the mount point"),
-    "tier twice": ("tiers: [/t, /t/]", "tier /t is the tier as well"),
+    "tier twice": ("tiers: [/t, /t/]", "tier /t is given twice; leave one of them out"),
     "tier in a tier": ("tiers: [/t, /t/u]", "tier /t/u is inside the tier /t"),
     "state in the source": ("state: /pfs/a/s", "state directory /pfs/a/s is inside the source"),
     "log in the mount": ("log: {file: /mnt/a/log}", "log.file /mnt/a/log is inside the mount"),
@@ -251,7 +251,7 @@ DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
     "not UTF-8": (b"mounts:\n  a: caf\xe9\n", "2: byte 0xe9 is not UTF-8"),
     "binary": (b"\x7fELF\x02\x01\x01\x00\x00", "1: character 127 is not text"),
     "control character": (b"mounts:\n  a: \x01\n", "2: character 1 is not text"),
-    "too large": ("#" * 300_000, "1: is larger than 256 KiB"),
+    "too large": ("#" * 300_000, " is larger than 256 KiB"),
     "deep": ("[" * 5000, "1: not YAML: deeper than 32"),
     "alias into itself": ("mounts: &a {a: *a}", "1: aliases lead into themselves"),
     "billion laughs": (
@@ -359,7 +359,7 @@ def test_what_is_no_readable_file_is_told(tmp_path: Path) -> None:
     }
     for path, told in cases.items():
         (problem,) = problems_of(path)
-        assert problem.startswith(f"1: {told}")
+        assert problem.startswith(f" {told}")
 
 
 @pytest.mark.fault("I1")
@@ -374,7 +374,7 @@ def test_a_file_without_permission_is_told(tmp_path: Path) -> None:
         (problem,) = problems_of(path)
     finally:
         os.seteuid(user)
-    assert problem.startswith("1: cannot be read: Permission denied")
+    assert problem.startswith(" cannot be read: Permission denied")
 
 
 # --- What a file means ----------------------------------------------------------------------------
@@ -531,6 +531,24 @@ def test_every_wrong_option_is_told() -> None:
         "log.level is 'loud'",
     ]
     assert "did you mean 'placement.policy'?" in str(caught.value)
+
+
+@pytest.mark.finding("R")
+def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
+    def of(*options: str) -> config.MountSettings:
+        return config.from_options(Path("/pfs/a"), Path("/m"), options=options)
+
+    harmless = "ro,noatime,nodev,nosuid,defaults,_netdev"
+    assert of(harmless) == of()
+    for options, told in (
+        ("zzz", "-o zzz: unknown key 'zzz'; conf/monarch.yaml lists every key"),
+        ("rw", "-o rw: name what can be written: absorb=PATTERN"),
+        ("ro,absorb=a/**", "-o ro: excludes `write` and `absorb`"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            of(options)
+        (problem,) = caught.value.problems
+        assert problem.startswith(told) and len(problem) < 100
 
 
 def test_a_wrong_tier_option_is_told_once_and_causes_no_other_mistake() -> None:

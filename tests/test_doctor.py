@@ -142,7 +142,7 @@ def test_kernels_whose_directory_cache_never_expires_are_named(
 
 
 def test_the_way_of_reads_is_told_and_why_not_a_faster_one(machine: Machine) -> None:
-    small = "relay without opens for small files that fit twice into 64 GiB of memory, "
+    small = "relay, open: none for small files if twice their size fits into 64 GiB of memory, "
     user = check_datapath(machine)
     assert user.detail == small + (
         "relay for others: passthrough needs root (the capability CAP_SYS_ADMIN)"

@@ -112,7 +112,7 @@ def test_check_tells_the_worst_of_the_mounts_by_its_exit_code(
     assert checked(monkeypatch, capsys, line(DEGRADED), line(FAILING))[0] == 12
     assert checked(monkeypatch, capsys, line(FAILING), line(None)) == (
         NotMountedError.exit_code,
-        "/mnt/data: failing: it hangs\n/mnt/data: not served: the daemon is dead\n",
+        "/mnt/data: failing: it hangs\n/mnt/data: dead: the daemon is dead\n",
     )
 
 
@@ -121,10 +121,9 @@ def test_check_speaks_json(
 ) -> None:
     code, shown = checked(monkeypatch, capsys, line(FAILING), line(None), arguments=("--json",))
     assert code == NotMountedError.exit_code
-    assert json.loads(shown)["mounts"] == [
-        {"mountpoint": "/mnt/data", "health": "failing", "why": "it hangs"},
-        {"mountpoint": "/mnt/data", "health": None, "why": "the daemon is dead"},
-    ]
+    served, dead = json.loads(shown)["mounts"]
+    assert (served["health"]["state"], served["health"]["why"]) == ("failing", "it hangs")
+    assert (dead["state"], dead["health"], dead["trouble"]) == ("dead", None, "the daemon is dead")
 
 
 def test_watch_and_check_exclude_each_other() -> None:

@@ -201,6 +201,20 @@ def test_the_log_knows_how_many_exceptions_it_told(tmp_path: Path) -> None:
     assert logbook.path == str(tmp_path / "daemon.log")
 
 
+@pytest.mark.finding("B20")
+@pytest.mark.fault("M6")
+def test_exceptions_that_are_held_back_are_counted_all_the_same(tmp_path: Path) -> None:
+    logbook = log.setup(LogSettings(level="error"), path=tmp_path / "daemon.log", foreground=False)
+    limiter = log.Limiter(60.0)
+    for _ in range(5):
+        try:
+            raise IndexError("a bug")
+        except IndexError:
+            limiter.exception(LOGGER, "read", "internal error")
+    assert logbook.exceptions == 5
+    assert (tmp_path / "daemon.log").read_text().count("Traceback") == 1
+
+
 def test_a_log_that_cannot_be_written_knows_so_until_it_can_again() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may mount a small file system")

@@ -63,14 +63,14 @@ MANY = files(1_300_000, 112 * KiB)
     [
         (
             *(NODE, SMALL, {}, ("relay", "none")),
-            "files of 112 KiB on average fit twice into 64 GiB of memory",
+            "mean file size 112 KiB; needs 21.4 GiB of page cache, 64 GiB available",
         ),
-        (USER, SMALL, {}, ("relay", "none"), "fit twice into 64 GiB"),
-        (OLD, SMALL, {}, ("relay", "none"), "fit twice into 64 GiB"),
-        (NODE, LARGE, {}, ("passthrough", "open"), "files of 150 MiB on average are large"),
+        (USER, SMALL, {}, ("relay", "none"), "of page cache, 64 GiB available"),
+        (OLD, SMALL, {}, ("relay", "none"), "of page cache, 64 GiB available"),
+        (NODE, LARGE, {}, ("passthrough", "open"), "mean file size 150 MiB: large files"),
         (
             *(NODE, MANY, {}, ("passthrough", "open")),
-            "139 GiB in files of 112 KiB on average do not fit twice into 64 GiB of memory",
+            "mean file size 112 KiB; page cache for 278 GiB is missing, 64 GiB available",
         ),
         (
             *(OLD, MANY, {}, ("relay", "open")),
@@ -85,7 +85,7 @@ MANY = files(1_300_000, 112 * KiB)
         (USER, SMALL, {"verify": "open"}, ("relay", "open"), "passthrough needs root"),
         (NODE, SMALL, {"open": "open"}, ("passthrough", "open"), "configuration says open: open"),
         (NODE, LARGE, {"open": "none"}, ("relay", "none"), "the configuration says open: none"),
-        (NODE, SMALL, {"datapath": "relay"}, ("relay", "none"), "fit twice"),
+        (NODE, SMALL, {"datapath": "relay"}, ("relay", "none"), "needs 21.4 GiB of page cache"),
         (
             *(NODE, LARGE, {"datapath": "relay"}, ("relay", "open")),
             "the configuration says datapath: relay",
@@ -284,7 +284,7 @@ def test_small_files_that_the_tiers_cannot_all_take_are_opened() -> None:
     assert choose(settings(), SMALL, NODE, capacity=room).open == "none"
     choice = choose(settings(), SMALL, NODE, capacity=room - 1)
     assert (choice.datapath, choice.open) == ("passthrough", "open")
-    assert "do not fit into the tiers'" in choice.why
+    assert "does not fit into the tiers" in choice.why
 
 
 def test_files_whose_size_nobody_knows_are_opened() -> None:

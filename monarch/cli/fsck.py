@@ -41,9 +41,8 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
     """Check everything that a mount keeps: copies, records, snapshot, directories.
 
     Of a mount that is served the daemon does it; else the state directory is checked, found by
-    itself or by the mount point. A repair removes what is wrong. That is a copy, never the only
-    one: the source is not touched, and need not be there. The exit code is 1 if something is wrong
-    and was not mended.
+    itself or by the mount point. --repair deletes damaged copies and records. It never touches the
+    source. The exit code is 1 if something is wrong and was not mended.
     """
     registry = Registry(state_root())
     record = _record(registry, place)

@@ -153,6 +153,10 @@ def _run() -> int:
     except MonarchError as error:
         _tell(str(error))
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        # A group alone, `monarch ckpt`: its help is the message.
+        error.show()
+        return error.exit_code
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         command = context.command_path if context is not None else "monarch"

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from monarch.cli.output import progress_bar, stderr
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.places import state_directory
 from monarch.settings import MountSettings
+from monarch.text import escape_text
 from monarch.types import Progress
 
 
@@ -41,7 +42,9 @@ Examples:
     help="A tier; repeat it, fastest first. Without: the roomiest local scratch.",
 )
 @click.option("--snapshot", metavar="FILE", help="The snapshot of the names; built if missing.")
-@click.option("--state", metavar="DIR", help="Where the mount keeps what outlives it.")
+@click.option(
+    "--state", metavar="DIR", help="Directory for persistent state: snapshot, records, log."
+)
 @click.option(
     "-o",
     "options",
@@ -73,25 +76,43 @@ def mount(
 
     settings = daemon.prepare(settings)
     if foreground:
-        with progress_bar() as progress:
+        with ExitStack() as until_ready:
+            progress = until_ready.enter_context(progress_bar())
+
+            def ready() -> None:
+                until_ready.close()
+                _tell(_told(settings))
+
             daemon.run(
                 settings,
                 refreshed=refresh,
                 foreground=True,
-                progress=progress,
-                ready=lambda: stderr().print(
-                    f"monarch: {_told(settings)}", markup=False, soft_wrap=True
-                ),
+                progress=_of(settings, progress),
+                ready=ready,
             )
         return
-    with signals.interruptible():
-        _start(
-            settings,
-            lambda *calls: daemon.run(
-                settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
-            ),
-        )
-    stderr().print(f"monarch: {_told(settings)}", markup=False, soft_wrap=True)
+    try:
+        with signals.interruptible():
+            _start(
+                settings,
+                lambda *calls: daemon.run(
+                    settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
+                ),
+            )
+    except KeyboardInterrupt:
+        _tell("interrupted: nothing is mounted; a scan that was not complete begins anew")
+        raise
+    _tell(_told(settings))
+
+
+def _tell(words: str) -> None:
+    stderr().print(f"monarch: {words}", markup=False, soft_wrap=True)
+
+
+def _of(settings: MountSettings, progress: Progress) -> Progress:
+    """Progress that names the source."""
+    source = escape_text(os.fspath(settings.source))
+    return lambda done, total, words: progress(done, total, f"scanning {source}, {words}")
 
 
 def _told(settings: MountSettings) -> str:
@@ -160,7 +181,8 @@ def _start(settings: MountSettings, serve: Serve) -> None:
 
 def _wait_until_ready(reading: int, settings: MountSettings) -> None:
     """Show the daemon's progress. The pipe carries a JSON object a line."""
-    with progress_bar() as progress, open(reading, "rb", closefd=False) as lines:
+    with progress_bar() as bar, open(reading, "rb", closefd=False) as lines:
+        progress = _of(settings, bar)
         for line in lines:
             told = json.loads(line)
             if "progress" in told:

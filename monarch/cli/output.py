@@ -16,20 +16,25 @@ from rich.markup import escape as escape_markup
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 from rich.progress import Progress as ProgressDisplay
+from rich.text import Text
 
+from monarch.cli.screen import shortened
 from monarch.text import escape_text
 from monarch.types import Progress
 from monarch.units import format_bytes
 
 # Where nobody watches, a line now and then: a job's log is not a terminal.
 _LINE_EVERY_S = 5.0
+# A rate over less time than this says nothing.
+_LEAST_RATE_S = 1.0
 
 
 def stdout() -> Console:
@@ -76,31 +81,74 @@ def duration(seconds: float) -> str:
 def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Progress]:
     """Yields what long work calls with ``(done, total, words)``.
 
-    A bar when stderr is a terminal, else a line every five seconds and one at the end. ``of_bytes``
-    is what ``done`` counts: the bar then tells how fast it goes and how long it takes.
+    A bar when stderr is a terminal, from the first call to the end; else a line every five seconds
+    and one at the end. Work that calls nothing shows nothing. ``of_bytes`` is what ``done``
+    counts: the bar then tells how long it will take.
     """
     console = stderr()
     if quiet:
         yield lambda done, total, words: None
-    elif console.is_terminal:
-        amount = (
-            (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-            if of_bytes
-            else (MofNCompleteColumn(), TimeElapsedColumn())
-        )
-        columns = (TextColumn("{task.description}"), BarColumn(), *amount)
-        with ProgressDisplay(*columns, console=console) as display:
-            task = display.add_task("", total=None)
-
-            def advance(done: int, total: int | None, words: str) -> None:
-                description = escape_markup(escape_text(words))
-                display.update(task, completed=done, total=total, description=description)
-
-            yield advance
-    else:
-        lines = ProgressLines(sys.stderr, of_bytes=of_bytes)
+        return
+    lines = ProgressLines(sys.stderr, of_bytes=of_bytes)
+    if not console.is_terminal:
         yield lines
         lines.finish()
+        return
+    bar = _Bar(console, of_bytes=of_bytes)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """A bar that begins with the first step and stays as it was at the last."""
+
+    def __init__(self, console: Console, *, of_bytes: bool) -> None:
+        amount: tuple[ProgressColumn, ...] = (
+            (DownloadColumn(binary_units=True), _Rate(of_bytes), TimeRemainingColumn())
+            if of_bytes
+            else (_Count(), _Rate(of_bytes), TimeElapsedColumn())
+        )
+        columns = (TextColumn("{task.description}"), BarColumn(20), *amount)
+        self._display = ProgressDisplay(*columns, console=console)
+        self._width = max(20, console.width - 50)
+        self._task: TaskID | None = None
+
+    def __call__(self, done: int, total: int | None, words: str) -> None:
+        description = escape_markup(shortened(escape_text(words), self._width))
+        if self._task is None:
+            self._task = self._display.add_task(description, total=total)
+            self._display.start()
+        self._display.update(self._task, completed=done, total=total, description=description)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._display.stop()
+
+
+class _Count(ProgressColumn):
+    """``1,080 of 2,000``, or what is known of it."""
+
+    def render(self, task: Task) -> Text:
+        total = "" if task.total is None else f" of {task.total:,.0f}"
+        return Text(f"{task.completed:,.0f}{total}")
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, of_bytes: bool) -> None:
+        super().__init__()
+        self._of_bytes = of_bytes
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        if speed is None:
+            return Text("-/s")
+        return Text(f"{format_bytes(speed)}/s" if self._of_bytes else f"{speed:,.0f}/s")
+
+
+def _grouped(number: int) -> str:
+    return f"{number:,}"
 
 
 class ProgressLines:
@@ -114,17 +162,25 @@ class ProgressLines:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
-        self._told: Callable[[int], str] = format_bytes if of_bytes else str
+        self._told: Callable[[int], str] = format_bytes if of_bytes else _grouped
         self._clock = clock
         self._next_line_at = clock() + _LINE_EVERY_S
         self._waiting = ""
+        self._began: tuple[float, int] | None = None
 
     def __call__(self, done: int, total: int | None, words: str) -> None:
         amount = self._told(done) if total is None else f"{self._told(done)} of {self._told(total)}"
-        self._waiting = f"{escape_text(words)}: {amount}\n"
-        if self._clock() >= self._next_line_at:
+        now = self._clock()
+        if self._began is None:
+            self._began = (now, done)
+        rate = ""
+        seconds, came = now - self._began[0], done - self._began[1]
+        if seconds >= _LEAST_RATE_S and came > 0:
+            rate = f", {self._told(round(came / seconds))}/s"
+        self._waiting = f"{escape_text(words)}: {amount}{rate}\n"
+        if now >= self._next_line_at:
             self.finish()
-            self._next_line_at = self._clock() + _LINE_EVERY_S
+            self._next_line_at = now + _LINE_EVERY_S
 
     def finish(self) -> None:
         """Writes the last line, if it was held back."""

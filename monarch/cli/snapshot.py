@@ -23,6 +23,7 @@ from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.signals import interruptible
 from monarch.text import escape_text
+from monarch.types import Progress
 from monarch.units import format_bytes
 
 _DIFFERENT = 1
@@ -36,7 +37,7 @@ _JOBS = click.option(
     default=32,
     show_default=True,
     metavar="N",
-    help="Most calls that wait for the source at once.",
+    help="Maximum number of concurrent calls to the source.",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 _QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
@@ -94,15 +95,20 @@ def build(
       monarch snapshot build /pfs/imagenet -o /pfs/shared/imagenet.snapshot --mode 0644
       monarch snapshot build /pfs/imagenet -o imagenet.snapshot -j 128
     """
-    with interruptible(), progress_bar(quiet=quiet) as progress:
-        told = build_snapshot(
-            source,
-            output,
-            jobs=jobs,
-            one_file_system=one_file_system,
-            mode=mode,
-            progress=progress,
-        )
+    try:
+        with interruptible(), progress_bar(quiet=quiet) as progress:
+            told = build_snapshot(
+                source,
+                output,
+                jobs=jobs,
+                one_file_system=one_file_system,
+                mode=mode,
+                progress=_of(source, progress),
+            )
+    except KeyboardInterrupt:
+        where = escape_text(str(output))
+        click.echo(f"monarch: interrupted: {where} is as it was; a build begins anew", err=True)
+        raise
     if as_json:
         emit_json(_info_as_json(output, told))
     else:
@@ -215,7 +221,9 @@ def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, qui
       monarch snapshot refresh /pfs/imagenet imagenet.snapshot --quick
     """
     with interruptible(), progress_bar(quiet=quiet) as progress:
-        report = refresh_snapshot(source, file, jobs=jobs, quick=quick, progress=progress)
+        report = refresh_snapshot(
+            source, file, jobs=jobs, quick=quick, progress=_of(source, progress)
+        )
     if as_json:
         emit_json({**asdict(report), "info": _info_as_json(file, report.info)})
         return
@@ -247,6 +255,12 @@ def _tell_differences(found: Iterable[Difference], *, as_json: bool) -> int:
     noun = "difference" if counts.total() == 1 else "differences"
     click.echo(f"{counts.total():,} {noun}: {summary}", err=True)
     return _DIFFERENT
+
+
+def _of(source: Path, progress: Progress) -> Progress:
+    """Progress that names the source."""
+    told = escape_text(str(source))
+    return lambda done, total, words: progress(done, total, f"scanning {told}, {words}")
 
 
 def _info_as_json(file: Path, told: SnapshotSummary) -> dict[str, Any]:

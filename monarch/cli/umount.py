@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import click
@@ -186,7 +187,12 @@ def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:
             pids = mountpoints.users_of(path)
             passing = record is not None and all(_parent(pid) in (None, record.pid) for pid in pids)
             if not passing or time.monotonic() > deadline:
-                raise BusyError(f"{error}{_named(pids)}", hint="or use --lazy") from error
+                where = escape_text(os.fspath(path))
+                raise BusyError(
+                    f"{error}{_named(pids)}",
+                    hint="end them first, or detach the mount now with"
+                    f" `monarch umount --lazy {where}`",
+                ) from error
             time.sleep(_STEP_S)
         else:
             return
@@ -205,7 +211,16 @@ def _named(pids: Sequence[int]) -> str:
     if not pids:
         return ""
     more = ", ..." if len(pids) > _SHOWN_PIDS else ""
-    return f" by pid {', '.join(map(str, pids[:_SHOWN_PIDS]))}{more}"
+    shown = (f"{pid} ({name})" if (name := _command(pid)) else str(pid) for pid in pids)
+    return f" by pid {', '.join(islice(shown, _SHOWN_PIDS))}{more}"
+
+
+def _command(pid: int) -> str:
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text(errors="replace")
+    except OSError:
+        return ""
+    return escape_text(name.strip())
 
 
 def _wait_for_end(record: MountRecord) -> None:

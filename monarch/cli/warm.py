@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
 from monarch.cli.ask import ask, inside
 from monarch.cli.output import emit_json, progress_bar, stderr, stdout
+from monarch.control.messages import MAX_LINE_BYTES
+from monarch.errors import UsageError
 from monarch.places import state_root
 from monarch.registry import Registry
-from monarch.report import WarmProgress, WarmReport
+from monarch.report import WarmCancelled, WarmProgress, WarmReport
+from monarch.text import counted, escape_text
+from monarch.types import Progress
 from monarch.units import format_bytes
 
 INTERRUPTED = 130
+# Of one request to the daemon. A byte of a name takes up to six in JSON.
+_BATCH_BYTES = MAX_LINE_BYTES // 8
 
 
 @click.command(
@@ -22,52 +31,128 @@ INTERRUPTED = 130
 Examples:
   monarch warm /mnt/data --wait
   monarch warm /mnt/data train val/index
+  head -1000 order.txt | monarch warm /mnt/data --files-from -
+  monarch warm /mnt/data --cancel
 """
 )
 @click.argument("mountpoint", type=click.Path(path_type=Path))
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
+@click.option(
+    "--files-from",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="Take PATHs from the lines of FILE too; - is the standard input.",
+)
 @click.option("--wait", is_flag=True, help="Wait, with a progress bar, until all are resident.")
+@click.option("--cancel", is_flag=True, help="Stop what `monarch warm` was asked for before.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def warm(mountpoint: Path, paths: tuple[str, ...], wait: bool, as_json: bool) -> int:
+def warm(
+    mountpoint: Path,
+    paths: tuple[str, ...],
+    files_from: IO[bytes] | None,
+    wait: bool,
+    cancel: bool,
+    as_json: bool,
+) -> int:
     """Copy files into the tiers before a job starts.
 
     PATHs are files and directories inside the mount, or relative to it; without any, everything.
-    The copies are made in the background, no more than fit. Ctrl-C ends the waiting, not the
-    copies. The exit code is 1 if something waited for did not fit or could not be copied.
+    The copies are made in the background, no more than fit; `monarch status MOUNTPOINT` shows how
+    far they are. Ctrl-C ends the waiting, not the copies: --cancel does. The exit code is 1 if
+    something waited for did not fit, could not be copied, or was cancelled.
     """
     record = Registry(state_root()).find(mountpoint)
-    params = {"paths": inside(record, paths), "wait": wait}
-    try:
-        with progress_bar(quiet=not wait) as advance:
-
-            def on_progress(raw: dict[str, Any]) -> None:
-                at = WarmProgress.from_dict(raw)
-                amount = f"{format_bytes(at.bytes_done)} of {format_bytes(at.bytes_total)}"
-                advance(at.done, at.total, f"warming, {amount}; files")
-
-            # Walking a large tree and copying a large file both take their time.
-            report = ask(
-                record,
-                "warm",
-                params,
-                answer=WarmReport,
-                timeout=None,
-                on_progress=on_progress,
+    if cancel:
+        if paths or files_from is not None or wait:
+            raise UsageError(
+                "--cancel stops everything that is being warmed", hint="leave the others out"
             )
+        stopped = ask(record, "warm", {"cancel": True}, answer=WarmCancelled, timeout=10.0)
+        if as_json:
+            emit_json(stopped.to_dict())
+        else:
+            calls = counted(stopped.cancelled, "call", "calls")
+            stdout().print(f"{calls} of `monarch warm` stopped", markup=False)
+        return 0
+    listed = [*paths, *_lines(files_from)]
+    if not listed and files_from is not None:
+        raise UsageError("--files-from names no file", hint="one path a line")
+    report = WarmReport(0, 0, 0)
+    try:
+        with progress_bar(quiet=not wait, of_bytes=True) as advance:
+            for batch in _batches(inside(record, listed)):
+                shown = _Shown(advance, report)
+                # Walking a large tree and copying a large file both take their time.
+                answer = ask(
+                    record,
+                    "warm",
+                    {"paths": batch, "wait": wait},
+                    answer=WarmReport,
+                    timeout=None,
+                    on_progress=shown.show,
+                )
+                report = replace(
+                    answer,
+                    files=report.files + answer.files,
+                    bytes=report.bytes + answer.bytes,
+                    refused=report.refused + answer.refused,
+                )
+                if answer.cancelled:
+                    break
     except KeyboardInterrupt:
-        stderr().print("the copies go on; `monarch status MOUNTPOINT` shows them", markup=False)
+        where = escape_text(record.mountpoint)
+        stderr().print(
+            f"the copies go on; `monarch status {where}` shows them, and"
+            f" `monarch warm {where} --cancel` stops them",
+            markup=False,
+            soft_wrap=True,
+        )
         return INTERRUPTED
     if as_json:
         emit_json(report.to_dict())
     else:
         stdout().print(_told(report, wait=wait), markup=False, soft_wrap=True)
-    return 1 if wait and report.refused else 0
+    return 1 if wait and (report.refused or report.cancelled) else 0
+
+
+class _Shown:
+    """Shows the progress of one request as that of all; ``before``: what was done already."""
+
+    def __init__(self, advance: Progress, before: WarmReport) -> None:
+        self._advance = advance
+        self._before = before
+
+    def show(self, raw: dict[str, Any]) -> None:
+        at, before = WarmProgress.from_dict(raw), self._before
+        words = f"warming, {before.files + at.done:,} of {before.files + at.total:,} files"
+        self._advance(before.bytes + at.bytes_done, before.bytes + at.bytes_total, words)
+
+
+def _lines(file: IO[bytes] | None) -> Iterator[str]:
+    for line in file or ():
+        if path := line.rstrip(b"\r\n"):
+            yield os.fsdecode(path)
+
+
+def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
+    """The paths in parts that each fit into one request."""
+    batch: list[str] = []
+    room = _BATCH_BYTES
+    for path in paths:
+        room -= len(os.fsencode(path)) + 4
+        if room < 0 and batch:
+            yield batch
+            batch, room = [], _BATCH_BYTES
+        batch.append(path)
+    yield batch
 
 
 def _told(report: WarmReport, *, wait: bool) -> str:
-    asked = f"{report.files:,} files, {format_bytes(report.bytes)}"
+    asked = f"{counted(report.files, 'file', 'files')}, {format_bytes(report.bytes)}"
     if not wait:
         return f"{asked}: copying in the background; `monarch status MOUNTPOINT` shows how far"
+    if report.cancelled:
+        return f"{asked}: stopped by `monarch warm --cancel`"
     resident = f"{asked}: {report.files - report.refused:,} resident"
     if not report.refused:
         return resident

@@ -108,7 +108,7 @@ class Server:
                 self._limiter.exception(
                     log,
                     "connection",
-                    "a control connection failed in a way that nobody foresaw, the mount goes on;"
+                    "internal error in a control connection; the mount continues. This is a bug,"
                     " please report it",
                 )
         finally:
@@ -196,7 +196,7 @@ class Server:
             self._limiter.exception(
                 log,
                 request.verb,
-                "control verb %s failed in a way that nobody foresaw, the mount goes on; please"
+                "internal error in the control verb %s; the mount continues. This is a bug, please"
                 " report it",
                 request.verb,
             )

@@ -93,7 +93,7 @@ def _number(error: Exception) -> int:
 class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over ``filesystem``. File and directory handles are inode numbers.
 
-    ``count_error`` is told the kind of an exception that nobody foresaw. ``datapath`` answers the
+    ``count_error`` is told the kind of an internal error. ``datapath`` answers the
     reads that it has passed on, so that their bytes do not go the way of the requests.
     """
 
@@ -127,8 +127,8 @@ class Operations(pyfuse3.Operations):
         self._limiter.exception(
             log,
             (handler, number),
-            "an error that nobody foresaw in %s: that call failed with %s, the mount goes on;"
-            " please report it",
+            "internal error in %s(): returned %s to the caller; the mount continues."
+            " This is a bug, please report it",
             handler,
             errno_words(number),
         )

@@ -86,7 +86,8 @@ class Names(Protocol):
 class Flight:
     """One copy under way. ``content`` is what a reader fetched, ``file`` what a reader has open.
 
-    ``is_left``: its tier hangs, and nobody waits for what comes of it.
+    ``copied`` bytes are in the tier's stage so far. ``is_left``: its tier hangs, and nobody waits
+    for what comes of it.
     """
 
     promote: Promote
@@ -94,6 +95,7 @@ class Flight:
     content: bytes | memoryview | None = None
     file: SourceFile | None = None
     is_left: bool = False
+    copied: int = 0
 
     @property
     def ino(self) -> Ino:
@@ -411,8 +413,7 @@ class Engine:
             self._limiter.exception(
                 log,
                 "unforeseen",
-                "a copy failed in a way that nobody foresaw, it will be tried again; please report"
-                " it",
+                "internal error in a copy: it will be tried again. This is a bug, please report it",
             )
             for flight in batch:
                 self._failed(flight, error)
@@ -485,6 +486,7 @@ class Engine:
                 if not turn.pieces:
                     break
                 offset += turn.size
+                flight.copied = offset
                 _require_wanted(flight)
                 await self._ward.call(tier, append_all, staged, turn.pieces, size=turn.size)
             await self._source_threads.run(check_unchanged, file, flight.identity)

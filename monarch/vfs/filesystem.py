@@ -76,6 +76,8 @@ class Flight(Protocol):
     def content(self) -> bytes | memoryview | None: ...
     @property
     def file(self) -> SourceFile | None: ...
+    @property
+    def copied(self) -> int: ...
 
 
 # What this process or machine is short of, or a tier that does not answer: nothing that says
@@ -736,6 +738,11 @@ class FileSystem:
     def has_place_to_warm(self) -> bool:
         """Whether ``warm`` would start a copy soon instead of only noting the wish."""
         return self._movement.has_place()
+
+    def bytes_copied(self, ino: Ino) -> int:
+        """How much of a file a copy under way has brought so far."""
+        flight = self._movement.flight(ino)
+        return 0 if flight is None else flight.copied
 
     def warm(self, ino: Ino) -> bool:
         """Bring a file in; False if no tier has room for it."""

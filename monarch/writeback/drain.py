@@ -98,7 +98,7 @@ class Backlog:
     ``ops`` counts all changes, ``files`` those that have contents among them, ``bytes`` theirs.
     ``oldest_ns``: when the oldest was recorded, 0 if there is none. ``failures`` counts tries in
     vain, ``trouble`` says what is wrong now. ``lost``: paths of files whose bytes the
-    tier has lost.
+    tier has lost. ``moving_bytes`` of the files being moved now have reached the source.
     """
 
     ops: int
@@ -110,6 +110,7 @@ class Backlog:
     failures: int
     trouble: str | None
     lost: Paths
+    moving_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +194,7 @@ class Drain:
         # What of an object was published last, and as what.
         self._published: dict[int, tuple[Identity, Identity]] = {}
         self._lost: dict[int, bytes] = {}
+        self._moving: list[Staging] = []
         # Objects whose bytes are at the source: what was recorded of them before comes with those.
         self._through: set[int] = set()
         # Paths at the source whose marks may be lost, and which record is the last of these.
@@ -269,6 +271,7 @@ class Drain:
             failures=self._failures,
             trouble=self._trouble or self._hanging(),
             lost=tuple(self._lost.values()),
+            moving_bytes=sum(staging.moved for staging in self._moving),
         )
 
     def _hanging(self) -> str | None:
@@ -301,7 +304,7 @@ class Drain:
                     self._limiter.exception(
                         log,
                         "unforeseen",
-                        "the drain failed in a way that nobody foresaw, it will try again; please"
+                        "internal error in the drain: it will try again. This is a bug, please"
                         " report it",
                     )
                     await self._rest(error, repr(error))
@@ -700,6 +703,15 @@ class Drain:
 
     async def _move(self, staging: Staging, size: int, dress: Callable[[int], None]) -> None:
         """Bring the bytes to the source, in turns; readers of the source go first."""
+        self._moving.append(staging)
+        try:
+            await self._move_in_turns(staging, size, dress)
+        finally:
+            self._moving.remove(staging)
+
+    async def _move_in_turns(
+        self, staging: Staging, size: int, dress: Callable[[int], None]
+    ) -> None:
         await self._courtesy(min(size, _TURN_BYTES))
         if size <= _TURN_BYTES:
             await self._threads.run(_move_at_once, staging, dress, self._verify)

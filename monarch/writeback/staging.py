@@ -67,6 +67,11 @@ class Staging:
                 self._objects.sync(self._number, fd)
             return identity_now(fd)
 
+    @property
+    def moved(self) -> int:
+        """Bytes that the staged file has so far."""
+        return self._offset
+
     def version(self) -> Identity:
         """The object as it is now."""
         with self._using():

@@ -158,14 +158,21 @@ async def test_what_is_not_counted_is_called_so(
     assert "0% hits" not in details
 
 
-async def test_json_is_the_report_itself(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.finding("R")
+@pytest.mark.promise(113)
+async def test_json_of_a_mount_is_its_report_however_it_is_asked_for(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     daemon = Daemon()
     async with serving(state, daemon.verbs()):
         await run(status.status, "/mnt/data", "--json")
-        assert json.loads(capsys.readouterr().out) == daemon.report.to_dict()
+        mount = json.loads(capsys.readouterr().out)
         await run(status.status, "--json")
-        (mount,) = json.loads(capsys.readouterr().out)["mounts"]
-    assert (mount["state"], mount["report"]) == ("serving", daemon.report.to_dict())
+        assert json.loads(capsys.readouterr().out) == {"mounts": [mount]}
+        await run(status.status, "--check", "--json")
+        assert json.loads(capsys.readouterr().out) == {"mounts": [mount]}
+    assert mount["log"] == str(state / "daemon.log")
+    assert {**mount, **daemon.report.to_dict()} == mount
 
 
 async def test_a_hostile_name_cannot_speak_to_the_terminal(
@@ -265,7 +272,7 @@ async def test_warm_waits_and_says_what_did_not_fit(
         assert await run(warm.warm, "/mnt/data", "--wait") == 1
     told = capsys.readouterr()
     assert "100 files, 1 MiB: 90 resident; 10 are not: the tiers are full" in told.out
-    assert "87.9 KiB of 97.7 KiB; files: 90 of 100" in told.err
+    assert "warming, 90 of 100 files: 87.9 KiB of 97.7 KiB" in told.err
 
 
 async def test_warm_speaks_json(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,7 +317,27 @@ async def test_ctrl_c_ends_the_waiting_and_hangs_up(state: Path) -> None:
             await hung_up.wait()
             _, told = await trio.to_thread.run_sync(child.communicate)
     assert child.returncode == 130
-    assert "the copies go on" in told
+    assert "the copies go on" in told and "monarch warm /mnt/data --cancel" in told
+
+
+@pytest.mark.finding("F3")
+async def test_warm_takes_paths_from_a_file_in_requests_that_are_not_too_long(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = Daemon()
+    names = [f"class{number}/{'x' * 100}" for number in range(3000)]
+    listed = tmp_path / "listed"
+    listed.write_text("\n".join(names))
+    async with serving(state, daemon.verbs()):
+        assert await run(warm.warm, "/mnt/data", "--files-from", str(listed), "--json") == 0
+    assert [path for asked in daemon.asked for path in asked["paths"]] == names
+    assert len(daemon.asked) == 3
+    assert json.loads(capsys.readouterr().out)["files"] == 3 * daemon.warmed.files
+    listed.write_text("\n")
+    with pytest.raises(UsageError, match="--files-from names no file"):
+        await run(warm.warm, "/mnt/data", "--files-from", str(listed))
+    with pytest.raises(UsageError, match="--cancel stops everything"):
+        await run(warm.warm, "/mnt/data", "train", "--cancel")
 
 
 async def test_evict_says_what_it_dropped_and_without_paths_means_everything(

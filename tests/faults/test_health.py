@@ -382,7 +382,7 @@ def test_a_damaged_copy_is_told(monarch: MonarchCommand, tree: Tree) -> None:
 def test_an_error_that_nobody_foresaw_is_told_and_is_one_traceback(
     monarch: MonarchCommand, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monarch.expects_log("an error that nobody foresaw in getxattr: that call failed with .*EIO")
+    monarch.expects_log("internal error in getxattr\\(\\): returned .*EIO")
     monarch.expects_log("Traceback")
     content = files(3)
     source = tree(content)

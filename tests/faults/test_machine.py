@@ -471,7 +471,7 @@ def call_fails_once(
         (source / f"link{n}").symlink_to("small/0000")
     monkeypatch.setenv("MONARCH_POINT", f"handler-{name}:8:raise")
     mounted = monarch.mount(source, options=["limits.inline_max=1KiB"])
-    monarch.expects_log(f"an error that nobody foresaw in {name}")
+    monarch.expects_log(rf"internal error in {name}\(\)")
     monarch.expects_log("Traceback")
     outcomes = Counter()
     for n in range(12):

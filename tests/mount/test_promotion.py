@@ -7,14 +7,18 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
+from monarch.control.client import call
+from monarch.units import MiB
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
@@ -296,7 +300,8 @@ def test_warm_with_wait_returns_when_everything_is_resident(
     tree(content)
     mounted = monarch.mount(source, options=[SMALL_INLINE])
     answer = json.loads(monarch("warm", str(mounted.path), "--wait", "--json").stdout)
-    assert answer == {"files": 26, "bytes": sum(map(len, content.values())), "refused": 0}
+    asked = {"files": 26, "bytes": sum(map(len, content.values()))}
+    assert answer == {**asked, "refused": 0, "cancelled": False}
     assert resident(mounted, content) == dict.fromkeys(content, "fast")
     accounts_agree(mounted)
     totals = account(mounted)["source_totals"]
@@ -321,16 +326,55 @@ def test_warming_what_is_resident_copies_nothing(
         assert account(mounted)["copies"]["done"] == 10
 
 
-def test_warm_of_a_path_leaves_the_rest_at_the_source(
-    monarch: MonarchCommand, tree: Tree, source: Path
+def test_warm_of_listed_paths_leaves_the_rest_at_the_source(
+    monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
 ) -> None:
     content = files(20)
     tree(content)
     mounted = monarch.mount(source)
     asked = {name for name in content if name.startswith("class1/")} | {"class2/002.jpg"}
-    monarch("warm", str(mounted.path), "class1", str(mounted.path / "class2/002.jpg"))
+    listed = tmp_path / "listed"
+    listed.write_bytes(os.fsencode(f"class1\n{mounted.path}/class2/002.jpg\n"))
+    told = json.loads(
+        monarch("warm", str(mounted.path), "--files-from", str(listed), "--json").stdout
+    )
+    assert told["files"] == len(asked)
     settled(mounted)
     assert set(resident(mounted, content)) == asked
+
+
+@pytest.mark.finding("B11", "F3")
+@pytest.mark.promise(112)
+def test_a_warm_tells_bytes_under_way_is_shown_by_status_and_can_be_cancelled(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    sizes = {f"{number:02d}": 8 * MiB for number in range(40)}
+    tree(sizes)
+    mounted = monarch.mount(
+        slow.path, tiers={"fast": "1GiB"}, options=["limits.copy_workers=1,limits.inline_max=1MiB"]
+    )
+    slow.rules("lat read 40")
+    steps: list[dict[str, Any]] = []
+    socket = mounted.state / "control.sock"
+    first = threading.Thread(
+        target=call,
+        args=(socket, "warm", {"wait": True}),
+        kwargs={"timeout": None, "on_progress": steps.append},
+    )
+    first.start()
+    wait_until(
+        lambda: any(at["bytes_done"] - 8 * MiB * at["done"] > 0 for at in list(steps)),
+        "bytes of a file under way are counted",
+    )
+    (shown,) = account(mounted)["warming"]
+    assert (shown["total"], shown["bytes_total"]) == (40, 40 * 8 * MiB)
+    assert "monarch warm MOUNTPOINT --cancel" in monarch("status", str(mounted.path)).stdout
+    assert "1 call of" in monarch("warm", str(mounted.path), "--cancel").stdout
+    slow.rules()
+    first.join(60)
+    assert not first.is_alive()
+    assert account(mounted)["warming"] == []
+    assert monarch("warm", str(mounted.path), "--cancel").stdout.startswith("0 calls")
 
 
 def test_warming_more_than_fits_says_so_and_fills_the_tier(
@@ -341,7 +385,8 @@ def test_warming_more_than_fits_says_so_and_fills_the_tier(
     mounted = monarch.mount(source, tiers={"fast": "125000"})
     done = monarch("warm", str(mounted.path), "--wait", "--json", check=False)
     assert done.returncode == 1
-    assert json.loads(done.stdout) == {"files": 20, "bytes": 200_000, "refused": 8}
+    told = {"files": 20, "bytes": 200_000, "refused": 8, "cancelled": False}
+    assert json.loads(done.stdout) == told
     assert len(resident(mounted, content)) == 12
     accounts_agree(mounted)
 

@@ -1,0 +1,133 @@
+"""Laying out for a terminal: nothing is broken inside a word, and nothing is wider than it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from monarch.cli import status
+from monarch.cli.screen import Column, bar, fields, shortened, table
+from monarch.doctor import SeenMount
+from monarch.registry import MountRecord
+from monarch.report import StatusReport
+from tests.reports import a_report
+
+LONG = "/lustre/scratch/group/project/imagenet-1k/original"
+
+
+def test_the_end_of_a_long_path_is_kept() -> None:
+    assert shortened("/pfs/data", 9) == "/pfs/data"
+    assert shortened("/pfs/data", 8) == ".../data"
+    assert shortened("/pfs/\N{CJK UNIFIED IDEOGRAPH-4E00}a", 5) == "...a"
+
+
+def test_columns_without_a_place_are_left_out_the_least_important_first() -> None:
+    columns = (
+        Column("mount", shrinks=True),
+        Column("files", right=True, drop=2),
+        Column("copies", drop=3),
+        Column("why", shrinks=True, prose=True),
+    )
+    rows = [(LONG, "1,000", "4 running", "the disk is gone")]
+    wide, middle, narrow = (
+        [line.plain for line in table(columns, rows, width)] for width in (100, 45, 32)
+    )
+    assert wide[1] == f"{LONG}  1,000  4 running  the disk is gone"
+    assert middle[0].split() == ["mount", "files", "why"]
+    assert narrow[0].split() == ["mount", "why"]
+    for width, lines in ((45, middle), (32, narrow)):
+        assert max(map(len, lines)) <= width
+        assert lines[1].startswith("...")
+    assert narrow[1].endswith("...")
+
+
+def test_fields_go_on_at_the_end_of_a_word_and_keep_numbers_with_their_units() -> None:
+    pairs = [("source", LONG), ("resident", "400 files, 60 MiB of 150 MiB; 50 wanted")]
+    lines = [line.plain for line in fields(pairs, 40)]
+    assert max(map(len, lines)) <= 40
+    assert lines[0] == "source    ..." + LONG[-27:]
+    assert lines[1:] == ["resident  400 files, 60 MiB of 150 MiB;", "          50 wanted"]
+    assert [line.plain for line in fields(pairs[1:], 34)][1] == "          150 MiB; 50 wanted"
+
+
+def test_a_bar_is_full_only_when_all_is_there() -> None:
+    assert [bar(f, 4, ascii_only=True) for f in (0, 0.001, 0.5, 0.999, 1, 7)] == [
+        *("....", "#...", "##..", "###.", "####", "####")
+    ]
+
+
+def record(report: StatusReport) -> MountRecord:
+    return MountRecord(report.mountpoint, report.source, 1, 1, "/s", "/st", f"{LONG}/daemon.log", 1)
+
+
+@pytest.mark.finding("B8")
+@pytest.mark.parametrize("width", [60, 80, 90, 100])
+def test_no_line_of_status_is_wider_than_the_terminal_and_health_comes_first(width: int) -> None:
+    report = a_report(mountpoint=f"{LONG}/mnt", source=LONG)
+    seen = SeenMount(report.mountpoint, "served", record(report))
+    overview = status._overview_lines(
+        [status.Line(seen, report, ""), status.Line(SeenMount("/m", "stale", None), None, "gone")],
+        width,
+        status._Rates(),
+    )
+    details = status._detail_lines(report, record(report), width, False, status._Rates())
+    for line in (*overview, *details):
+        assert line.cell_len <= width, line.plain
+    words = {word for line in (*overview, *details) for word in line.plain.split()}
+    assert {"resident", "capacity", "health", "degraded", "dead", "..." + LONG[-10:]} - words <= {
+        "..." + LONG[-10:]
+    }
+    assert details[0].plain == "health: degraded"
+    assert "tier nvme is out of service" in details[1].plain
+
+
+def test_what_the_tiers_cannot_hold_is_told() -> None:
+    report = a_report(writing=None)
+    tiers = [dataclasses.replace(tier, capacity=10 << 20) for tier in report.tiers]
+    report = dataclasses.replace(report, tiers=tiers)
+    lines = status._detail_lines(report, record(report), 100, False, status._Rates())
+    assert any(line.plain.startswith("fits            13.3% of the data set") for line in lines)
+
+
+@pytest.mark.finding("B8")
+def test_watching_shows_what_happened_since_the_last_look() -> None:
+    rates = status._Rates()
+    report = a_report()
+    assert rates.since_last_look(report) == {}
+    time.sleep(0.01)
+    told = rates.since_last_look(dataclasses.replace(report, opens=2400, bytes=None))
+    assert told["opens"].endswith("/s") and told["opens"] != "0/s"
+    assert "answered" not in told, "what is not counted has no rate"
+    assert told["source"] == "0 B/s"
+
+
+@pytest.mark.finding("B9")
+def test_watching_into_a_pipe_prints_anew_and_ends_with_its_reader(tmp_path: Path) -> None:
+    watcher = subprocess.Popen(
+        [sys.executable, "-m", "monarch", "status", "--watch"],
+        env={**os.environ, "MONARCH_STATE_ROOT": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert watcher.stdout is not None and watcher.stderr is not None
+        text = b""
+        while b"no Monarch mounts" not in text and b"mount point" not in text:
+            assert select.select([watcher.stdout], [], [], 30)[0], "it prints at once"
+            text += os.read(watcher.stdout.fileno(), 4096)
+        watcher.stdout.close()
+        assert watcher.wait(30) == 0
+        assert watcher.stderr.read() == b""
+    finally:
+        watcher.kill()
+        watcher.wait()
+        watcher.stderr.close()
