@@ -392,7 +392,7 @@ def _keys_at(loc: _Loc) -> list[str]:
     return [key for key in MountSettings.model_fields if key != "name"]
 
 
-def _option_keys() -> dict[str, bool]:
+def option_keys() -> dict[str, bool]:
     """The dotted keys of what ``-o`` can set, all but arguments and tiers: whether it is a flag."""
     keys = {}
     for key, field in MountSettings.model_fields.items():
@@ -425,7 +425,7 @@ def _described(error: ErrorDetails) -> str:
         valid = _keys_at(loc[:-1])
         if len(loc) == 1:
             # What belongs in a section is often written beside it.
-            valid += [dotted for dotted in _option_keys() if "." in dotted]
+            valid += [dotted for dotted in option_keys() if "." in dotted]
         return _unknown_key(str(loc[-1]), valid, where=_dotted(loc[:-1]))
     if kind == "missing":
         return f"{key} is missing; add '{loc[-1]}: ...'"
@@ -630,7 +630,7 @@ def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) 
     """
     patterns: list[str] = []
     read_only = False
-    valid = _option_keys()
+    valid = option_keys()
     for option in (part for text in options for part in text.split(",") if part):
         key, equals, value = option.partition("=")
         if option == "ro":

@@ -62,6 +62,8 @@ WRITTEN_MISSING = "written-missing"
 WRITTEN_UNSYNCED = "written-unsynced"
 WRITTEN_UNKNOWN = "written-unknown"
 
+_LEFT_BY_A_KILLED = "left by a process that was killed while writing it"
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -317,7 +319,7 @@ class _StateCheck:
             doors += doors_of_tier(tier.name, tier.own)
         check_doors(self._findings, doors, owner=owner, repair=self._repair)
         for path in sorted(self._state.glob("*.part")):
-            self._mend("stage", STATE, path, "somebody was killed while he wrote it", path)
+            self._mend("stage", STATE, path, _LEFT_BY_A_KILLED, path)
         self._check_snapshot(Path(note.snapshot))
         self._check_copies(tiers)
         for tier in tiers:
@@ -423,7 +425,7 @@ class _StateCheck:
             told = os.fspath(own / name)
             self._findings.add("stranger", tier.name, told, "it is not ours", repaired=False)
         for name in contents.stages():
-            what = "somebody was killed while he wrote it"
+            what = _LEFT_BY_A_KILLED
             self._mend("stage", tier.name, own / name, what, own / name)
         there = contents.generations()
         for generation in there:
@@ -496,7 +498,13 @@ class _StateCheck:
                 # Of another mount, which is served: its own check looks at it.
                 continue
             for path in sorted(directory.glob("*.part")):
-                self._mend("stage", tier.name, path, "somebody was killed while he wrote it", path)
+                self._mend(
+                    "stage",
+                    tier.name,
+                    path,
+                    _LEFT_BY_A_KILLED,
+                    path,
+                )
             try:
                 found = survey(directory)
             except TierError as error:

@@ -139,7 +139,7 @@ def read_note(state: Path) -> MountNote:
     except FileNotFoundError as error:
         raise TierError(
             f"{what} does not say which mount it is of: it has no {NOTE}",
-            hint="is it one? Mounting with it once writes that",
+            hint="is it a state directory of Monarch? A mount with it writes that file",
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise TierError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,12 @@ import pytest
 from monarch import errors
 from monarch.cli import main, output
 from monarch.cli.status import CHECK_CODES
+from monarch.registry import MountRecord, Registry
 
 HEAVY = {"pyfuse3", "lmdb", "trio", "pydantic", "yaml", "rich", "numpy", "prometheus_client"}
+
+
+NOSPACE = ["nospace"]
 
 
 def monarch(*arguments: str | bytes, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -145,6 +150,78 @@ def test_the_completion_script_names_our_variable(shell: str) -> None:
 def test_completion_offers_the_verbs_that_begin_so() -> None:
     words = {"_MONARCH_COMPLETE": "bash_complete", "COMP_WORDS": "monarch s", "COMP_CWORD": "1"}
     assert monarch(**words).stdout.split() == ["plain,status", "plain,snapshot"]
+
+
+def completed(directory: Path, *words: str) -> tuple[list[str], list[str]]:
+    """What bash offers after these words: its own list, and the names that it adds by itself."""
+    script = """
+eval "$(python -m monarch completion bash)"
+compopt() { added=$2; }
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+_monarch_completion monarch "${COMP_WORDS[COMP_CWORD]}"
+[ ${#COMPREPLY[@]} -gt 0 ] && printf '%s\\n' "${COMPREPLY[@]}"
+echo --
+word=${COMP_WORDS[COMP_CWORD]}
+case $added in dirnames) compgen -d -- "$word";; default) compgen -f -- "$word";; esac
+[ "$added" = nospace ] && echo nospace
+true
+"""
+    (directory / "bin").mkdir(exist_ok=True)
+    for name, arguments in (("python", ""), ("monarch", "-m monarch")):
+        command = directory / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        command.chmod(0o755)
+    run = subprocess.run(
+        ["bash", "--norc", "-c", script, "bash", "monarch", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=directory,
+        env={
+            **os.environ,
+            "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(Path(main.__file__).parents[2]),
+            "MONARCH_STATE_ROOT": str(directory / "state"),
+            "XDG_CONFIG_HOME": str(directory / "config"),
+        },
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    ours, _, added = run.stdout.partition("--\n")
+    return ours.split(), added.split()
+
+
+@pytest.mark.finding("B12")
+@pytest.mark.promise(114)
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_files_mounts_names_and_settings(tmp_path: Path) -> None:
+    for name in ("source", "mnt", "config/monarch"):
+        (tmp_path / name).mkdir(parents=True)
+    text = "mounts: {imagenet: {source: /pfs/i, mountpoint: /mnt/i}}\n"
+    for name in ("monarch.yaml", "config/monarch/monarch.yaml"):
+        (tmp_path / name).write_text(text)
+    record = MountRecord("/mnt/data", "/pfs/i", 1, 1, "/s", "/st", "/log", 1)
+    Registry(tmp_path / "state").add(record)
+    for words, expected in (
+        (("mount", "so"), ([], ["source"])),
+        (("mount", "im"), (["imagenet"], [])),
+        (("mount", "source", "mn"), ([], ["mnt"])),
+        (("mount", "--tier", "so"), ([], ["source"])),
+        (("mount", "--state", "so"), ([], ["source"])),
+        (("mount", "--snapshot", "mona"), ([], ["monarch.yaml"])),
+        (("mount", "-c", "mona"), ([], ["monarch.yaml"])),
+        (("mount", "-c", "monarch.yaml", ""), (["imagenet"], [])),
+        (("mount", "-o", "allow_o"), (["allow_other"], [])),
+        (
+            ("mount", "-o", "allow_other,limits.copy"),
+            (["allow_other,limits.copy_workers="], NOSPACE),
+        ),
+        (("umount", "/"), (["/mnt/data"], [])),
+        (("status", ""), (["/mnt/data"], [])),
+        (("warm", "/mnt/d"), (["/mnt/data"], [])),
+        (("ckpt", "ls", "/mnt/d"), (["/mnt/data"], [])),
+        (("umount", "mn"), ([], ["mnt"])),
+    ):
+        assert completed(tmp_path, *words) == expected, words
 
 
 def test_a_reader_that_leaves_early_hears_no_complaint() -> None:

@@ -69,7 +69,9 @@ def reference() -> str:
         *described(MountSettings, shared, "  "),
         "",
         "mounts:",
-        "  # The key is the name: `monarch mount imagenet`.",
+        "  # The key is the name: `monarch mount imagenet`, if this file is"
+        " /etc/monarch/monarch.yaml or",
+        "  # ~/.config/monarch/monarch.yaml; else `monarch mount -c FILE imagenet`.",
         "  imagenet:",
         *mount,
         "    tiers:",

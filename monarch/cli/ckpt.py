@@ -12,6 +12,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from monarch.cli import complete
 from monarch.cli.ask import ask, inside
 from monarch.cli.draining import SILENCE_S, drain, seconds, waiting
 from monarch.cli.output import age, duration, emit_json, progress_bar, stderr, stdout
@@ -33,7 +34,12 @@ _PATIENCE_S = 10.0
 _BESIDE = frozenset({MANIFEST, "lock"})
 _WRONG_VERDICTS = frozenset({"damaged", "different", "missing", "unreadable"})
 
-_MOUNT = click.argument("mountpoint", metavar="MOUNT", type=click.Path(path_type=Path))
+_MOUNT = click.argument(
+    "mountpoint",
+    metavar="MOUNT",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.mount_points,
+)
 _PATH = click.argument("path", required=False, type=click.Path(), metavar="[PATH]")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 

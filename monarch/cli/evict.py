@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from monarch.cli import complete
 from monarch.cli.ask import ask, inside
 from monarch.cli.output import emit_json, stdout
 from monarch.places import state_root
@@ -21,7 +22,7 @@ Examples:
   monarch evict /mnt/data train
 """
 )
-@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=click.Path(path_type=Path), shell_complete=complete.mount_points)
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def evict(mountpoint: Path, paths: tuple[str, ...], as_json: bool) -> None:

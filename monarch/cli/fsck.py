@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.text import Text
 
+from monarch.cli import complete
 from monarch.cli.ask import ask
 from monarch.cli.output import emit_json, progress_bar, stdout
 from monarch.errors import LockedError, MonarchError, NotMountedError
@@ -33,7 +34,12 @@ Examples:
   monarch fsck /mnt/data --json | jq .findings
 """
 )
-@click.argument("place", metavar="MOUNT|STATE", type=click.Path(path_type=Path))
+@click.argument(
+    "place",
+    metavar="MOUNT|STATE",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.mount_points,
+)
 @click.option("--digests", is_flag=True, help="Read every copy and compare it with its digest.")
 @click.option("--repair", is_flag=True, help="Mend what is wrong; without it nothing is changed.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from monarch import config, signals
+from monarch.cli import complete
 from monarch.cli.output import progress_bar, stderr
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.places import state_directory
@@ -27,27 +29,48 @@ from monarch.types import Progress
 Examples:
   monarch mount /pfs/imagenet /mnt/data
   monarch mount /pfs/imagenet /mnt/data --tier /dev/shm/me:32GiB --tier /nvme/me:800GiB
-  monarch mount -c /etc/monarch/monarch.yaml imagenet
+  monarch mount imagenet                    a mount of /etc/monarch/monarch.yaml
+  monarch mount -c my.yaml imagenet
   monarch mount /pfs/imagenet /mnt/data -o limits.copy_workers=8,allow_other
 """
 )
-@click.argument("source_or_name", metavar="SOURCE|NAME")
-@click.argument("mountpoint", required=False)
-@click.option("-c", "--config", "file", metavar="FILE", help="Take mount NAME from this file.")
+@click.argument("source_or_name", metavar="SOURCE|NAME", shell_complete=complete.sources)
+@click.argument("mountpoint", required=False, shell_complete=complete.directories)
+@click.option(
+    "-c",
+    "--config",
+    "file",
+    metavar="FILE",
+    # Before NAME, which is completed from it.
+    is_eager=True,
+    shell_complete=complete.files,
+    help="Take mount NAME from this file. Without: /etc/monarch/monarch.yaml, then"
+    " ~/.config/monarch/monarch.yaml.",
+)
 @click.option(
     "--tier",
     "tiers",
     metavar="PATH[:SIZE]",
+    shell_complete=complete.directories,
     multiple=True,
     help="A tier; repeat it, fastest first. Without: the roomiest local scratch.",
 )
-@click.option("--snapshot", metavar="FILE", help="The snapshot of the names; built if missing.")
 @click.option(
-    "--state", metavar="DIR", help="Directory for persistent state: snapshot, records, log."
+    "--snapshot",
+    metavar="FILE",
+    shell_complete=complete.files,
+    help="The snapshot of the names; built if missing.",
+)
+@click.option(
+    "--state",
+    metavar="DIR",
+    shell_complete=complete.directories,
+    help="Directory for persistent state: snapshot, records, log.",
 )
 @click.option(
     "-o",
     "options",
+    shell_complete=complete.options,
     metavar="KEY=VALUE,...",
     multiple=True,
     help="Any key of the configuration file, like limits.copy_workers=8.",
@@ -82,6 +105,7 @@ def mount(
             def ready() -> None:
                 until_ready.close()
                 _tell(_told(settings))
+                _tell_service_manager()
 
             daemon.run(
                 settings,
@@ -129,12 +153,10 @@ def _settings(
     state: str | None,
     options: Sequence[str],
 ) -> MountSettings:
+    if file is None and mountpoint is None:
+        file = _configuration_with(source_or_name)
     if file is None:
-        if mountpoint is None:
-            raise UsageError(
-                "a mount point is missing",
-                hint="monarch mount SOURCE MOUNTPOINT, or monarch mount -c FILE NAME",
-            )
+        assert mountpoint is not None
         return config.from_options(
             Path(source_or_name),
             Path(mountpoint),
@@ -193,6 +215,35 @@ def _wait_until_ready(reading: int, settings: MountSettings) -> None:
                 return
     where = settings.log.file or state_directory(settings) / "daemon.log"
     raise FuseError("the daemon died before the mount answered", hint=f"see {where}")
+
+
+def _configuration_with(name: str) -> str:
+    """The first of the usual configuration files that has a mount of this name.
+
+    Raises UsageError if there is none, ConfigError for mistakes in one that was looked at.
+    """
+    hint = "monarch mount SOURCE MOUNTPOINT, or monarch mount -c FILE NAME"
+    if "/" in name:
+        raise UsageError("a mount point is missing", hint=hint)
+    there = [path for path in complete.default_configurations() if path.exists()]
+    for path in there:
+        if name in config.load(path).mounts:
+            return os.fspath(path)
+    places = there or complete.default_configurations()
+    shown = " or ".join(escape_text(os.fspath(path)) for path in places)
+    what = f"no mount {escape_text(name)!r} in" if there else "neither a mount point nor a file:"
+    raise UsageError(f"{what} {shown}", hint=hint)
+
+
+def _tell_service_manager() -> None:
+    """Tell systemd that the mount answers, if it asks for that (sd_notify(3))."""
+    address = os.environ.pop("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+        # An abstract address is written with an @.
+        manager.connect("\0" + address[1:] if address.startswith("@") else address)
+        manager.sendall(b"READY=1")
 
 
 def _become_daemon(writing: int, serve: Serve) -> NoReturn:

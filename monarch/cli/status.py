@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from monarch.cli import complete
 from monarch.cli.ask import ask
 from monarch.cli.output import age, duration, emit_json, stdout
 from monarch.cli.screen import Column, bar, fields, paragraph, table
@@ -86,7 +87,12 @@ Examples:
   monarch status --check
 """
 )
-@click.argument("mountpoint", required=False, type=click.Path(path_type=Path))
+@click.argument(
+    "mountpoint",
+    required=False,
+    type=click.Path(path_type=Path),
+    shell_complete=complete.mount_points,
+)
 @click.option(
     "--json",
     "as_json",

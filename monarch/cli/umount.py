@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from monarch.cli import complete
 from monarch.cli.draining import drain, seconds, waiting
 from monarch.cli.output import duration, emit_json, stderr
 from monarch.control.client import call
@@ -48,7 +49,7 @@ Examples:
   monarch umount --lazy /mnt/data           files in use stay readable until they are closed
 """
 )
-@click.argument("mountpoint")
+@click.argument("mountpoint", shell_complete=complete.mount_points)
 @click.option(
     "--timeout",
     "timeout_s",

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import click
 
+from monarch.cli import complete
 from monarch.cli.ask import ask, inside
 from monarch.cli.output import emit_json, progress_bar, stderr, stdout
 from monarch.control.messages import MAX_LINE_BYTES
@@ -35,7 +36,7 @@ Examples:
   monarch warm /mnt/data --cancel
 """
 )
-@click.argument("mountpoint", type=click.Path(path_type=Path))
+@click.argument("mountpoint", type=click.Path(path_type=Path), shell_complete=complete.mount_points)
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option(
     "--files-from",

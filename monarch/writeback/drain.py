@@ -339,8 +339,8 @@ class Drain:
         self._limiter.warning(
             log,
             f"drain {type(error).__name__} {words}",
-            "the drain to the source does not get on, what it has not got is kept here (%d"
-            " changes): %s: %s",
+            "draining to the source has stopped and will be tried again; %d changes are kept in the"
+            " tier: %s: %s",
             len(self._queue),
             what,
             words,

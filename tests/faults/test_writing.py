@@ -120,7 +120,7 @@ def test_what_does_not_fit_into_the_tier_goes_to_the_source(
 def test_there_is_no_room_only_when_the_source_has_none_either(
     small_tier: CuttableDisk, monarch: MonarchCommand, source: Path
 ) -> None:
-    monarch.expects_log("the tier is full|does not get on|No space left on device")
+    monarch.expects_log("the tier is full|the source has stopped|No space left on device")
     with Disk(monarch.directory / "source disk", size=24 * _MB).mounted(source):
         mounted = monarch.mount(source, tiers={"fast": "12MiB"}, options=OPTIONS)
         with pytest.raises(OSError) as raised:
@@ -195,7 +195,7 @@ def test_a_source_that_fails_loses_nothing_and_holds_up_nobody(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, rule: str
 ) -> None:
     if "hang" not in rule:
-        monarch.expects_log("does not get on")
+        monarch.expects_log("the source has stopped")
     tree({"a": 10})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     slow.rules(rule)
@@ -219,7 +219,7 @@ def test_a_source_that_fails_loses_nothing_and_holds_up_nobody(
 def test_a_source_that_is_gone_for_a_while_gets_all_of_it(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
-    monarch.expects_log("does not get on|is opened anew|source")
+    monarch.expects_log("the source has stopped|is opened anew|source")
     tree({"a": 10})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     put(mounted.path / "before", b"before")
@@ -240,7 +240,7 @@ def test_a_source_that_is_gone_for_a_while_gets_all_of_it(
 def test_a_tier_with_what_is_not_drained_cannot_be_forgotten(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
-    monarch.expects_log("does not get on|is not used any more")
+    monarch.expects_log("the source has stopped|is not used any more")
     tree({"a": 10})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     slow.rules("err write EIO .*")
@@ -263,13 +263,13 @@ def test_a_record_whose_bytes_are_gone_is_told_and_what_is_behind_it_goes_on(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("'one' is lost")
-    monarch.expects_log("does not get on")
+    monarch.expects_log("the source has stopped")
     tree({"one": 10})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     slow.rules("err write EIO .*")
     put(mounted.path / "one", b"new" * 1000)
     put(mounted.path / "two", b"two" * 1000)
-    wait_until(lambda: "does not get on" in mounted.log_text, "the drain has failed")
+    wait_until(lambda: "the source has stopped" in mounted.log_text, "the drain has failed")
     mounted.kill()
     (lost,) = (p for p in mounted.tiers["fast"].rglob("absorbed-*/01/1"))
     lost.unlink()

@@ -101,7 +101,7 @@ def refusing(
     slow: SlowSource, monarch: MonarchCommand, absorb: Absorb
 ) -> Iterator[tuple[Desk, SlowSource]]:
     """A mount whose source takes nothing, and a file of 3,000 bytes that waits for it."""
-    monarch.expects_log("the drain to the source does not get on")
+    monarch.expects_log("draining to the source has stopped")
     desk = absorb(slow.path)
     slow.rules(*REFUSES)
     (desk.mounted.path / "ckpt/a").write_bytes(contents("a", 3000))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,44 @@ def test_mounts_are_made_by_their_names_and_options_go_before_the_file(
     assert two.status()["snapshot"]["freshness"] == "never"
     assert "info" in one.log_text and "info" not in two.log_text
     assert one.status()["tiers"][0]["capacity"] == 1 << 20
+
+
+@pytest.mark.finding("R")
+@pytest.mark.promise(115)
+@pytest.mark.modes("auto")
+def test_a_name_alone_is_looked_up_where_configurations_are(
+    monarch: MonarchCommand, file: Path
+) -> None:
+    usual = Path(monarch.environment()["XDG_CONFIG_HOME"]) / "monarch" / "monarch.yaml"
+    missing = monarch("mount", "one", check=False)
+    assert (missing.returncode, "/etc/monarch/monarch.yaml" in one_line(missing)) == (2, True)
+    usual.parent.mkdir(parents=True)
+    file.rename(usual)
+    made = registered(
+        monarch, file.parent / "one/mnt", file.parent / "one/source", file.parent / "one/state"
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(file.parent / "notify"))
+        manager.settimeout(60)
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "monarch", "mount", "--foreground", "one"],
+            env={**monarch.environment(), "NOTIFY_SOCKET": str(file.parent / "notify")},
+            stderr=subprocess.PIPE,
+        )
+        try:
+            # What systemd waits for, and then finds the mount.
+            assert manager.recv(100) == b"READY=1"
+            assert (made.path / "a").read_text() == "one"
+        finally:
+            daemon.terminate()
+            _, told = daemon.communicate(timeout=60)
+    assert daemon.returncode == 0
+    assert b" info " in told and b"is at" in told
+    assert "\u2501".encode() not in told
+    unknown = monarch("mount", "tow", check=False)
+    assert (unknown.returncode, f"no mount 'tow' in {usual}" in one_line(unknown)) == (2, True)
+    with_path = monarch("mount", "./one", check=False)
+    assert (with_path.returncode, "a mount point is missing" in one_line(with_path)) == (2, True)
 
 
 @pytest.mark.fault("I1")

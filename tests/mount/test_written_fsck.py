@@ -60,7 +60,7 @@ def told(checks: list[Check], status: str) -> str:
 def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
     slow: SlowSource, monarch: MonarchCommand
 ) -> None:
-    monarch.expects_log("the drain to the source does not get on")
+    monarch.expects_log("draining to the source has stopped")
     (slow.root / "ckpt").mkdir()
     mounted = monarch.mount(slow.path, tiers={"fast": "64MiB"}, options=("absorb=ckpt/**",))
     slow.rules("err create EIO .", "err write EIO .")
@@ -69,7 +69,7 @@ def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
     with open(mounted.path / "ckpt/a", "ab") as file:
         os.fsync(file.fileno())
     assert check(mounted) == {}
-    wait_until(lambda: "does not get on" in mounted.log_text, "the drain has failed")
+    wait_until(lambda: "the source has stopped" in mounted.log_text, "the drain has failed")
     mounted.umount("--abandon")
     (directory,) = mounted.tiers["fast"].glob("monarch/absorbed-*")
     assert check(mounted) == {}
