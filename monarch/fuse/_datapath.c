@@ -374,6 +374,16 @@ bool still_runs(struct datapath *path) {
     return false;
 }
 
+void join_ended(struct datapath *path) {
+    for (int i = 0; i < path->thread_count; i++) {
+        struct thread *thread = &path->threads[i];
+        if (LOAD(thread->state) == THREAD_ENDED) {
+            pthread_join(thread->id, NULL);
+            STORE(thread->state, THREAD_NONE);
+        }
+    }
+}
+
 /* Close what is left to be closed. Closing a file of the source waits for it. */
 static void close_rest(struct datapath *path) {
     struct open_remains remains;
@@ -399,11 +409,12 @@ void close_all(struct datapath *path) {
             close(path->clones[i]);
     }
     close(path->nothing);
-    path->device = path->nothing = -1;
+    path->nothing = -1;
     if (path->channel >= 0)
         close(path->channel);
     path->channel = -1;
     if (!hangs) {
+        path->device = -1;
         path->clone_count = 0;
         close_rest(path);
     }

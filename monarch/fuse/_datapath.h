@@ -292,6 +292,7 @@ void interrupt(struct datapath *path, uint64_t unique);
 /* -- _requests.c ------------------------------------------------------------------------------- */
 
 int32_t register_backing(struct datapath *path, int fd, uint8_t tier);
+bool is_scarce(int fd);
 bool store_pages(struct datapath *path, uint64_t ino, const void *data, size_t size);
 struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t wanted);
 void dispatch(struct thread *thread, struct in_header *request, uint64_t begin);
@@ -308,6 +309,8 @@ void spawn_for_work(struct datapath *path);
 int start(struct datapath *path, int device, int channel, int threads);
 void stop(struct datapath *path);
 bool still_runs(struct datapath *path);
+/* Those that hung when they were told to stop, and have come back. */
+void join_ended(struct datapath *path);
 void close_all(struct datapath *path);
 
 #endif

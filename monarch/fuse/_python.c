@@ -153,6 +153,7 @@ static void datapath_dealloc(Datapath *self) {
             Py_TYPE(self)->tp_free((PyObject *)self);
             return;
         }
+        join_ended(path);
         if (path->wake >= 0)
             close(path->wake);
         for (int tier = 0; tier < MAX_TIERS; tier++)
@@ -303,26 +304,51 @@ static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs
     Py_RETURN_NONE;
 }
 
+/* Whether the kernel can read a copy is seen by reading it: that waits for its disk. */
+static PyObject *datapath_register(Datapath *self, PyObject *args) {
+    struct datapath *path = self->path;
+    int fd, tier, backing_id = 0;
+    if (!PyArg_ParseTuple(args, "ii", &fd, &tier))
+        return NULL;
+    if (tier < 1 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    if (path->started)
+        backing_id = register_backing(path, fd, (uint8_t)tier);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLong(backing_id);
+}
+
+static PyObject *datapath_unregister(Datapath *self, PyObject *args) {
+    struct open_remains remains = {.fd = -1};
+    if (!PyArg_ParseTuple(args, "i", &remains.backing_id))
+        return NULL;
+    close_remains(self->path, &remains);
+    Py_RETURN_NONE;
+}
+
 static PyObject *datapath_bind(Datapath *self, PyObject *args) {
     struct datapath *path = self->path;
     unsigned long long ino, size;
-    int fd, tier;
-    if (!PyArg_ParseTuple(args, "KiiK", &ino, &fd, &tier, &size))
+    int fd, tier, backing_id;
+    if (!PyArg_ParseTuple(args, "KiiKi", &ino, &fd, &tier, &size, &backing_id))
         return NULL;
     if (tier < 0 || tier >= MAX_TIERS) {
         PyErr_SetString(PyExc_ValueError, "no such tier");
         return NULL;
     }
-    if (!path->started)
-        Py_RETURN_FALSE;
-    if (opens_resize(&path->opens, ino, size))
-        Py_RETURN_TRUE;
-    if (!opens_can_bind(&path->opens, ino))
-        Py_RETURN_FALSE;
     /* The source is relayed: so its reads are counted, and those that copy know who reads. */
-    int32_t backing_id = tier ? register_backing(path, fd, (uint8_t)tier) : 0;
-    int own = backing_id ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    bool bound = backing_id || own >= 0;
+    int own = -1;
+    bool resized = path->started && opens_resize(&path->opens, ino, size), bound = false;
+    if (path->started && !resized && opens_can_bind(&path->opens, ino)) {
+        own = backing_id ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
+        bound = backing_id || own >= 0;
+        /* Python has the file open already: the last descriptors are for those that need one. */
+        if (bound && tier == 0 && is_scarce(own))
+            bound = false;
+    }
     if (bound)
         bound = opens_bind(&path->opens, ino, backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY, own,
                            backing_id, (uint8_t)tier, size);
@@ -330,7 +356,7 @@ static PyObject *datapath_bind(Datapath *self, PyObject *args) {
         struct open_remains remains = {.fd = own, .tier = (uint8_t)tier, .backing_id = backing_id};
         close_remains(path, &remains);
     }
-    return PyBool_FromLong(bound);
+    return PyBool_FromLong(resized || bound);
 }
 
 /* The inode number of a file that is written; 0 with an exception set. */
@@ -655,6 +681,8 @@ static PyMethodDef methods[] = {
     {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
     {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"register", (PyCFunction)datapath_register, METH_VARARGS, NULL},
+    {"unregister", (PyCFunction)datapath_unregister, METH_VARARGS, NULL},
     {"bind", (PyCFunction)datapath_bind, METH_VARARGS, NULL},
     {"bind_written", (PyCFunction)datapath_bind_written, METH_VARARGS, NULL},
     {"release_written", (PyCFunction)datapath_release_written, METH_VARARGS, NULL},

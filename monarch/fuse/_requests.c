@@ -90,7 +90,7 @@ int32_t register_backing(struct datapath *path, int fd, uint8_t tier) {
 
 /* Whether so many descriptors are held that the last ones are for those who need one to go on. The
  * lowest free number is always taken, so a high one tells. */
-static bool is_scarce(int fd) {
+bool is_scarce(int fd) {
     struct rlimit limit;
     return fd >= 128 && getrlimit(RLIMIT_NOFILE, &limit) == 0 &&
            (rlim_t)fd >= limit.rlim_cur - limit.rlim_cur / 4;

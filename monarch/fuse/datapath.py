@@ -188,13 +188,25 @@ class Datapath:
 
     # -- what Python decides ---------------------------------------------------------------------
 
-    def bind(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool:
+    def register(self, fd: int, tier: int) -> int:
+        """A number by which the kernel can read ``fd`` itself, 0 if it cannot or will not.
+
+        In any thread: it waits for the tier's disk.
+        """
+        return int(self._native.register(fd, tier))
+
+    def unregister(self, backing_id: int) -> None:
+        """Give back a number that was given to no ``bind``."""
+        self._native.unregister(backing_id)
+
+    def bind(self, ino: Ino, fd: int, *, tier: int, size: int, backing_id: int = 0) -> bool:
         """Serve an inode that is being opened from ``fd``, of which it keeps a duplicate.
 
-        ``tier`` 0 is the source, ``size`` the bytes that the file must have. False if it is not
-        possible now; then reads come to Python.
+        ``tier`` 0 is the source, ``size`` the bytes that the file must have. With ``backing_id``,
+        which ``register`` has told, the kernel reads it. False if it is not possible now; then
+        reads come to Python.
         """
-        return bool(self._native.bind(ino, fd, tier, size))
+        return bool(self._native.bind(ino, fd, tier, size, backing_id))
 
     def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool:
         """Read and write an inode through ``fd``, of which it keeps a duplicate.

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import trio
 from typing_extensions import TypeVarTuple, Unpack
@@ -60,6 +60,13 @@ class Served:
 
     calls: int
     seconds: float
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """What a call may have opened."""
+
+    def close(self) -> None: ...
 
 
 class _Call:
@@ -451,3 +458,5 @@ def _closed(result: object) -> None:
     match result:
         case (float(), int(fd)):
             os.close(fd)
+        case (float(), Closeable() as opened):
+            opened.close()

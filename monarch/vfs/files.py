@@ -314,7 +314,7 @@ class WrittenFiles:
                 self._fast.release_written(ino)
             for fd in (file.fd, file.left_fd):
                 if fd >= 0:
-                    self._threads.start(os.close, fd)
+                    self.close_later(fd)
         del self._open[ino]
         if not node.names:
             self.leave(node)
@@ -353,6 +353,10 @@ class WrittenFiles:
         self._names.forget_node(node.ino)
         if number:
             self.remove(number)
+
+    def close_later(self, fd: int) -> None:
+        """Close a file of the tier or of the source in a thread: even that may wait for either."""
+        self._threads.start(os.close, fd)
 
     def remove(self, number: int) -> None:
         """An object that is nobody's."""
@@ -469,7 +473,7 @@ class WrittenFiles:
         try:
             node.size = await self._inquiry.ask(file.ino, _copy_all, file.fd, fd)
         except BaseException:
-            self._threads.start(os.close, fd)
+            self.close_later(fd)
             if self._fast is not None:
                 self._fast.rebind(file.ino, file.fd, tier=self._tier)
             raise

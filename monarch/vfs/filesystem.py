@@ -14,6 +14,7 @@ import errno
 import logging
 import math
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
 from monarch.transfer.readers import Readers
 from monarch.types import Attributes, Identity, Ino
 from monarch.vfs.changes import Changes
-from monarch.vfs.handles import Binding
+from monarch.vfs.handles import Binding, OpenCopy
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import Account, FastPath
 from monarch.vfs.sizes import Sizes
@@ -307,7 +308,9 @@ class FileSystem:
         fd = binding.file.fd if binding.file is not None else binding.fd
         if fd >= 0:
             size = self.names.attributes(binding.ino).size
-            self._fast.bind(binding.ino, fd, tier=binding.tier, size=size)
+            copy = binding.copy
+            backing_id = copy.take_backing_id() if copy is not None else 0
+            self._fast.bind(binding.ino, fd, tier=binding.tier, size=size, backing_id=backing_id)
 
     async def read(self, ino: Ino, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Up to ``size`` bytes from ``offset`` on of an inode that is open; short only at its end.
@@ -500,7 +503,7 @@ class FileSystem:
             return None
         tier = self._tiers[number]
         try:
-            fd = await self._open_copy(tier, attributes)
+            copy = await self._open_copy(tier, attributes)
         except OSError as error:
             # Evicted meanwhile, it is not there, and nothing is wrong with that.
             if error.errno not in _NOT_THE_COPY and self._residency.tier_of(ino) == number:
@@ -510,13 +513,13 @@ class FileSystem:
         known = self.names.attributes(ino).identity
         if self._residency.tier_of(ino) != number or known != attributes.identity:
             # Evicted meanwhile, or replaced by the copy of another version.
-            os.close(fd)
+            copy.close()
             return None
         self._controller.opened(self._item(attributes))
-        return Binding(ino, attributes.size, tier=number, fd=fd)
+        return Binding(ino, attributes.size, tier=number, copy=copy)
 
-    async def _open_copy(self, tier: Tier, attributes: Attributes) -> int:
-        """A descriptor of the copy, which is believed or compared with its digest first.
+    async def _open_copy(self, tier: Tier, attributes: Attributes) -> OpenCopy:
+        """The copy, open, which is believed or compared with its digest first.
 
         Raises OSError, ESTALE if it is another.
         """
@@ -540,10 +543,19 @@ class FileSystem:
         with suppress(OSError):
             self._records.confirm(ino, record)
 
-    async def _opened(self, tier: Tier, attributes: Attributes) -> int:
+    async def _opened(self, tier: Tier, attributes: Attributes) -> OpenCopy:
         if tier.in_memory:
-            return tier.open(attributes.ino, attributes.identity)
-        return await self._movement.ask(tier.number, tier.open, attributes.ino, attributes.identity)
+            return self._open_registered(tier, attributes.ino, attributes.identity)
+        return await self._movement.ask(
+            tier.number, self._open_registered, tier, attributes.ino, attributes.identity
+        )
+
+    def _open_registered(self, tier: Tier, ino: Ino, identity: Identity) -> OpenCopy:
+        """In a thread: whether the kernel can read the copy is seen by reading it."""
+        fd = tier.open(ino, identity)
+        if self._fast is None:
+            return OpenCopy(fd, 0, lambda backing_id: None)
+        return OpenCopy(fd, self._fast.register(fd, tier.number), self._fast.unregister)
 
     async def _bind_flight(self, attributes: Attributes) -> Binding | None:
         """Share the bytes or the descriptor of a copy under way: the source is not asked twice."""
@@ -617,6 +629,10 @@ class FileSystem:
 
     def _open(self, path: bytes, identity: Identity) -> SourceFile:
         file = self._inquiry.source.open(path)
+        if _is_scarce(file.fd):
+            # The last descriptors are for files that are fetched, copied and closed again.
+            os.close(file.fd)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if identity_of(file.status) != identity:
             os.close(file.fd)
             raise SourceChanged("not the version that the snapshot tells of")
@@ -829,6 +845,12 @@ class FileSystem:
     async def _identity_now(self, ino: Ino, file: SourceFile) -> Identity:
         path = self.names.path(ino)
         return await self._inquiry.ask(ino, self._inquiry.source.on, file, path, identity_now)
+
+
+def _is_scarce(fd: int) -> bool:
+    """Whether nearly all descriptors are in use: the lowest free number is always taken."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return fd >= 128 and limit != resource.RLIM_INFINITY and fd >= limit - limit // 8
 
 
 def _empty(fd: int) -> None:

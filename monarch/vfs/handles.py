@@ -7,10 +7,35 @@ that a copy that is removed or replaced meanwhile disturbs nobody: the descripto
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from monarch.placement.residency import SOURCE
 from monarch.tiers.source import SourceFile
 from monarch.types import Ino
+
+
+class OpenCopy:
+    """An open copy of a tier, and the number by which the kernel can read it itself, or 0.
+
+    ``let_go`` gives such a number back that nobody has used.
+    """
+
+    __slots__ = ("_let_go", "backing_id", "fd")
+
+    def __init__(self, fd: int, backing_id: int, let_go: Callable[[int], None]) -> None:
+        self.fd = fd
+        self.backing_id = backing_id
+        self._let_go = let_go
+
+    def take_backing_id(self) -> int:
+        """The number, which is the caller's from now on."""
+        taken, self.backing_id = self.backing_id, 0
+        return taken
+
+    def close(self) -> None:
+        if self.backing_id:
+            self._let_go(self.take_backing_id())
+        os.close(self.fd)
 
 
 class Binding:
@@ -20,12 +45,12 @@ class Binding:
     the opens that were not released yet. ``outdated``: the source has another version by now.
     ``left`` are the bytes that were not given to reads that no open came before. One that is read
     from the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
-    ``pause_s``.
+    ``pause_s``. ``copy`` is where ``fd`` comes from.
     """
 
     __slots__ = (
-        "_lost_fd",
         "content",
+        "copy",
         "fd",
         "file",
         "ino",
@@ -44,7 +69,7 @@ class Binding:
         size: int,
         *,
         tier: int = SOURCE,
-        fd: int = -1,
+        copy: OpenCopy | None = None,
         file: SourceFile | None = None,
         content: bytes | memoryview | None = None,
     ) -> None:
@@ -52,26 +77,26 @@ class Binding:
         self.size = size
         self.left = size
         self.tier = tier
-        self.fd = fd
+        self.copy = copy
+        self.fd = copy.fd if copy is not None else -1
         self.file = file
         self.content = content
         self.users = 0
         self.outdated = False
         self.offer_s = 0.0
         self.pause_s = 0.0
-        self._lost_fd = -1
 
     def fall_back(self, file: SourceFile) -> None:
         """Go on at the source. The copy's descriptor stays open: a read may still be using it."""
-        self._lost_fd, self.fd = self.fd, -1
+        self.fd = -1
         self.tier = SOURCE
         self.file = file
 
     def close(self) -> None:
-        for fd in (self.fd, self._lost_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self._lost_fd = -1
+        if self.copy is not None:
+            self.copy.close()
+            self.copy = None
+        self.fd = -1
         if self.file is not None:
             self.file.release()
             self.file = None

@@ -130,7 +130,7 @@ class Writing:
                 object=number,
             )
         except Refused:
-            os.close(fd)
+            self.files.close_later(fd)
             self.files.remove(number)
             raise
         self._note_made("create", node, self.names.visible_path(node.ino))
@@ -441,7 +441,7 @@ class Writing:
         except BaseException:
             for opened in (fd, staged):
                 if opened >= 0:
-                    os.close(opened)
+                    self.files.close_later(opened)
             self.files.remove(number)
             raise
         if staged < 0 and not empty:

@@ -553,6 +553,36 @@ def test_copies_in_a_tier_that_hangs_are_passed_by_and_used_again_when_it_answer
     accounts_agree(mounted)
 
 
+@pytest.mark.finding("D7")
+@pytest.mark.fault("T9")
+@pytest.mark.promise(47)
+@pytest.mark.modes("passthrough")
+def test_an_open_that_waits_for_a_tier_that_hangs_does_not_hold_up_the_daemon(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    """Python decides opens of a file that has changed, and the kernel is to read its copy."""
+    monarch.expects_log("tier fast is out of service: no answer within 1 s|changed at the source")
+    tree({"changed": 20_000, "other": 20_000})
+    mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
+    content = contents("changed since", 30_000)
+    (source / "changed").write_bytes(content)
+    path = mounted.path / "changed"
+    assert path.read_bytes() == content
+    settled(mounted)
+    assert os.getxattr(path, "user.monarch.tier") == b"fast"
+    with ruled(slow_tier, "hang read /monarch"):
+        reader = subprocess.Popen(["cat", str(path)], stdout=subprocess.PIPE)
+        wait_until(lambda: slow_tier.counters()["hanging"] > 0, "its open waits for the tier")
+        assert mounted.status()["state"] == "serving"
+        assert os.statvfs(mounted.path).f_files > 0
+        # Nobody but the watch of the tier lets the reader go on.
+        goes_out(mounted)
+        told, _ = reader.communicate(timeout=30)
+        assert told == content
+    comes_back(mounted)
+    wait_until(lambda: mounted.status()["handles"]["open_files"] == 0, "it is closed")
+
+
 @pytest.mark.fault("T9")
 @pytest.mark.promise(47)
 def test_a_tier_that_became_slower_than_any_source_is_left_alone(

@@ -354,6 +354,7 @@ def test_the_devices_are_let_go_of_without_a_free_descriptor(made: Rig, slow: Sl
     with suppress(ConnectionResetError):
         assert made.kernel.recv(1) == b""
     slow.rules()
+    eventually(lambda: made.datapath.state().threads == 0, "the thread that hung has ended")
 
 
 @pytest.mark.finding("D14", "D15")
