@@ -56,7 +56,7 @@ from monarch.placement.policy import Policy
 from monarch.placement.residency import Residency
 from monarch.places import default_tier, state_directory, state_root
 from monarch.registry import MountRecord, Registry, process_started
-from monarch.report import Mode
+from monarch.report import Mode, Requests
 from monarch.scrub import Scrub
 from monarch.settings import MountSettings
 from monarch.snapshots import snapshot_for, tell_unknown_acls, tell_unreadable
@@ -419,8 +419,9 @@ class _Mount:
             every_s=settings.snapshot.ttl_s,
             just_built=parts.just_built,
         )
+        self._operations = Operations(self.filesystem, metrics.error, self._datapath)
         self._session = Session(
-            Operations(self.filesystem, metrics.error, self._datapath),
+            self._operations,
             settings.mountpoint,
             os.fsencode(settings.source),
             allow_other=settings.allow_other,
@@ -455,7 +456,9 @@ class _Mount:
                 logbook=parts.logbook,
                 writing=self._writing,
                 lost=lost,
+                requests=self._requests,
             ),
+            requests=self._requests,
         )
         self._metrics = metrics
         self._page: MetricsPage | None = None
@@ -476,6 +479,12 @@ class _Mount:
 
     def _evict(self, ino: Ino) -> int:
         return self.filesystem.evict(ino)
+
+    def _requests(self) -> Requests:
+        if self._datapath is None:
+            return self._operations.requests()
+        state = self._datapath.state()
+        return Requests(state.waiting, state.oldest_request_s)
 
     def _oldest_source_call_s(self) -> float:
         return self._datapath.state().oldest_wait_s if self._datapath is not None else 0.0
@@ -579,6 +588,7 @@ class _Mount:
         self._status.state = "serving"
         log.info("ready")
         self._session.widen_readahead()
+        self._session.widen_background()
         ready()
 
     async def _signals(self) -> None:

@@ -26,6 +26,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
     {
         "source-hangs": "failing",
         "source-errors": "failing",
+        "requests-wait": "failing",
         "writes-refused": "failing",
         "written-lost": "degraded",
         "drain-refused": "degraded",

@@ -568,6 +568,20 @@ FAMILIES: tuple[Family, ...] = (
         _one(lambda s: s.handles.open_files),
     ),
     Family(
+        "monarch_requests_waiting",
+        "gauge",
+        "Requests of the kernel that wait for an answer.",
+        (),
+        _one(lambda s: s.requests.waiting),
+    ),
+    Family(
+        "monarch_oldest_request_seconds",
+        "gauge",
+        "How long the oldest of them has waited.",
+        (),
+        _one(lambda s: s.requests.oldest_s),
+    ),
+    Family(
         "monarch_health",
         "gauge",
         "1 for the state that the mount is in (`ok`, `degraded`, `failing`), 0 for the others.",

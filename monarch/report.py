@@ -187,6 +187,14 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests of the kernel that are not answered yet: how many wait, and the oldest one's age."""
+
+    waiting: int
+    oldest_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Handles:
     """``backing_ids`` are files that the kernel reads itself, in passthrough.
 
@@ -291,6 +299,7 @@ class StatusReport(Report):
     errors: dict[str, int]
     memory: Memory
     handles: Handles
+    requests: Requests
     scrub: ScrubReport
     writing: WritingReport | None = None
     warming: list[WarmProgress] = field(default_factory=list)

@@ -26,6 +26,7 @@ from monarch.report import (
     Handles,
     Memory,
     Mode,
+    Requests,
     Saved,
     SnapshotReport,
     State,
@@ -75,6 +76,7 @@ class Status:
         writing: WriteSide | None,
         lost: Lost,
         symptoms: Symptoms,
+        requests: Callable[[], Requests],
     ) -> None:
         self._settings = settings
         self._mode = mode
@@ -91,6 +93,7 @@ class Status:
         self._writing = writing
         self._lost = lost
         self._symptoms = symptoms
+        self._requests = requests
         # Kept open: who has run out of descriptors is to be told so.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()
@@ -157,6 +160,7 @@ class Status:
             handles=Handles(
                 open_files if mode.counts_opens else None, self._filesystem.backing_ids
             ),
+            requests=self._requests(),
             scrub=self._scrub.report(),
             writing=self._writing_report(),
             warming=self.warming(),

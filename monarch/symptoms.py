@@ -22,6 +22,7 @@ from monarch.lost import Lost
 from monarch.metrics import Metrics
 from monarch.modes import memory_groups
 from monarch.placement.residency import Residency
+from monarch.report import Requests
 from monarch.settings import MountSettings
 from monarch.text import counted
 from monarch.tiers.directory import Tier
@@ -37,6 +38,8 @@ _QUIET_S = {"internal-error": 3600.0, "copies-damaged": 86400.0, "writes-refused
 _DAMAGE = ("copy-ESTALE", "copy-EIO", "copy-EUCLEAN", "copy-EBADMSG")
 # Of descriptors, and of a control group's memory, this share used is nearly all.
 _SCARCE_SHARE = 0.9
+# A request is answered within this time, unless the source or a tier hangs. Seconds.
+_ANSWERED_S = 60.0
 # A machine that has less than this share of its memory left, and less than so much, is short.
 _LEAST_AVAILABLE_SHARE = 0.02
 _LEAST_AVAILABLE = GiB
@@ -60,6 +63,7 @@ class Symptoms:
         logbook: Logbook,
         writing: WriteSide | None,
         lost: Lost,
+        requests: Callable[[], Requests],
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
         root: Path = Path("/"),
@@ -76,6 +80,7 @@ class Symptoms:
         self._logbook = logbook
         self._writing = writing
         self._lost = lost
+        self._requests = requests
         self._clock = clock
         self._wall_ns = wall_ns
         self._root = root
@@ -103,6 +108,7 @@ class Symptoms:
                 yield tier.name, problem
         for look in (
             self._of_source,
+            self._of_requests,
             self._of_closed_files,
             self._of_writing,
             self._of_our_own_making,
@@ -149,6 +155,22 @@ class Symptoms:
             "the source refuses root (root squash): set `source_identity: caller`, and files are"
             " opened there with the rights of the process that reads",
         )
+
+    def _of_requests(self) -> Iterator[Problem]:
+        oldest_s = self._requests().oldest_s
+        trouble = self._inquiry.trouble()
+        explained = (trouble is not None and trouble.hangs) or any(
+            outage.slow for outage in self._engine.out_of_service().values()
+        )
+        if oldest_s > _ANSWERED_S and not explained:
+            yield Problem(
+                "requests-wait",
+                f"a request has waited {oldest_s:.0f} s for an answer, though neither the source"
+                " nor a tier is seen to hang",
+                self._wall_ns() - int(oldest_s * 1e9),
+                f"look for the process that waits: `ps -eo pid,stat,wchan,args | grep ' D'`, and at"
+                f" {self._logbook.path}; if it stays, report it and mount {self._mountpoint} again",
+            )
 
     def _of_writing(self) -> Iterator[Problem]:
         side, mountpoint = self._writing, self._mountpoint

@@ -319,6 +319,13 @@ def _parser() -> argparse.ArgumentParser:
     hang.add_argument(
         "--seconds", type=float, default=60.0, help="how long it hangs in each round (60)"
     )
+    hang.add_argument(
+        "--waiters",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[600, 2000],
+        metavar="N,...",
+        help="requests that wait for the source meanwhile (600,2000)",
+    )
     hang.add_argument("--modes", type=_names, default=list(WAYS), help=f"{','.join(WAYS)} (all)")
     snapshot = subject("snapshot", "what the names of a large tree cost", 1_000_000, 50_000)
     snapshot.add_argument("--latency", type=float, default=1.0, help="ms a call of the source (1)")

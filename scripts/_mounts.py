@@ -55,6 +55,7 @@ class Mount:
     ) -> None:
         self.path = path
         self.tier = tier
+        self.state = state
         self.seconds = 0.0
         for directory in (path, tier):
             directory.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from monarch.report import (
     Memory,
     Mode,
     Quantiles,
+    Requests,
     Residency,
     Saved,
     ScrubReport,
@@ -83,6 +84,7 @@ def a_report(**changes: Any) -> StatusReport:
         errors={"tier:nvme:EIO": 10},
         memory=Memory(64 * MiB),
         handles=Handles(3, 1),
+        requests=Requests(2, 0.25),
         scrub=ScrubReport(True, 100, 400, 90 * MiB, 2, 1, 1_700_000_000_000_000_000, 0),
         writing=WritingReport(
             tier="nvme",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,8 @@ from monarch import symptoms
 from monarch.cli import status
 from monarch.errors import NotMountedError, UsageError
 from monarch.health import KINDS, STATES, Health, Problem, Spell, health_of, worst
-from monarch.report import StatusReport
+from monarch.report import Requests, StatusReport
+from monarch.vfs.inquiry import Trouble
 from tests.reports import a_problem, a_report
 
 ROOT = Path(__file__).parents[1]
@@ -146,3 +150,37 @@ def test_a_time_of_another_day_is_told_with_its_date() -> None:
     assert status._moment(int(now.timestamp() * 1e9)) == now.strftime("%H:%M")
     before = now - timedelta(days=1)
     assert status._moment(int(before.timestamp() * 1e9)) == before.strftime("%Y-%m-%d %H:%M")
+
+
+@pytest.mark.finding("D6")
+@pytest.mark.promise(91)
+@pytest.mark.fault("M12")
+@pytest.mark.parametrize(
+    ("oldest_s", "hangs", "kinds"),
+    [(59.0, False, []), (61.0, False, ["requests-wait"]), (61.0, True, ["source-hangs"])],
+)
+def test_a_request_that_waits_for_a_minute_is_a_problem_unless_the_source_explains_it(
+    oldest_s: float, hangs: bool, kinds: list[str], tmp_path: Path
+) -> None:
+    told = Trouble("does not answer", 1, hangs=True) if hangs else None
+    parts: dict[str, Any] = {
+        "settings": SimpleNamespace(
+            mountpoint=Path("/mnt"), source=Path("/pfs"), source_identity="daemon"
+        ),
+        "tiers": [],
+        "residency": SimpleNamespace(unverified_files=lambda: 0),
+        "engine": SimpleNamespace(out_of_service=dict),
+        "inquiry": SimpleNamespace(trouble=lambda: told),
+        "metrics": SimpleNamespace(errors=Counter(), changes=0, closed_files={}),
+        "watch": SimpleNamespace(changed_directories=0),
+        "logbook": SimpleNamespace(exceptions=0, path=tmp_path / "log", trouble=lambda: None),
+        "writing": None,
+        "lost": SimpleNamespace(names=[]),
+        "requests": lambda: Requests(3, oldest_s),
+        "root": tmp_path,
+    }
+    found = symptoms.Symptoms(**parts, wall_ns=lambda: 10**18).problems()
+    assert [problem.kind for problem in found] == kinds
+    if kinds == ["requests-wait"]:
+        assert found[0].since_ns == 10**18 - 61 * 10**9
+        assert health_of(found).state == "failing"

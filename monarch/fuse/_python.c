@@ -653,8 +653,6 @@ static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
             continue;
         waiting++;
         request = earlier(request, place->since_ns);
-        if (place->waits != AT_PYTHON && place->waits != FOR_PYTHON)
-            source = earlier(source, place->since_ns);
     }
     pthread_mutex_unlock(&path->pending_lock);
     return Py_BuildValue("{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i,s:d,s:L,s:L,s:d}", "serving",

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -24,6 +25,7 @@ from monarch import acl, points
 from monarch.errors import MonarchError
 from monarch.fuse.datapath import Datapath, split_handle
 from monarch.log import Limiter
+from monarch.report import Requests
 from monarch.text import errno_words
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
@@ -64,6 +66,9 @@ def _answered(
         token = CALLER.set(
             Caller(last.pid, last.uid, last.gid) if isinstance(last, RequestContext) else None
         )
+        under_way = cast(Operations, args[0]).under_way
+        request = object()
+        under_way[request] = time.monotonic()
         try:
             points.reached(point)
             return await handler(*args, **kwargs)
@@ -78,6 +83,7 @@ def _answered(
             operations.unforeseen(handler.__name__, number)
             raise FUSEError(number) from error
         finally:
+            del under_way[request]
             CALLER.reset(token)
 
     return answer
@@ -117,6 +123,14 @@ class Operations(pyfuse3.Operations):
         self._list_ends: dict[Ino, int] = {}
         # A slip in what each read does must not push all else out of the log.
         self._limiter = Limiter(60.0)
+        # When each request came that is being answered, the oldest first. Seconds.
+        self.under_way: dict[object, float] = {}
+
+    def requests(self) -> Requests:
+        """Those that are being answered here."""
+        oldest_s = next(iter(self.under_way.values()), None)
+        age_s = time.monotonic() - oldest_s if oldest_s is not None else 0.0
+        return Requests(len(self.under_way), age_s)
 
     def unforeseen(self, handler: str, number: int) -> None:
         self._count_error(f"handler-{handler}")

@@ -178,6 +178,21 @@ class Session:
             if int(file.read()) < _READ_AHEAD_BYTES // KiB:
                 file.write(str(_READ_AHEAD_BYTES // KiB))
 
+    def widen_background(self) -> None:
+        """Have readers of the source that hangs not use up what all may read ahead together.
+
+        The kernel's default is 12 requests, and of an ordinary user it takes as many as it likes
+        (``max_user_bgreq``). The datapath agrees on that by itself. Where the control files of FUSE
+        are not mounted, as in a container, it stays as it is.
+        """
+        mounted = mount_at(self._mountpoint)
+        if self._datapath is not None or mounted is None:
+            return
+        connection = f"/sys/fs/fuse/connections/{mounted.device.partition(':')[2]}"
+        for name, most in (("max_background", 65535), ("congestion_threshold", 49152)):
+            with suppress(OSError), open(f"{connection}/{name}", "w") as file:
+                file.write(str(most))
+
 
 async def answers(mountpoint: Path) -> None:
     """Wait until the mount answers a request; raises FuseError if it does not in 10 seconds."""

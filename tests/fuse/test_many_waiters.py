@@ -1,0 +1,97 @@
+"""Hundreds of threads that wait for a source that hangs, on a real mount."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from monarch.units import MiB
+from tests.conftest import MonarchCommand, Tree, contents
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import epoch, settled, wait_until
+
+OPENS, READS = 600, 300
+
+_WAITERS = f"""
+import os, sys, threading
+threading.stack_size(65536)
+small, large = sys.argv[1:]
+fd = os.open(large, os.O_RDONLY)
+wrong = []
+def open_small():
+    with open(small, "rb", 0) as file:
+        if not file.read(1):
+            wrong.append("small")
+def read_large(number):
+    if len(os.pread(fd, 4096, number * 262144)) != 4096:
+        wrong.append("large")
+threads = [threading.Thread(target=open_small) for _ in range({OPENS})]
+threads += [threading.Thread(target=read_large, args=(n,)) for n in range({READS})]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+sys.exit(bool(wrong))
+"""
+_READ = """
+import os, sys
+for path in sys.argv[1:]:
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    while os.read(fd, 65536):
+        pass
+"""
+
+
+@contextmanager
+def waiters(small: Path, large: Path) -> Iterator[subprocess.Popen[bytes]]:
+    arguments = [sys.executable, "-c", _WAITERS, str(small), str(large)]
+    with subprocess.Popen(arguments) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.finding("D3")
+@pytest.mark.promise(11, 89, 91)
+@pytest.mark.fault("S1", "M10")
+def test_nine_hundred_that_wait_for_the_source_change_nothing_for_others(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    resident = {f"resident/{n}": contents(f"r{n}", size) for n, size in enumerate((900, 500_000))}
+    tree({**resident, "small": 5000, "large": 80 * MiB})
+    mounted = monarch.mount(slow.path)
+    epoch(mounted, resident)
+    settled(mounted)
+    before = _of(mounted.pid, "RssAnon")
+    slow.rules("hang read ^/(small|large)")
+    with waiters(mounted.path / "small", mounted.path / "large") as process:
+        # Of threads that wait for the same page one alone has asked.
+        least = READS // 2
+        wait_until(lambda: mounted.status()["requests"]["waiting"] >= least, "they wait")
+        wait_until(lambda: _of(process.pid, "Threads") > OPENS + READS, "all of them")
+        names = [str(mounted.path / name) for name in resident]
+        # What hangs in the kernel would hang the test.
+        subprocess.run([sys.executable, "-c", _READ, *names], check=True, timeout=30)
+        subprocess.run(["ls", "-l", str(mounted.path)], check=True, timeout=30, capture_output=True)
+        subprocess.run(["stat", "-f", str(mounted.path)], check=True, timeout=30)
+        requests = mounted.status()["requests"]
+        assert requests["waiting"] >= least and requests["oldest_s"] > 0
+        assert _of(mounted.pid, "Threads") < 150
+        assert _of(mounted.pid, "RssAnon") - before < 64 * 1024
+        slow.rules()
+        assert process.wait(60) == 0
+    wait_until(lambda: mounted.status()["requests"]["waiting"] == 0, "all are answered")
+    settled(mounted)
+
+
+def _of(pid: int, name: str) -> int:
+    """Threads, or KiB of memory, of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[name].split()[0])
