@@ -30,6 +30,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
         "writes-refused": "failing",
         "written-lost": "degraded",
         "drain-refused": "degraded",
+        "drain-conflict": "degraded",
         "internal-error": "degraded",
         "copies-damaged": "degraded",
         "tier-out": "degraded",

@@ -198,6 +198,20 @@ class Symptoms:
                 " soon as one of them has room",
             )
         backlog = side.drain.backlog()
+        if backlog.conflict is not None:
+            conflict, count = backlog.conflict, backlog.conflicts
+            told = f"{os.fsdecode(conflict.path)!r} {conflict.why}"
+            if conflict.kept:
+                told += f"; what was written here is {os.fsdecode(conflict.kept)!r}"
+            yield Problem(
+                "drain-conflict",
+                f"{counted(count, 'change', 'changes')} of this mount met others of the source:"
+                f" {told}{' (the last)' if count > 1 else ''}",
+                0,
+                f"compare them at the source: `find {self._source} -name '*.monarch-conflict-*'`,"
+                " keep one, remove the other; the log names each. The next mount starts without"
+                " this problem",
+            )
         if backlog.trouble:
             kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
             yield Problem(

@@ -24,7 +24,7 @@ from monarch.report import (
     WrittenFiles,
     WrittenTotals,
 )
-from monarch.writeback.drain import Backlog
+from monarch.writeback.drain import Backlog, Drain
 
 # Of one part of a long answer, in bytes, and files between two looks at other work.
 _PART_BYTES = 128 * 1024
@@ -87,15 +87,15 @@ class WrittenVerbs:
         if paths is not None and not isinstance(paths, list):
             raise UsageError("paths must be a list of texts")
         below = None if paths is None else [self._name(path) for path in paths]
-        seq: int | None = None
+        waited: _Waited | None = None
         with trio.move_on_after(float("inf") if timeout_s is None else timeout_s):
             await self._recorded(side)
-            seq = self._last(side, below)
+            waited = self._waited(side, below)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._tell, _Course(side.drain.backlog()), send)
-                await side.drain.wait(seq)
+                await waited.wait()
                 nursery.cancel_scope.cancel()
-        drained = seq is not None and side.drain.is_done(seq)
+        drained = waited is not None and waited.is_done()
         backlog = side.drain.backlog()
         self._lost.hear(backlog.lost)
         return DrainReport(
@@ -121,14 +121,17 @@ class WrittenVerbs:
             if node is not None:
                 side.files.record(node)
 
-    def _last(self, side: WriteSide, below: list[bytes] | None) -> int:
-        """The number of the last operation that is waited for."""
+    def _waited(self, side: WriteSide, below: list[bytes] | None) -> _Waited:
+        """What is waited for: all that was put by now, or the contents below some paths."""
         if below is None:
-            return side.drain.last_seq
-        return max(
-            (side.stock.content(node.object)[0] for each in below for node, _ in self._nodes(each)),
-            default=0,
-        )
+            return _Waited(side.drain, side.drain.last_seq, [])
+        seqs = [
+            side.stock.content(node.object)[0]
+            for each in below
+            for node, _ in self._nodes(each)
+            if node.object
+        ]
+        return _Waited(side.drain, 0, seqs)
 
     async def _tell(self, course: _Course, send: Send) -> None:
         assert self._side is not None
@@ -170,6 +173,23 @@ class WrittenVerbs:
                 if not below or path == below or path.startswith(below + b"/"):
                     yield node, path
                     break
+
+
+class _Waited:
+    """All changes up to ``upto``, and those in ``seqs``."""
+
+    def __init__(self, drain: Drain, upto: int, seqs: list[int]) -> None:
+        self._drain = drain
+        self._upto = upto
+        self._seqs = sorted(seqs)
+
+    async def wait(self) -> None:
+        await self._drain.wait_all(self._upto)
+        for seq in self._seqs:
+            await self._drain.wait(seq)
+
+    def is_done(self) -> bool:
+        return self._drain.has_all(self._upto) and all(map(self._drain.is_done, self._seqs))
 
 
 class _Course:

@@ -22,6 +22,7 @@ import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 
 from monarch import acl, points
+from monarch.credentials import Credentials, credentials_of
 from monarch.errors import MonarchError
 from monarch.fuse.datapath import Datapath, split_handle
 from monarch.log import Limiter
@@ -210,7 +211,10 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
-        keep_cache = await self._filesystem.open(Ino(inode), flags, ctx.uid)
+        # The groups of a process that only reads are not asked for.
+        writes = flags & (os.O_ACCMODE | os.O_TRUNC)
+        by = _caller(ctx) if writes else Credentials(ctx.uid, ctx.gid)
+        keep_cache = await self._filesystem.open(Ino(inode), flags, by)
         mode = self._names.attributes(Ino(inode)).mode
         return FileInfo(fh=inode, keep_cache=keep_cache, direct_io=_is_direct(flags, mode))
 
@@ -232,9 +236,8 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        made = await self._writing.create(
-            Ino(parent_inode), name, mode=mode, uid=ctx.uid, gid=ctx.gid
-        )
+        by = _caller(ctx)
+        made = await self._writing.create(Ino(parent_inode), name, mode=mode, by=by)
         direct_io = _is_direct(flags, made.mode)
         return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
 
@@ -263,11 +266,11 @@ class Operations(pyfuse3.Operations):
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
-        parent = Ino(parent_inode)
+        parent, by = Ino(parent_inode), _caller(ctx)
         if stat.S_IFMT(mode) in (0, stat.S_IFREG):
-            made = await self._writing.make_file(parent, name, mode=mode, uid=ctx.uid, gid=ctx.gid)
+            made = await self._writing.make_file(parent, name, mode=mode, by=by)
         else:
-            made = self._writing.make(parent, name, mode=mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev)
+            made = self._writing.make(parent, name, mode=mode, by=by, rdev=rdev)
         return _entry(made)
 
     @_answered
@@ -275,9 +278,8 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        return _entry(
-            self._writing.make(Ino(parent_inode), name, mode=mode, uid=ctx.uid, gid=ctx.gid)
-        )
+        made = self._writing.make(Ino(parent_inode), name, mode=mode, by=_caller(ctx))
+        return _entry(made)
 
     @_answered
     async def symlink(
@@ -285,7 +287,7 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         mode = stat.S_IFLNK | 0o777
         made = self._writing.make(
-            Ino(parent_inode), name, mode=mode, uid=ctx.uid, gid=ctx.gid, target=target
+            Ino(parent_inode), name, mode=mode, by=_caller(ctx), target=target
         )
         return _entry(made)
 
@@ -293,15 +295,16 @@ class Operations(pyfuse3.Operations):
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext
     ) -> EntryAttributes:
-        return _entry(await self._writing.link(Ino(inode), Ino(new_parent_inode), new_name))
+        parent, by = Ino(new_parent_inode), _caller(ctx)
+        return _entry(await self._writing.link(Ino(inode), parent, new_name, by=by))
 
     @_answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
-        self._writing.unlink(Ino(parent_inode), name)
+        self._writing.unlink(Ino(parent_inode), name, by=_caller(ctx))
 
     @_answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
-        self._writing.rmdir(Ino(parent_inode), name)
+        self._writing.rmdir(Ino(parent_inode), name, by=_caller(ctx))
 
     @_answered
     async def rename(
@@ -314,7 +317,12 @@ class Operations(pyfuse3.Operations):
         ctx: RequestContext,
     ) -> None:
         await self._writing.rename(
-            Ino(parent_inode_old), name_old, Ino(parent_inode_new), name_new, flags
+            Ino(parent_inode_old),
+            name_old,
+            Ino(parent_inode_new),
+            name_new,
+            flags,
+            by=_caller(ctx),
         )
 
     # -- attributes of the mount and of files ------------------------------------------------------
@@ -330,7 +338,7 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         changed = await self._writing.change(
             Ino(inode),
-            by=ctx.uid,
+            by=_caller(ctx),
             mode=attr.st_mode if fields.update_mode else None,
             uid=attr.st_uid if fields.update_uid else None,
             gid=attr.st_gid if fields.update_gid else None,
@@ -342,11 +350,11 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
-        await self._writing.set_xattr(Ino(inode), name, value)
+        await self._writing.set_xattr(Ino(inode), name, value, by=_caller(ctx))
 
     @_answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
-        await self._writing.set_xattr(Ino(inode), name, None)
+        await self._writing.set_xattr(Ino(inode), name, None, by=_caller(ctx))
 
     @_answered
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
@@ -379,6 +387,11 @@ class Operations(pyfuse3.Operations):
         # copy would carry "user.monarch.tier" about, and the value may change length while it is
         # being read.
         return self._filesystem.xattrs(Ino(inode))
+
+
+def _caller(ctx: RequestContext) -> Credentials:
+    """Who asks for a change; the process waits for its answer, so it is still there."""
+    return credentials_of(ctx.pid, ctx.uid, ctx.gid)
 
 
 def _is_direct(flags: int, mode: int) -> bool:

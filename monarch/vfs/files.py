@@ -16,12 +16,14 @@ import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
+from monarch.credentials import ROOT, Credentials, can_act_as_others
 from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
@@ -93,6 +95,12 @@ class WrittenFiles:
         self._threads = threads
         self._tier = tier
         self._fast = fast
+        # A daemon with one identity does all as that: no change has to say by whom it was made.
+        self._acts_as_others = can_act_as_others()
+        # Who has written last to the file of each object, or taken it.
+        self._writers: dict[int, Credentials] = {}
+        # Objects that nobody has opened for writing since the file was taken from the source.
+        self._unwritten: set[int] = set()
         self._open: dict[Ino, WrittenFile] = {}
         self._opening: dict[Ino, trio.Event] = {}
         # What no name leads to: files and since when, and what has no object, the longest first.
@@ -113,6 +121,10 @@ class WrittenFiles:
         Raises Refused if the journal does not take it. Nothing more is done to names then: the
         tree is one change ahead of what will be known of it.
         """
+        if self._acts_as_others:
+            op = replace(op, strict=True)
+        else:
+            op = replace(op, strict=True, by=None, also=())
         try:
             seq = self._journal.append(op)
         except OSError as error:
@@ -143,12 +155,24 @@ class WrittenFiles:
     def take_up(self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]) -> None:
         """Take over the objects of earlier mounts, of which ``ops`` tell, and ``done`` what the
         source has of them."""
+        ops = list(ops)
+        taken: dict[int, Identity] = {}
+        for _, op in ops:
+            if op.by is not None and op.kind in ("create", "take", "content"):
+                self._writers[op.object] = op.by
+            if op.kind == "take" and op.was is not None:
+                taken[op.object] = op.was
+            elif op.kind == "content" and not op.same:
+                taken.pop(op.object, None)
         for node in self._stock.take_up(ops, done):
             # Of one that is missing the drain tells.
             with suppress(OSError):
                 status = self._objects.status(node.object)
                 node.size, node.blocks = status.st_size, status.st_blocks
                 node.mtime_ns = status.st_mtime_ns
+                was = taken.get(node.object)
+                if was is not None and (was.size, was.mtime_ns) == (node.size, node.mtime_ns):
+                    self._unwritten.add(node.object)
             self._stock.own(node)
 
     def record_unrecorded(self, found: Replay) -> None:
@@ -191,6 +215,8 @@ class WrittenFiles:
         """A file is read from the source from now on; the bytes that are free."""
         number = node.object
         freed = self._stock.leave(node)
+        self._writers.pop(number, None)
+        self._unwritten.discard(number)
         self._remove(number)
         return freed
 
@@ -219,10 +245,15 @@ class WrittenFiles:
         """Until the bytes of an object are safe that nobody has open yet."""
         await self._ask(self._objects.sync, number, fd)
 
-    async def stage(self, path: bytes, number: int) -> int:
+    async def stage(
+        self, path: bytes, number: int, *, by: tuple[Credentials, ...], is_new: bool
+    ) -> int:
         """The descriptor of a staged file at the source, in the place of an object that has no
-        room. Raises SourceError."""
-        part = partial(self._home.open_part, path, number, make=True, through=True)
+        room; ``is_new``: the source has no such file. Raises SourceError."""
+        op = Op(kind="through", path=path, object=number, through=True, by=by[0], also=by[1:])
+        if not self._acts_as_others:
+            op = replace(op, by=None, also=())
+        part = partial(self._home.open_part, op, make=True, is_new=is_new)
         return await self._inquiry.ask(ROOT_INO, part)
 
     async def go_on_there(self, node: Node, fd: int) -> None:
@@ -243,16 +274,28 @@ class WrittenFiles:
         self._threads.start(_remove, self._journal, self._objects, node.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
-    def opened(self, node: Node, fd: int, *, created: bool) -> None:
-        """Take over the descriptor of an object that is now open for its first user."""
+    def opened(self, node: Node, fd: int, *, created: bool, by: Credentials | None) -> None:
+        """Take over the descriptor of an object that is now open for its first user; ``by``: who
+        may write it."""
         file = WrittenFile(node, fd, fast=self._fast)
+        if by is not None:
+            self._may_write(file, by)
         self._open[node.ino] = self._stock.open[node.object] = file
         self._stock.own(node)
         if self._fast is not None:
             self._fast.bind_written(node.ino, fd, tier=self._tier, create=created)
 
-    async def open(self, node: Node) -> None:
-        """One more user of a file that has an object."""
+    def taken(self, node: Node, by: Credentials) -> None:
+        """A file of the source has an object with its bytes, on behalf of ``by``."""
+        self._writers[node.object] = by
+        self._unwritten.add(node.object)
+
+    def _may_write(self, file: WrittenFile, by: Credentials) -> None:
+        file.writers[by] = None
+        self._unwritten.discard(file.object)
+
+    async def open(self, node: Node, *, by: Credentials | None = None) -> None:
+        """One more user of a file that has an object; ``by``: who may write it."""
         ino = node.ino
         while (file := self._open.get(ino)) is None:
             if (opening := self._opening.get(ino)) is not None:
@@ -265,7 +308,7 @@ class WrittenFiles:
                     await self.arrive(node)
                 if node.object:
                     fd = await self._ask(self._objects.open, node.object)
-                    self.opened(node, fd, created=False)
+                    self.opened(node, fd, created=False, by=by)
                 else:
                     self._opened_home(node, await self._opened_at_source(ino))
             finally:
@@ -273,6 +316,8 @@ class WrittenFiles:
                 opening.set()
             return
         file.users += 1
+        if by is not None:
+            self._may_write(file, by)
         if self._fast is not None and file.home is None:
             self._fast.bind_written(ino, file.fd, tier=self._tier, create=False)
 
@@ -283,7 +328,7 @@ class WrittenFiles:
             return await self._inquiry.ask(ino, source.open, self._names.visible_path(ino))
         except SourceChanged:
             # A directory above may have got another name that the source does not know yet.
-            await self._drain.settle()
+            await self._drain.come_to_rest()
         return await self._inquiry.ask(ino, source.open, self._names.visible_path(ino))
 
     def _opened_home(self, node: Node, home: SourceFile) -> None:
@@ -363,6 +408,8 @@ class WrittenFiles:
         if (path := self._stock.staged_beside(number)) is not None:
             self._threads.start(self._home.discard_part, path, number)
         self._stock.forget(number)
+        self._writers.pop(number, None)
+        self._unwritten.discard(number)
         self._remove(number)
 
     def _remove(self, number: int) -> None:
@@ -401,8 +448,8 @@ class WrittenFiles:
                 self._grown(file, offset + written)
             return written
 
-    async def truncate(self, node: Node, size: int) -> None:
-        await self.open(node)
+    async def truncate(self, node: Node, size: int, *, by: Credentials) -> None:
+        await self.open(node, by=by)
         try:
             file = self._open[node.ino]
             async with self._changing(file):
@@ -469,7 +516,8 @@ class WrittenFiles:
             raise Refused(errno.ENOSPC)
         if self._fast is not None:
             await self._ask(self._fast.unbind, file.ino)
-        fd = await self.stage(self._names.visible_path(file.ino), file.object)
+        path, by = self._names.visible_path(file.ino), tuple(file.writers) or (ROOT,)
+        fd = await self.stage(path, file.object, by=by, is_new=not node.source_ino)
         try:
             node.size = await self._inquiry.ask(file.ino, _copy_all, file.fd, fd)
         except BaseException:
@@ -560,6 +608,11 @@ class WrittenFiles:
         self._record(node, size=node.size, synced=False)
 
     def _record(self, node: Node, *, size: int, synced: bool) -> int:
+        file = self._open.get(node.ino)
+        writers = tuple(file.writers) if file is not None else ()
+        if writers:
+            self._writers[node.object] = writers[-1]
+        by = self._writers.get(node.object)
         op = Op(
             kind="content",
             path=self._names.visible_path(node.ino),
@@ -574,6 +627,10 @@ class WrittenFiles:
             xattrs=dict(node.xattrs),
             synced=synced,
             through=self._stock.is_through(node.object),
+            ino=node.ino,
+            by=by,
+            also=writers[:-1],
+            same=node.object in self._unwritten and not self._stock.is_through(node.object),
         )
         seq = self.note(op)
         self._stock.record(node.object, seq, synced=synced)

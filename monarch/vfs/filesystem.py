@@ -24,6 +24,7 @@ import trio
 from typing_extensions import TypeVarTuple, Unpack
 
 from monarch import acl
+from monarch.credentials import Credentials
 from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
@@ -233,10 +234,10 @@ class FileSystem:
 
     # -- open, read, release -----------------------------------------------------------------
 
-    async def open(self, ino: Ino, flags: int, uid: int) -> bool:
+    async def open(self, ino: Ino, flags: int, by: Credentials) -> bool:
         """Bind ``ino`` for one more user; whether the kernel may keep its cached pages.
 
-        ``flags`` as of open(2), ``uid`` is who asks. Raises SourceError with the source's errno if
+        ``flags`` as of open(2), ``by`` is who asks. Raises SourceError with the source's errno if
         the file has to come from there and does not, ESTALE if it changes all the time; Refused if
         it cannot be written.
         """
@@ -244,7 +245,7 @@ class FileSystem:
             # Whoever found its name looks it up anew: another file may have it.
             raise Refused(errno.ESTALE)
         if self._is_written(ino) or flags & (os.O_ACCMODE | os.O_TRUNC):
-            await self._open_written(ino, flags, uid)
+            await self._open_written(ino, flags, by)
             return True
         started = time.perf_counter()
         if self._account is not None:
@@ -266,14 +267,14 @@ class FileSystem:
     def _is_written(self, ino: Ino) -> bool:
         return self.writing is not None and self.writing.has(ino)
 
-    async def _open_written(self, ino: Ino, flags: int, uid: int) -> None:
+    async def _open_written(self, ino: Ino, flags: int, by: Credentials) -> None:
         if self.writing is None:
             raise Refused(errno.EROFS)
         passed = self._fast is not None and self._fast.is_passed(ino)
         if passed or (not self._is_written(ino) and ino in self._bindings):
             # They read a copy, or the source, and would not see what is written.
             raise Refused(errno.ETXTBSY)
-        await self.writing.open(ino, flags, uid)
+        await self.writing.open(ino, flags, by)
 
     def _count_open(self, binding: Binding, started: float) -> None:
         self._metrics.opened(binding.tier, time.perf_counter() - started)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import trio
 
+from monarch.credentials import Credentials
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.tiers.source import SourceFile
@@ -45,7 +46,7 @@ class WrittenFile:
             "node",
             "object",
         ),
-        *("quiet_s", "recorded", "seen", "turn", "users"),
+        *("quiet_s", "recorded", "seen", "turn", "users", "writers"),
     )
 
     def __init__(
@@ -62,6 +63,8 @@ class WrittenFile:
         self.left_fd = -1
         self.turn = trio.Lock()
         self.users = 1
+        # The users who have opened it for writing, the first one first.
+        self.writers: dict[Credentials, None] = {}
         self.changes = 0
         self.recorded = 0
         self.seen = 0

@@ -19,6 +19,7 @@ from dataclasses import replace
 import trio
 
 from monarch.absorbed import Covered, is_staged
+from monarch.credentials import Credentials
 from monarch.errors import Refused, SourceChanged
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
@@ -103,10 +104,8 @@ class Writing:
 
     # -- names -------------------------------------------------------------------------------------
 
-    async def create(
-        self, parent: Ino, name: bytes, *, mode: int, uid: int, gid: int
-    ) -> Attributes:
-        """A new regular file that is open."""
+    async def create(self, parent: Ino, name: bytes, *, mode: int, by: Credentials) -> Attributes:
+        """A new regular file that is open; ``by`` is who makes it, as in all that follows."""
         path = self._require_covered(parent, name)
         if self.names.lookup(parent, name) is not None:
             raise Refused(errno.EEXIST)
@@ -118,14 +117,14 @@ class Writing:
             if error.errno not in FULL:
                 raise
             is_here = False
-            fd = await self.files.stage(path, number)
+            fd = await self.files.stage(path, number, by=(by,), is_new=True)
         try:
             node = self.names.make(
                 parent,
                 name,
                 mode=stat.S_IFREG | stat.S_IMODE(mode),
-                uid=uid,
-                gid=gid,
+                uid=by.uid,
+                gid=by.gid,
                 now_ns=time.time_ns(),
                 object=number,
             )
@@ -133,8 +132,8 @@ class Writing:
             self.files.close_later(fd)
             self.files.remove(number)
             raise
-        self._note_made("create", node, self.names.visible_path(node.ino))
-        self.files.opened(node, fd, created=True)
+        self._note_made("create", node, self.names.visible_path(node.ino), by)
+        self.files.opened(node, fd, created=True, by=by)
         if not is_here:
             await self.files.go_on_there(node, fd)
         return self.names.attributes(node.ino)
@@ -145,8 +144,7 @@ class Writing:
         name: bytes,
         *,
         mode: int,
-        uid: int,
-        gid: int,
+        by: Credentials,
         rdev: int = 0,
         target: bytes = b"",
     ) -> Attributes:
@@ -162,25 +160,25 @@ class Writing:
             parent,
             name,
             mode=mode,
-            uid=uid,
-            gid=gid,
+            uid=by.uid,
+            gid=by.gid,
             now_ns=time.time_ns(),
             rdev=rdev,
             target=target,
         )
         kinds: dict[int, Kind] = {stat.S_IFDIR: "mkdir", stat.S_IFLNK: "symlink"}
-        self._note_made(kinds.get(kind, "mknod"), node, path)
+        self._note_made(kinds.get(kind, "mknod"), node, path, by)
         return self.names.attributes(node.ino)
 
     async def make_file(
-        self, parent: Ino, name: bytes, *, mode: int, uid: int, gid: int
+        self, parent: Ino, name: bytes, *, mode: int, by: Credentials
     ) -> Attributes:
         """A new regular file that nobody has open: mknod."""
-        attributes = await self.create(parent, name, mode=mode, uid=uid, gid=gid)
+        attributes = await self.create(parent, name, mode=mode, by=by)
         self.files.release(attributes.ino)
         return attributes
 
-    def _note_made(self, kind: Kind, node: Node, path: bytes) -> None:
+    def _note_made(self, kind: Kind, node: Node, path: bytes, by: Credentials) -> None:
         self.files.note(
             Op(
                 kind=kind,
@@ -193,41 +191,67 @@ class Writing:
                 gid=node.gid,
                 rdev=node.rdev,
                 mtime_ns=node.mtime_ns,
+                by=by,
             )
         )
 
-    async def link(self, ino: Ino, parent: Ino, name: bytes) -> Attributes:
+    def _known_at_source(self, ino: Ino | None) -> Identity | None:
+        """What the source is known to have of a file or directory that has no object."""
+        if ino is None or self._object_of(ino):
+            return None
+        there = self.names.at_source(ino)
+        return there.identity if there is not None and there.source_ino else None
+
+    async def link(self, ino: Ino, parent: Ino, name: bytes, *, by: Credentials) -> Attributes:
         self._require_covered(parent, name)
         self._require_node_covered(ino)
         if self.names.attributes(ino).is_file:
-            self.files.record(await self.take(ino, empty=False))
+            self.files.record(await self.take(ino, empty=False, by=by))
         # Directories above may have got other names meanwhile.
         path, to = self.names.visible_path(ino), self.names.path_of(parent, name)
         self.names.link(ino, parent, name, now_ns=time.time_ns())
-        self.files.note(Op(kind="link", path=path, to=to, object=self._object_of(ino)))
+        self.files.note(
+            Op(
+                kind="link",
+                path=path,
+                to=to,
+                ino=ino,
+                object=self._object_of(ino),
+                by=by,
+                was=self._known_at_source(ino),
+            )
+        )
         return self.attributes(ino)
 
-    def unlink(self, parent: Ino, name: bytes) -> None:
+    def unlink(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
         path = self._require_covered(parent, name)
         ino = self._known(parent, name)
-        number = self._object_of(ino)
+        number, was = self._object_of(ino), self._known_at_source(ino)
         node = self.names.unlink(parent, name, now_ns=time.time_ns())
-        self.files.note(Op(kind="unlink", path=path, object=number))
+        self.files.note(Op(kind="unlink", path=path, ino=ino, object=number, by=by, was=was))
         self._left(node)
 
-    def rmdir(self, parent: Ino, name: bytes) -> None:
+    def rmdir(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
         self._require_journal()
         path = self.names.path_of(parent, name)
         ino = self._known(parent, name)
         made_here = self._covered.leads_to(path) and self.names.is_written(ino)
         if not made_here:
             self._require_covered(parent, name)
+        was = self._known_at_source(ino)
         node = self.names.rmdir(parent, name, now_ns=time.time_ns())
-        self.files.note(Op(kind="rmdir", path=path))
+        self.files.note(Op(kind="rmdir", path=path, ino=ino, by=by, was=was))
         self._left(node)
 
     async def rename(
-        self, parent: Ino, name: bytes, to_parent: Ino, to_name: bytes, flags: int
+        self,
+        parent: Ino,
+        name: bytes,
+        to_parent: Ino,
+        to_name: bytes,
+        flags: int,
+        *,
+        by: Credentials,
     ) -> None:
         self._require_journal()
         path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
@@ -239,16 +263,32 @@ class Writing:
             raise Refused(errno.EXDEV)
         ino = self._known(parent, name)
         if self.names.attributes(ino).is_file:
-            self.files.record(await self.take(ino, empty=False))
+            self.files.record(await self.take(ino, empty=False, by=by))
         await self._make_replacement_safe(ino, self.names.lookup(to_parent, to_name))
         # Directories above may have got other names meanwhile.
         path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
+        replaced = self.names.lookup(to_parent, to_name)
+        was, over = self._known_at_source(ino), self._known_at_source(replaced)
+        over_object = self._object_of(replaced) if replaced is not None else 0
         renamed = self.names.rename(
             parent, name, to_parent, to_name, flags=flags, now_ns=time.time_ns()
         )
         if renamed is None:
             return
-        self.files.note(Op(kind="rename", path=path, to=to, object=renamed.node.object))
+        self.files.note(
+            Op(
+                kind="rename",
+                path=path,
+                to=to,
+                ino=ino,
+                object=renamed.node.object,
+                by=by,
+                was=was,
+                over=over,
+                over_ino=replaced or 0,
+                over_object=over_object,
+            )
+        )
         if renamed.replaced is not None:
             self._left(renamed.replaced)
 
@@ -285,7 +325,7 @@ class Writing:
         self,
         ino: Ino,
         *,
-        by: int,
+        by: Credentials,
         mode: int | None = None,
         uid: int | None = None,
         gid: int | None = None,
@@ -293,12 +333,12 @@ class Writing:
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
     ) -> Attributes:
-        """Change what is not None; ``by`` is who asks."""
+        """Change what is not None."""
         node = self.names.node(ino)
         if node is None or node.names:
             self._require_node_covered(ino)
         if self.names.attributes(ino).is_file:
-            node = await self.take(ino, empty=size == 0)
+            node = await self.take(ino, empty=size == 0, by=by)
             if size is not None:
                 await self._cut(node, size, by)
             self.files.status(node)
@@ -306,6 +346,7 @@ class Writing:
             raise Refused(errno.EINVAL)
         if mode is None and uid is None and gid is None and atime_ns is None and mtime_ns is None:
             return self.names.attributes(ino)
+        was = self._known_at_source(ino)
         node = self.names.change(
             ino,
             mode=mode,
@@ -328,6 +369,9 @@ class Writing:
                     gid=gid,
                     atime_ns=atime_ns,
                     mtime_ns=mtime_ns,
+                    ino=ino,
+                    by=by,
+                    was=was,
                 )
             )
         return self.names.attributes(ino)
@@ -351,7 +395,9 @@ class Writing:
         node = self.names.node(ino)
         return list(node.xattrs) if node is not None else []
 
-    async def set_xattr(self, ino: Ino, name: bytes, value: bytes | None) -> None:
+    async def set_xattr(
+        self, ino: Ino, name: bytes, value: bytes | None, *, by: Credentials
+    ) -> None:
         """Set an extended attribute, or remove it: None."""
         path = self._require_node_covered(ino)
         if name.startswith(_OURS):
@@ -359,20 +405,30 @@ class Writing:
         if not name.startswith(_KEPT):
             raise Refused(errno.EOPNOTSUPP)
         if self.names.attributes(ino).is_file:
-            await self.take(ino, empty=False)
+            await self.take(ino, empty=False, by=by)
         if value is not None and len(value) > _LARGEST_XATTR:
             raise Refused(errno.E2BIG)
-        now_ns = time.time_ns()
+        now_ns, was = time.time_ns(), self._known_at_source(ino)
         if value is None:
             node = self.names.remove_xattr(ino, name, now_ns=now_ns)
         else:
             node = self.names.set_xattr(ino, name, value, now_ns=now_ns)
-        self.files.note(Op(kind="xattr", path=path, object=node.object, xattrs={name: value}))
+        self.files.note(
+            Op(
+                kind="xattr",
+                path=path,
+                ino=ino,
+                object=node.object,
+                xattrs={name: value},
+                by=by,
+                was=was,
+            )
+        )
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    async def open(self, ino: Ino, flags: int, uid: int) -> None:
-        """Open a file for writing, or one that is written here for reading; ``uid`` is who asks."""
+    async def open(self, ino: Ino, flags: int, by: Credentials) -> None:
+        """Open a file for writing, or one that is written here for reading."""
         known = self.names.node(ino)
         if known is not None and not (known.names or known.object or self.files.is_open(ino)):
             # Whoever found its name looks it up anew: another file may have it.
@@ -384,7 +440,7 @@ class Writing:
             node = self.names.node(ino)
             if node is None or node.names:
                 self._require_node_covered(ino)
-            node = await self.take(ino, empty=bool(flags & os.O_TRUNC), keep=True)
+            node = await self.take(ino, empty=bool(flags & os.O_TRUNC), keep=True, by=by)
         else:
             found = self.names.node(ino)
             assert found is not None
@@ -392,18 +448,18 @@ class Writing:
             await self.files.open(node)
         if flags & os.O_TRUNC:
             try:
-                await self._cut(node, 0, uid)
+                await self._cut(node, 0, by)
             except BaseException:
                 self.files.release(ino)
                 raise
 
-    async def _cut(self, node: Node, size: int, uid: int) -> None:
+    async def _cut(self, node: Node, size: int, by: Credentials) -> None:
         """Make a file as long as that; who is not root takes a program's special rights from it."""
-        await self.files.truncate(node, size)
-        if uid != 0:
+        await self.files.truncate(node, size, by=by)
+        if not by.is_root:
             self.names.drop_privileges(node)
 
-    async def take(self, ino: Ino, *, empty: bool, keep: bool = False) -> Node:
+    async def take(self, ino: Ino, *, empty: bool, by: Credentials, keep: bool = False) -> Node:
         """Have the bytes of a file in an object; ``empty``: they are about to go anyway.
 
         With ``keep`` it is open then, for one more user.
@@ -413,7 +469,7 @@ class Writing:
             if node is not None and node.object:
                 if not self.files.is_away(node):
                     if keep:
-                        await self.files.open(node)
+                        await self.files.open(node, by=by)
                     return node
                 await self.files.arrive(node)
             taking = self._taking.get(ino)
@@ -422,12 +478,12 @@ class Writing:
             await taking.wait()
         taking = self._taking[ino] = trio.Event()
         try:
-            return await self._take(ino, empty=empty, keep=keep)
+            return await self._take(ino, empty=empty, keep=keep, by=by)
         finally:
             del self._taking[ino]
             taking.set()
 
-    async def _take(self, ino: Ino, *, empty: bool, keep: bool) -> Node:
+    async def _take(self, ino: Ino, *, empty: bool, keep: bool, by: Credentials) -> Node:
         number = self._take_number()
         fd = await self.files.create(number)
         staged = -1
@@ -436,7 +492,8 @@ class Writing:
             try:
                 xattrs = await self._bring(ino, fd, empty=empty)
             except _NoRoomError:
-                staged = await self.files.stage(self.names.visible_path(ino), number)
+                path = self.names.visible_path(ino)
+                staged = await self.files.stage(path, number, by=(by,), is_new=False)
                 xattrs = await self._bring(ino, staged, empty=empty)
         except BaseException:
             for opened in (fd, staged):
@@ -446,14 +503,17 @@ class Writing:
             raise
         if staged < 0 and not empty:
             await self.files.sync_object(number, fd)
-        path = self.names.visible_path(ino)
+        path, was = self.names.visible_path(ino), self._known_at_source(ino)
         node = self.names.take(ino)
         node.object = number
         if not node.xattrs:
             node.xattrs = xattrs
-        self.files.note(Op(kind="take", path=path, object=number, mode=node.mode))
+        self.files.note(
+            Op(kind="take", path=path, ino=ino, object=number, mode=node.mode, by=by, was=was)
+        )
         self._taken(ino)
-        self.files.opened(node, fd, created=False)
+        self.files.taken(node, by)
+        self.files.opened(node, fd, created=False, by=by if keep else None)
         if staged >= 0:
             await self.files.go_on_there(node, staged)
         if not keep:
@@ -473,7 +533,7 @@ class Writing:
                 raise
         # A directory above, or the file itself, has got or lost a name here that the source did not
         # know of yet, and when it did, that changed what it tells of the file.
-        await self._drain.settle()
+        await self._drain.come_to_rest()
         path = self.names.visible_path(ino)
         status = await self._inquiry.status(ino, path)
         if status is None or not _is_same(identity, identity_of(status)):

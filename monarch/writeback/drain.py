@@ -1,5 +1,9 @@
 """The drain: brings what was absorbed to the source, in the order in which it was done.
 
+A change that the source refuses, of this path or to this user, is *held*, with all that depends on
+it: what is about its path or its file, and all later changes of the same user. The changes of
+others go on. What is held is tried again, in its order, after a pause.
+
 Changes are made one after the other from the front of the queue, a few in one turn of a thread.
 Contents, which take long, are staged ahead of their turn, several at once, and published in it. A
 change is marked as done when the source has it for good; one that is about the same paths as
@@ -11,6 +15,7 @@ given up could still be carried out, behind what came after it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -19,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import merge
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -31,7 +37,7 @@ from monarch.threads import Threads
 from monarch.transfer.throttle import TokenBucket
 from monarch.types import Identity
 from monarch.units import MiB
-from monarch.writeback.home import Folders, Home, Outcome, Step
+from monarch.writeback.home import Conflict, Expected, Folders, Home, Outcome, Place, Step
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op, above
@@ -66,6 +72,14 @@ _TICK_S = 0.02
 # How long a turn waits for readers of the source to pause before it takes its share. Seconds.
 _COURTESY_S = 1.0
 _STEP_S = 0.005
+# What a source answers to one change, and not to all.
+_REFUSALS = frozenset(
+    {errno.EPERM, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}
+    | {errno.ELOOP, errno.EINVAL, errno.EILSEQ, errno.ENAMETOOLONG, errno.EFBIG, errno.EDQUOT}
+    | {errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.EOVERFLOW, errno.E2BIG, errno.ETXTBSY}
+)
+# So often the source may change what is to be replaced while a content is brought, at once.
+_RESTAGED = 3
 # A call that lasts longer is trouble. Seconds.
 _HANGS_S = 30.0
 
@@ -99,6 +113,8 @@ class Backlog:
     ``oldest_ns``: when the oldest was recorded, 0 if there is none. ``failures`` counts tries in
     vain, ``trouble`` says what is wrong now. ``lost``: paths of files whose bytes the
     tier has lost. ``moving_bytes`` of the files being moved now have reached the source.
+    ``conflicts`` counts what others had changed at the source, ``conflict`` is the last of them:
+    its path, where the bytes are kept, and why.
     """
 
     ops: int
@@ -111,6 +127,8 @@ class Backlog:
     trouble: str | None
     lost: Paths
     moving_bytes: int = 0
+    conflicts: int = 0
+    conflict: Conflict | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +138,9 @@ class _Entry:
 
     ``was_tried``: something of it may be staged. ``is_staging``: somebody is at it; ``is_left``:
     it was tried ahead of its turn, in vain. Ready are those that are ``staged``, those that are
-    ``published``: the source has these bytes already, and those that are ``skipped``.
+    ``published``: the source has these bytes already, and those that are ``skipped``. ``place``:
+    where what is staged goes. Of those that are held, ``refusal`` is why, empty for one that only
+    depends on another.
     """
 
     seq: int
@@ -133,6 +153,10 @@ class _Entry:
     staged: Staged | None = None
     published: bool = False
     skipped: bool = False
+    place: Place | None = None
+    restaged: int = 0
+    is_held: bool = False
+    refusal: str = ""
 
     @property
     def is_ready(self) -> bool:
@@ -145,6 +169,15 @@ class _Missing(Exception):
 
 class _Written(Exception):
     """Somebody writes the object, and it is not as it was recorded."""
+
+
+class _Refused(Exception):
+    """The source does not take one change."""
+
+    def __init__(self, entry: _Entry, error: OSError) -> None:
+        super().__init__(str(error))
+        self.entry = entry
+        self.error = error
 
 
 class Drain:
@@ -193,6 +226,24 @@ class Drain:
         self._present: set[int] = set()
         # What of an object was published last, and as what.
         self._published: dict[int, tuple[Identity, Identity]] = {}
+        # What the source is known to have of an object's file, and, of what was made on the mount
+        # and has no object, by its number there.
+        self._known: dict[int, Identity] = {}
+        self._made: dict[int, Identity] = {}
+        # Objects of files that were made on the mount, and what renames on the mount have replaced
+        # by one of them.
+        self._new: set[int] = set()
+        self._over: dict[int, tuple[Identity, ...]] = {}
+        self._ours: dict[int, frozenset[int]] = {}
+        # What the source refuses and what depends on it, in order; users, paths and objects of it.
+        self._held: list[_Entry] = []
+        self._held_users: set[int | None] = set()
+        self._held_paths = Touched()
+        self._held_objects: set[int] = set()
+        self._retry_s = math.inf
+        self._retry_pause_s = _BACKOFF_S[0]
+        # Those that the source has though it has not got one before them.
+        self._done_beyond: set[int] = set()
         self._lost: dict[int, bytes] = {}
         self._moving: list[Staging] = []
         # Objects whose bytes are at the source: what was recorded of them before comes with those.
@@ -219,10 +270,14 @@ class Drain:
                 self._through.add(op.object)
             if seq in replay.done:
                 self._note(op, replay.done[seq])
-                self._done_upto = seq
+                if self._queue:
+                    self._done_beyond.add(seq)
+                else:
+                    self._done_upto = seq
             else:
                 self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
                 self.waiting_bytes += op.size
+        self._ours = dict(replay.staged)
 
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
@@ -235,44 +290,79 @@ class Drain:
             self._changed.unpark_all()
 
     def is_done(self, seq: int) -> bool:
+        """Whether the source has that change for good, and all that it depends on."""
+        return seq <= self._done_upto or seq in self._done_beyond
+
+    def has_all(self, seq: int) -> bool:
         """Whether the source has all up to ``seq`` for good."""
         return seq <= self._done_upto
 
     async def wait(self, seq: int) -> None:
+        """Until the source has that change; a pause after a failure ends now."""
+        await self._wait(lambda: self.is_done(seq))
+
+    async def wait_all(self, seq: int) -> None:
         """Until the source has all up to ``seq``; a pause after a failure ends now."""
+        await self._wait(lambda: self.has_all(seq))
+
+    async def settle(self) -> None:
+        """Until the source has all that was put by now."""
+        await self.wait_all(self.last_seq)
+
+    async def come_to_rest(self) -> None:
+        """Until the source has all that was put by now but what it refuses."""
+        seq = self.last_seq
+        await self._wait(lambda: self._has_all_but_held(seq))
+
+    def _has_all_but_held(self, seq: int) -> bool:
+        first = next((entry for entry in self._queue if not entry.is_held), None)
+        return first is None or first.seq > seq
+
+    async def _wait(self, holds: Callable[[], bool]) -> None:
         self._waiters += 1
         try:
             self._hurry.set()
-            while not self.is_done(seq):
+            while not holds():
                 await self._changed.park()
         finally:
             self._waiters -= 1
 
-    async def settle(self) -> None:
-        """Until the source has all that was put by now."""
-        await self.wait(self.last_seq)
-
     @property
     def last_seq(self) -> int:
         """Of the last change that was put and is not at the source; 0 if it has all."""
-        return self._queue[-1].seq if self._queue else 0
+        return max((pending[-1].seq for pending in (self._held, self._queue) if pending), default=0)
+
+    def _first_seq(self) -> int:
+        """Of the first change that is not at the source; 0 if it has all."""
+        return min((pending[0].seq for pending in (self._held, self._queue) if pending), default=0)
 
     def backlog(self) -> Backlog:
-        sizes = {
-            entry.op.object: entry.op.size for entry in self._queue if entry.op.kind == "content"
-        }
+        waiting = [*self._held, *self._queue]
+        sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
+        conflicts = self._home.conflicts
         return Backlog(
-            ops=len(self._queue),
+            ops=len(waiting),
             files=len(sizes),
             bytes=sum(sizes.values()),
-            oldest_ns=self._queue[0].recorded_ns if self._queue else 0,
+            oldest_ns=min(
+                (pending[0].recorded_ns for pending in (self._held, self._queue) if pending),
+                default=0,
+            ),
             drained_files=self._drained_files,
             drained_bytes=self._drained_bytes,
             failures=self._failures,
-            trouble=self._trouble or self._hanging(),
+            trouble=self._trouble or self._refusal() or self._hanging(),
             lost=tuple(self._lost.values()),
             moving_bytes=sum(staging.moved for staging in self._moving),
+            conflicts=self._home.conflict_count,
+            conflict=conflicts[-1] if conflicts else None,
         )
+
+    def _refusal(self) -> str | None:
+        for entry in (*self._held, *islice(self._queue, 1)):
+            if entry.refusal:
+                return entry.refusal
+        return None
 
     def _hanging(self) -> str | None:
         oldest_s = self._threads.oldest_s()
@@ -287,6 +377,7 @@ class Drain:
                 nursery.start_soon(self._stage_ahead)
             while True:
                 try:
+                    self._sift()
                     if self._queue and self._is_held():
                         await trio.sleep(_HOLD_STEP_S)
                         self._changed.unpark_all()
@@ -296,8 +387,10 @@ class Drain:
                     elif self._touched:
                         await self._sync_marks()
                     else:
-                        await self._changed.park()
+                        await self._idle()
                         continue
+                except _Refused as refused:
+                    self._hold(refused.entry, refused.error)
                 except OSError as error:
                     await self._rest(error, errno_words(error.errno))
                 except Exception as error:
@@ -314,6 +407,85 @@ class Drain:
                         self._trouble = None
                         self._changed.unpark_all()
                     self._pause_s = _BACKOFF_S[0]
+
+    # -- what the source refuses -------------------------------------------------------------
+
+    def _hold(self, entry: _Entry, error: OSError) -> None:
+        """Let others go before the change at the front, which the source refuses."""
+        assert self._queue[0] is entry
+        words = errno_words(error.errno)
+        entry.refusal = f"{entry.op.kind} {os.fsdecode(entry.op.path)!r}: {words}"
+        self._failures += 1
+        self._limiter.warning(
+            log,
+            f"drain refused {entry.op.kind} {error.errno}",
+            "the source refuses %s; it is kept here, with what depends on it, and tried again; the"
+            " changes of other users go on",
+            entry.refusal,
+        )
+        if not self._held:
+            self._hurry = trio.Event()
+            pause_s = min(self._retry_pause_s, _WAITED_S) if self._waiters else self._retry_pause_s
+            self._retry_s = trio.current_time() + pause_s
+            self._retry_pause_s = min(2 * self._retry_pause_s, _BACKOFF_S[1])
+        self._queue.popleft()
+        self._set_aside(entry)
+
+    def _set_aside(self, entry: _Entry) -> None:
+        op = entry.op
+        entry.is_held = True
+        self._held.append(entry)
+        self._held_users.add(_user(op))
+        if op.object:
+            self._held_objects.add(op.object)
+        if op.names() != (b"",):
+            self._held_paths.add(op)
+
+    def _is_behind(self, entry: _Entry) -> bool:
+        """Whether a change depends on one that is held."""
+        op = entry.op
+        return bool(self._held) and (
+            _user(op) in self._held_users
+            or (op.object in self._held_objects and op.object != 0)
+            or (op.over_object in self._held_objects and op.over_object != 0)
+            or (op.names() != (b"",) and self._held_paths.meets(op))
+        )
+
+    def _sift(self) -> None:
+        """Take from the front what depends on what is held; when it is time, try that again."""
+        if not self._held:
+            if self._retry_pause_s != _BACKOFF_S[0] and not (
+                self._queue and self._queue[0].refusal
+            ):
+                log.info("the drain to the source goes on")
+                self._retry_pause_s = _BACKOFF_S[0]
+            return
+        if trio.current_time() >= self._retry_s or self._hurry.is_set():
+            self._queue = deque(merge(self._held, self._queue, key=lambda entry: entry.seq))
+            self._held.clear()
+            self._held_users.clear()
+            self._held_objects.clear()
+            self._held_paths.clear()
+            return
+        while self._queue and self._is_behind(self._queue[0]):
+            self._set_aside(self._queue.popleft())
+
+    async def _idle(self) -> None:
+        """Until there is something to do."""
+        if not self._held:
+            await self._changed.park()
+            return
+        with trio.move_on_after(max(0.0, self._retry_s - trio.current_time())):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._end_pause, nursery.cancel_scope)
+                await self._changed.park()
+                nursery.cancel_scope.cancel()
+
+    async def _end_pause(self, scope: trio.CancelScope) -> None:
+        await self._hurry.wait()
+        scope.cancel()
+
+    # -- the front of the queue, again -------------------------------------------------------
 
     def _is_held(self) -> bool:
         """Whether somebody is writing one file after the other, and nobody waits for the source.
@@ -355,7 +527,12 @@ class Drain:
         """Bring the queue forward by at least one change. Raises OSError."""
         entry = self._queue[0]
         if entry.op.kind == "content":
-            await self._make_ready(entry)
+            try:
+                await self._make_ready(entry)
+            except OSError as error:
+                if error.errno in _REFUSALS and not entry.is_staging:
+                    raise _Refused(entry, error) from error
+                raise
         batch, steps = self._next_batch()
         if not batch:
             await self._sync_marks()
@@ -365,6 +542,9 @@ class Drain:
     async def _make_ready(self, entry: _Entry) -> None:
         while entry.is_staging:
             await self._changed.park()
+        op = entry.op
+        if op.same and op.object in self._present and op.object in self._known:
+            entry.published = True
         if not entry.is_ready and not self._is_skipped(entry):
             await self._stage(entry, in_turn=True)
 
@@ -380,15 +560,17 @@ class Drain:
         steps: list[Step | None] = []
         for entry in islice(self._queue, _BATCH):
             op = entry.op
+            if self._is_behind(entry):
+                break
             if op.kind == "content" and (
                 entry.is_staging or not (self._is_skipped(entry) or entry.is_ready)
             ):
                 break
-            if op.object and op.object in moved:
+            if {op.object, op.over_object} & moved:
                 break
             step = self._step(entry)
             if step is not None:
-                if op.kind == "content":
+                if op.kind in ("content", "rename") and op.object:
                     moved.add(op.object)
                 if touched.meets(op) or self._touched.meets(op):
                     break
@@ -412,37 +594,70 @@ class Drain:
         """How a change is made at the source, by what there is of its file."""
         op, home = entry.op, self._home
         absent = bool(op.object) and op.object not in self._present
+        expected = self._expected(entry)
         match op.kind:
-            case "create" | "take" | "through" | "gone":
+            case "create" | "take":
+                # Those behind it in the same turn have to know.
                 self._note(op, None)
+                return None
+            case "through" | "gone":
                 return None
             case "content" if entry.skipped:
                 is_ours = entry.was_tried and not op.through
                 return partial(_none, home.discard, op) if is_ours else None
             case "content" if entry.staged is not None:
-                return partial(home.publish, op=_as_staged(op, entry.staged), staged=entry.staged)
+                assert entry.place is not None
+                return partial(
+                    home.publish,
+                    op=_as_staged(op, entry.staged),
+                    staged=entry.staged,
+                    place=entry.place,
+                    expected=expected,
+                )
             case "content":
-                _, identity = self._published[op.object]
-                return partial(home.renew, op=op, known=identity)
+                return partial(home.look_at_same, op=op, expected=expected)
             case "mkdir":
-                return partial(_none, home.mkdir, op)
+                return partial(home.mkdir, op=op, expected=expected)
             case "symlink":
-                return partial(_none, home.symlink, op)
+                return partial(home.symlink, op=op, expected=expected)
             case "mknod":
-                return partial(_none, home.mknod, op)
+                return partial(home.mknod, op=op, expected=expected)
             case "unlink":
-                return partial(_none, home.unlink, op.path)
+                return partial(_none, partial(home.unlink, expected=expected), op)
             case "rmdir":
-                return partial(_none, home.rmdir, op.path)
+                return partial(_none, partial(home.rmdir, expected=expected), op)
             case "rename" if absent:
                 # What is in its new place stays until the content comes, which brings its name.
-                return None if op.object in self._lost else partial(_none, home.unlink, op.path)
+                if op.object in self._lost:
+                    return None
+                return partial(_none, partial(home.unlink, expected=expected), op)
             case "rename":
-                return partial(_none, home.rename, op)
+                ours = self._ours.get(op.over_object, frozenset())
+                over = Expected(over=self._replaced(op), ours=ours)
+                return partial(home.rename, op=op, expected=expected, over=over)
             case "link":
-                return None if absent else partial(_none, home.link, op)
+                return None if absent else partial(home.link, op=op, expected=expected)
             case "attr" | "xattr":
-                return None if absent else partial(_none, home.attr, op)
+                return None if absent else partial(home.attr, op=op, expected=expected)
+
+    def _expected(self, entry: _Entry) -> Expected:
+        """What may stand at the source where a change is to be made."""
+        op, number = entry.op, entry.op.object
+        if not number:
+            return Expected(seq=entry.seq, known=self._made.get(op.ino, op.was))
+        return Expected(
+            seq=entry.seq,
+            known=self._known.get(number),
+            ours=self._ours.get(number, frozenset()),
+            over=self._over.get(number, ()),
+            is_made=number in self._new,
+        )
+
+    def _replaced(self, rename: Op) -> tuple[Identity, ...]:
+        """What the source may have of the file that a rename on the mount has replaced."""
+        made = self._made.get(rename.over_ino)
+        found = [rename.over, self._known.get(rename.over_object), made]
+        return (*self._over.get(rename.over_object, ()), *(each for each in found if each))
 
     async def _carry_out(self, batch: list[_Entry], steps: list[Step | None]) -> None:
         """Make a batch of changes and mark those that were made. Raises OSError of another."""
@@ -453,6 +668,7 @@ class Drain:
             outcome = await self._threads.run(self._home.carry_out, real)
         made = iter(outcome.made)
         done: dict[int, Identity | None] = {}
+        failed: _Entry | None = None
         for entry, step in zip(batch, steps, strict=True):
             if step is None:
                 done[entry.seq] = None
@@ -460,23 +676,35 @@ class Drain:
             try:
                 done[entry.seq] = next(made)
             except StopIteration:
+                failed = entry
                 self._unstage(entry)
                 break
         if done:
-            await self._mark(done)
+            await self._mark(done, batch[len(done) :])
             points.reached("drain-marked")
         for entry, step in zip(batch[: len(done)], steps, strict=False):
             self._queue.popleft()
             self.waiting_bytes -= entry.op.size
             self._arrived(entry, step is not None, done[entry.seq])
         self._changed.unpark_all()
-        if outcome.error is not None:
-            raise outcome.error
+        if outcome.error is None:
+            return
+        if failed is not None and failed.op.kind == "content":
+            failed.restaged += 1
+            if outcome.error.errno == errno.ESTALE and failed.restaged <= _RESTAGED:
+                return
+        if failed is not None and outcome.error.errno in _REFUSALS:
+            raise _Refused(failed, outcome.error) from outcome.error
+        raise outcome.error
 
-    async def _mark(self, done: dict[int, Identity | None]) -> None:
+    async def _mark(self, done: dict[int, Identity | None], left: list[_Entry]) -> None:
+        """``left``: what of the same batch was not made."""
+        upto = max(done)
+        if self._held:
+            upto = min(upto, self._held[0].seq - 1)
         while True:
             try:
-                self._journal.mark_done(done)
+                self._journal.mark_done(done, upto=upto)
             except OSError as error:
                 # They are not made once more for that.
                 await self._rest(error, errno_words(error.errno))
@@ -499,11 +727,16 @@ class Drain:
 
     def _arrived(self, entry: _Entry, was_made: bool, identity: Identity | None) -> None:
         op = entry.op
-        self._done_upto = entry.seq
+        first = self._first_seq()
+        self._done_beyond.add(entry.seq)
+        self._done_upto = max(self._done_upto, first - 1 if first else entry.seq)
+        if not self._held:
+            self._done_beyond = {seq for seq in self._done_beyond if seq > self._done_upto}
         if was_made:
             self._touched.add(op)
-        self._note(op, identity)
-        if identity is None:
+        if not (entry.published and identity is None):
+            self._note(op, identity)
+        if identity is None or op.kind != "content":
             self._unstage(entry)
             return
         version, _ = self._published.get(op.object, (None, None))
@@ -518,16 +751,45 @@ class Drain:
 
     def _note(self, op: Op, identity: Identity | None) -> None:
         """What the source has of an object after a change of it."""
-        if op.kind == "take" or identity is not None:
-            self._present.add(op.object)
-        elif op.kind in ("create", "content", "gone"):
-            self._present.discard(op.object)
-            self._published.pop(op.object, None)
+        number = op.object
+        match op.kind:
+            case "take":
+                self._present.add(number)
+                # Attributes may have been changed here since the mount knew it like that.
+                known = self._made.get(op.ino, op.was)
+                if known is not None and number not in self._known:
+                    self._known[number] = known
+            case "content" if identity is not None:
+                self._present.add(number)
+                self._known[number] = identity
+                self._over.pop(number, None)
+                self._ours.pop(number, None)
+            case "content":
+                self._present.discard(number)
+                self._published.pop(number, None)
+            case "create":
+                self._new.add(number)
+            case "gone":
+                for table in (self._published, self._known, self._over, self._ours):
+                    table.pop(number, None)
+                self._present.discard(number)
+                self._new.discard(number)
+            case "rename" if number and number not in self._present:
+                self._over[number] = self._replaced(op)
+                if ours := self._ours.get(op.over_object):
+                    self._ours[number] = self._ours.get(number, frozenset()) | ours
+            case "rename" | "link" | "attr" | "xattr" if identity is not None and number:
+                self._known[number] = identity
+            case "rmdir":
+                self._made.pop(op.ino, None)
+            case _ if identity is not None and op.ino:
+                self._made[op.ino] = identity
 
     def _unstage(self, entry: _Entry) -> None:
         if entry.staged is not None:
             self._staged -= 1
         entry.staged = None
+        entry.place = None
         entry.published = False
 
     # -- contents ----------------------------------------------------------------------------
@@ -549,20 +811,29 @@ class Drain:
             return None
         objects: set[int] = set()
         changing: set[bytes] = set()
+        named: set[bytes] = set()
         for entry in islice(self._queue, _WINDOW):
             op = entry.op
             if op.kind == "content":
                 is_idle = not (entry.is_staging or entry.is_left or entry.is_ready)
                 if (
                     is_idle
+                    and not op.same
                     and op.object not in objects
+                    and named.isdisjoint(op.paths)
                     and changing.isdisjoint(above(op.path))
+                    and not self._is_behind(entry)
                     and not self._is_skipped(entry)
                 ):
                     return entry
                 objects.add(op.object)
             elif op.kind in ("mkdir", "rmdir", "rename", "symlink"):
                 changing.update(op.names())
+            if op.object and op.kind in ("attr", "xattr", "link", "rename"):
+                # What replaces a file gets the attributes that this has by then.
+                objects.add(op.object)
+            if op.kind not in ("content", "attr", "xattr", "create", "take"):
+                named.update(op.names())
         return None
 
     async def _stage(self, entry: _Entry, *, in_turn: bool) -> None:
@@ -616,11 +887,13 @@ class Drain:
         if op.through:
             return await self._there_already(entry)
         while True:
+            place, expected = Place(), self._expected(entry)
             staging = Staging(
                 self._objects,
                 op.object,
-                open_part=partial(self._home.open_part, op.path, op.object, make=in_turn),
+                open_part=partial(self._home.open_place, op, place, expected, make=in_turn),
             )
+            entry.place = place
             try:
                 staged = await self._copied(entry, staging)
             finally:
@@ -638,12 +911,17 @@ class Drain:
         if self._contents.is_written(op.object):
             # It would get its name before it is whole.
             raise _Written
+        place = entry.place = Place()
         try:
-            size, identity = await self._threads.run(self._home.finish_part, op)
+            size, identity = await self._threads.run(
+                self._home.finish_part, op, place, self._expected(entry)
+            )
         except FileNotFoundError as error:
             raise _Missing("others have removed it at the source") from error
         version = Identity(size, op.mtime_ns or 0, 0, 0)
         if identity is None:
+            self._mark_staged(entry, place)
+            await self._sync(entry.record)
             return Staged(size, version)
         self._published[op.object] = (version, identity)
         entry.published = True
@@ -675,10 +953,14 @@ class Drain:
         if not op.synced:
             # It is on the disk now. Without that a power cut would take here what is there.
             self._journal.mark_believed(op.object)
-            entry.record = self._journal.written
+        staged, place = Staged(version.size, version), entry.place
+        assert place is not None
+        await self._threads.run(staging.begin)
+        self._mark_staged(entry, place)
         await self._sync(entry.record)
-        staged = Staged(version.size, version)
-        dress = partial(self._home.dress, op=_as_staged(op, staged))
+        dress = partial(
+            self._home.dress, op=_as_staged(op, staged), place=place, expected=self._expected(entry)
+        )
         await self._move(staging, version.size, dress)
         if await self._threads.run(staging.version) != version:
             return None
@@ -686,6 +968,14 @@ class Drain:
         if not is_recorded and self._contents.is_written(op.object):
             return None
         return staged
+
+    def _mark_staged(self, entry: _Entry, place: Place) -> None:
+        """Have the journal know the staged file, by which another life finds that it is ours."""
+        self._journal.mark_staged(entry.op.object, place.source_ino)
+        entry.record = self._journal.written
+        self._ours[entry.op.object] = self._ours.get(entry.op.object, frozenset()) | {
+            place.source_ino
+        }
 
     def _is_short(self, entry: _Entry, version: Identity) -> bool:
         """Whether an object has lost bytes that were synced, and was not made shorter since."""
@@ -696,7 +986,7 @@ class Drain:
             and (op.mtime_ns is None or version.mtime_ns <= op.mtime_ns)
             and not any(
                 later.op.object == op.object and later.op.kind in ("content", "attr")
-                for later in self._queue
+                for later in (*self._held, *self._queue)
                 if later.seq > entry.seq
             )
         )
@@ -716,7 +1006,6 @@ class Drain:
         if size <= _TURN_BYTES:
             await self._threads.run(_move_at_once, staging, dress, self._verify)
             return
-        await self._threads.run(staging.begin)
         while await self._threads.run(staging.turn, _TURN_BYTES):
             await self._courtesy(_TURN_BYTES)
         await self._threads.run(staging.finish, dress)
@@ -735,6 +1024,11 @@ class Drain:
             await trio.sleep(_STEP_S)
 
 
+def _user(op: Op) -> int | None:
+    """Whose changes stay in their order, whatever the source refuses."""
+    return op.by.uid if op.by is not None else None
+
+
 def _none(change: Callable[[Folders, T], None], what: T, folders: Folders) -> None:
     """A step that has no identity to tell."""
     change(folders, what)
@@ -748,7 +1042,6 @@ def _as_staged(op: Op, staged: Staged) -> Op:
 
 
 def _move_at_once(staging: Staging, dress: Callable[[int], None], verify: bool) -> None:
-    staging.begin()
     while staging.turn(_TURN_BYTES):
         pass
     staging.finish(dress)

@@ -1,24 +1,35 @@
 """The source's side of the drain: every change that is made there, once or once more.
 
 Each call may wait as long as the source likes: none belongs on the event loop. Names are hostile:
-all is done beneath the descriptor of the source's root and never through a symbolic link. Each
-change may have been made before by somebody who died before he could say so: what is so already is
-no error. What a source cannot do with attributes is told once and left out; every other failure is
-raised, and nothing behind it is done.
+all is done beneath the descriptor of the source's root and never through a symbolic link. A daemon
+of root makes each change as the user who made it on the mount (``Op.by``), so that the source's own
+kernel decides what that user may do there. A change of a journal that does not say by whom it was
+made is made as the owner of what it is about.
+
+What stands at the source is compared with what the mount knew of it (``Expected``) before it is
+replaced, removed or changed. What differs is a *conflict*: the source's stays, and bytes that were
+written are kept beside it, under a name of their own.
+
+Every change is idempotent: after a crash it is made again, so "already done" is success. What a
+source cannot do with attributes is told once and left out; every other failure is raised.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
 import stat
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from monarch import points
 from monarch.beneath import open_beneath
+from monarch.credentials import Credentials, acting_as, can_act_as_others
 from monarch.text import errno_words
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
@@ -31,6 +42,9 @@ log = logging.getLogger(__name__)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _ITSELF = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _TO_SYNC = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Of what a descriptor leads to, by its way in /proc.
+_TO_WRITE = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_SYNC_AGAIN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # What a source answers that does not know such an attribute, or does not let us set it.
@@ -43,6 +57,78 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, e
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
+# What one answers whose user may not do that.
+_FORBIDDEN = (errno.EPERM, errno.EACCES)
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_RENAME_NOREPLACE = 1
+_NO_NOREPLACE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+_NAME_MAX = 255
+# Conflicts that are kept to be told.
+_TOLD_CONFLICTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What may stand at the source where a change is made, and is ours to replace or remove.
+
+    ``seq`` is the number of the change. ``known``: the last that is known of the file or directory
+    at its path. ``ours``: inode numbers of files that may have got their name in an earlier life
+    that did not record it. ``over``: what renames on the mount have replaced. ``is_made``: the file
+    was made on the mount, so its owner and mode are as the kernel let them become there.
+    """
+
+    seq: int = 0
+    known: Identity | None = None
+    ours: frozenset[int] = frozenset()
+    over: tuple[Identity, ...] = ()
+    is_made: bool = False
+
+    def is_it(self, found: os.stat_result, *, strict: bool, version: bool = False) -> bool:
+        """Whether ``found`` is what may be replaced; with ``version``, as it is known."""
+        if not strict or found.st_ino in self.ours:
+            return True
+        there = (found.st_ino, found.st_size, found.st_mtime_ns)
+        for each in (*self.over, *([self.known] if self.known is not None else [])):
+            if there == (each.source_ino, each.size, each.mtime_ns):
+                return True
+            if not version and there[0] == each.source_ino:
+                return True
+        return False
+
+    def is_same(self, found: os.stat_result, *, strict: bool) -> bool:
+        """Whether ``found`` is not known to be another; what nothing is known of may be it, but
+        not what was made on the mount and never came to the source."""
+        is_unknown = self.known is None and not (self.ours or self.over or self.is_made)
+        return is_unknown or self.is_it(found, strict=strict)
+
+
+PlaceKind = Literal["new", "over", "replace", "conflict"]
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a content goes: found out when its staged file is opened, and again when it is named.
+
+    ``new``: the source has no such name. ``over``: ``target`` is an older version of the same file,
+    so who may write that may do this. ``replace``: a rename on the mount has replaced ``target``.
+    ``conflict``: the name is another's by now, so the content goes beside it. ``by`` is the user
+    who made the staged file, None for the daemon; ``source_ino`` is its number.
+    """
+
+    kind: PlaceKind = "new"
+    target: os.stat_result | None = None
+    by: Credentials | None = None
+    source_ino: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """``kept`` is where the bytes are that were written here, empty if there are none."""
+
+    path: bytes
+    kept: bytes
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +144,26 @@ class Folders:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._open: dict[bytes, int] = {}
+        self._open: dict[tuple[bytes, Credentials | None], int] = {}
 
-    def of(self, path: bytes, *, make: bool = False) -> tuple[int, bytes]:
-        """A descriptor of the directory that ``path`` is in, and its name there.
+    def of(self, path: bytes, by: Credentials | None, *, make: bool = False) -> tuple[int, bytes]:
+        """A descriptor of the directory that ``path`` is in, as ``by`` finds it, and its name
+        there.
 
         Raises OSError, ENOENT if it is missing; with ``make`` it is made.
         """
         parent, _, name = path.rpartition(b"/")
-        fd = self._open.get(parent)
+        fd = self._open.get((parent, by))
         if fd is None:
-            fd = self._open[parent] = self._home.directory(parent, make=make)
+            with acting_as(by):
+                fd = self._open[parent, by] = self._home.directory(parent, make=make)
         # The root has no name, and is in itself.
         return fd, name or b"."
 
     def sync(self) -> None:
         """Raises OSError."""
         for fd in self._open.values():
-            _sync(fd)
+            _sync_directory(fd)
 
     def close(self) -> None:
         for fd in self._open.values():
@@ -87,12 +175,17 @@ Step = Callable[[Folders], "Identity | None"]
 
 
 class Home:
-    """``token`` is in the names of files that are staged, so that nobody's are taken for ours."""
+    """``token`` is in the names of files that are staged, so that nobody's are taken for ours;
+    ``node`` in those of what is kept beside a file that changed."""
 
-    def __init__(self, source: Source, token: str) -> None:
+    def __init__(self, source: Source, token: str, node: str | None = None) -> None:
         self._source = source
         self._prefix = b".monarch-%s-" % token.encode("ascii")
+        self._node = os.fsencode(os.uname().nodename if node is None else node)
         self._told: set[tuple[str, int]] = set()
+        # Where the source had something else than was known, the last of them.
+        self.conflicts: deque[Conflict] = deque(maxlen=_TOLD_CONFLICTS)
+        self.conflict_count = 0
 
     def carry_out(self, steps: Sequence[Step]) -> Outcome:
         """Make the steps in order until one fails; those that are told to be made are durable."""
@@ -142,10 +235,12 @@ class Home:
         return fd
 
     def _make_missing(self, above_fd: int, name: bytes, path: bytes) -> None:
-        """Somebody has removed it at the source. Nobody shall see more in it than above it."""
+        """Others have removed it at the source. Nobody shall see more in it than above it."""
         above = os.fstat(above_fd)
-        with suppress(FileExistsError):
+        try:
             os.mkdir(name, 0o700, dir_fd=above_fd)
+        except FileExistsError:
+            return
         log.warning(
             "source: %r was removed by others; %r was made again, with the mode of the directory"
             " that it is in",
@@ -158,7 +253,7 @@ class Home:
             self._dress(fd, like)
         finally:
             os.close(fd)
-        os.fsync(above_fd)
+        _sync_directory(above_fd)
 
     # -- contents ----------------------------------------------------------------------------
 
@@ -171,19 +266,105 @@ class Home:
         # Not that of the staged file: another content may have been staged already.
         return b"%s%d.link" % (self._prefix, number)
 
-    def open_part(self, path: bytes, number: int, *, make: bool, through: bool = False) -> int:
-        """A descriptor of the empty staged file of an object, beside ``path``. Raises OSError."""
+    def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
+        """A descriptor of the empty staged file of an object whose bytes go to the source directly.
+
+        It belongs to the one who writes it. ``is_new``: the source has no such file; otherwise who
+        may write that need not be allowed to make others beside it. Raises OSError.
+        """
+        place = Place("new" if is_new else "over", None, _creator(op))
         folders = Folders(self)
         try:
-            fd, _ = folders.of(path, make=make)
-            part = self.part_name(number, through=through)
-            with suppress(FileNotFoundError):
-                os.unlink(part, dir_fd=fd)
-            return os.open(part, _NEW, 0o600, dir_fd=fd)
+            return self._open_part(folders, op, place, make=make)
         finally:
             folders.close()
 
-    def finish_part(self, op: Op) -> tuple[int, Identity | None]:
+    def open_place(self, op: Op, place: Place, expected: Expected, *, make: bool) -> int:
+        """A descriptor of the empty staged file of an object, beside its first name; ``place`` is
+        then where it goes. Raises OSError, EACCES or EPERM if its writers may not do that."""
+        folders = Folders(self)
+        try:
+            by = place.by = _creator(op)
+            fd, name = folders.of(op.path, by, make=make)
+            place.kind, place.target = self._kind(fd, name, op, expected)
+            if place.kind == "over":
+                self._require_writable(fd, name, op)
+                assert place.target is not None
+                if by is not None and by.uid != place.target.st_uid:
+                    # It stays its owner's.
+                    place.by = None
+            elif place.kind != "conflict" and expected.is_made and _is_given_away(op):
+                # By root, or by another who has renamed it. That its name may be made there is
+                # tried as the one who has given it.
+                os.close(self._open_part(folders, op, place, make=make))
+                place.by = None
+            part_fd = self._open_part(folders, op, place, make=make)
+            place.source_ino = os.fstat(part_fd).st_ino
+            return part_fd
+        finally:
+            folders.close()
+
+    def _open_part(self, folders: Folders, op: Op, place: Place, *, make: bool) -> int:
+        part = self.part_name(op.object, through=op.through)
+        try:
+            return self._new_part(folders, op.path, part, place.by, make=make)
+        except OSError as error:
+            if error.errno not in _FORBIDDEN or place.kind != "over" or place.by is None:
+                raise
+        place.by = None
+        return self._new_part(folders, op.path, part, None, make=make)
+
+    def _new_part(
+        self, folders: Folders, path: bytes, part: bytes, by: Credentials | None, *, make: bool
+    ) -> int:
+        fd, _ = folders.of(path, by, make=make)
+        # What is left of an earlier life may be another's.
+        with suppress(FileNotFoundError):
+            os.unlink(part, dir_fd=fd)
+        with acting_as(by):
+            return os.open(part, _NEW, 0o600, dir_fd=fd)
+
+    def _kind(
+        self, fd: int, name: bytes, op: Op, expected: Expected
+    ) -> tuple[PlaceKind, os.stat_result | None]:
+        target = _status(fd, name)
+        if target is None:
+            return "new", None
+        is_file = stat.S_ISREG(target.st_mode)
+        if stat.S_ISDIR(target.st_mode) or not expected.is_it(
+            target, strict=op.strict, version=is_file
+        ):
+            return "conflict", target
+        known = expected.known.source_ino if expected.known is not None else 0
+        is_own = target.st_ino in ({known} if expected.is_made else {known, *expected.ours})
+        return ("over" if is_own else "replace"), target
+
+    def _require_writable(self, fd: int, name: bytes, op: Op) -> None:
+        """Raises PermissionError if one of those who have written a file may not write it there.
+
+        Its owner may: nobody else could keep him from it.
+        """
+        if op.by is None or not can_act_as_others():
+            return
+        it = os.open(name, _ITSELF, dir_fd=fd)
+        try:
+            status = os.fstat(it)
+            if not stat.S_ISREG(status.st_mode):
+                return
+            for writer in (op.by, *op.also):
+                if writer.is_root or writer.uid == status.st_uid:
+                    continue
+                with acting_as(writer):
+                    try:
+                        os.close(os.open(b"/proc/self/fd/%d" % it, _TO_WRITE))
+                    except OSError as error:
+                        # It is a program that runs: who may not write is told something else.
+                        if error.errno != errno.ETXTBSY:
+                            raise
+        finally:
+            os.close(it)
+
+    def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
         """Make durable what was written at the source directly, dressed as ``op`` says.
 
         Its size, and what it is if it has its names already, None if it is still staged. Raises
@@ -191,12 +372,24 @@ class Home:
         """
         folders = Folders(self)
         try:
-            directory_fd, name = folders.of(op.paths[0])
+            place.by = _creator(op)
+            directory_fd, name = folders.of(op.paths[0], None)
             part = self.part_name(op.object, through=True)
             is_staged = _status(directory_fd, part) is not None
+            if is_staged:
+                place.kind, place.target = self._kind(directory_fd, name, op, expected)
+                if place.kind == "over":
+                    self._require_writable(directory_fd, name, op)
             fd = os.open(part if is_staged else name, _TO_SYNC, dir_fd=directory_fd)
             try:
-                self._dress(fd, op)
+                status = os.fstat(fd)
+                place.source_ino = status.st_ino
+                if is_staged:
+                    if place.by is not None and status.st_uid != place.by.uid:
+                        place.by = None
+                    self.dress(fd, op, place, expected)
+                elif not expected.is_it(status, strict=op.strict):
+                    raise FileNotFoundError(errno.ENOENT, "it is another file by now")
                 os.fsync(fd)
                 status = os.fstat(fd)
             finally:
@@ -210,134 +403,303 @@ class Home:
         folders = Folders(self)
         try:
             with suppress(OSError):
-                fd, _ = folders.of(path)
+                fd, _ = folders.of(path, None)
                 os.unlink(self.part_name(number, through=True), dir_fd=fd)
         finally:
             folders.close()
 
-    def dress(self, fd: int, op: Op) -> None:
-        """Give an open file what ``op`` says of it but its bytes. Raises OSError."""
-        self._dress(fd, op)
+    def dress(self, fd: int, op: Op, place: Place, expected: Expected) -> None:
+        """Give a staged file what it is to have but its bytes. Raises OSError."""
+        if place.kind == "over" and place.target is not None and op.strict:
+            folders = Folders(self)
+            try:
+                at, name = folders.of(op.path, None)
+                it = os.open(name, _ITSELF, dir_fd=at)
+            finally:
+                folders.close()
+            try:
+                if os.fstat(it).st_ino == place.target.st_ino:
+                    self._dress_like(fd, it, op)
+                    return
+            finally:
+                os.close(it)
+            raise OSError(errno.ESTALE, "what was to be replaced at the source is gone")
+        if place.by is None and not (expected.is_made or op.by is None):
+            op = replace(op, uid=None, gid=None, mode=(op.mode or 0) & ~_SPECIAL_BITS)
+        # Only root has set these.
+        trusted = {n: v for n, v in op.xattrs.items() if n.startswith(b"trusted.")}
+        with acting_as(place.by):
+            others = {n: v for n, v in op.xattrs.items() if n not in trusted}
+            self._dress(fd, replace(op, xattrs=others))
+        if trusted:
+            self._dress(fd, Op(kind="xattr", path=op.path, xattrs=trusted))
 
-    def publish(self, folders: Folders, op: Op, staged: Staged) -> Identity:
-        """Put the staged file in the place of all names of a content; what it is there.
+    def _dress_like(self, fd: int, it: int, op: Op) -> None:
+        """What replaces an older version of a file keeps all that this has but its bytes, as a
+        write in place does."""
+        there = os.fstat(it)
+        mode = stat.S_IMODE(there.st_mode)
+        if op.by is not None and not op.by.is_root:
+            mode &= ~stat.S_ISUID & (~stat.S_ISGID if mode & stat.S_IXGRP else ~0)
+        where = b"/proc/self/fd/%d" % it
+        xattrs: dict[bytes, bytes | None] = {}
+        with suppress(OSError):
+            for name in os.listxattr(where):
+                if name.startswith(("user.", "trusted.", "system.posix_acl_access")):
+                    xattrs[os.fsencode(name)] = os.getxattr(where, name)
+        like = replace(op, mode=mode, uid=there.st_uid, gid=there.st_gid, xattrs=xattrs)
+        self._dress(fd, like)
 
-        Raises OSError, ESTALE if what was staged is not there any more.
+    def publish(
+        self, folders: Folders, op: Op, staged: Staged, place: Place, expected: Expected
+    ) -> Identity | None:
+        """Give the staged file all names of a content; what it is there, None after a conflict.
+
+        Raises OSError, ESTALE if what was staged, or what it was staged for, is not there any more.
         """
-        fd, name = folders.of(op.paths[0], make=True)
+        fd, name = folders.of(op.paths[0], place.by, make=True)
         part = self.part_name(op.object, through=op.through)
         found = _status(fd, part)
         if found is None or found.st_size != staged.size:
             raise OSError(errno.ESTALE, "what was staged at the source is gone")
-        os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+        kind, target = self._kind(fd, name, op, expected)
+        if kind != place.kind or _version_of(target) != _version_of(place.target):
+            raise OSError(errno.ESTALE, "the source has changed what is to be replaced")
+        if kind == "conflict":
+            kept = self._beside(name, expected.seq)
+            with acting_as(place.by):
+                os.rename(part, kept, src_dir_fd=fd, dst_dir_fd=fd)
+            path = _sibling(op.paths[0], kept)
+            self._note_conflict(op.paths[0], path, "was changed there by others")
+            return None
+        if kind == "replace" and place.by is None and (by := _creator(op)) is not None:
+            # The staged file is not theirs, so whether they may remove that is tried by itself.
+            with acting_as(by):
+                os.unlink(name, dir_fd=fd)
+            kind = "new"
+        if kind == "new":
+            try:
+                with acting_as(place.by):
+                    _rename_new(part, name, fd)
+            except FileExistsError as error:
+                raise OSError(errno.ESTALE, "others have made it at the source") from error
+        elif kind == "replace":
+            with acting_as(place.by):
+                os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+        else:
+            self._rename_over(part, name, fd, place.by)
         points.reached("drain-renamed")
         for other in op.paths[1:]:
-            self._link_over(fd, name, *folders.of(other, make=True), op.object)
+            self._link_again(folders, op, fd, name, other, place, expected)
             points.reached("drain-linked")
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 
-    def renew(self, folders: Folders, op: Op, known: Identity) -> Identity:
-        """Dress what was published with the same bytes as another content says of it.
+    def _rename_over(self, part: bytes, name: bytes, fd: int, by: Credentials | None) -> None:
+        # Who may write a file may not be allowed to rename anything there. That he may write it has
+        # been found out.
+        try:
+            with acting_as(by):
+                os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+                return
+        except OSError as error:
+            if error.errno not in _FORBIDDEN or by is None:
+                raise
+        os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
 
-        Raises OSError, ESTALE if the names do not lead to what was published.
+    def _link_again(
+        self,
+        folders: Folders,
+        op: Op,
+        fd: int,
+        name: bytes,
+        other: bytes,
+        place: Place,
+        expected: Expected,
+    ) -> None:
+        """Give another name to what was published under its first."""
+        to_fd, to_name = folders.of(other, place.by, make=True)
+        now = _status(to_fd, to_name)
+        if now is not None and now.st_ino == os.stat(name, dir_fd=fd).st_ino:
+            return
+        if now is not None and not (
+            expected.is_it(now, strict=op.strict) or _is_copy(now, expected.known)
+        ):
+            self._note_conflict(other, b"", "was changed there by others, and stays as it is")
+            return
+        # A name of the file that was replaced leads to the new one, whoever has given it.
+        by = place.by if now is None else None
+        with acting_as(by):
+            self._link_over(fd, name, to_fd, to_name, op.object)
+
+    def renew(self, folders: Folders, op: Op, known: Identity) -> Identity:
+        """What the source has of a content that it has already.
+
+        Raises OSError, ESTALE if the names do not lead to that.
         """
         for path in op.paths:
-            found = _status(*folders.of(path))
+            found = _status(*folders.of(path, None))
             if found is None or (found.st_ino, found.st_size) != (known.source_ino, known.size):
                 raise OSError(errno.ESTALE, "what was published at the source is not there")
-        fd, name = folders.of(op.paths[0])
-        self._dress_name(fd, name, op)
-        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+        assert found is not None
+        return identity_of(found)
+
+    def look_at_same(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
+        """What the source has of a file that was taken and not written; None if that is another."""
+        try:
+            found = _status(*folders.of(op.paths[0], None))
+        except OSError:
+            return None
+        if found is None or not expected.is_it(found, strict=op.strict, version=True):
+            return None
+        return identity_of(found)
 
     def discard(self, folders: Folders, op: Op) -> None:
         """Remove what may have been staged for a content that is not to be published."""
         for path in op.paths:
             with suppress(FileNotFoundError, NotADirectoryError):
-                fd, _ = folders.of(path)
+                fd, _ = folders.of(path, None)
                 for name in (self.part_name(op.object), self._link_name(op.object)):
                     with suppress(FileNotFoundError):
                         os.unlink(name, dir_fd=fd)
 
+    def _beside(self, name: bytes, seq: int) -> bytes:
+        """The name of what is kept beside a file that is another's by now."""
+        ending = b".monarch-conflict-%s-%d" % (self._node, seq)
+        return name[: _NAME_MAX - len(ending)] + ending
+
+    def _note_conflict(self, path: bytes, kept: bytes, why: str) -> None:
+        self.conflicts.append(Conflict(path, kept, why))
+        self.conflict_count += 1
+        told = f"; what was written here is kept as {os.fsdecode(kept)!r}" if kept else ""
+        log.warning("source: conflict: %r %s%s", os.fsdecode(path), why, told)
+
     # -- all else ----------------------------------------------------------------------------
 
-    def mkdir(self, folders: Folders, op: Op) -> None:
-        fd, name = folders.of(op.path, make=True)
+    def mkdir(self, folders: Folders, op: Op, expected: Expected) -> Identity:
+        """A directory that others have made is shared with them, and stays as they made it."""
+        by = _creator(op)
+        fd, name = folders.of(op.path, by, make=True)
         try:
-            os.mkdir(name, 0o700, dir_fd=fd)
+            with acting_as(by):
+                os.mkdir(name, 0o700, dir_fd=fd)
+            is_ours = True
         except FileExistsError:
-            if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+            there = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISDIR(there.st_mode):
                 raise
-        self._dress_name(fd, name, op)
+            # A life that ended before it could say so has made it.
+            owner = by.uid if by is not None else os.geteuid()
+            is_ours = not op.strict or (
+                there.st_uid == owner and stat.S_IMODE(there.st_mode) & ~stat.S_ISGID == 0o700
+            )
+        if is_ours:
+            self._dress_name(fd, name, op, by)
+        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 
-    def symlink(self, folders: Folders, op: Op) -> None:
-        fd, name = folders.of(op.path, make=True)
+    def symlink(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
+        by = _creator(op)
+        fd, name = folders.of(op.path, by, make=True)
         try:
-            os.symlink(op.to, name, dir_fd=fd)
+            with acting_as(by):
+                os.symlink(op.to, name, dir_fd=fd)
         except FileExistsError:
             with suppress(OSError):
                 if os.readlink(name, dir_fd=fd) == op.to:
-                    self._dress_name(fd, name, op)
-                    return
-            self._replace(fd, name, lambda part: os.symlink(op.to, part, dir_fd=fd))
-        self._dress_name(fd, name, op)
+                    return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+            name = self._beside(name, expected.seq)
+            with suppress(FileExistsError), acting_as(by):
+                os.symlink(op.to, name, dir_fd=fd)
+            self._note_conflict(op.path, _sibling(op.path, name), "was made there by others")
+            return None
+        self._dress_name(fd, name, op, by)
+        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 
-    def mknod(self, folders: Folders, op: Op) -> None:
-        fd, name = folders.of(op.path, make=True)
+    def mknod(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
+        by = _creator(op)
+        fd, name = folders.of(op.path, by, make=True)
         kind = stat.S_IFMT(op.mode or 0)
         try:
-            os.mknod(name, kind | 0o600, op.rdev, dir_fd=fd)
+            with acting_as(by):
+                os.mknod(name, kind | 0o600, op.rdev, dir_fd=fd)
         except FileExistsError:
             there = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            if (stat.S_IFMT(there.st_mode), there.st_rdev) != (kind, op.rdev):
-                self._replace(
-                    fd, name, lambda part: os.mknod(part, kind | 0o600, op.rdev, dir_fd=fd)
-                )
+            owner = by.uid if by is not None else os.geteuid()
+            same = (stat.S_IFMT(there.st_mode), there.st_rdev) == (kind, op.rdev)
+            if not same or there.st_uid != owner or stat.S_IMODE(there.st_mode) != 0o600:
+                self._note_conflict(op.path, b"", "was made there by others, and stays as it is")
+                return identity_of(there) if same else None
         except OSError as error:
-            if error.errno not in _NOT_TAKEN:
+            if error.errno not in _NOT_TAKEN or error.errno == errno.EACCES:
                 raise
             self._tell("special files", error, op.path)
-            return
-        self._dress_name(fd, name, op)
+            return None
+        self._dress_name(fd, name, op, by)
+        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 
-    def link(self, folders: Folders, op: Op) -> None:
+    def link(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
+        by = self._actor(folders, op)
         try:
-            fd, name = folders.of(op.path)
+            fd, name = folders.of(op.path, by)
             there = _status(fd, name)
         except FileNotFoundError:
             there = None
-        to_fd, to_name = folders.of(op.to, make=True)
+        to_fd, to_name = folders.of(op.to, by, make=True)
         now = _status(to_fd, to_name)
         if there is None:
             if now is None:
                 log.warning("source: %r is not there to be linked", os.fsdecode(op.path))
-            return
-        if now is None or now.st_ino != there.st_ino:
+            return None
+        if now is not None and now.st_ino == there.st_ino:
+            return identity_of(there)
+        if op.strict and not expected.is_same(there, strict=True):
+            self._note_conflict(op.path, b"", "was changed there by others: it is not linked")
+            return None
+        if now is not None and op.strict:
+            to_name = self._beside(to_name, expected.seq)
+            self._note_conflict(op.to, _sibling(op.to, to_name), "was made there by others")
+        with acting_as(by):
             self._link_over(fd, name, to_fd, to_name, op.object)
+        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
 
-    def unlink(self, folders: Folders, path: bytes) -> None:
-        """That there is nothing is fine; a directory that others have put there stays."""
+    def unlink(self, folders: Folders, op: Op, expected: Expected) -> None:
+        """That there is nothing is fine; what others have put there stays."""
         try:
-            fd, name = folders.of(path)
-            os.unlink(name, dir_fd=fd)
+            by = self._actor(folders, op)
+            fd, name = folders.of(op.path, by)
+            there = _status(fd, name)
+            if there is None:
+                return
+            if op.strict and not expected.is_same(there, strict=True):
+                self._note_conflict(op.path, b"", "was replaced there by others, and stays")
+                return
+            with acting_as(by):
+                os.unlink(name, dir_fd=fd)
         except (FileNotFoundError, NotADirectoryError):
             return
         except IsADirectoryError:
             log.warning(
                 "source: %r is to be removed, but others have put a directory in its place: it"
                 " stays",
-                os.fsdecode(path),
+                os.fsdecode(op.path),
             )
 
-    def rmdir(self, folders: Folders, path: bytes) -> None:
+    def rmdir(self, folders: Folders, op: Op, expected: Expected) -> None:
         """That there is nothing is fine; what others have put into it stays, and it with it."""
         try:
-            fd, name = folders.of(path)
+            by = self._actor(folders, op)
+            fd, name = folders.of(op.path, by)
+            there = _status(fd, name)
+            if there is not None and op.strict and not expected.is_same(there, strict=True):
+                self._note_conflict(op.path, b"", "was replaced there by others, and stays")
+                return
             try:
-                os.rmdir(name, dir_fd=fd)
+                with acting_as(by):
+                    os.rmdir(name, dir_fd=fd)
             except OSError as error:
                 if error.errno not in _NOT_EMPTY or not self._swept(fd, name):
                     raise
-                os.rmdir(name, dir_fd=fd)
+                with acting_as(by):
+                    os.rmdir(name, dir_fd=fd)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -346,48 +708,103 @@ class Home:
             log.warning(
                 "source: directory %r is to be removed, but others have put something there: it"
                 " stays (%s)",
-                os.fsdecode(path),
+                os.fsdecode(op.path),
                 errno_words(error.errno),
             )
 
-    def rename(self, folders: Folders, op: Op) -> None:
-        to_fd, to_name = folders.of(op.to, make=True)
+    def rename(
+        self, folders: Folders, op: Op, expected: Expected, over: Expected
+    ) -> Identity | None:
+        """``over`` is what may stand under the new name."""
+        by = self._actor(folders, op)
+        to_fd, to_name = folders.of(op.to, by, make=True)
+        now = _status(to_fd, to_name)
         try:
-            fd, name = folders.of(op.path)
-            try:
-                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
-            except OSError as error:
-                if error.errno not in _NOT_EMPTY or not self._swept(to_fd, to_name):
-                    raise
-                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+            fd, name = folders.of(op.path, by)
+            there = _status(fd, name)
         except FileNotFoundError:
-            if _status(to_fd, to_name) is None:
+            there = None
+        if there is None:
+            if now is None:
                 log.warning("source: %r is not there to be renamed", os.fsdecode(op.path))
+                return None
+            return identity_of(now)
+        if op.strict and not expected.is_same(there, strict=True):
+            if now is not None and expected.is_it(now, strict=True):
+                # It has its new name already, and the old one is another's.
+                return identity_of(now)
+            self._note_conflict(op.path, b"", "was replaced there by others: it is not renamed")
+            return None
+        if op.strict and now is not None and now.st_ino != there.st_ino:
+            is_ours = over.is_it(now, strict=True, version=stat.S_ISREG(now.st_mode))
+            if not is_ours:
+                to_name = self._beside(to_name, expected.seq)
+                self._note_conflict(op.to, _sibling(op.to, to_name), "was changed there by others")
+        try:
+            with acting_as(by):
+                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY or not self._swept(to_fd, to_name):
+                raise
+            with acting_as(by):
+                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+        return identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
 
-    def attr(self, folders: Folders, op: Op) -> None:
+    def attr(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
         """Attributes and extended attributes of what ``op.path`` names."""
         try:
-            self._dress_name(*folders.of(op.path), op)
+            by = self._actor(folders, op)
+            fd, name = folders.of(op.path, by)
+            return self._dress_name(fd, name, op, by, expected)
         except FileNotFoundError:
             log.warning("source: %r is not there to be changed", os.fsdecode(op.path))
+            return None
+
+    def _actor(self, folders: Folders, op: Op) -> Credentials | None:
+        """As whom a change of what is there is made: None for the daemon's own identity."""
+        if op.by is not None or op.strict or not can_act_as_others():
+            return op.by
+        there = _status(*folders.of(op.path, None))
+        return Credentials(there.st_uid, there.st_gid) if there is not None else None
 
     # -- how ---------------------------------------------------------------------------------
 
-    def _dress_name(self, directory_fd: int, name: bytes, op: Op) -> None:
+    def _dress_name(
+        self,
+        directory_fd: int,
+        name: bytes,
+        op: Op,
+        by: Credentials | None,
+        expected: Expected | None = None,
+    ) -> Identity | None:
+        """Dress what a name leads to, if it is what is expected; what it is then."""
         fd = os.open(name, _ITSELF, dir_fd=directory_fd)
         try:
-            self._dress(fd, op)
-            kind = stat.S_IFMT(os.fstat(fd).st_mode)
+            status = os.fstat(fd)
+            if op.strict and expected is not None and not expected.is_same(status, strict=True):
+                self._note_conflict(op.path, b"", "was replaced there by others: it stays as it is")
+                return None
+            if expected is not None and by is not None and by.uid not in (0, status.st_uid):
+                given = (op.mode, op.uid, op.gid)
+                if any(value is not None for value in given):
+                    self._note_conflict(
+                        op.path, b"", "is another user's there: its mode and owner stay"
+                    )
+                    return None
+            with acting_as(by):
+                self._dress(fd, op)
+            kind = stat.S_IFMT(status.st_mode)
+            if kind in (stat.S_IFREG, stat.S_IFDIR):
+                # One that may not be read is left to the source to keep.
+                with suppress(PermissionError):
+                    itself = os.open(b"/proc/self/fd/%d" % fd, _SYNC_AGAIN)
+                    try:
+                        _sync(itself)
+                    finally:
+                        os.close(itself)
+            return identity_of(os.fstat(fd))
         finally:
             os.close(fd)
-        if kind in (stat.S_IFREG, stat.S_IFDIR):
-            # One that may not be read is left to the source to keep.
-            with suppress(PermissionError):
-                fd = os.open(name, _TO_SYNC, dir_fd=directory_fd)
-                try:
-                    _sync(fd)
-                finally:
-                    os.close(fd)
 
     def _dress(self, fd: int, op: Op) -> None:
         # This way leads to what the descriptor is of, and ends there, even if it is a link.
@@ -457,14 +874,6 @@ class Home:
                 errno_words(number),
             )
 
-    def _replace(self, fd: int, name: bytes, make: Callable[[bytes], None]) -> None:
-        """Put what ``make`` makes under a name in the place of what others have put there."""
-        part = self._link_name(0)
-        with suppress(FileNotFoundError):
-            os.unlink(part, dir_fd=fd)
-        make(part)
-        os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
-
     def _link_over(self, fd: int, name: bytes, to_fd: int, to_name: bytes, number: int) -> None:
         part = self._link_name(number)
         with suppress(FileNotFoundError):
@@ -494,6 +903,52 @@ class Home:
             finally:
                 os.close(fd)
         return found
+
+
+def _creator(op: Op) -> Credentials | None:
+    """As whom something is made at the source: None for the daemon's own identity."""
+    if op.by is not None or op.uid is None or not can_act_as_others():
+        return op.by
+    return Credentials(op.uid, op.uid if op.gid is None else op.gid)
+
+
+def _is_given_away(op: Op) -> bool:
+    """Whether a file is to belong to another than the one who makes it at the source."""
+    return op.by is not None and op.uid not in (None, op.by.uid)
+
+
+def _version_of(status: os.stat_result | None) -> tuple[int, int] | None:
+    return None if status is None else (status.st_ino, status.st_ctime_ns)
+
+
+def _is_copy(found: os.stat_result, known: Identity | None) -> bool:
+    """Whether it may be a copy that stands for a hard link, where the source has none of these."""
+    return known is not None and (found.st_size, found.st_mtime_ns) == (known.size, known.mtime_ns)
+
+
+def _sibling(path: bytes, name: bytes) -> bytes:
+    directory, slash, _ = path.rpartition(b"/")
+    return directory + slash + name
+
+
+def _rename_new(name: bytes, to_name: bytes, fd: int) -> None:
+    """Rename in a directory what must not replace anything. Raises OSError, EEXIST if it would."""
+    if _LIBC.renameat2(fd, name, fd, to_name, _RENAME_NOREPLACE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in _NO_NOREPLACE:
+        raise OSError(number, os.strerror(number))
+    # A file system that does not know it: a link does not replace anything either.
+    try:
+        os.link(name, to_name, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if _status(fd, to_name) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+        os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=fd)
+    else:
+        os.unlink(name, dir_fd=fd)
 
 
 def _step_at(_root: int, step: Step, folders: Folders) -> Identity | None:
@@ -529,6 +984,21 @@ def _sync(fd: int) -> None:
         # A file system that has nothing to say to it, and a directory that may not be read.
         if error.errno not in (*_NO_SYNC, errno.EBADF):
             raise
+
+
+def _sync_directory(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (*_NO_SYNC, errno.EBADF):
+            raise
+        # One that its user may not list is open for names only.
+        with suppress(PermissionError):
+            again = os.open(b"/proc/self/fd/%d" % fd, _DIRECTORY)
+            try:
+                _sync(again)
+            finally:
+                os.close(again)
 
 
 def _duplicate(fd: int, name: bytes, to_fd: int, part: bytes) -> None:

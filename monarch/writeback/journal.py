@@ -7,8 +7,12 @@ rest, a blank, JSON, a newline. Records are
                                 numbers from which new ones are counted
     {"boot"}                    what follows was written after this start of the machine
     {"seq", "ns", "op", ...}    a change (ops.py) and when it was recorded
-    {"done", "at"}              all up to that seq is at the source; ``at``: [seq, size, mtime_ns,
-                                ctime_ns, source_ino] of each content that was published
+    {"done", "at", "also"}      all up to that seq is at the source, and, of what comes after one
+                                that the source refuses, those in ``also``; ``at``: [seq, size,
+                                mtime_ns, ctime_ns, source_ino] of each content that was published
+                                and of what was made
+    {"staged"}                  [object, source_ino]: that file of the source is ours, and is about
+                                to get the object's name
     {"believed"}, {"lost"}      objects that have been synced, as no record of a content here says;
                                 those whose bytes are lost
 
@@ -32,7 +36,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +76,8 @@ class Replay:
     of them that the source has, with what it has of a content that was published. ``next_object``
     and ``next_ino`` have never been used. ``lost``: the last that was recorded of each file that a
     power cut has taken, with its names; found now for the first time, they are not in ``ops``.
-    ``recorded_ns``: when that was, of each op that is not done.
+    ``recorded_ns``: when that was, of each op that is not done. ``staged``: the source's numbers of
+    files that may have got the name of an object in an earlier life, unknown to the journal.
     """
 
     ops: tuple[tuple[int, Op], ...]
@@ -81,6 +86,7 @@ class Replay:
     next_ino: int
     lost: tuple[Op, ...]
     recorded_ns: Mapping[int, int]
+    staged: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` whose bytes will not come to the source by what is recorded: none of
@@ -107,6 +113,10 @@ class Look:
     recorded_ns: Mapping[int, int]
     done_upto: int
     lost: tuple[Op, ...]
+    done_beyond: frozenset[int] = frozenset()
+
+    def is_done(self, seq: int) -> bool:
+        return seq <= self.done_upto or seq in self.done_beyond
 
 
 def look(directory: Path) -> Look:
@@ -131,6 +141,7 @@ def look(directory: Path) -> Look:
         ops=tuple(without(ops, read.lost | gone.keys())),
         recorded_ns={seq: ns for seq, _, ns, _ in read.ops},
         done_upto=read.done_upto,
+        done_beyond=frozenset(read.done_beyond),
         lost=tuple(op for op in gone.values() if op.kind != "take"),
     )
 
@@ -149,6 +160,8 @@ class Journal:
         self._next_object = read.next_object
         self._next_ino = read.next_ino
         self._done_upto = read.done_upto
+        self._done_beyond = read.done_beyond
+        self._staged = read.staged
         self._identities = read.identities
         self._believed = read.believed
         self._lost = read.lost
@@ -237,13 +250,14 @@ class Journal:
         if self._lost:
             ops = list(without(ops, self._lost))
         recorded_ns = {seq: ns for seq, _, ns, _ in read.ops}
-        undone = [(seq, op) for seq, op in ops if seq > self._done_upto]
+        undone = [(seq, op) for seq, op in ops if not self._is_done(seq)]
         self._undone = {
             seq: (recorded_ns[seq], op.object if op.kind == "content" else 0) for seq, op in undone
         }
         self._replay = Replay(
             ops=tuple(ops),
-            done={seq: read.identities.get(seq) for seq, _ in ops if seq <= self._done_upto},
+            done={seq: read.identities.get(seq) for seq, _ in ops if self._is_done(seq)},
+            staged={number: frozenset(inos) for number, inos in read.staged.items()},
             next_object=self._next_object,
             next_ino=self._next_ino,
             lost=tuple(lost),
@@ -256,6 +270,9 @@ class Journal:
                 os.fsdecode(op.path),
             )
         self.sync()
+
+    def _is_done(self, seq: int) -> bool:
+        return seq <= self._done_upto or seq in self._done_beyond
 
     def replay(self) -> Replay:
         """What was read at opening. It is handed out once, for it may be large."""
@@ -300,24 +317,43 @@ class Journal:
             self._believed.add(content)
         return seq
 
-    def mark_done(self, done: Mapping[int, Identity | None]) -> None:
-        """Record that the source has all up to the last of ``done``, in which each content that was
-        published has its identity there. Raises OSError."""
-        last = max(done)
+    def mark_done(self, done: Mapping[int, Identity | None], *, upto: int | None = None) -> None:
+        """Record that the source has all of ``done``, in which what was published or made has its
+        identity there, and all up to ``upto``, by default the last of ``done``. Raises OSError."""
+        upto = max(done) if upto is None else max(upto, self._done_upto)
         at = [
             [seq, it.size, it.mtime_ns, it.ctime_ns, it.source_ino]
             for seq, it in done.items()
             if it is not None
         ]
-        self._write({"done": last, "at": at} if at else {"done": last})
-        self._done_upto = last
+        record: dict[str, Any] = {"done": upto}
+        if at:
+            record["at"] = at
+        if also := [seq for seq in done if seq > upto]:
+            record["also"] = also
+        self._write(record)
+        self._done_upto = upto
+        self._done_beyond.update(also)
+        if self._done_beyond:
+            self._done_beyond = {seq for seq in self._done_beyond if seq > upto}
         contents: dict[int, int] = {}
-        for seq in [*itertools.takewhile(lambda seq: seq <= last, self._undone)]:
-            _, contents[seq] = self._undone.pop(seq)
+        over = [*itertools.takewhile(lambda seq: seq <= upto, self._undone), *also]
+        for seq in over:
+            _, contents[seq] = self._undone.pop(seq, (0, 0))
         for seq, identity in done.items():
             if identity is not None:
                 self._identities[seq] = identity
-                self._believed.add(contents.get(seq, 0))
+                if number := contents.get(seq, 0):
+                    self._believed.add(number)
+                    self._staged.pop(number, None)
+
+    def mark_staged(self, number: int, source_ino: int) -> None:
+        """Record that a file of the source is ours and about to get the name of an object.
+
+        Raises OSError.
+        """
+        self._write({"staged": [number, source_ino]})
+        self._staged.setdefault(number, set()).add(source_ino)
 
     def mark_believed(self, number: int) -> None:
         """Record that an object has been synced since its content was recorded. Raises OSError."""
@@ -458,9 +494,13 @@ class Journal:
         for seq, op in kept:
             recorded_ns, _ = self._undone.get(seq, (0, 0))
             yield {"seq": seq, "ns": recorded_ns, **to_record(op)}
-        if self._done_upto:
+        for number in self._staged.keys() & {op.object for _, op in kept}:
+            for source_ino in self._staged[number]:
+                yield {"staged": [number, source_ino]}
+        if self._done_upto or self._done_beyond:
             yield {
                 "done": self._done_upto,
+                "also": sorted(self._done_beyond & seqs),
                 "at": [
                     [seq, it.size, it.mtime_ns, it.ctime_ns, it.source_ino]
                     for seq, it in list(self._identities.items())
@@ -493,6 +533,10 @@ class _Read:
         self.next_object = 1
         self.next_ino = 1
         self.done_upto = 0
+        self.done_beyond: set[int] = set()
+        self.staged: dict[int, set[int]] = {}
+        # Of which object each content is that was not published yet.
+        self._contents: dict[int, int] = {}
         self.identities: dict[int, Identity] = {}
         self.believed: set[int] = set()
         self.lost: set[int] = set()
@@ -551,13 +595,22 @@ class _Read:
         if "op" in record:
             seq, op = int(record["seq"]), from_record(record)
             self.ops.append((seq, op, int(record["ns"]), self.boots[-1]))
+            if op.kind == "content":
+                self._contents[seq] = op.object
             self.next_seq = max(self.next_seq, seq + 1)
             self.next_object = max(self.next_object, op.object + 1)
             self.next_ino = max(self.next_ino, op.ino + 1)
         elif "done" in record:
             self.done_upto = int(record["done"])
+            self.done_beyond |= set(record.get("also", ()))
+            if self.done_beyond:
+                self.done_beyond = {seq for seq in self.done_beyond if seq > self.done_upto}
             for seq, size, mtime_ns, ctime_ns, source_ino in record.get("at", ()):
                 self.identities[seq] = Identity(size, mtime_ns, ctime_ns, source_ino)
+                self.staged.pop(self._contents.pop(seq, 0), None)
+        elif "staged" in record:
+            number, source_ino = map(int, record["staged"])
+            self.staged.setdefault(number, set()).add(source_ino)
         elif "boot" in record:
             self.boots.append(str(record["boot"]))
         elif "believed" in record:

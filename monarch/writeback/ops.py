@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, cast, get_args
 
 from monarch.credentials import Credentials
+from monarch.types import Identity
 
 Kind = Literal[
     "create",
@@ -29,8 +30,9 @@ Kind = Literal[
 _KINDS = frozenset(get_args(Kind))
 
 _NAMES = ("path", "to")
-_NUMBERS = ("ino", "object", "rdev", "size")
-_FLAGS = ("synced", "through")
+_NUMBERS = ("ino", "object", "over_ino", "over_object", "rdev", "size")
+_IDENTITIES = ("was", "over")
+_FLAGS = ("synced", "through", "same", "strict")
 _ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
 
 
@@ -48,14 +50,21 @@ class Op:
     content  the first ``size`` bytes of the object are whole; all that the source is to be told of
              the file, and all its names in ``paths``, of which ``path`` is the first. ``synced``:
              the object was synced before the record was written. ``through``: its bytes are not
-             in the object but at the source, in its staged file or under its names
+             in the object but at the source, in its staged file or under its names. ``same``: its
+             bytes are those that the source had when it was taken
     through  there was no room for the object any more: its bytes are in its staged file at the
              source from now on, beside ``path``, and the object is gone
     gone     nobody has the ``object`` any more, and its file was removed
 
     ``ino`` is the number that the mount shows; ``object`` is 0 where the file has none. Modes hold
-    permission bits, of mknod the type as well. Sizes in bytes, times in ns since the epoch. ``by``:
-    the user who made the change; None in a journal of a version that did not record it.
+    permission bits, of mknod the type as well. Sizes in bytes, times in ns since the epoch.
+
+    ``by`` is the user who made the change, None if the daemon has one identity only, and in a
+    journal of a version that did not record it. ``also``: the other users who have written a
+    content. ``was`` is what the mount knew of the source's file or directory at ``path``, and
+    ``over`` that of what a rename replaced; None for what was made here. ``over_ino`` and
+    ``over_object`` are its numbers, 0 where it had none. ``strict``: these tell all that the mount
+    knew, so what the source has is compared with them; false in journals of older versions.
     """
 
     kind: Kind
@@ -74,7 +83,14 @@ class Op:
     xattrs: Mapping[bytes, bytes | None] = field(default_factory=dict)
     synced: bool = False
     through: bool = False
+    same: bool = False
+    strict: bool = False
     by: Credentials | None = None
+    also: tuple[Credentials, ...] = ()
+    was: Identity | None = None
+    over: Identity | None = None
+    over_ino: int = 0
+    over_object: int = 0
 
     def names(self) -> tuple[bytes, ...]:
         """All paths that it is about."""
@@ -113,8 +129,17 @@ def to_record(op: Op) -> dict[str, Any]:
         if getattr(op, name):
             record[name] = True
     if op.by is not None:
-        record["by"] = [op.by.uid, op.by.gid, *op.by.groups]
+        record["by"] = _numbers(op.by)
+    if op.also:
+        record["also"] = [_numbers(other) for other in op.also]
+    for name in _IDENTITIES:
+        if (identity := getattr(op, name)) is not None:
+            record[name] = list(astuple(identity))
     return record
+
+
+def _numbers(credentials: Credentials) -> list[int]:
+    return [credentials.uid, credentials.gid, *credentials.groups]
 
 
 def from_record(record: Mapping[str, Any]) -> Op:
@@ -136,7 +161,12 @@ def from_record(record: Mapping[str, Any]) -> Op:
             },
             synced=bool(record.get("synced", False)),
             through=bool(record.get("through", False)),
+            same=bool(record.get("same", False)),
+            strict=bool(record.get("strict", False)),
             by=_credentials(*record["by"]) if "by" in record else None,
+            also=tuple(_credentials(*other) for other in record.get("also", ())),
+            was=Identity(*record["was"]) if "was" in record else None,
+            over=Identity(*record["over"]) if "over" in record else None,
         )
     except (TypeError, AttributeError) as error:
         raise ValueError(f"an operation that cannot be read: {error}") from error

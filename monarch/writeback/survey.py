@@ -52,7 +52,7 @@ def survey(directory: Path) -> Survey:
     """Of the directory that holds a journal. Raises TierError if that cannot be read."""
     found = look(directory)
     # That an object is gone is nothing that the source is to be told.
-    undone = [(s, op) for s, op in found.ops if s > found.done_upto and op.kind != "gone"]
+    undone = [(s, op) for s, op in found.ops if not found.is_done(s) and op.kind != "gone"]
     contents: dict[int, tuple[int, Op]] = {}
     for seq, op in undone:
         if op.kind == "content":

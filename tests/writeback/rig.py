@@ -7,18 +7,21 @@ against both. ``shown`` reads the tree from nothing but the journal's changes.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import trio
 
+from monarch.credentials import Credentials
 from monarch.threads import Threads
-from monarch.tiers.source import Source
+from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
 from monarch.writeback.drain import Drain
 from monarch.writeback.home import Home
@@ -30,11 +33,14 @@ class Killed(BaseException):
     """The end of the daemon, at a point."""
 
 
+_INOS = itertools.count(1 << 33)
+
+
 @dataclass(eq=False)
 class Node:
     """What a name leads to. ``content``: its bytes now, ``whole``: at the moments of a record.
 
-    ``is_kept``: who wrote them has synced them.
+    ``is_kept``: who wrote them has synced them. ``was``: what the source had of it at the start.
     """
 
     kind: str
@@ -48,6 +54,8 @@ class Node:
     writers: int = 0
     is_recorded: bool = True
     is_kept: bool = False
+    was: Identity | None = None
+    ino: int = field(default_factory=partial(next, _INOS))
 
 
 Tree = dict[bytes, Node]
@@ -84,6 +92,7 @@ def _node(path: bytes, seen: dict[int, Node]) -> Node:
     with open(path, "rb") as file:
         content = file.read()
     node = Node("file", mode, content=content, mtime_ns=status.st_mtime_ns, whole={content})
+    node.was = identity_of(status)
     node.xattrs = {os.fsencode(n): os.getxattr(path, n) for n in os.listxattr(path)}
     seen[status.st_ino] = node
     return node
@@ -141,12 +150,12 @@ def _apply(tree: Tree, op: Op) -> None:
             tree[op.path].object = op.object
         case "mkdir":
             assert op.path not in tree
-            tree[op.path] = Node("dir", op.mode or 0)
+            tree[op.path] = Node("dir", op.mode or 0, ino=op.ino)
         case "symlink":
             assert op.path not in tree
-            tree[op.path] = Node("symlink", 0, target=op.to)
+            tree[op.path] = Node("symlink", 0, target=op.to, ino=op.ino)
         case "mknod":
-            tree[op.path] = Node("fifo", stat.S_IMODE(op.mode or 0))
+            tree[op.path] = Node("fifo", stat.S_IMODE(op.mode or 0), ino=op.ino)
         case "link":
             assert op.to not in tree
             tree[op.to] = tree[op.path]
@@ -219,6 +228,8 @@ class World:
         self.drain: Drain | None = None
         self.told: list[tuple[int, Op]] = []
         self.wrong: list[str] = []
+        # The user who does what follows.
+        self.by: Credentials | None = None
         self.open()
 
     def open(self) -> Replay:
@@ -250,6 +261,7 @@ class World:
     # -- what is done to the mount -----------------------------------------------------------
 
     def record(self, op: Op) -> int:
+        op = replace(op, strict=True, by=op.by or self.by)
         self.last_seq = self.journal.append(op)
         self.told.append((self.last_seq, op))
         if self.drain is not None:
@@ -271,7 +283,12 @@ class World:
         node = self.tree[path]
         if not node.object:
             node.object = self._new_object(node.content)
-            self.record(Op(kind="take", path=path, object=node.object))
+            was = node.was
+            with suppress(FileNotFoundError):
+                now = identity_of(os.lstat(os.path.join(os.fsencode(self.source), path)))
+                if was is not None and now.source_ino == was.source_ino:
+                    was = now
+            self.record(Op(kind="take", path=path, ino=node.ino, object=node.object, was=was))
 
     def _new_object(self, content: bytes = b"") -> int:
         number, self.next_object = self.next_object, self.next_object + 1
@@ -346,6 +363,8 @@ class World:
 
     def rename(self, path: bytes, to: bytes) -> int:
         node = self.tree[path]
+        if node.kind == "file":
+            self.take(path)
         replaced = self.tree.get(to)
         if node.object and replaced is not None and not node.is_kept:
             # Only what is kept may be all that there is.
@@ -361,23 +380,38 @@ class World:
             for name in moved:
                 before = path + name[len(to) :]
                 self.led_to.setdefault(name, set()).update(self.led_to.get(before, ()))
-        seq = self.record(Op(kind="rename", path=path, to=to, object=node.object))
+        over = replaced or Node("none", 0)
+        seq = self.record(
+            Op(
+                kind="rename",
+                path=path,
+                to=to,
+                object=node.object,
+                ino=node.ino,
+                was=None if node.object else node.was,
+                over=None if over.object else over.was,
+                over_ino=over.ino,
+                over_object=over.object,
+            )
+        )
         if replaced is not None:
             self._bury(replaced)
         return seq
 
     def link(self, path: bytes, to: bytes) -> int:
+        self.take(path)
         node = self.tree[path]
         if not node.is_recorded and node.object:
             self.content(node)
         self.tree[to] = node
         self._note([to])
-        return self.record(Op(kind="link", path=path, to=to, object=node.object))
+        return self.record(Op(kind="link", path=path, to=to, ino=node.ino, object=node.object))
 
     def unlink(self, path: bytes) -> int:
         node = self.tree.pop(path)
         self.always.discard(path)
-        seq = self.record(Op(kind="unlink", path=path, object=node.object))
+        was = None if node.object else node.was
+        seq = self.record(Op(kind="unlink", path=path, ino=node.ino, object=node.object, was=was))
         self._bury(node)
         return seq
 
@@ -389,34 +423,38 @@ class World:
             node.object = 0
 
     def mkdir(self, path: bytes, mode: int = 0o755) -> int:
-        self.tree[path] = Node("dir", mode)
-        return self.record(Op(kind="mkdir", path=path, mode=mode))
+        node = self.tree[path] = Node("dir", mode)
+        return self.record(Op(kind="mkdir", path=path, ino=node.ino, mode=mode))
 
     def rmdir(self, path: bytes) -> int:
-        del self.tree[path]
-        return self.record(Op(kind="rmdir", path=path))
+        node = self.tree.pop(path)
+        return self.record(Op(kind="rmdir", path=path, ino=node.ino))
 
     def symlink(self, path: bytes, target: bytes) -> int:
-        self.tree[path] = Node("symlink", 0, target=target)
-        return self.record(Op(kind="symlink", path=path, to=target))
+        node = self.tree[path] = Node("symlink", 0, target=target)
+        return self.record(Op(kind="symlink", path=path, ino=node.ino, to=target))
 
     def mknod(self, path: bytes) -> int:
-        self.tree[path] = Node("fifo", 0o600)
-        return self.record(Op(kind="mknod", path=path, mode=stat.S_IFIFO | 0o600))
+        node = self.tree[path] = Node("fifo", 0o600)
+        return self.record(Op(kind="mknod", path=path, ino=node.ino, mode=stat.S_IFIFO | 0o600))
 
     def chmod(self, path: bytes, mode: int) -> int:
         node = self.tree[path]
         node.mode = mode
-        return self.record(Op(kind="attr", path=path, object=node.object, mode=mode))
+        return self.record(Op(kind="attr", path=path, ino=node.ino, object=node.object, mode=mode))
 
     def utime(self, path: bytes, mtime_ns: int) -> int:
         node = self.tree[path]
+        if node.kind == "file":
+            self.take(path)
         node.mtime_ns = mtime_ns
         if node.object:
             fd = self.objects.open(node.object)
             os.utime(fd, ns=(mtime_ns, mtime_ns))
             os.close(fd)
-        return self.record(Op(kind="attr", path=path, object=node.object, mtime_ns=mtime_ns))
+        return self.record(
+            Op(kind="attr", path=path, ino=node.ino, object=node.object, mtime_ns=mtime_ns)
+        )
 
     def setxattr(self, path: bytes, name: bytes, value: bytes | None) -> int:
         node = self.tree[path]
@@ -457,10 +495,19 @@ class World:
         self.boot += "'"
         replay = self.open()
         self.tree = applied(self.first, [op for _, op in replay.ops], self.objects)
+        self._look_again()
         here = {node.object: node.content for node in self.tree.values() if node.object}
         assert kept.items() <= here.items()
         self.objects.sweep(here.keys())
         return replay
+
+    def _look_again(self) -> None:
+        """A mount asks the source anew for files that are not as its snapshot tells."""
+        there = read_tree(self.source)
+        for path, node in self.tree.items():
+            found = there.get(path)
+            if found is not None and found.kind == node.kind == "file" and not node.object:
+                node.was = found.was
 
     def _spoil(self, number: int, chance: random.Random, *, is_new: bool) -> None:
         fd = self.objects.open(number)

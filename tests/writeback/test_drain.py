@@ -20,7 +20,7 @@ from monarch.units import MiB
 from monarch.writeback.journal import Op
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import nobody
-from tests.writeback.rig import Killed, World, draining, is_killed, parts
+from tests.writeback.rig import Killed, World, draining, is_killed, parts, read_tree
 
 Clock = trio.testing.MockClock
 
@@ -145,6 +145,7 @@ async def test_a_file_that_somebody_writes_waits_for_his_close(world: World, clo
     world.content(node, synced=True)
     world.store(node, b"ha")
     async with draining(world) as drain:
+        drain.put(*world.told[0])
         drain.put(world.last_seq, Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5))
         await drain.wait(world.last_seq)
         assert (world.source / "a").read_bytes() == b"old a"
@@ -252,6 +253,7 @@ async def test_a_full_source_keeps_the_order_and_is_tried_until_there_is_room(
 ) -> None:
     (small_disk / "filler").write_bytes(bytes(MiB))
     (small_disk / "ckpt").write_bytes(b"old")
+    world.tree[b"ckpt"] = read_tree(small_disk)[b"ckpt"]
     world.write(b"tmp", b"x" * (3 * MiB // 2), synced=True)
     world.rename(b"tmp", b"ckpt")
     world.mkdir(b"later")
@@ -270,7 +272,7 @@ async def test_a_full_source_keeps_the_order_and_is_tried_until_there_is_room(
 
 
 async def test_the_pauses_double_to_a_minute_and_a_wish_ends_them(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    world: World, slow: SlowSource, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[float] = []
     ten, token = trio.Event(), trio.lowlevel.current_trio_token()
@@ -282,14 +284,13 @@ async def test_the_pauses_double_to_a_minute_and_a_wish_ends_them(
                 token.run_sync_soon(ten.set)
 
     monkeypatch.setattr(points, "reached", reached)
-    # What others have made a directory of takes no file's place.
-    (world.source / "file").mkdir()
+    slow.rules("err rename EACCES .*")
     world.write(b"file", b"bytes")
-    async with draining(world, world.kill()) as drain:
+    async with draining(world, world.kill(), root=slow.path) as drain:
         await ten.wait()
         pauses = [later - earlier for earlier, later in pairwise(tries[:11])]
         assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-        (world.source / "file").rmdir()
+        slow.rules()
         began = trio.current_time()
         await drain.wait(world.last_seq)
         assert trio.current_time() - began < 10
@@ -571,7 +572,7 @@ import os, sys
 from functools import partial
 from monarch.tiers.source import Source
 from monarch.types import Identity
-from monarch.writeback.home import Home
+from monarch.writeback.home import Expected, Home, Place
 from monarch.writeback.ops import Op
 from monarch.writeback.staging import Staged
 home = Home(Source(os.fsencode(sys.argv[1])), "t")
@@ -579,10 +580,13 @@ steps = []
 for number in (1, 2):
     name = b"%d" % number
     op = Op(kind="content", path=name, paths=(name,), object=number, mode=0o6755, uid=0, gid=0)
-    fd = home.open_part(name, number, make=True)
-    home.dress(fd, op)
-    steps.append(partial(home.publish, op=op, staged=Staged(0, Identity(0, 0, 0, 0))))
-steps.append(lambda folders: home.mknod(folders, Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)))
+    place, expected = Place(), Expected()
+    fd = home.open_place(op, place, expected, make=True)
+    home.dress(fd, op, place, expected)
+    staged = Staged(0, Identity(0, 0, 0, 0))
+    steps.append(partial(home.publish, op=op, staged=staged, place=place, expected=expected))
+device = Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)
+steps.append(lambda folders: home.mknod(folders, device, Expected()))
 outcome = home.carry_out(steps)
 assert outcome.error is None and len(outcome.made) == 3, outcome
 """

@@ -1,0 +1,144 @@
+"""The drain among other users, below the kernel: whose rights, whose files, and whose turn."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.credentials import Credentials
+from monarch.writeback.journal import Op
+from tests.writeback.rig import World, draining
+
+Clock = trio.testing.MockClock
+ALICE = Credentials(1001, 1001, (2000,))
+MALLORY = Credentials(1002, 1002)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+
+
+@pytest.fixture
+def shared(world: World) -> World:
+    """A world whose source anybody may enter and write."""
+    for path in (world.source, *world.source.parents[:3]):
+        path.chmod(0o755)
+    world.source.chmod(0o1777)
+    return world
+
+
+async def until(holds: object, *, virtual_s: float = 300.0) -> None:
+    assert callable(holds)
+    with trio.fail_after(virtual_s):
+        while not holds():
+            await trio.sleep(0.05)
+
+
+@pytest.mark.finding("D1")
+async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock) -> None:
+    (shared.source / "out").mkdir(mode=0o750)
+    async with draining(shared) as drain:
+        shared.by = ALICE
+        shared.mkdir(b"out", 0o777)
+        shared.mkdir(b"new", 0o1770)
+        await drain.wait(shared.last_seq)
+    out, new = (shared.source / name for name in ("out", "new"))
+    assert (out.stat().st_uid, stat.S_IMODE(out.stat().st_mode)) == (0, 0o750)
+    assert (new.stat().st_uid, stat.S_IMODE(new.stat().st_mode)) == (1001, 0o1770)
+
+
+@pytest.mark.finding("D8")
+async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: Clock) -> None:
+    async with draining(shared) as drain:
+        shared.begin(b"a")
+        (shared.source / "a").write_bytes(b"theirs")
+        shared.write(b"a", b"ours")
+        await drain.wait(shared.last_seq)
+        told = drain.backlog()
+    assert (shared.source / "a").read_bytes() == b"theirs"
+    [kept] = shared.source.glob("a.monarch-conflict-*")
+    assert kept.read_bytes() == b"ours"
+    assert told.conflicts == 1 and told.conflict is not None
+    assert os.fsencode(kept.name) == told.conflict.kept
+
+
+@pytest.mark.finding("D9")
+async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its_own(
+    shared: World, clock: Clock
+) -> None:
+    (shared.source / "x").write_bytes(b"blocks")
+    async with draining(shared) as drain:
+        shared.by = MALLORY
+        first = shared.mkdir(b"x")
+        second = shared.write(b"mallory", b"1")
+        shared.by = ALICE
+        third = shared.write(b"alice", b"2")
+        beneath = shared.write(b"x/alice", b"3")
+        await drain.wait(third)
+        assert not (drain.is_done(first) or drain.is_done(second) or drain.is_done(beneath))
+        assert drain.has_all(first - 1) and not drain.has_all(third)
+        assert "mkdir 'x'" in (drain.backlog().trouble or "")
+        assert (shared.source / "alice").read_bytes() == b"2"
+        assert (shared.source / "alice").stat().st_uid == 1001
+        assert not (shared.source / "mallory").exists()
+    # Another life knows what is done and goes on with the rest.
+    replay = shared.kill()
+    assert third in replay.done and first not in replay.done
+    async with draining(shared, replay) as drain:
+        await until(lambda: drain.backlog().failures >= 2)
+        (shared.source / "x").unlink()
+        (shared.source / "x").mkdir(mode=0o777)
+        (shared.source / "x").chmod(0o777)
+        await drain.settle()
+        assert drain.backlog().trouble is None
+    assert (shared.source / "mallory").stat().st_uid == 1002
+    assert (shared.source / "x/alice").read_bytes() == b"3"
+
+
+@pytest.mark.finding("D1")
+async def test_a_journal_without_users_acts_as_the_owner(shared: World, clock: Clock) -> None:
+    (shared.source / "old").mkdir()
+    os.chown(shared.source / "old", 1001, 1001)
+    (shared.source / "old/his").write_bytes(b"")
+    (shared.source / "closed").mkdir(mode=0o700)
+    for op in (
+        Op(kind="mkdir", path=b"old/new", mode=0o755, uid=1001, gid=1001),
+        Op(kind="unlink", path=b"old/his"),
+        Op(kind="mkdir", path=b"closed/new", mode=0o755, uid=1002, gid=1002),
+    ):
+        shared.journal.append(op)
+    async with draining(shared, shared.kill()) as drain:
+        await until(lambda: drain.backlog().failures >= 1)
+        assert "closed/new" in (drain.backlog().trouble or "")
+    assert (shared.source / "old/new").stat().st_uid == 1001
+    assert os.listdir(shared.source / "old") == ["new"]
+
+
+@pytest.mark.finding("D1")
+async def test_what_was_taken_and_not_written_is_not_brought_again(
+    shared: World, clock: Clock, tmp_path: Path
+) -> None:
+    # As a chmod of one's own file that is read-only does: the owner need not be able to write it.
+    (shared.source / "a").chmod(0o444)
+    before = (shared.source / "a").stat().st_ino
+    async with draining(shared) as drain:
+        shared.take(b"a")
+        node = shared.tree[b"a"]
+        shared.record(
+            Op(
+                kind="content",
+                path=b"a",
+                paths=(b"a",),
+                object=node.object,
+                size=len(node.content),
+                same=True,
+                by=MALLORY,
+            )
+        )
+        await drain.wait(shared.last_seq)
+        assert drain.backlog().failures == 0
+    assert (shared.source / "a").stat().st_ino == before
+    assert shared.tellings[-1][2].source_ino == before
