@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +106,14 @@ def require_fuse() -> None:
     """Skip the test, with the reason, where the machine cannot mount."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be opened")
+
+
+def let_others_in(directory: Path) -> None:
+    """Open a directory of a test, and those above it that pytest has made, to other users."""
+    for path in (directory, *directory.parents):
+        if path == Path(tempfile.gettempdir()):
+            return
+        path.chmod(path.stat().st_mode | 0o055)
 
 
 def mounts() -> set[str]:

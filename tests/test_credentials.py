@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from monarch.credentials import ROOT, Credentials, acting_as, credentials_of
+from tests.conftest import let_others_in
 
 pytestmark = pytest.mark.finding("D1")
 ALICE = Credentials(1001, 1001, (2000, 2001))
@@ -18,8 +19,7 @@ ALICE = Credentials(1001, 1001, (2000, 2001))
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
     """A directory of root that all may enter, in one that nobody else could."""
-    for path in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        path.chmod(0o755)
+    let_others_in(tmp_path)
     tmp_path.chmod(0o1777)
     return tmp_path
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, let_others_in
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.observe import wait_until
 
@@ -54,10 +54,7 @@ def prepared(monarch: MonarchCommand, source: Path) -> Mounted:
     (source / "own").chmod(0o755)
     for path in source.rglob("seed"):
         path.chmod(0o644)
-    monarch.directory.chmod(0o755)
-    for parent in monarch.directory.parents:
-        if parent.is_relative_to("/tmp/pytest-of-root"):
-            parent.chmod(0o755)
+    let_others_in(monarch.directory)
     return monarch.mount(source, tiers={"fast": "64MiB"}, options=OPTIONS)
 
 

@@ -12,6 +12,7 @@ import trio.testing
 
 from monarch.credentials import Credentials
 from monarch.writeback.journal import Op
+from tests.conftest import let_others_in
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock
@@ -24,8 +25,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as 
 @pytest.fixture
 def shared(world: World) -> World:
     """A world whose source anybody may enter and write."""
-    for path in (world.source, *world.source.parents[:3]):
-        path.chmod(0o755)
+    let_others_in(world.source)
     world.source.chmod(0o1777)
     return world
 
