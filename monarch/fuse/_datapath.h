@@ -194,6 +194,7 @@ struct datapath {
     struct opens opens;
     struct tally (*tallies)[MAX_TIERS];                /* SHARDS of them, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
+    uint64_t source_waited_ns;                         /* of calls that are over; atomic */
     int64_t held;                                      /* atomic */
     int64_t timed_out; /* callers that have waited too long for the source; atomic */
 

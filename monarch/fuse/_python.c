@@ -610,9 +610,10 @@ static PyObject *datapath_tallies(Datapath *self, PyObject *args) {
 
 static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *path = self->path;
-    return Py_BuildValue("(KKKL)", LOAD(path->source_opens), LOAD(path->source_reads),
+    return Py_BuildValue("(KKKLK)", LOAD(path->source_opens), LOAD(path->source_reads),
                          LOAD(path->source_bytes),
-                         (long long)(LOAD(path->at_source) + LOAD(path->for_source_count)));
+                         (long long)(LOAD(path->at_source) + LOAD(path->for_source_count)),
+                         LOAD(path->source_waited_ns));
 }
 
 static PyObject *datapath_reached(Datapath *self, PyObject *args) {

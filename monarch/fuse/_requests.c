@@ -342,6 +342,10 @@ static ssize_t read_source(struct thread *thread, int fd, uint8_t *data, size_t 
     return got;
 }
 
+/* A read so far behind the last one still belongs to a reader that goes through a file. The same
+ * number is in tiers/source.py. */
+#define REACH_GAP (2 << 20)
+
 /* Read from ``fd``, the file of ``tier`` that must hold ``whole`` bytes; false if it does not.
  * ``first``: the kernel told no open, this stands for it; false then also if Python must see it. */
 static bool relay(struct thread *thread, struct in_header *request, int fd, uint8_t tier,
@@ -357,10 +361,11 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
     if (first && !put_event(thread->path, request->nodeid, tier, NULL))
         return false;
     if (entry && tier == 0) {
-        /* A copy that follows the reader wants to know how far it has come. */
+        /* A copy that follows the reader wants to know how far it has come. What the kernel reads
+         * ahead is not answered in its order. */
         int64_t reached = LOAD(entry->reached);
         int64_t end = (int64_t)in->offset + got;
-        if ((int64_t)in->offset <= reached && end > reached)
+        if ((int64_t)in->offset <= reached + REACH_GAP && end > reached)
             STORE(entry->reached, end);
     }
     if (first)

@@ -37,6 +37,9 @@ static void take_slot(struct datapath *path, struct thread *thread) {
 }
 
 static void give_slot(struct datapath *path, struct thread *thread) {
+    int64_t waited =
+        (int64_t)(now_ns() - LOAD(path->stopped_ns)) - (int64_t)LOAD(thread->source_since_ns);
+    ADD(path->source_waited_ns, waited > 0 ? (uint64_t)waited : 0);
     STORE(thread->source_since_ns, 0);
     ADD(path->at_source, -1);
 }

@@ -33,6 +33,7 @@ from monarch.beneath import lstat_beneath, open_beneath
 from monarch.credentials import Credentials, acting_as
 from monarch.errors import SourceChanged, SourceError
 from monarch.types import Identity
+from monarch.units import MiB
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ _LEFT_BEHIND = frozenset(
 _RETRY_S = 1.0
 # So many names of the root, with their inode numbers, are what it is known by.
 _KNOWN_BY = 16
+
+# A read so far behind the last one still belongs to a reader that goes through a file from its
+# start: what the kernel reads ahead does not come in order. Bytes, as in fuse/_requests.c.
+REACH_GAP = 2 * MiB
 
 _ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -88,6 +93,11 @@ class SourceFile:
         self.status = status
         self.read_up_to = 0
         self._users = 1
+
+    def note_read(self, offset: int, end: int) -> None:
+        """A reader has read this far from ``offset`` on."""
+        if offset <= self.read_up_to + REACH_GAP:
+            self.read_up_to = max(self.read_up_to, end)
 
     def retain(self) -> SourceFile:
         self._users += 1

@@ -1,9 +1,10 @@
 """The transfer engine: takes promotions from placement and carries them out, never in the way.
 
 ``submit`` never waits: what finds no place in the queue is put back as *wanted* and comes up again
-when the queue has run dry. At most one flight per item. A copy follows a reader that is reading
-the same file (its bytes are then in the page cache of the source's client) and stands aside while
-other readers wait for the source.
+when the queue has run dry. At most one flight per item. A copy follows a reader that goes through
+the same file (its bytes are then in the page cache of the source's client); else it takes a small
+share of the source while readers wait for it (pace.py), and reads several pieces at once while none
+does.
 
 Each tier has workers and a queue of its own. When one goes out of service (ward.py) its flights are
 given up, so that other tiers, or the source, serve their items; one that was under way in a tier
@@ -22,6 +23,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+import outcome
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -36,10 +38,11 @@ from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Staged, Tier
 from monarch.tiers.records import Records
-from monarch.tiers.source import Source, SourceFile, read_whole
+from monarch.tiers.source import REACH_GAP, Source, SourceFile, read_whole
 from monarch.transfer.copy import (
     TURN_BYTES,
     Content,
+    Turn,
     append_all,
     check_unchanged,
     commit,
@@ -48,10 +51,12 @@ from monarch.transfer.copy import (
     read_turn,
 )
 from monarch.transfer.outages import Outage
+from monarch.transfer.pace import Pace
 from monarch.transfer.readers import Readers
 from monarch.transfer.throttle import TokenBucket
 from monarch.transfer.ward import Ward, tier_error
 from monarch.types import Attributes, Identity, Ino
+from monarch.units import MiB
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +66,10 @@ _QUEUE_LIMIT = 4096
 _GATHER_S = 0.01
 # Small files committed in one turn of a worker thread: the hop costs as much as a commit.
 _BATCH = 32
-# How long one turn of a copy waits for readers to pause before it takes its share. Seconds.
-_COURTESY_S = 0.25
+# So many pieces of one file are read at once while no reader waits for the source.
+_AHEAD = 8
+# What a copy reads at once while readers wait: they wait for it, too. Bytes.
+_BESIDE_READERS = 1 * MiB
 _STEP_S = 0.005
 # How often the queue is looked after when nothing happens. Seconds.
 _IDLE_S = 0.1
@@ -103,6 +110,29 @@ class Flight:
 
     def given_up(self) -> bool:
         return self.is_left
+
+
+class _Piece:
+    """A part of a large file. ``is_ahead``: it is read before the one before it is written."""
+
+    __slots__ = ("count", "done", "is_ahead", "offset", "result")
+
+    def __init__(self, offset: int, count: int, *, is_ahead: bool) -> None:
+        self.offset = offset
+        self.count = count
+        self.is_ahead = is_ahead
+        self.done = trio.Event()
+        self.result: outcome.Value[Turn] | outcome.Error
+
+    @property
+    def held_bytes(self) -> int:
+        """What counts as a file on its way; the first piece of each copy does not."""
+        return self.count if self.is_ahead else 0
+
+    async def turn(self) -> Turn:
+        """Its bytes, when they are here; raises what reading them raised."""
+        await self.done.wait()
+        return self.result.unwrap()
 
 
 class _Line:
@@ -204,6 +234,9 @@ class Engine:
         self._source_threads = source_threads
         self._changed = changed
         self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
+        self._pace = Pace()
+        # Pieces beyond the first of each copy that are being read, or wait to be written.
+        self._ahead = 0
         # A share for each tier: what one that hangs keeps is no other's.
         self._batch_bytes = limits.buffer_max // (2 * max(1, len(self._tiers)))
         self._copies = {number: _Line() for number in self._tiers}
@@ -214,6 +247,7 @@ class Engine:
         self._rest_until = -math.inf
         self._rest_s = _BACKOFF_S[0]
         self._limiter = Limiter(60.0)
+        self._pieces: trio.Nursery
         self.running = 0
 
     # -- what others see ---------------------------------------------------------------------
@@ -301,6 +335,8 @@ class Engine:
         flight = Flight(promote, identity, content, file.retain() if file else None)
         self._held_bytes += size
         self._flights[promote.ino] = flight
+        if file is not None:
+            self._pace.expect()
         lines = self._copies if content is None else self._contents
         lines[promote.tier].put(flight)
         points.reached("copy-reserved")
@@ -334,6 +370,7 @@ class Engine:
         """Work until cancelled. Copies that are cancelled leave nothing behind."""
         try:
             async with trio.open_nursery() as nursery:
+                self._pieces = nursery
                 for tier in self._tiers.values():
                     for _ in range(self._limits.copy_workers):
                         nursery.start_soon(self._copy_worker, tier)
@@ -475,23 +512,71 @@ class Engine:
             self._metrics.source_opened(copy=True)
         file = flight.file
         async with self._stage(tier, ino) as staged:
-            offset = 0
-            while offset < size:
-                count = min(TURN_BYTES, size - offset)
-                await self._courtesy(ino, file, offset + count)
-                await trio.sleep(self._bucket.take(count, trio.current_time()))
-                turn = await self._source_threads.run(read_turn, file, offset, count)
-                self._metrics.source_reads[1] += turn.reads
-                self._metrics.source_bytes[1] += turn.read_bytes
-                if not turn.pieces:
-                    break
-                offset += turn.size
-                flight.copied = offset
-                _require_wanted(flight)
-                await self._ward.call(tier, append_all, staged, turn.pieces, size=turn.size)
+            await self._copy_bytes(flight, file, staged, tier)
             await self._source_threads.run(check_unchanged, file, flight.identity)
             await self._ward.call(tier, commit, tier, self._records, staged, flight)
         self._arrived(flight)
+
+    async def _copy_bytes(
+        self, flight: Flight, file: SourceFile, staged: Staged, tier: Tier
+    ) -> None:
+        """Write a file's bytes in order. While no reader waits, pieces of it are read ahead."""
+        size = flight.promote.size
+        reading: deque[_Piece] = deque()
+        offset = done = 0
+        try:
+            while offset < size or reading:
+                while offset < size and (not reading or self._may_read_ahead(len(reading), done)):
+                    most = TURN_BYTES if self._pace.is_free else _BESIDE_READERS
+                    piece = _Piece(offset, min(most, size - offset), is_ahead=bool(reading))
+                    offset += piece.count
+                    reading.append(piece)
+                    self._ahead += piece.is_ahead
+                    self._held_bytes += piece.held_bytes
+                    self._pieces.start_soon(self._read_piece, flight.ino, file.retain(), piece)
+                turn = await reading[0].turn()
+                self._metrics.source_reads[1] += turn.reads
+                self._metrics.source_bytes[1] += turn.read_bytes
+                flight.copied += turn.size
+                _require_wanted(flight)
+                await self._ward.call(tier, append_all, staged, turn.pieces, size=turn.size)
+                piece = reading.popleft()
+                self._let_go(piece)
+                done += 1
+                if turn.size < piece.count:
+                    # It is shorter than it was: what is behind does not matter any more.
+                    break
+        finally:
+            for piece in reading:
+                self._let_go(piece)
+
+    def _let_go(self, piece: _Piece) -> None:
+        self._ahead -= piece.is_ahead
+        self._held_bytes -= piece.held_bytes
+
+    def _may_read_ahead(self, reading: int, done: int) -> bool:
+        """Whether a copy may read one more piece: few at first, until it is seen who reads."""
+        return (
+            reading < min(_AHEAD, 1 + done)
+            and self._may_read()
+            and self._pace.is_free
+            and self._ahead < self._limits.source_concurrency // 2
+            and self._held_bytes + TURN_BYTES <= self._limits.buffer_max
+        )
+
+    async def _read_piece(self, ino: Ino, file: SourceFile, piece: _Piece) -> None:
+        try:
+            await trio.sleep(self._bucket.take(piece.count, trio.current_time()))
+            async with self._courtesy(ino, file, piece.offset + piece.count):
+                piece.result = outcome.Value(
+                    await self._source_threads.run(read_turn, file, piece.offset, piece.count)
+                )
+        except Exception as error:
+            # It is raised where the copy waits for the piece.
+            piece.result = outcome.Error(error)
+        finally:
+            file.release()
+            piece.done.set()
 
     @asynccontextmanager
     async def _stage(self, tier: Tier, ino: Ino) -> AsyncIterator[Staged]:
@@ -510,14 +595,16 @@ class Engine:
         # Claimed before the first wait: other workers are as far.
         self._held_bytes += size
         try:
-            await self._courtesy(flight.promote.ino, file, size)
             await trio.sleep(self._bucket.take(size, trio.current_time()))
-            if file is None:
-                path = self._names.path(flight.promote.ino)
-                fetched = await self._source_threads.run(self._source.fetch, path, flight.identity)
-                self._metrics.source_opened(copy=True)
-            else:
-                fetched = await self._source_threads.run(read_whole, file.fd, flight.identity)
+            async with self._courtesy(flight.promote.ino, file, size):
+                if file is None:
+                    path = self._names.path(flight.promote.ino)
+                    fetched = await self._source_threads.run(
+                        self._source.fetch, path, flight.identity
+                    )
+                    self._metrics.source_opened(copy=True)
+                else:
+                    fetched = await self._source_threads.run(read_whole, file.fd, flight.identity)
         except BaseException:
             self._held_bytes -= size
             raise
@@ -525,15 +612,30 @@ class Engine:
         self._metrics.source_bytes[1] += size
         flight.content = fetched.data
 
-    async def _courtesy(self, ino: Ino, file: SourceFile | None, end: int) -> None:
-        """Let readers of the source go first, unless one has just read the bytes up to ``end``."""
-        patience = trio.current_time() + _COURTESY_S
-        while (
-            (file is None or max(file.read_up_to, self._readers.reached(ino)) < end)
-            and self._readers.busy(trio.current_time())
-            and trio.current_time() < patience
-        ):
+    @asynccontextmanager
+    async def _courtesy(self, ino: Ino, file: SourceFile | None, end: int) -> AsyncIterator[None]:
+        """For what reads the source: let readers go first.
+
+        Unless one has just read the file beyond ``end``: then it costs the source nothing.
+        """
+        while not self._may_read():
+            if file is not None:
+                reached = max(file.read_up_to, self._readers.reached(ino))
+                if reached >= min(end + REACH_GAP, file.status.st_size):
+                    yield
+                    return
             await trio.sleep(_STEP_S)
+        self._pace.began()
+        began = trio.current_time()
+        try:
+            yield
+        finally:
+            self._pace.ended(trio.current_time() - began)
+
+    def _may_read(self) -> bool:
+        now = trio.current_time()
+        self._pace.look(self._readers.waited(now), now)
+        return self._pace.may_begin()
 
     # -- how a flight ends ---------------------------------------------------------------------
 

@@ -684,7 +684,7 @@ class FileSystem:
         if file is None:
             raise SourceError(f"{self._inquiry.told(binding.ino)}: not open")
         file.retain()
-        self._readers.begin()
+        self._readers.begin(trio.current_time())
         try:
             path = self.names.path(binding.ino)
             data = await self._inquiry.ask(
@@ -698,8 +698,7 @@ class FileSystem:
             self._readers.end(trio.current_time())
             file.release()
         self._metrics.source_read(len(data))
-        if offset <= file.read_up_to:
-            file.read_up_to = max(file.read_up_to, offset + len(data))
+        file.note_read(offset, offset + len(data))
         return data
 
     # -- what people ask for -------------------------------------------------------------------

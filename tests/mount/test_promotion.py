@@ -200,6 +200,38 @@ def test_a_large_file_is_read_from_the_source_while_its_copy_follows(
     assert settled(mounted)["tiers"][0]["bytes"] == told_bytes
 
 
+@pytest.mark.finding("C4")
+@pytest.mark.promise(36, 37)
+@pytest.mark.fault("S18")
+def test_where_the_bandwidth_is_the_limit_readers_have_it(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    size = 16 << 20
+    tree({"sequential": size // 2, "random": size})
+    mounted = monarch.mount(slow.path, tiers={"fast": "100MiB"})
+    slow.rules("read_MBps 4")
+    calls()
+    # Who goes through a file is followed, and its bytes cross the network once.
+    with (mounted.path / "sequential").open("rb", buffering=0) as file:
+        for offset in range(0, size // 2, 1 << 20):
+            expected = contents("sequential", size // 2)[offset : offset + (1 << 20)]
+            assert os.pread(file.fileno(), 1 << 20, offset) == expected
+        settled(mounted)
+        assert calls()["read_bytes"] <= (size // 2) + (1 << 20)
+    # Who jumps about is not: but copies have a small share of what the source gives meanwhile.
+    with (mounted.path / "random").open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for offset in range(size - (512 << 10), 0, -(1 << 20)):
+            os.pread(file.fileno(), 512 << 10, offset)
+        assert account(mounted)["residency"]["files"] == 1
+        read = calls()["read_bytes"]
+        # 8 MiB by the reader, and a few pieces by the copy.
+        assert read <= 11 << 20
+    slow.rules()
+    settled(mounted)
+    assert copy_of(mounted, "random").read_bytes() == contents("random", size)
+
+
 def test_a_copy_goes_on_when_its_reader_closes_early(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
 ) -> None:

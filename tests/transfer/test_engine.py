@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,8 +25,9 @@ from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Owner, Tier
 from monarch.tiers.records import Records
-from monarch.tiers.source import Source
+from monarch.tiers.source import Source, SourceFile
 from monarch.transfer import engine
+from monarch.transfer.copy import Turn, read_turn
 from monarch.transfer.engine import Engine
 from monarch.transfer.readers import Readers
 from monarch.transfer.ward import Ward
@@ -79,6 +83,8 @@ class Rig:
     tier: Tier
     records: Records
     changed: list[Ino]
+    readers: Readers
+    source: Source
 
     def want(self, number: int) -> bool:
         """As a reader's or a person's wish; whether a copy of it was begun."""
@@ -118,6 +124,7 @@ async def running(
     records = Records(tmp_path, "g", [tier.id])
     opened = Source(os.fsencode(source))
     residency, ledger = Residency(COUNT), Ledger([capacity])
+    readers = Readers()
     names, metrics, changed = Names(source), Metrics(["fast"]), list[Ino]()
     controller = Controller(residency, ledger, FirstCome())
     given_limits = LimitSettings(
@@ -132,11 +139,13 @@ async def running(
         controller=controller,
         metrics=metrics,
         limits=given_limits,
-        readers=Readers(),
+        readers=readers,
         source_threads=Threads(4, "source", abandon=True),
         changed=changed.append,
     )
-    rig = Rig(made, controller, residency, ledger, metrics, names, tier, records, changed)
+    rig = Rig(
+        made, controller, residency, ledger, metrics, names, tier, records, changed, readers, opened
+    )
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.run)
@@ -182,6 +191,134 @@ async def test_a_second_wish_for_a_copy_under_way_begins_no_second_flight(
         assert not rig.want(1)
         await until(lambda: rig.resident() == [1])
         assert rig.metrics.source_opens == [0, 1]
+
+
+@dataclass
+class Reads:
+    """Stands for ``read_turn``: so many at the same time, and those that reach a file's end."""
+
+    now: int = 0
+    most: int = 0
+    bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, file: SourceFile, offset: int, count: int) -> Turn:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        # The later a piece, the sooner it is here: they come in the wrong order.
+        time.sleep(0.02 - 0.002 * (offset // PIECE % 8))
+        with self.lock:
+            self.now -= 1
+            self.bytes += count
+        return read_turn(file, offset, count)
+
+
+PIECE = 1000
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """Files of ten pieces."""
+    monkeypatch.setattr(engine, "TURN_BYTES", PIECE)
+    monkeypatch.setattr(engine, "_BESIDE_READERS", PIECE)
+    counted = Reads()
+    monkeypatch.setattr(engine, "read_turn", counted)
+    return counted
+
+
+@pytest.mark.finding("C5")
+async def test_several_pieces_of_a_large_file_are_read_at_once_and_written_in_order(
+    source: Path, tmp_path: Path, reads: Reads
+) -> None:
+    async with running(source, tmp_path) as rig:
+        rig.want(1)
+        await until(lambda: rig.resident() == [1])
+        record = rig.records.get(Ino(1))
+        assert record is not None
+        rig.tier.verify(Ino(1), record.identity, record.digest)
+        fd = rig.tier.open(Ino(1), record.identity)
+        assert os.pread(fd, 2 * SIZE, 0) == contents("1", SIZE)
+        os.close(fd)
+        assert (reads.bytes, rig.metrics.source_bytes) == (SIZE, [0, SIZE])
+        assert 3 <= reads.most <= 4  # of four threads
+
+
+@pytest.mark.finding("C5")
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({"source_concurrency": 4, "copy_workers": 1}, 3),
+        ({"source_concurrency": 1, "copy_workers": 1}, 1),
+        ({"buffer_max": 2 * PIECE, "copy_workers": 1}, 3),
+    ],
+)
+async def test_what_is_read_at_once_keeps_to_the_limits(
+    source: Path, tmp_path: Path, reads: Reads, limits: dict[str, int], most: int
+) -> None:
+    async with running(source, tmp_path, **limits) as rig:
+        rig.want(1)
+        rig.want(2)
+        await until(lambda: rig.resident() == [1, 2])
+        assert reads.most <= most
+        assert rig.engine._held_bytes == rig.engine._ahead == 0
+
+
+@pytest.mark.finding("C4")
+@pytest.mark.promise(37)
+async def test_while_a_reader_waits_one_copy_reads_one_piece_at_a_time_and_few_of_them(
+    source: Path, tmp_path: Path, reads: Reads
+) -> None:
+    async with running(source, tmp_path) as rig:
+        rig.readers.begin(trio.current_time())
+        rig.engine._pace.expect()
+        for number in range(1, COUNT + 1):
+            rig.want(number)
+        await trio.sleep(0.5)
+        # A twentieth of the time, and pieces of a fiftieth of a second.
+        assert reads.most == 1
+        assert reads.bytes <= 4 * PIECE
+        rig.readers.end(trio.current_time())
+        await until(lambda: len(rig.resident()) == COUNT)
+
+
+@pytest.mark.finding("C4")
+async def test_a_copy_that_follows_a_reader_does_not_wait_for_it_to_pause(
+    source: Path, tmp_path: Path, reads: Reads
+) -> None:
+    async with running(source, tmp_path) as rig:
+        rig.readers.begin(trio.current_time())
+        rig.engine._pace.expect()
+        attributes = rig.names.attributes(Ino(1))
+        file = rig.source.open(b"1")
+        file.note_read(0, SIZE)
+        item = Item(attributes.ino, attributes.size, attributes.source_ino)
+        promote = rig.controller.warm(item)
+        assert promote is not None
+        rig.engine.submit(promote, attributes.identity, file=file)
+        file.release()
+        await until(lambda: rig.resident() == [1])
+        assert reads.bytes == SIZE
+        rig.readers.end(trio.current_time())
+
+
+async def test_a_piece_that_cannot_be_read_gives_the_copy_up_and_leaves_nothing(
+    source: Path, tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = True
+
+    def fails(file: SourceFile, offset: int, count: int) -> Turn:
+        if broken and offset == 4 * PIECE:
+            raise OSError(errno.EIO, "broken")
+        return reads(file, offset, count)
+
+    monkeypatch.setattr(engine, "read_turn", fails)
+    async with running(source, tmp_path) as rig:
+        rig.want(1)
+        await until(lambda: rig.metrics.promotion_failures == {"EIO": 1})
+        assert rig.engine._held_bytes == rig.engine._ahead == 0
+        broken = False
+        await until(lambda: rig.resident() == [1])
 
 
 @pytest.mark.promise(37)

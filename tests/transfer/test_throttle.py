@@ -62,8 +62,8 @@ def test_over_any_time_no_more_goes_than_burst_and_rate_allow(
 def test_a_reader_in_flight_or_just_gone_is_busy() -> None:
     readers = Readers()
     assert not readers.busy(0.0)
-    readers.begin()
-    readers.begin()
+    readers.begin(1000.0)
+    readers.begin(1000.0)
     assert readers.busy(1000.0)
     readers.end(1000.0)
     assert readers.busy(2000.0)
