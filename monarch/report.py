@@ -127,7 +127,8 @@ class SourceTotals:
 class Saved:
     """What readers got without the source, as far as it is known; None: it is not counted.
 
-    ``bytes`` is a lower bound: reads that the kernel answers from its page cache are not counted.
+    Both are lower bounds: an open that a file's bytes in memory served is counted as the source's,
+    and reads that the kernel answers from its page cache are not counted.
     """
 
     opens: int | None

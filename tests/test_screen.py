@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from monarch.cli import status
-from monarch.cli.screen import Column, bar, fields, shortened, table
+from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
 from monarch.doctor import SeenMount
 from monarch.registry import MountRecord
 from monarch.report import StatusReport
@@ -56,6 +56,11 @@ def test_fields_go_on_at_the_end_of_a_word_and_keep_numbers_with_their_units() -
     assert lines[0] == "source    ..." + LONG[-27:]
     assert lines[1:] == ["resident  400 files, 60 MiB of 150 MiB;", "          50 wanted"]
     assert [line.plain for line in fields(pairs[1:], 34)][1] == "          150 MiB; 50 wanted"
+
+
+def test_a_command_in_a_remedy_can_be_copied() -> None:
+    lines = [line.plain for line in paragraph(f"use `monarch umount {LONG}`", 30, indent="  ")]
+    assert lines == ["use `monarch umount", f"  {LONG}`"]
 
 
 def test_a_bar_is_full_only_when_all_is_there() -> None:

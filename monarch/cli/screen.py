@@ -83,8 +83,11 @@ def fields(pairs: Sequence[tuple[str, str]], width: int) -> list[Text]:
 
 
 def paragraph(text: str, width: int, *, indent: str = "", style: str = "") -> list[Text]:
-    """``text`` on as many lines as it takes; those after the first begin with ``indent``."""
-    first, *others = _wrapped(text, max(width - len(indent), 20))
+    """``text`` on as many lines as it takes; those after the first begin with ``indent``.
+
+    A long path stays whole, for it may be a part of a command that somebody copies.
+    """
+    first, *others = _wrapped(text, max(width - len(indent), 20), whole=True)
     return [Text(first, style=style), *(Text(indent + line, style=style) for line in others)]
 
 
@@ -133,10 +136,11 @@ def _row(
     return line
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrapped(text: str, width: int, *, whole: bool = False) -> list[str]:
     lines = [""]
     for word in _NUMBER_AND_UNIT.sub(_NO_BREAK, text).split(" "):
-        word = shortened(word.replace(_NO_BREAK, " "), width)
+        word = word.replace(_NO_BREAK, " ")
+        word = word if whole else shortened(word, width)
         if lines[-1] and cell_len(lines[-1]) + 1 + cell_len(word) > width:
             lines.append(word)
         else:

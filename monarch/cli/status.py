@@ -543,8 +543,8 @@ def _saved(report: StatusReport) -> str:
     if saved.opens is not None:
         parts.append(counted(saved.opens, "open", "opens"))
     if saved.bytes is not None:
-        parts.append(f"at least {format_bytes(saved.bytes)}")
-    told = f"{', '.join(parts)} not served by the source; " if parts else ""
+        parts.append(format_bytes(saved.bytes))
+    told = f"at least {', '.join(parts)} not served by the source; " if parts else ""
     if report.snapshot.files and residency.files == report.snapshot.files:
         return f"{told}all files are resident: later reads come from this node"
     resident = counted(residency.files, "resident file", "resident files")

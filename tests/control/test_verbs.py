@@ -120,7 +120,7 @@ async def test_the_details_show_tiers_epochs_errors_and_the_log(
         "≤ 50 us",
         "> 10 s",
         "100 opens and 9 MiB by copies",
-        "300 opens, at least 60 MiB not served by the source",
+        "at least 300 opens, 60 MiB not served by the source",
     ):
         assert words in shown
 
