@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,9 @@ class Times:
 
 
 QUICK = Times(warm=0.05, dropped=0.3, listing=0.3)
+
+# Directories of 1,000 entries that ``ls -lR`` is given.
+LONG_LISTINGS = 200
 
 # Slices of a round: what is in memory is measured in so short ones that the machine does not
 # change between the two sides; before a dropped one the kernel has to forget everything.
@@ -172,6 +177,17 @@ class Names(Lab):
         list_and_stat(directories)
         return list_and_stat(directories)[0].rate
 
+    def long_listing(self, root: Path) -> float:
+        """``ls -lR`` of them a second time, which asks for access control lists and labels too."""
+        directories = self.at(root)[: min(self.covered or LONG_LISTINGS, LONG_LISTINGS)]
+        entries = sum(len(os.listdir(directory)) for directory in directories)
+        seconds = 0.0
+        for _ in range(2):
+            begin = time.perf_counter()
+            subprocess.run(["ls", "-lR", "--", *directories], check=True, stdout=subprocess.DEVNULL)
+            seconds = time.perf_counter() - begin
+        return entries / seconds
+
 
 @dataclass
 class Slow(Lab):
@@ -275,6 +291,7 @@ LINES: Mapping[type[Lab], tuple[Line, ...]] = {
         # Once: only a fresh mount was never listed.
         Line("list and stat, first", "entries/s", Names.first, bars={AUTO: 0.5}, drops=True),
         Line("list and stat, again", "entries/s", Names.again, bars={AUTO: 0.9}, slices=2),
+        Line("ls -lR, again", "entries/s", Names.long_listing, bars={AUTO: 0.8}),
         Line("daemon memory, names", "MB", own=Lab.memory),
     ),
     Slow: (SLOW_FIRST,),
