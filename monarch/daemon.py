@@ -66,6 +66,7 @@ from monarch.supervision import Supervisor
 from monarch.symptoms import Symptoms
 from monarch.threads import Threads, batches
 from monarch.tiers.directory import Tier
+from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy, require_known
 from monarch.tiers.source import Source, let_go
 from monarch.transfer.engine import Engine
@@ -76,7 +77,7 @@ from monarch.units import KiB
 from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import Inquiry
-from monarch.watch import Watch
+from monarch.watch import SecondLook, Watch
 from monarch.written_verbs import WrittenVerbs
 
 if sys.version_info < (3, 11):
@@ -311,6 +312,8 @@ class _Mount:
             )
         )
         readers = Readers(self._datapath)
+        newest_ns = max(int(rows["ctime_ns"].max()) for _, rows in snapshot.records())
+        doubts = Doubts(SourceClock(newest_ns, time.monotonic_ns()))
         self._ward = Ward(
             tiers=tiers,
             keep_free=[
@@ -335,6 +338,7 @@ class _Mount:
             limits=settings.limits,
             readers=readers,
             source_threads=source_threads,
+            doubts=doubts,
             changed=self._changed,
         )
         inquiry = self._inquiry = Inquiry(
@@ -384,6 +388,7 @@ class _Mount:
             fast=self._datapath,
             opens_are_told=choice.open == "open",
             kernel_reads=choice.datapath == "passthrough",
+            doubts=doubts,
             writing=self._writing.writing if self._writing is not None else None,
         )
         # Of its own: a disk that does not answer must hold up nothing else.
@@ -418,6 +423,18 @@ class _Mount:
             source_threads=source_threads,
             every_s=settings.snapshot.ttl_s,
             just_built=parts.just_built,
+        )
+        self._second_look = SecondLook(
+            doubts=doubts,
+            names=names,
+            source=source,
+            records=self._hierarchy.records,
+            residency=self._residency,
+            filesystem=self.filesystem,
+            metrics=metrics,
+            source_threads=source_threads,
+            inline_max=settings.limits.inline_max,
+            opens_are_told=choice.open == "open",
         )
         self._operations = Operations(self.filesystem, metrics.error, self._datapath)
         self._session = Session(
@@ -566,6 +583,7 @@ class _Mount:
             "sweep": self._sweep,
             "scrub": self._scrub.run,
             "health": self._status.watch_health,
+            "second look": self._second_look.run,
         }
         if self._settings.snapshot.freshness != "never":
             tasks["watch"] = self._watch.run

@@ -70,6 +70,7 @@ EXTENSION, ITS_MODULES = "monarch.fuse._datapath", ("monarch.fuse.datapath", "mo
 # Time is an argument here, and so is everything else that the machine could tell.
 PURE = (
     *("monarch.placement", "monarch.order"),
+    "monarch.tiers.doubts",
     *("monarch.transfer.outages", "monarch.transfer.pace", "monarch.transfer.throttle"),
     *("monarch.frameworks.interval", "monarch.frameworks.layout"),
     *("monarch.writeback.losses", "monarch.writeback.ops", "monarch.writeback.touched"),

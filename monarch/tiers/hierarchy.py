@@ -157,7 +157,8 @@ class Hierarchy:
         for ino in inos.tolist():
             record = self.records.get(Ino(ino))
             if record is not None and record.tier == tier.number:
-                self.records.put(Ino(ino), record, doubted=True)
+                young = self.records.is_young(Ino(ino))
+                self.records.put(Ino(ino), record, doubted=True, young=young)
         return inos
 
     def sweep(self, tier: Tier, *, before_ns: int) -> list[Ino]:

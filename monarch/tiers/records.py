@@ -11,6 +11,9 @@ whatever the configuration's is. So no record is ever rewritten, and a crash fin
 A copy is believed as long as every daemon ends cleanly. A *term* lasts from one unclean end to the
 next; a record tells the term in which its copy was made or last verified, and one of an earlier
 term is doubted: its copy is verified by its digest before its first use, however late that is.
+
+A record may say that its version was *young* when it was fetched (tiers/doubts.py): the source
+may have other bytes under the same times. The mount that made it looks again; no other believes it.
 """
 
 from __future__ import annotations
@@ -39,15 +42,18 @@ _MAGIC = "monarch residency"
 _VERSION = 2
 _HEADER_BYTES = 4096
 _PREFIX = "residency-"
-# place, term, size, mtime_ns, ctime_ns, source_ino, digest
-_RECORD = struct.Struct("<B3xIQqqQ16s")
+# place, young, term, size, mtime_ns, ctime_ns, source_ino, digest
+_RECORD = struct.Struct("<BB2xIQqqQ16s")
 _CHECK = struct.Struct("<Q")
 _RECORD_BYTES = _RECORD.size + _CHECK.size
 _LAYOUT = np.dtype(
     {
-        "names": ["place", "term", "size", "mtime_ns", "ctime_ns", "source_ino", "digest", "check"],
-        "formats": ["u1", "<u4", "<u8", "<i8", "<i8", "<u8", "V16", "<u8"],
-        "offsets": [0, 4, 8, 16, 24, 32, 40, 56],
+        "names": [
+            *("place", "young", "term", "size", "mtime_ns", "ctime_ns", "source_ino", "digest"),
+            "check",
+        ],
+        "formats": ["u1", "u1", "<u4", "<u8", "<i8", "<i8", "<u8", "V16", "<u8"],
+        "offsets": [0, 1, 4, 8, 16, 24, 32, 40, 56],
         "itemsize": _RECORD_BYTES,
     }
 )
@@ -98,6 +104,7 @@ class Records:
             os.fdatasync(self._fd)
             points.reached("records-dirty")
             self._forget_other_tiers(ids, tier_ids)
+            self._forget_young()
             points.reached("records-forgotten")
             self._number(ids, tier_ids)
             self._write_header()
@@ -147,6 +154,12 @@ class Records:
             for index in np.flatnonzero(other).tolist():
                 self.clear(Ino(first + index))
 
+    def _forget_young(self) -> None:
+        """Forget what the last daemon ended too early to look at again."""
+        for first, table in self._tables():
+            for index in np.flatnonzero((table["place"] > 0) & (table["young"] > 0)).tolist():
+                self.clear(Ino(first + index))
+
     def _number(self, ids: list[str], tier_ids: Sequence[str]) -> None:
         """Give each tier a place in the list: the one it has, that of one that is gone, a new."""
         for name in tier_ids:
@@ -165,12 +178,15 @@ class Records:
     def _write_header(self) -> None:
         os.pwrite(self._fd, json.dumps(self._header).encode().ljust(_HEADER_BYTES), 0)
 
-    def put(self, ino: Ino, record: Record, *, doubted: bool = False) -> None:
-        """Believe this copy from now on, or once it has been verified. Raises OSError."""
+    def put(self, ino: Ino, record: Record, *, doubted: bool = False, young: bool = False) -> None:
+        """Believe this copy from now on, or once it has been verified; ``young``: in this mount.
+
+        Raises OSError.
+        """
         i = record.identity
         place, term = self._places[record.tier], 0 if doubted else self._term
         versions = (i.size, i.mtime_ns, i.ctime_ns, i.source_ino)
-        body = _RECORD.pack(place, term, *versions, record.digest)
+        body = _RECORD.pack(place, young, term, *versions, record.digest)
         os.pwrite(self._fd, body + _CHECK.pack(_check(ino, body)), _offset(ino))
 
     def clear(self, ino: Ino) -> None:
@@ -179,11 +195,21 @@ class Records:
     def confirm(self, ino: Ino, record: Record) -> None:
         """The copy was verified: believe it, unless another has taken its place meanwhile."""
         if self.doubts(ino) and self.get(ino) == record:
-            self.put(ino, record)
+            self.put(ino, record, young=self.is_young(ino))
+
+    def settle(self, ino: Ino) -> None:
+        """The source was looked at again, and the copy is of what it has. Raises OSError."""
+        record = self.get(ino)
+        if record is not None and self.is_young(ino):
+            self.put(ino, record, doubted=self.doubts(ino))
+
+    def is_young(self, ino: Ino) -> bool:
+        raw = os.pread(self._fd, 2, _offset(ino))
+        return len(raw) == 2 and raw[1] > 0
 
     def doubts(self, ino: Ino) -> bool:
         raw = os.pread(self._fd, _RECORD_BYTES, _offset(ino))
-        return len(raw) < _RECORD_BYTES or _RECORD.unpack_from(raw)[1] != self._term
+        return len(raw) < _RECORD_BYTES or _RECORD.unpack_from(raw)[2] != self._term
 
     def get(self, ino: Ino) -> Record | None:
         raw = os.pread(self._fd, _RECORD_BYTES, _offset(ino))
@@ -192,7 +218,7 @@ class Records:
         body = raw[: _RECORD.size]
         if _CHECK.unpack_from(raw, _RECORD.size)[0] != _check(ino, body):
             return None
-        place, _, size, mtime_ns, ctime_ns, source_ino, digest = _RECORD.unpack(body)
+        place, _, _, size, mtime_ns, ctime_ns, source_ino, digest = _RECORD.unpack(body)
         tier = int(self._tiers[place])
         if tier == 0:
             return None

@@ -32,12 +32,14 @@ _HOLE = bytes(_PIECE_BYTES)
 class Content:
     """The bytes of a small file, as they were read from the source.
 
-    ``given_up`` says whether nobody wants the copy any more: its tier has let us wait too long.
+    ``young`` as of ``Records.put``. ``given_up`` says whether nobody wants the copy any more: its
+    tier has let us wait too long.
     """
 
     ino: Ino
     identity: Identity
     data: bytes | memoryview
+    young: bool
     given_up: Callable[[], bool]
 
 
@@ -67,6 +69,8 @@ class Wanted(Protocol):
     @property
     def identity(self) -> Identity: ...
     @property
+    def young(self) -> bool: ...
+    @property
     def given_up(self) -> Callable[[], bool]: ...
 
 
@@ -79,7 +83,7 @@ def commit(tier: Tier, records: Records, staged: Staged, wanted: Wanted) -> None
     try:
         # Another tier may have the copy by now, and its record.
         _require_wanted(wanted.given_up)
-        records.put(ino, Record(tier.number, identity, digest))
+        records.put(ino, Record(tier.number, identity, digest), young=wanted.young)
     except OSError:
         tier.remove(ino)
         raise

@@ -17,6 +17,7 @@ import errno
 import logging
 import math
 import os
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -37,6 +38,7 @@ from monarch.placement.residency import SOURCE
 from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Staged, Tier
+from monarch.tiers.doubts import Doubts
 from monarch.tiers.records import Records
 from monarch.tiers.source import REACH_GAP, Source, SourceFile, read_whole
 from monarch.transfer.copy import (
@@ -93,14 +95,15 @@ class Names(Protocol):
 class Flight:
     """One copy under way. ``content`` is what a reader fetched, ``file`` what a reader has open.
 
-    ``copied`` bytes are in the tier's stage so far. ``is_left``: its tier hangs, and nobody waits
-    for what comes of it.
+    ``copied`` bytes are in the tier's stage so far. ``young`` as of ``Records.put``.
+    ``is_left``: its tier hangs, and nobody waits for what comes of it.
     """
 
     promote: Promote
     identity: Identity
     content: bytes | memoryview | None = None
     file: SourceFile | None = None
+    young: bool = False
     is_left: bool = False
     copied: int = 0
 
@@ -219,6 +222,7 @@ class Engine:
         limits: LimitSettings,
         readers: Readers,
         source_threads: Threads,
+        doubts: Doubts,
         changed: Callable[[Ino], None],
     ) -> None:
         self._source = source
@@ -232,6 +236,7 @@ class Engine:
         self._limits = limits
         self._readers = readers
         self._source_threads = source_threads
+        self._doubts = doubts
         self._changed = changed
         self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
         self._pace = Pace()
@@ -466,8 +471,10 @@ class Engine:
         fitting = [flight for flight in batch if await self._has_room(flight, tier)]
         if not fitting:
             return
+        for flight in fitting:
+            flight.young = self._doubts.by_bytes(flight.ino, flight.identity)
         contents = [
-            Content(flight.ino, flight.identity, flight.content, flight.given_up)
+            Content(flight.ino, flight.identity, flight.content, flight.young, flight.given_up)
             for flight in fitting
             if flight.content is not None
         ]
@@ -511,9 +518,11 @@ class Engine:
             )
             self._metrics.source_opened(copy=True)
         file = flight.file
+        self._doubts.fetched(ino, flight.identity, since_ns=time.monotonic_ns())
         async with self._stage(tier, ino) as staged:
             await self._copy_bytes(flight, file, staged, tier)
             await self._source_threads.run(check_unchanged, file, flight.identity)
+            flight.young = self._doubts.by_bytes(ino, flight.identity)
             await self._ward.call(tier, commit, tier, self._records, staged, flight)
         self._arrived(flight)
 
@@ -594,6 +603,7 @@ class Engine:
             await trio.sleep(_STEP_S)
         # Claimed before the first wait: other workers are as far.
         self._held_bytes += size
+        since_ns = time.monotonic_ns()
         try:
             await trio.sleep(self._bucket.take(size, trio.current_time()))
             async with self._courtesy(flight.promote.ino, file, size):
@@ -611,6 +621,7 @@ class Engine:
         self._metrics.source_reads[1] += fetched.reads
         self._metrics.source_bytes[1] += size
         flight.content = fetched.data
+        self._doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
 
     @asynccontextmanager
     async def _courtesy(self, ino: Ino, file: SourceFile | None, end: int) -> AsyncIterator[None]:

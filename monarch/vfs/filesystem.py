@@ -34,6 +34,7 @@ from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
 from monarch.settings import LimitSettings
 from monarch.tiers.directory import Space, Tier
+from monarch.tiers.doubts import Doubts
 from monarch.tiers.records import Record, Records
 from monarch.tiers.seal import BrokenSeal
 from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
@@ -136,7 +137,8 @@ class FileSystem:
     ``verify`` says when a copy is checked before use
     (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
     thing; ``opens_are_told`` is False if the kernel only reads, ``kernel_reads`` True if it reads
-    copies by itself. ``writing`` does what a mount that can be written does beyond reading.
+    copies by itself. ``doubts`` is told of each fetch.
+    ``writing`` does what a mount that can be written does beyond reading.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class FileSystem:
         fast: FastPath | None,
         opens_are_told: bool,
         kernel_reads: bool,
+        doubts: Doubts,
         writing: Writing | None,
     ) -> None:
         self.writing = writing
@@ -181,6 +184,7 @@ class FileSystem:
         self._forget_pages = forget_pages
         self._opens_are_told = opens_are_told
         self._kernel_reads = kernel_reads
+        self._doubts = doubts
         # When a binding that no open made may go.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
@@ -212,7 +216,7 @@ class FileSystem:
                 metrics=metrics,
                 keep=self._keep_fetched,
                 release=self.release,
-                forget_copy=self.changes.forget_copy,
+                forget_copy=self._old_version_released,
             )
         )
 
@@ -444,7 +448,13 @@ class FileSystem:
                 self._held_bytes -= len(binding.content)
             binding.close()
             if binding.outdated:
-                self.changes.forget_copy(ino)
+                self._old_version_released(ino)
+
+    def _old_version_released(self, ino: Ino) -> None:
+        """Nobody has the version before open any more; the kernel may hold pages of it."""
+        self.changes.forget_copy(ino)
+        if self._opens_are_told:
+            self._residency.mark_spoiled(ino)
 
     def close(self) -> None:
         """Let go of everything that readers had open when the mount went away."""
@@ -583,6 +593,7 @@ class FileSystem:
         """Open at the source; take a small file whole. Raises SourceChanged, SourceError."""
         ino, size = attributes.ino, attributes.size
         path = self.names.path(ino)
+        since_ns = time.monotonic_ns()
         promote = self._controller.opened(self._item(attributes))
         file: SourceFile | None = None
         fetched: Fetched | None = None
@@ -604,6 +615,7 @@ class FileSystem:
                 self._controller.abandoned(promote.item, promote.tier, retry=False)
             raise
         self._metrics.source_opened()
+        self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
         if file is not None:
             if promote is not None:
                 self._movement.submit(promote, attributes.identity, file=file)
@@ -619,11 +631,12 @@ class FileSystem:
         self._held_bytes += len(fetched.data)
         return Binding(ino, size, content=fetched.data)
 
-    def _keep_fetched(self, ino: Ino, content: memoryview) -> None:
+    def _keep_fetched(self, ino: Ino, content: memoryview, since_ns: int) -> None:
         """The fast path has fetched a file as the snapshot tells of it: a copy of it, or none."""
         attributes = self.names.attributes(ino)
         if self._residency.is_changed(ino) or self.names.is_gone(ino):
             return
+        self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
         promote = self._controller.opened(self._item(attributes))
         if promote is not None:
             self._movement.submit(promote, attributes.identity, content=content)
@@ -750,6 +763,30 @@ class FileSystem:
             self._residency.mark_spoiled(ino)
         else:
             self._forget_pages(ino)
+
+    def distrust(self, ino: Ino, *, differs: bool) -> None:
+        """The source may have other bytes under the same times, or, with ``differs``, has.
+
+        What was fetched is served no more, except to those who have it open and who open it while
+        they do.
+        """
+        if self.changes.forget_copy(ino):
+            self._residency.want(ino)
+        if self._opens_are_told:
+            self._residency.mark_spoiled(ino)
+            binding = self._bindings.get(ino)
+            if binding is not None:
+                binding.outdated = binding.file is None
+            elif self._fast is not None:
+                self._fast.outdate(ino)
+        elif differs:
+            self._forget_pages(ino)
+            if self._was_read(ino):
+                # Who has begun with the version before must not go on with this one.
+                self._residency.mark_changed(ino)
+        if differs:
+            self._metrics.changed()
+            log.info("%s was written twice within a tick of the source", self._inquiry.told(ino))
 
     def has_place_to_warm(self) -> bool:
         """Whether ``warm`` would start a copy soon instead of only noting the wish."""

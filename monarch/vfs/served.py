@@ -7,6 +7,7 @@ reads as numbers. What was fetched is decided upon here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -76,8 +77,9 @@ class FastWrites(Protocol):
 class Account:
     """Brings what ``fast`` has served into the books. Belongs to the event loop.
 
-    ``keep`` is given the bytes of a file that was fetched, ``release`` an inode that nobody has
-    opened after all; ``forget_copy`` drops a copy.
+    ``keep`` is given the bytes of a file that was fetched, and a moment of the monotonic clock in
+    nanoseconds after which that was; ``release`` an inode that nobody has opened after all;
+    ``forget_copy`` drops a copy.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Account:
         controller: Controller,
         epochs: Epochs,
         metrics: Metrics,
-        keep: Callable[[Ino, memoryview], None],
+        keep: Callable[[Ino, memoryview, int], None],
         release: Callable[[Ino], None],
         forget_copy: Callable[[Ino], object],
     ) -> None:
@@ -98,18 +100,21 @@ class Account:
         self._controller = controller
         self._epochs = epochs
         self._metrics = metrics
+        self._noted_ns = time.monotonic_ns()
         self._tallies = fast.tallies()
         self._traffic = fast.source_traffic()
 
     def note_opens(self) -> None:
         """Call it before an open is decided here, so that all opens are seen in their order."""
+        # What is told now has happened since it was asked the last time.
+        since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
         for ino, what, content in self._fast.served():
             if what == RELEASED:
                 self._forget_copy(ino)
             elif what == ABANDONED:
                 self._release(ino)
             elif content is not None:
-                self._keep(ino, content)
+                self._keep(ino, content, since_ns)
                 self._fast.taken(ino)
                 self._epochs.opened(ino, False)
             else:

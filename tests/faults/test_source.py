@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ from tests.conftest import (
     contents,
     own_directory,
 )
-from tests.equipment import slowfs
+from tests.equipment import disks, slowfs
+from tests.equipment.disks import Disk
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_root, nobody
 from tests.mount.compare import assert_equal_trees
@@ -690,3 +692,156 @@ def test_whatever_befalls_a_given_snapshot_a_mount_goes_on(
         assert (done.returncode, done.stderr.count("\n")) == (5, 1), done.stderr
         assert str(given) in done.stderr
         monarch.expects_log("cannot read snapshot .*x.snapshot")
+
+
+# -- S14: changed just before it was fetched -------------------------------------------------------
+
+# After that it has been looked at again, with much to spare for a machine under load.
+RESTED_S = 3.5
+
+
+@pytest.fixture
+def coarse(tmp_path: Path) -> Iterator[Path]:
+    """A source that keeps times in whole seconds. Name it before ``monarch``."""
+    reason = disks.unavailable()
+    if reason:
+        pytest.skip(reason)
+    with Disk(tmp_path / "disk", "ext4 of old").mounted(tmp_path / "coarse") as disk:
+        yield disk.path
+
+
+def _in_one_second(path: Path, first: bytes, then: Callable[[], object], second: bytes) -> None:
+    """Write both versions within a second of the clock, and do something in between."""
+    while True:
+        wait_until(lambda: time.time() % 1 < 0.15, "a second begins")
+        path.write_bytes(first)
+        before = path.stat()
+        then()
+        path.write_bytes(second)
+        after = path.stat()
+        if (before.st_mtime_ns, before.st_ctime_ns) == (after.st_mtime_ns, after.st_ctime_ns):
+            return
+
+
+def _read_or_stale(mounted: Mounted, name: str, mode: str) -> bytes:
+    """What is read; without opens, ESTALE until the next mount is right as well."""
+    try:
+        return (mounted.path / name).read_bytes()
+    except OSError as error:
+        if mode != "no_open" or error.errno != errno.ESTALE:
+            raise
+        return b"stale"
+
+
+@needs_root
+@pytest.mark.fault("S14")
+@pytest.mark.promise(29)
+@pytest.mark.finding("D4")
+def test_two_versions_of_one_second_are_told_apart(
+    coarse: Path, monarch: MonarchCommand, mode: str
+) -> None:
+    one, two = contents("one", 20_000), contents("two", 20_000)
+    for name in "abc":
+        (coarse / name).write_bytes(bytes(20_000))
+    mounted = monarch.mount(coarse)
+    for name in "ab":
+        _in_one_second(
+            coarse / name,
+            one,
+            lambda name=name: (mounted.path / name).read_bytes(),
+            two,
+        )
+    time.sleep(RESTED_S)
+    for name in "ab":
+        assert _read_or_stale(mounted, name, mode) in (two, *([b"stale"] * (mode == "no_open")))
+    # And if the mount ends before it can look again.
+    _in_one_second(coarse / "c", one, lambda: (mounted.path / "c").read_bytes(), two)
+    mounted.umount()
+    mounted = monarch.mount(coarse, arguments=["--refresh"])
+    for name in "abc":
+        assert (mounted.path / name).read_bytes() == two
+    monarch.expects_log("changed at the source since the snapshot")
+
+
+@needs_root
+@pytest.mark.fault("S14")
+@pytest.mark.promise(29)
+@pytest.mark.finding("D4")
+def test_what_was_fetched_of_young_files_is_compared_with_the_source(
+    coarse: Path, tmp_path: Path, monarch: MonarchCommand, mode: str
+) -> None:
+    """All that the daemon fetches by itself, files that have no room in a tier, and large ones."""
+    content = {f"{n}.jpg": contents(str(n), 20_000) for n in range(4)}
+    content |= {"large": contents("large", 300_000), "no room": contents("no room", 3_000_000)}
+    with SlowSource(coarse, tmp_path / "slow", attribute_s=0) as slow:
+        while True:
+            for name, data in content.items():
+                (coarse / name).write_bytes(data)
+            mounted = monarch.mount(
+                slow.path,
+                tiers={"fast": "1MB"},
+                options=[SMALL_INLINE],
+                arguments=["--refresh"],
+            )
+            epoch(mounted, content)
+            # What is read more than two seconds after the daemon has heard of them is not young.
+            begun = mounted.log_text.rpartition(" mounting ")[0].rpartition("\n")[2].split()[0]
+            if time.time() - datetime.strptime(begun, "%Y-%m-%dT%H:%M:%S.%f%z").timestamp() < 1.9:
+                break
+            mounted.umount()
+        # Stands for a second write: other bytes, and not a time that is another.
+        slow.rules("flip read .*jpg", "flip read large", "flip read room")
+        time.sleep(RESTED_S)
+
+        def flipped(data: bytes) -> bytes:
+            return bytes([data[0] ^ 1]) + data[1:]
+
+        for name in (f"{n}.jpg" for n in range(4)):
+            now = _read_or_stale(mounted, name, mode)
+            assert now[:1] == flipped(content[name])[:1] or now == b"stale", name
+        if mode != "no_open":
+            assert read_through(mounted.path / "large")[:1] == flipped(content["large"])[:1]
+            now = (mounted.path / "no room").read_bytes()
+            assert now[:1] == flipped(content["no room"])[:1]
+        slow.rules()
+        mounted.umount()
+
+
+@needs_root
+@pytest.mark.fault("S14")
+@pytest.mark.promise(29)
+@pytest.mark.finding("C6")
+def test_a_file_that_was_fetched_while_it_was_being_written_is_whole_soon(
+    monarch: MonarchCommand, tree: Tree, mode: str
+) -> None:
+    source = tree({f"{n}.jpg": 20_000 for n in range(3)})
+    mounted = monarch.mount(source)
+    whole = contents("whole", 20_000)
+    for n, short in enumerate((b"", whole[:5000], whole[:19_999])):
+        (source / f"{n}.jpg").write_bytes(short)
+        assert _read_or_stale(mounted, f"{n}.jpg", mode) in (short, b"stale")
+        (source / f"{n}.jpg").write_bytes(whole)
+    time.sleep(RESTED_S)
+    for n in range(3):
+        now = _read_or_stale(mounted, f"{n}.jpg", mode)
+        assert now == whole or (mode == "no_open" and now in (b"stale", b"")), n
+    monarch.expects_log("changed at the source since the snapshot")
+
+
+@pytest.mark.fault("S14")
+@pytest.mark.finding("D4")
+def test_a_file_that_has_rested_is_looked_at_once(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = files(20)
+    tree(content)
+    time.sleep(2.2)
+    tree({"the newest": 1})
+    mounted = monarch.mount(slow.path)
+    epoch(mounted, content)
+    settled(mounted)
+    time.sleep(0.5)
+    before = calls(slow)
+    time.sleep(RESTED_S)
+    epoch(mounted, content)
+    assert calls(slow) == before

@@ -57,6 +57,37 @@ def test_a_record_that_was_cleared_is_gone(tmp_path: Path) -> None:
     records.close(clean=True)
 
 
+@pytest.mark.fault("S14")
+@pytest.mark.promise(29)
+@pytest.mark.finding("D4")
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_record_of_a_young_version_is_believed_by_the_daemon_that_made_it_only(
+    tmp_path: Path, clean: bool
+) -> None:
+    records = Records(tmp_path, "g", ["a"])
+    for number in (1, 2, 3):
+        records.put(Ino(number), record(number), young=True)
+    records.put(Ino(4), record(4))
+    assert loaded(records) == dict.fromkeys((1, 2, 3, 4), (1, 100))
+    # It has looked again, or the copy was made anew.
+    records.settle(Ino(1))
+    records.put(Ino(2), record(2))
+    # A copy whose digest was compared is no less young.
+    records.confirm(Ino(3), record(3))
+    assert [records.is_young(Ino(n)) for n in (1, 2, 3, 4, 99)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    records.close(clean=clean)
+    again = Records(tmp_path, "g", ["a"])
+    assert loaded(again) == dict.fromkeys((1, 2, 4), (1, 100))
+    assert again.get(Ino(3)) is None
+    again.close(clean=True)
+
+
 def doubted(records: Records) -> list[int]:
     return [ino for inos in records.doubted() for ino in inos.tolist()]
 

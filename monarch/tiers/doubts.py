@@ -1,0 +1,103 @@
+"""Versions that changed just before they were fetched: which they are, and when to look again.
+
+A version is a size, times and an inode number. Two writes within one tick of the source's clock
+make one version with two contents, and a file that is being written is fetched between two writes.
+So a version whose times are less than ``WINDOW_NS`` before the moment of its fetch is *young*: it
+is served, and looked at again when it has rested for that long. Times in whole seconds tell nothing
+then, and its bytes must be compared.
+
+The moment is one of the source's own clock, which may be hours away from ours. Monarch knows the
+newest time that the source has told, and how long ago that was: the source's clock is at least
+there. Where it is further, more is doubted than need be, never less.
+
+Time is an argument, in nanoseconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from monarch.types import Identity, Ino
+
+WINDOW_NS = 2_000_000_000
+_SECOND_NS = 1_000_000_000
+# A clock that nobody sets right loses no more than this against another.
+_DRIFT = 10_000
+
+
+class SourceClock:
+    """A lower bound of the source's time. ``newest_ns`` is the newest that it told by ``at_ns``."""
+
+    def __init__(self, newest_ns: int, at_ns: int) -> None:
+        self._told_ns = newest_ns
+        self._at_ns = at_ns
+
+    def told(self, time_ns: int, at_ns: int) -> None:
+        if time_ns > self.at(at_ns):
+            self._told_ns, self._at_ns = time_ns, at_ns
+
+    def at(self, at_ns: int) -> int:
+        passed = at_ns - self._at_ns
+        return self._told_ns + passed - abs(passed) // _DRIFT
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """``by_bytes``: the version may have other bytes by now and be the same version."""
+
+    identity: Identity
+    due_ns: int
+    by_bytes: bool
+
+
+class Doubts:
+    def __init__(self, clock: SourceClock) -> None:
+        self._clock = clock
+        self._doubts: dict[Ino, Doubt] = {}
+        self._due: list[tuple[int, Ino]] = []
+
+    def fetched(self, ino: Ino, identity: Identity, *, since_ns: int) -> None:
+        """A file was fetched as the version ``identity``, at ``since_ns`` or later."""
+        # The time of modification can be set to any value; that of change is the source's clock.
+        changed = identity.ctime_ns or identity.mtime_ns
+        self._clock.told(changed, since_ns)
+        now = self._clock.at(since_ns)
+        newest = max(changed, identity.mtime_ns if identity.mtime_ns <= now else changed)
+        if newest <= now - WINDOW_NS:
+            return
+        by_bytes = not (identity.mtime_ns % _SECOND_NS or changed % _SECOND_NS)
+        before = self._doubts.get(ino)
+        if before is not None and before.identity == identity:
+            by_bytes |= before.by_bytes
+        # With what the lower bound loses by its drift.
+        self._put(ino, Doubt(identity, since_ns + WINDOW_NS + WINDOW_NS // 1000, by_bytes))
+
+    def by_bytes(self, ino: Ino, identity: Identity) -> bool:
+        """Whether a copy of that version is not to be believed by a later mount."""
+        doubt = self._doubts.get(ino)
+        return doubt is not None and doubt.by_bytes and doubt.identity == identity
+
+    def due(self, now_ns: int) -> list[tuple[Ino, Doubt]]:
+        """The versions that have rested; each is to be settled or put off."""
+        found = []
+        while self._due and self._due[0][0] <= now_ns:
+            due_ns, ino = heapq.heappop(self._due)
+            doubt = self._doubts.get(ino)
+            if doubt is not None and doubt.due_ns == due_ns:
+                found.append((ino, doubt))
+        return found
+
+    def settle(self, ino: Ino, doubt: Doubt) -> None:
+        """It has been looked at."""
+        if self._doubts.get(ino) is doubt:
+            del self._doubts[ino]
+
+    def put_off(self, ino: Ino, doubt: Doubt, *, until_ns: int) -> None:
+        """It could not be looked at."""
+        if self._doubts.get(ino) is doubt:
+            self._put(ino, Doubt(doubt.identity, until_ns, doubt.by_bytes))
+
+    def _put(self, ino: Ino, doubt: Doubt) -> None:
+        self._doubts[ino] = doubt
+        heapq.heappush(self._due, (doubt.due_ns, ino))
