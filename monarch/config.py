@@ -529,6 +529,15 @@ def _conflicts_between(mounts: Mapping[str, MountSettings]) -> Iterator[tuple[st
         # A tier keeps the copies of each mount in a directory of its own.
         if owner != name and kind not in ("source", "tier"):
             yield name, loc, f"{kind} {path} is that of mount {owner!r}; give each its own"
+    pages: dict[str, str] = {}
+    for name, mount in mounts.items():
+        address = mount.metrics.address
+        # Port 0 takes a free one.
+        if mount.metrics.enabled and not address.endswith(":0"):
+            owner = pages.setdefault(address, name)
+            if owner != name:
+                text = f"metrics.address {address} is that of mount {owner!r}; give each its own"
+                yield name, ("metrics", "address"), text
     for name, loc, kind, path in places:
         if kind != "tier":
             continue

@@ -55,7 +55,8 @@ from monarch.placement.policies.no_evict import NoEvict
 from monarch.placement.policy import Policy
 from monarch.placement.residency import Residency
 from monarch.places import default_tier, state_directory, state_root
-from monarch.registry import MountRecord, Registry, process_started
+from monarch.registry import MountRecord, Registry, alive, process_started
+from monarch.remarks import TierRoom, remarks
 from monarch.report import Mode, Requests
 from monarch.scrub import Scrub
 from monarch.settings import MountSettings
@@ -134,9 +135,9 @@ def run(
     refreshed: bool,
     foreground: bool,
     progress: Progress,
-    ready: Callable[[], None],
+    ready: Callable[[list[str]], None],
 ) -> None:
-    """Serve one mount until its end. ``ready`` is called when it answers.
+    """Serve one mount until its end. ``ready`` is called with ``remarks`` when it answers.
 
     ``refreshed``: bring an existing snapshot up to date first. Raises MonarchError.
     """
@@ -217,7 +218,7 @@ class _Parts:
     logbook: Logbook
 
 
-def _run_loop(parts: _Parts, ready: Callable[[], None]) -> None:
+def _run_loop(parts: _Parts, ready: Callable[[list[str]], None]) -> None:
     """``trio.run``, but what ended the mount comes out alone, not as a nursery's group of one."""
     try:
         trio.run(_serve, parts, ready)
@@ -228,7 +229,7 @@ def _run_loop(parts: _Parts, ready: Callable[[], None]) -> None:
         raise cause from None
 
 
-async def _serve(parts: _Parts, ready: Callable[[], None]) -> None:
+async def _serve(parts: _Parts, ready: Callable[[list[str]], None]) -> None:
     mount = _Mount(parts)
     clean = False
     try:
@@ -295,6 +296,21 @@ class _Mount:
             holds_written=place is not None and bool(place.found.ops),
         )
         log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
+        self._remarks = remarks(
+            settings,
+            choice.mode,
+            nbytes=snapshot.bytes_total,
+            tiers=[
+                TierRoom(tier, capacity, space, copies.bytes)
+                for tier, capacity, space, copies in zip(
+                    tiers, capacities, spaces, held, strict=True
+                )
+            ],
+            absorbs_in_memory=place is not None and place.tier.in_memory,
+            served={record.state for record in Registry(state_root()).all() if alive(record)},
+        )
+        for remark in self._remarks:
+            log.info("%s", remark)
         self._datapath = (
             None
             if choice.datapath == "python"
@@ -523,7 +539,7 @@ class _Mount:
     def _store_pages(self, ino: Ino, content: bytes) -> None:
         self._session.store_pages(ino, content)
 
-    async def serve(self, ready: Callable[[], None]) -> None:
+    async def serve(self, ready: Callable[[list[str]], None]) -> None:
         write_note(self._state, self._settings, self.filesystem.names.snapshot.file)
         registry = Registry(state_root())
         mountpoint = os.fspath(self._settings.mountpoint)
@@ -601,13 +617,13 @@ class _Mount:
         if self._writing is not None:
             self._writing.abandon()
 
-    async def _announce(self, ready: Callable[[], None]) -> None:
+    async def _announce(self, ready: Callable[[list[str]], None]) -> None:
         await answers(self._settings.mountpoint)
         self._status.state = "serving"
         log.info("ready")
         self._session.widen_readahead()
         self._session.widen_background()
-        ready()
+        ready(self._remarks)
 
     async def _signals(self) -> None:
         with trio.open_signal_receiver(*signals.ending()) as received:

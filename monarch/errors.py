@@ -83,6 +83,16 @@ class SourceError(MonarchError):
         self.errno = errno
 
 
+def source_remedy(number: int | None, path: str) -> str:
+    """What to do about a source that fails with that errno."""
+    if number in (errno_.EACCES, errno_.EPERM):
+        return (
+            f"mount as a user who may read it (this one is uid {os.geteuid()}), or have its owner"
+            f" give the right: ls -ld {path}"
+        )
+    return "check the path, and that its file system is mounted"
+
+
 class SourceChanged(SourceError):
     """A source file is not the one that the snapshot describes."""
 

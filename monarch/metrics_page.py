@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import trio
 
-from monarch.errors import ConfigError, MonarchError
+from monarch.errors import ConfigError, UsageError
 from monarch.log import Limiter
 from monarch.metrics import Metrics, exposition
 from monarch.report import StatusReport
@@ -39,7 +39,7 @@ class MetricsPage:
 
     ``address`` is ``host:port``; only that host's address is bound, and port 0 takes a free one:
     ``address`` of the object says which. ``report`` is called in the event loop. Raises
-    ConfigError for an address that is none, MonarchError if it cannot be bound.
+    ConfigError for an address that is none, UsageError if it cannot be bound.
     """
 
     def __init__(self, address: str, metrics: Metrics, report: Callable[[], StatusReport]) -> None:
@@ -176,8 +176,8 @@ def _listening(address: str) -> stdlib_socket.socket:
             made.close()
             raise
     except OSError as error:
-        raise MonarchError(
+        raise UsageError(
             f"cannot show metrics at {address}: {error.strerror or error}",
-            hint="choose another metrics.address",
+            hint="give each mount a metrics.address of its own",
         ) from error
     return made

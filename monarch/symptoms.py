@@ -233,8 +233,9 @@ class Symptoms:
                 "tier-full",
                 f"tier {tier.name} takes no copies, others have filled its disk: {outage.why}",
                 since_ns,
-                f"make room there (`df {where}`) or lower its `keep_free`; what it holds is"
-                " served, and it takes copies again by itself",
+                f"make room there (`df {where}`) or lower its `keep_free`; `monarch evict --tier"
+                f" {where}` shows and drops copies of sources that are not mounted; what it holds"
+                " is served, and it takes copies again by itself",
             )
         elif outage.slow:
             yield Problem(

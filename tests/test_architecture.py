@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "composition",
         (
             *("absorbing", "checkup", "daemon", "doctor", "fsck", "lost", "modes", "overlaps"),
+            *("remarks",),
             *("premises",),
             *("metrics_page",),
             *("scrub", "sides", "snapshots", "state", "status", "supervision", "symptoms", "verbs"),

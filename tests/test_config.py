@@ -702,3 +702,16 @@ def test_the_mount_table_is_read_with_its_escapes() -> None:
         MountedFileSystem(Path("/a b\\"), "fuse.sshfs"),
     ]
     assert MountedFileSystem(Path("/proc"), "proc") in mount_table()
+
+
+@pytest.mark.finding("B17")
+@pytest.mark.fault("I9")
+def test_mounts_with_one_address_of_metrics_are_refused(tmp_path: Path) -> None:
+    second = "  b: {source: /pfs/b, mountpoint: /mnt/b, metrics: {enabled: true}}\n"
+    first = in_mount("metrics: {enabled: true}")
+    (problem,) = mistakes(tmp_path, first + second)
+    assert "metrics.address localhost:9464 is that of mount 'a'; give each its own" in problem
+    # One that is not shown takes no port, and port 0 is a free one.
+    loaded(tmp_path, in_mount("metrics: {enabled: false}") + second)
+    free = second.replace("enabled: true", 'enabled: true, address: "localhost:0"')
+    loaded(tmp_path, in_mount('metrics: {enabled: true, address: "localhost:0"}') + free)

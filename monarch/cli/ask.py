@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from monarch import registry
 from monarch.control.client import call
 from monarch.errors import MonarchError, NotMountedError, UsageError
-from monarch.registry import MountRecord
+from monarch.places import state_root
+from monarch.registry import MountRecord, Registry
 from monarch.report import Report
 from monarch.text import escape_text
 
@@ -48,6 +49,24 @@ def ask(
             f"the daemon of {where} is of another version: {error}",
             hint="mount again with this version of monarch",
         ) from error
+
+
+def mount_and_paths(place: Path, paths: Sequence[str]) -> tuple[MountRecord, list[str]]:
+    """The mount that ``place`` is, and ``paths`` as of ``inside``; a place in a mount is a path.
+
+    Raises NotMountedError, and UsageError for a place in a mount with more paths.
+    """
+    record = Registry(state_root()).find(place)
+    full = os.path.abspath(place)
+    if full == record.mountpoint:
+        return record, inside(record, paths)
+    if paths:
+        mount = escape_text(record.mountpoint)
+        raise UsageError(
+            f"{escape_text(os.fspath(place))} is in the mount {mount}, not the mount",
+            hint=f"name the mount first: {mount} PATH ...",
+        )
+    return record, inside(record, [full])
 
 
 def inside(record: MountRecord, paths: Sequence[str]) -> list[str]:

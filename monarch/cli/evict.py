@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from monarch.cli import complete
-from monarch.cli.ask import ask, inside
-from monarch.cli.output import emit_json, stdout
-from monarch.places import state_root
-from monarch.registry import Registry
+from monarch.cli.ask import ask, mount_and_paths
+from monarch.cli.output import age, emit_json, stdout
+from monarch.errors import LockedError, UsageError
 from monarch.report import EvictReport
+from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
 
@@ -20,23 +21,90 @@ from monarch.units import format_bytes
 Examples:
   monarch evict /mnt/data
   monarch evict /mnt/data train
+  monarch evict --tier /local/me                       show of which sources it holds copies
+  monarch evict --tier /local/me --source /pfs/old     drop those of a source that is not mounted
 """
 )
-@click.argument("mountpoint", type=click.Path(path_type=Path), shell_complete=complete.mount_points)
+@click.argument(
+    "mountpoint",
+    required=False,
+    type=click.Path(path_type=Path),
+    shell_complete=complete.mount_points,
+)
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
+@click.option("--tier", metavar="PATH", help="Show what a tier holds, of all sources.")
+@click.option("--source", metavar="DIR", help="With --tier: drop the copies of this source.")
+@click.option("--all", "everything", is_flag=True, help="With --tier: drop all that is not in use.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def evict(mountpoint: Path, paths: tuple[str, ...], as_json: bool) -> None:
+def evict(
+    mountpoint: Path | None,
+    paths: tuple[str, ...],
+    *,
+    tier: str | None,
+    source: str | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
     """Drop copies from the tiers.
 
     PATHs are files and directories inside the mount, or relative to it; without any, everything.
-    The files stay readable, from the source; those open now are read from their copy until they
-    are closed.
+    One PATH in the mount can be given without the MOUNTPOINT. The files stay readable, from the
+    source; those open now are read from their copy until they are closed.
+
+    With --tier, the copies of sources that are not mounted. What is written and not at its source
+    yet stays.
     """
-    record = Registry(state_root()).find(mountpoint)
-    params = {"paths": inside(record, paths)}
-    report = ask(record, "evict", params, answer=EvictReport, timeout=None)
+    if (tier is None) == (mountpoint is None) or (tier is None and (source or everything)):
+        raise UsageError(
+            "name a mount point, or a tier with --tier",
+            hint="monarch evict MOUNTPOINT [PATH]..., or monarch evict --tier PATH [--source DIR]",
+        )
+    if tier is not None:
+        _of_tier(Path(os.path.abspath(tier)), source, everything=everything, as_json=as_json)
+        return
+    assert mountpoint is not None
+    record, relative = mount_and_paths(mountpoint, paths)
+    report = ask(record, "evict", {"paths": relative}, answer=EvictReport, timeout=None)
     if as_json:
         emit_json(report.to_dict())
     else:
-        copies = "copy" if report.files == 1 else "copies"
-        stdout().print(f"{report.files:,} {copies} dropped, {format_bytes(report.bytes)} freed")
+        dropped = counted(report.files, "copy", "copies")
+        stdout().print(f"{dropped} dropped, {format_bytes(report.bytes)} freed")
+
+
+def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool) -> None:
+    from monarch.tiers.shared import remove_copies, shared_copies
+
+    wanted = os.path.realpath(source) if source is not None else None
+    found = []
+    for held in shared_copies(tier):
+        is_meant = everything or (wanted is not None and os.path.realpath(held.source) == wanted)
+        dropped, used_by = False, ""
+        if is_meant:
+            try:
+                remove_copies(held)
+                dropped = True
+            except LockedError as error:
+                used_by = str(error.args[0])
+        found.append((held, dropped, used_by))
+    if wanted is not None and not any(dropped or used_by for _, dropped, used_by in found):
+        raise UsageError(
+            f"tier {os.fspath(tier)!r} holds no copies of {source!r}",
+            hint=f"`monarch evict --tier {tier}` shows what it holds",
+        )
+    if as_json:
+        emit_json(
+            {
+                "tier": os.fspath(tier),
+                "copies": [{**held.to_dict(), "dropped": dropped} for held, dropped, _ in found],
+            }
+        )
+        return
+    for held, dropped, used_by in found:
+        what = f"{counted(held.files, 'copy', 'copies')}, {format_bytes(held.bytes)}"
+        of = held.source or "an unknown source (of an earlier version)"
+        told = f"{of}: {what}, last used {age(held.used_ns)} ago"
+        told += "; dropped" if dropped else f"; kept: {used_by}" if used_by else ""
+        stdout().print(escape_text(told), markup=False, soft_wrap=True)
+    if not found:
+        stdout().print(f"{tier} holds no copies", markup=False, soft_wrap=True)

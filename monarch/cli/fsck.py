@@ -13,7 +13,7 @@ from rich.text import Text
 from monarch.cli import complete
 from monarch.cli.ask import ask
 from monarch.cli.output import emit_json, progress_bar, stdout
-from monarch.errors import LockedError, MonarchError, NotMountedError
+from monarch.errors import LockedError, MonarchError, NotMountedError, UsageError
 from monarch.fsck import check_state
 from monarch.places import state_root
 from monarch.registry import MountRecord, Registry, alive
@@ -94,9 +94,16 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
 
 def _record(registry: Registry, place: Path) -> MountRecord | None:
     """The mount that ``place`` is, or lies in, by names alone: a dead one may hang."""
-    with suppress(NotMountedError):
-        return registry.find(place)
-    return None
+    try:
+        record = registry.find(place)
+    except NotMountedError:
+        return None
+    if os.path.abspath(place) != record.mountpoint:
+        raise UsageError(
+            f"{escape_text(os.fspath(place))} is in the mount {escape_text(record.mountpoint)}",
+            hint=f"fsck checks a mount as a whole: monarch fsck {escape_text(record.mountpoint)}",
+        )
+    return record
 
 
 def _state(place: Path) -> Path:

@@ -145,7 +145,7 @@ def _require_no_empty_argument(arguments: Sequence[str]) -> None:
 
 def _run() -> int:
     try:
-        _require_no_empty_argument(sys.argv[1:])
+        _require_no_empty_argument(sys.argv[2:])
         result = cli.main(prog_name="monarch", standalone_mode=False)
     except ConfigError as error:
         _tell(*error.problems)

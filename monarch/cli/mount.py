@@ -102,9 +102,9 @@ def mount(
         with ExitStack() as until_ready:
             progress = until_ready.enter_context(progress_bar())
 
-            def ready() -> None:
+            def ready(remarks: list[str]) -> None:
                 until_ready.close()
-                _tell(_told(settings))
+                _tell_all(settings, remarks)
                 _tell_service_manager()
 
             daemon.run(
@@ -117,7 +117,7 @@ def mount(
         return
     try:
         with signals.interruptible():
-            _start(
+            remarks = _start(
                 settings,
                 lambda *calls: daemon.run(
                     settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
@@ -126,7 +126,14 @@ def mount(
     except KeyboardInterrupt:
         _tell("interrupted: nothing is mounted; a scan that was not complete begins anew")
         raise
-    _tell(_told(settings))
+    _tell_all(settings, remarks)
+
+
+def _tell_all(settings: MountSettings, remarks: Sequence[str]) -> None:
+    """What has been mounted, in which mode and how much of it fits; then what to look at."""
+    first, *others = remarks
+    for line in (f"{_told(settings)}; {first}", *others):
+        _tell(escape_text(line))
 
 
 def _tell(words: str) -> None:
@@ -178,11 +185,11 @@ def _settings(
     return config.with_options(mounts[source_or_name], list(options))
 
 
-Serve = Callable[[Progress, Callable[[], None]], None]
+Serve = Callable[[Progress, Callable[[list[str]], None]], None]
 
 
-def _start(settings: MountSettings, serve: Serve) -> None:
-    """Run ``serve`` in a daemon; returns when it is ready, raises what it failed with."""
+def _start(settings: MountSettings, serve: Serve) -> list[str]:
+    """Run ``serve`` in a daemon; its remarks when it is ready. Raises what it failed with."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -192,7 +199,7 @@ def _start(settings: MountSettings, serve: Serve) -> None:
         _become_daemon(writing, serve)
     os.close(writing)
     try:
-        _wait_until_ready(reading, settings)
+        return _wait_until_ready(reading, settings)
     except KeyboardInterrupt:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
@@ -201,8 +208,8 @@ def _start(settings: MountSettings, serve: Serve) -> None:
         os.close(reading)
 
 
-def _wait_until_ready(reading: int, settings: MountSettings) -> None:
-    """Show the daemon's progress. The pipe carries a JSON object a line."""
+def _wait_until_ready(reading: int, settings: MountSettings) -> list[str]:
+    """Show the daemon's progress; its remarks at the end. The pipe carries a JSON object a line."""
     with progress_bar() as bar, open(reading, "rb", closefd=False) as lines:
         progress = _of(settings, bar)
         for line in lines:
@@ -212,7 +219,7 @@ def _wait_until_ready(reading: int, settings: MountSettings) -> None:
             elif "error" in told:
                 raise error_of(told["exit_code"], told["error"], hint=told["hint"])
             else:
-                return
+                return list(told["remarks"])
     where = settings.log.file or state_directory(settings) / "daemon.log"
     raise FuseError("the daemon died before the mount answered", hint=f"see {where}")
 
@@ -296,8 +303,8 @@ class _Pipe:
                 # The command was killed; the mount may live.
                 self._fd = -1
 
-    def close_with_ready(self) -> None:
-        self.tell(ready=True)
+    def close_with_ready(self, remarks: list[str]) -> None:
+        self.tell(remarks=remarks)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

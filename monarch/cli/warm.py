@@ -11,7 +11,7 @@ from typing import IO, Any
 import click
 
 from monarch.cli import complete
-from monarch.cli.ask import ask, inside
+from monarch.cli.ask import ask, mount_and_paths
 from monarch.cli.output import emit_json, progress_bar, stderr, stdout
 from monarch.control.messages import MAX_LINE_BYTES
 from monarch.errors import UsageError
@@ -58,12 +58,13 @@ def warm(
     """Copy files into the tiers before a job starts.
 
     PATHs are files and directories inside the mount, or relative to it; without any, everything.
+    One PATH in the mount can be given without the MOUNTPOINT.
     The copies are made in the background, no more than fit; `monarch status MOUNTPOINT` shows how
     far they are. Ctrl-C ends the waiting, not the copies: --cancel does. The exit code is 1 if
     something waited for did not fit, could not be copied, or was cancelled.
     """
-    record = Registry(state_root()).find(mountpoint)
     if cancel:
+        record = Registry(state_root()).find(mountpoint)
         if paths or files_from is not None or wait:
             raise UsageError(
                 "--cancel stops everything that is being warmed", hint="leave the others out"
@@ -78,10 +79,11 @@ def warm(
     listed = [*paths, *_lines(files_from)]
     if not listed and files_from is not None:
         raise UsageError("--files-from names no file", hint="one path a line")
+    record, relative = mount_and_paths(mountpoint, listed)
     report = WarmReport(0, 0, 0)
     try:
         with progress_bar(quiet=not wait, of_bytes=True) as advance:
-            for batch in _batches(inside(record, listed)):
+            for batch in _batches(relative):
                 shown = _Shown(advance, report)
                 # Walking a large tree and copying a large file both take their time.
                 answer = ask(

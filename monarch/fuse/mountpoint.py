@@ -17,7 +17,14 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.errors import BusyError, FuseError, MountPointError, SourceError, TierError
+from monarch.errors import (
+    BusyError,
+    FuseError,
+    MountPointError,
+    SourceError,
+    TierError,
+    source_remedy,
+)
 
 FS_TYPE = "fuse.monarch"
 
@@ -100,7 +107,7 @@ def check(mountpoint: Path, source: Path) -> None:
         raise SourceError(
             f"source {os.fspath(source)!r}: {error.strerror}",
             errno=error.errno or errno.EIO,
-            hint="check the path, and that its file system is mounted",
+            hint=source_remedy(error.errno, os.fspath(source)),
         ) from error
     try:
         names = os.listdir(mountpoint)

@@ -31,7 +31,7 @@ from monarch import acl
 from monarch.acl import Acls
 from monarch.beneath import lstat_beneath, open_beneath
 from monarch.credentials import Credentials, acting_as
-from monarch.errors import SourceChanged, SourceError
+from monarch.errors import SourceChanged, SourceError, source_remedy
 from monarch.types import Identity
 from monarch.units import MiB
 
@@ -159,7 +159,7 @@ class Source:
             raise SourceError(
                 f"source {os.fsdecode(path)!r}: {error.strerror}",
                 errno=error.errno or errno.EIO,
-                hint="check that the directory exists and that its file system is mounted",
+                hint=source_remedy(error.errno, os.fsdecode(path)),
             ) from error
 
     def close(self) -> None:

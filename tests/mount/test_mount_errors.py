@@ -439,3 +439,18 @@ def _fill(directory: Path) -> None:
         while file.write(bytes(4096)):
             pass
     assert os.statvfs(directory).f_bavail == 0
+
+
+@pytest.mark.finding("B19")
+@pytest.mark.fault("I9")
+def test_a_source_that_the_user_may_not_read_is_told_with_the_remedy(
+    monarch: MonarchCommand,
+) -> None:
+    with nobody(monarch.case) as user:
+        source, mnt = user.mkdir("source"), user.mkdir("mnt")
+        os.chown(source, 0, 0)
+        done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")
+        told = one_line(done)
+        assert (done.returncode, "Permission denied" in told) == (4, True)
+        assert "mount as a user who may read it (this one is uid 65534)" in told
+        assert "file system is mounted" not in told

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from monarch.places import readable_name
 from tests.conftest import MonarchCommand, Mounted, Tree
 from tests.equipment.inotify import OpenCounter
 from tests.mount.command import needs_fuse
@@ -85,3 +87,98 @@ def test_the_mode_of_a_tier_s_path_stays_as_it_is(
         mounted.umount()
         assert stat.S_IMODE(tier.stat().st_mode) == mode
         os.rename(tier / "monarch", monarch.directory / f"used-{mode:o}")
+
+
+@pytest.mark.finding("B3")
+@pytest.mark.promise(107)
+@pytest.mark.fault("T11")
+@pytest.mark.modes("relay")
+def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = {f"{number}.jpg": b"%d" % number * 4000 for number in range(4)}
+    tree(content)
+    other, others = second_source(monarch.directory)
+    first = monarch.mount(source)
+    epoch(first, content)
+    settled(first)
+    first.umount()
+    second = mount_second(monarch, other)
+    epoch(second, others)
+    settled(second)
+    tier = second.tiers["fast"]
+    lines = monarch("evict", "--tier", str(tier)).stdout.splitlines()
+    assert sorted(line.partition(", last used")[0] for line in lines) == sorted(
+        [f"{source}: 4 copies, 15.6 KiB", f"{other}: 8 copies, 23.4 KiB"]
+    )
+    # Of one that is mounted nothing is dropped, and what is not Monarch's stays.
+    (generation,) = (tier / "monarch" / readable_name(first.state)).glob("copies-*")
+    strange = generation / "notes"
+    strange.write_text("mine")
+    told = monarch("evict", "--tier", str(tier), "--all").stdout
+    assert sum("dropped" in line for line in told.splitlines()) == 1
+    assert f"in use by pid {second.pid}" in told
+    assert set(resident(second, others)) == set(others)
+    assert strange.read_text() == "mine"
+    strange.unlink()
+    (line,) = monarch("evict", "--tier", str(tier)).stdout.splitlines()
+    assert line.startswith(f"{other}: 8 copies")
+    nothing = monarch("evict", "--tier", str(tier), "--source", str(source), check=False)
+    assert (nothing.returncode, "holds no copies of" in nothing.stderr) == (2, True)
+
+
+@pytest.mark.finding("D15")
+@pytest.mark.promise(110)
+@pytest.mark.fault("I8")
+@pytest.mark.modes("relay")
+def test_a_path_in_the_mount_in_the_place_of_the_mount_is_that_path_alone(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = {f"d/{number}.jpg": b"%d" % number * 4000 for number in range(4)}
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    path = str(mounted.path / "d/2.jpg")
+    assert monarch("evict", path).stdout.startswith("1 copy dropped")
+    assert set(resident(mounted, content)) == set(content) - {"d/2.jpg"}
+    assert monarch("warm", path, "--wait").stdout.startswith("1 file, ")
+    for verb in ("evict", "warm"):
+        mixed = monarch(verb, path, "d/1.jpg", check=False)
+        assert (mixed.returncode, "not the mount" in mixed.stderr) == (2, True)
+    whole = monarch("fsck", "--repair", path, check=False)
+    assert (whole.returncode, "fsck checks a mount as a whole" in whole.stderr) == (2, True)
+    assert monarch("umount", path, check=False).returncode == 9
+    assert set(resident(mounted, content)) == set(content)
+
+
+@pytest.mark.finding("B18", "B24", "F4")
+@pytest.mark.promise(111)
+@pytest.mark.fault("I9")
+@pytest.mark.modes("relay")
+def test_the_mount_says_its_mode_what_fits_and_what_cannot_be(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    tree({"a": 10_000})
+    mnt = monarch.directory / "mnt"
+    mnt.mkdir()
+
+    def mounted(tier: str, *options: str) -> list[str]:
+        state = ["--state", str(monarch.directory / "state")]
+        told = monarch("mount", str(source), str(mnt), "--tier", tier, *state, *options).stderr
+        monarch("umount", str(mnt))
+        return [line for line in told.splitlines() if line.startswith("monarch: ")]
+
+    tier = monarch.directory / "tier"
+    first, second = mounted(f"{tier}:900TiB", "-o", "datapath=relay,open=open")
+    assert first.endswith("; relay; all of 9.77 KiB fits")
+    assert "tier tier: 900 TiB asked for, " in second
+    (only,) = mounted(f"{tier}:1", "-o", "datapath=relay,open=open")
+    assert only.endswith("; relay; 0% of 9.77 KiB fits")
+    with tempfile.TemporaryDirectory(prefix="monarch-", dir="/dev/shm") as memory:
+        monarch.expects_log("is memory: what is written there survives the daemon")
+        monarch.mounted.append(
+            Mounted(monarch, mnt, source, monarch.directory / "state", {"memory": Path(memory)})
+        )
+        lines = mounted(f"{memory}/t:1MiB", "-o", "write=absorb")
+        assert any("after fsync it survives the daemon, not the machine" in line for line in lines)

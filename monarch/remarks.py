@@ -1,0 +1,76 @@
+"""What the command that mounts says besides success: the mode, what fits, and what to look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from monarch.places import mount_table
+from monarch.premises import is_remote, kind_of
+from monarch.report import Mode
+from monarch.settings import MountSettings
+from monarch.tiers.directory import Space, Tier
+from monarch.tiers.shared import other_mounts
+from monarch.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """A tier with its capacity, its file system's space, and the bytes that it already holds."""
+
+    tier: Tier
+    capacity: int
+    space: Space
+    held: int
+
+
+def remarks(
+    settings: MountSettings,
+    mode: Mode,
+    *,
+    nbytes: int,
+    tiers: Sequence[TierRoom],
+    absorbs_in_memory: bool,
+    served: Collection[str],
+) -> list[str]:
+    """First the mode and what fits of ``nbytes``, then a line for each thing to look at.
+
+    ``served``: the state directories of the mounts that are served now.
+    """
+    room = 0
+    told = []
+    table = mount_table()
+    for each, given in zip(tiers, settings.tiers, strict=True):
+        tier, name = each.tier, each.tier.name
+        free = each.space.available - given.keep_free_within(each.space.total)
+        room += max(0, min(each.capacity, each.held + free))
+        if given.capacity is not None and given.capacity > each.held + each.space.available:
+            asked, left = format_bytes(given.capacity), format_bytes(each.space.available)
+            told.append(f"tier {name}: {asked} asked for, {left} free at {tier.path}")
+        kind = kind_of(tier.path, table)
+        if is_remote(kind):
+            told.append(
+                f"tier {name} is on {kind}, a network file system: no quicker than the source"
+            )
+    fits = 1.0 if nbytes <= room else room / nbytes
+    if fits < 1:
+        for each in tiers:
+            others = [
+                source or "another source"
+                for source, state in other_mounts(each.tier)
+                if state not in served
+            ]
+            if others:
+                told.append(
+                    f"tier {each.tier.name} also holds copies of {', '.join(sorted(set(others)))},"
+                    f" not mounted: `monarch evict --tier {os.fspath(each.tier.path)}` shows them"
+                )
+    if absorbs_in_memory and settings.absorbs:
+        told.append(
+            "what is written goes to memory: after fsync it survives the daemon, not the machine;"
+            " add a tier on a disk"
+        )
+    opens = ", open: none" if mode.open == "none" else ""
+    share = "all" if fits == 1 else f"{int(fits * 100)}%"
+    return [f"{mode.datapath}{opens}; {share} of {format_bytes(nbytes)} fits", *told]

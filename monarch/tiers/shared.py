@@ -1,0 +1,154 @@
+"""What a tier path holds for all mounts, served or not, and how it is removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from monarch.tiers.directory import PRIVATE, Tier
+from monarch.tiers.examine import Contents, ino_of
+from monarch.tiers.lock import Lock
+
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_STAGED = re.compile(r"[0-9]+\.part|probe")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCopies:
+    """The copies of one mount; ``source`` and ``state`` are empty if an earlier version made them.
+
+    ``used_ns``: when a mount last took them into use, in ns of the wall clock.
+    """
+
+    directory: str
+    source: str
+    state: str
+    files: int
+    bytes: int
+    used_ns: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shared_copies(tier: Path) -> Iterator[SharedCopies]:
+    """Of each mount that has copies in the tier at this path. Raises OSError."""
+    private = tier / PRIVATE
+    names = sorted(os.listdir(private)) if private.is_dir() else []
+    for path in [private, *(private / name for name in names)]:
+        try:
+            fd = os.open(path, _OPEN)
+        except OSError:
+            continue
+        try:
+            note = _note(fd)
+            if note is None or os.fstat(fd).st_uid != os.geteuid():
+                continue
+            files = nbytes = used_ns = 0
+            for name in _copies(fd):
+                with suppress(FileNotFoundError):
+                    files += 1
+                    nbytes += os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
+            with suppress(FileNotFoundError):
+                used_ns = os.stat("lock", dir_fd=fd, follow_symlinks=False).st_mtime_ns
+            source, state = str(note.get("source", "")), str(note.get("state", ""))
+            yield SharedCopies(os.fspath(path), source, state, files, nbytes, used_ns)
+        finally:
+            os.close(fd)
+
+
+def other_mounts(tier: Tier) -> list[tuple[str, str]]:
+    """Source and state directory of the other mounts with copies in the path of a tier that is in
+    use, both empty for those of an earlier version."""
+    found = []
+    with suppress(OSError):
+        private = tier.own.parent
+        for path in [private, *(private / name for name in sorted(os.listdir(private)))]:
+            if path != tier.own and (note := _note_at(path)) is not None:
+                found.append((str(note.get("source", "")), str(note.get("state", ""))))
+    return found
+
+
+def _note_at(path: Path) -> dict[str, Any] | None:
+    try:
+        fd = os.open(path, _OPEN)
+    except OSError:
+        return None
+    try:
+        return _note(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_copies(held: SharedCopies) -> None:
+    """Remove what Monarch has made there, by the form of its names, and nothing else.
+
+    Raises LockedError if a daemon uses them, and OSError.
+    """
+    fd = os.open(held.directory, _OPEN)
+    try:
+        lock = Lock(fd, f"{held.directory!r}", "monarch evict")
+        try:
+            for name in [*_copies(fd), *_stages(fd)]:
+                os.unlink(name, dir_fd=fd)
+            for generation in Contents(fd).generations():
+                top = Contents.PREFIX + generation
+                for bucket in range(256):
+                    _rmdir(fd, f"{top}/{bucket:02x}")
+                _rmdir(fd, top)
+            _rmdir(fd, "stage")
+            for name in ("tier.part", "tier.json", "lock"):
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+        finally:
+            lock.release()
+    finally:
+        os.close(fd)
+    if Path(held.directory).name != PRIVATE:
+        with suppress(OSError):
+            os.rmdir(held.directory)
+
+
+def _copies(fd: int) -> Iterator[str]:
+    contents = Contents(fd)
+    for generation in contents.generations():
+        for paths in contents.copies(generation):
+            for path in paths:
+                if ino_of(path) is not None:
+                    yield f"{contents.PREFIX}{generation}/{path}"
+
+
+def _stages(fd: int) -> list[str]:
+    found = Contents(fd).stages()
+    return [name for name in found if _STAGED.fullmatch(name.rpartition("/")[2])]
+
+
+def _rmdir(fd: int, name: str) -> None:
+    try:
+        os.rmdir(name, dir_fd=fd)
+    except OSError as error:
+        # What somebody else has put there stays, and with it the directory.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+
+
+def _note(fd: int) -> dict[str, Any] | None:
+    """What ``tier.json`` tells; None where no copies of a mount lie."""
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        note = os.open("tier.json", flags, dir_fd=fd)
+        with open(note, "rb") as file:
+            if not stat.S_ISREG(os.fstat(note).st_mode):
+                return None
+            told = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None
