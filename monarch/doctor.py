@@ -117,6 +117,7 @@ def examine(
     yield check_fusermount(machine)
     yield check_user_allow_other(machine)
     yield check_kernel(machine)
+    yield check_request_timeouts(machine)
     yield check_datapath(machine)
     yield from check_packages()
     yield check_descriptors()
@@ -218,6 +219,25 @@ def check_kernel(machine: Machine) -> Check:
             "use 4.20 or newer",
         )
     return Check("kernel", "ok", shown)
+
+
+def check_request_timeouts(machine: Machine) -> Check:
+    """Linux 6.15 can end the connection of a mount whose requests take too long."""
+    name = "request timeouts"
+    for knob in ("default_request_timeout", "max_request_timeout"):
+        try:
+            seconds = int((machine.root / "proc/sys/fs/fuse" / knob).read_text())
+        except (OSError, ValueError):
+            continue
+        if seconds:
+            return Check(
+                name,
+                "warn",
+                f"fs.fuse.{knob} is {seconds} s: a source that hangs for longer ends the mount, not"
+                " one read",
+                f"`sysctl fs.fuse.{knob}=0`; limits.source_timeout ends single reads",
+            )
+    return Check(name, "ok", "the kernel sets none")
 
 
 def check_datapath(machine: Machine) -> Check:

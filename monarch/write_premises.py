@@ -14,6 +14,7 @@ from pathlib import Path
 from monarch import registry
 from monarch.absorbing import PREFIX, directory_of
 from monarch.errors import TierError
+from monarch.modes import Abilities
 from monarch.places import MountedFileSystem, mount_table
 from monarch.premises import PATIENCE_S, Check, bounded, kind_of, nearest, room_of, within
 from monarch.registry import MountRecord
@@ -33,6 +34,7 @@ def check_writing(mount: MountSettings, records: Sequence[MountRecord]) -> Itera
     """``records``: the mounts there are."""
     name = f"{mount.name}: writing"
     if mount.absorbs:
+        yield from check_mappings(name, Abilities.here())
         yield from bounded(name, mount.source, lambda: _check_source(name, mount))
         tiers = mount.tiers[0].path if mount.tiers else mount.source
         yield from bounded(name, tiers, lambda: _check_tier(name, mount, mount_table()))
@@ -45,6 +47,18 @@ def check_writing(mount: MountSettings, records: Sequence[MountRecord]) -> Itera
         for directory in _left_in(tier):
             look = partial(_check_left, name, mount, directory, served=served)
             yield from bounded(name, directory, look, patience_s=_READING_S)
+
+
+def check_mappings(name: str, abilities: Abilities) -> Iterator[Check]:
+    """Whether a process that has a file mapped sees what another writes."""
+    if abilities.kernel < (6, 6):
+        yield Check(
+            name,
+            "warn",
+            f"Linux {abilities.release}: a process that has a file mapped may not see what another"
+            " process writes into it",
+            "use 6.6 or newer, or read files that are being written without mapping them",
+        )
 
 
 def _left_in(tier: TierSettings) -> list[Path]:

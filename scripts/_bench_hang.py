@@ -135,7 +135,8 @@ class Lab:
     @contextmanager
     def hang(self) -> Iterator[None]:
         """Every call of the source hangs, and as many requests as there are to be wait."""
-        arguments = [str(self._mount.path), str(self.turn), str(self._waiters)]
+        number = f"{self._waiters}-{self.turn}"
+        arguments = [str(self._mount.path), number, str(self._waiters)]
         with subprocess.Popen(
             [sys.executable, "-c", _WAIT, *arguments],
             stdin=subprocess.PIPE,

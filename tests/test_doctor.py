@@ -32,6 +32,7 @@ from monarch.doctor import (
     check_memory,
     check_mounts,
     check_packages,
+    check_request_timeouts,
     check_scheduler,
     check_state_root,
     check_user_allow_other,
@@ -44,6 +45,7 @@ from monarch.premises import Check
 from monarch.registry import MountRecord, Registry, process_started
 from monarch.tiers.lock import Lock
 from monarch.units import GiB
+from monarch.write_premises import check_mappings
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
@@ -644,3 +646,30 @@ def test_a_daemon_that_does_not_answer_is_told() -> None:
     assert check.status == "fail"
     assert "/mnt/a: no daemon listens at" in check.detail
     assert check.advice
+
+
+@pytest.mark.finding("K3")
+@pytest.mark.parametrize(
+    ("default", "most", "status"),
+    [(None, None, "ok"), ("0", "0", "ok"), ("60", "0", "warn"), ("0", "600", "warn")],
+)
+def test_a_kernel_that_ends_slow_mounts_is_told(
+    machine: Machine, default: str | None, most: str | None, status: str
+) -> None:
+    knobs = machine.root / "proc/sys/fs/fuse"
+    knobs.mkdir(parents=True, exist_ok=True)
+    for name, value in (("default_request_timeout", default), ("max_request_timeout", most)):
+        if value is not None:
+            (knobs / name).write_text(f"{value}\n")
+    check = check_request_timeouts(machine)
+    assert check.status == status
+    assert (status == "ok") == (not check.advice)
+
+
+@pytest.mark.finding("K2")
+@pytest.mark.parametrize(("kernel", "told"), [("6.5.0-generic", ["warn"]), ("6.6.1", [])])
+def test_mappings_of_written_files_are_told_of(
+    machine: Machine, kernel: str, told: list[str]
+) -> None:
+    found = check_mappings("mount: writing", able(machine, release=kernel).abilities)
+    assert [check.status for check in found] == told

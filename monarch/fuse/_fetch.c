@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,10 +17,9 @@ enum { RESOLVE_NO_MAGICLINKS = 2, RESOLVE_NO_SYMLINKS = 4, RESOLVE_BENEATH = 8 }
 #define SYS_openat2 437
 #endif
 
-/* Never through a link, never out of the source, and never waiting for the writer of a fifo. */
-static int open_beneath(int root, const char *path) {
+static int openat2_beneath(int root, const char *path, int flags) {
     struct how how = {
-        .flags = O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | O_NOFOLLOW,
+        .flags = (uint64_t)flags,
         .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
     };
     long fd;
@@ -27,6 +27,57 @@ static int open_beneath(int root, const char *path) {
         fd = syscall(SYS_openat2, root, path, &how, sizeof how);
     while (fd < 0 && errno == EINTR);
     return (int)fd;
+}
+
+/* Kernels before 5.6 do not know the call; old filters of containers answer EPERM to it. */
+static bool has_openat2(int root) {
+    static int known; /* atomic; 1: it has, 2: it has not */
+    int now = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!now) {
+        int fd = openat2_beneath(root, ".", O_PATH | O_DIRECTORY | O_CLOEXEC);
+        if (fd < 0 && errno != ENOSYS && errno != EPERM)
+            return true; /* the source's failure, and not to be remembered */
+        now = fd >= 0 ? 1 : 2;
+        if (fd >= 0)
+            close(fd);
+        __atomic_store_n(&known, now, __ATOMIC_RELAXED);
+    }
+    return now == 1;
+}
+
+/* What openat2 does, one component after another: the paths of a snapshot have no "..". */
+static int open_stepwise(int root, const char *path, int flags) {
+    int above = root;
+    for (;;) {
+        char name[256];
+        size_t length = strcspn(path, "/");
+        bool last = path[length] == 0;
+        int fd = -1;
+        errno = ENAMETOOLONG;
+        if (length < sizeof name) {
+            memcpy(name, path, length);
+            name[length] = 0;
+            do
+                fd = openat(above, name,
+                            last ? flags : O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+            while (fd < 0 && errno == EINTR);
+        }
+        int error = errno;
+        if (above != root)
+            close(above);
+        errno = error;
+        if (fd < 0 || last)
+            return fd;
+        above = fd;
+        path += length + 1;
+    }
+}
+
+/* Never through a link, never out of the source, and never waiting for the writer of a fifo. */
+static int open_beneath(int root, const char *path) {
+    int flags = O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | O_NOFOLLOW;
+    return has_openat2(root) ? openat2_beneath(root, path, flags)
+                             : open_stepwise(root, path, flags);
 }
 
 /* As open_beneath, with the rights of ``caller`` if there is one. */

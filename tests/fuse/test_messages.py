@@ -664,6 +664,49 @@ def _user_of(pid: int) -> int:
     return int(line.split()[4])
 
 
+_OLD = """
+import ctypes, os, struct, sys
+from pathlib import Path
+OPENAT2, ENOSYS = 437, 38
+def statement(code, jump_true, jump_false, k):
+    return struct.pack("<HBBI", code, jump_true, jump_false, k)
+program = ctypes.create_string_buffer(b"".join([
+    statement(0x20, 0, 0, 0),
+    statement(0x15, 0, 1, OPENAT2),
+    statement(0x06, 0, 0, 0x50000 | ENOSYS),
+    statement(0x06, 0, 0, 0x7FFF0000),
+]), 32)
+sock_fprog = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", 4, ctypes.addressof(program)), 16)
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+unsigned = ctypes.c_ulong
+assert prctl(38, unsigned(1), unsigned(0), unsigned(0), unsigned(0)) == 0
+assert prctl(22, unsigned(2), unsigned(ctypes.addressof(sock_fprog)), unsigned(0), unsigned(0)) == 0
+from tests.fuse.rig import rig
+from tests.fuse.wire import OPEN_IN, Op
+with rig(Path(sys.argv[1]), Path(sys.argv[2]), fetch_max=5000) as made:
+    made.init()
+    ino = made.ino("deep/er/file")
+    handle, _, _ = made.open(ino)
+    assert made.read(ino, handle, 0, 5000).body == made.content("deep/er/file")
+    made.datapath.served()
+    made.datapath.taken(ino)
+    made.release(ino, handle)
+    # A link in the place of a directory leads nowhere.
+    os.rename(made.source / "deep" / "er", made.source / "deep" / "there")
+    os.symlink("there", made.source / "deep" / "er")
+    made.send_open(ino)
+    assert made.passed().opcode == Op.OPEN
+    assert made.datapath.source_traffic().opens == 1
+"""
+
+
+@pytest.mark.finding("K1")
+def test_small_files_are_fetched_by_kernels_without_openat2(tree: Tree, tmp_path: Path) -> None:
+    source = tree({"deep/er/file": 5000})
+    arguments = [sys.executable, "-c", _OLD, str(source), str(tmp_path)]
+    subprocess.run(arguments, check=True, cwd=ROOT, timeout=60)
+
+
 # -- what is counted -------------------------------------------------------------------------------
 
 
