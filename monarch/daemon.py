@@ -28,8 +28,8 @@ from pathlib import Path
 import numpy as np
 import trio
 
+from monarch import ending, points, signals
 from monarch import log as log_setup
-from monarch import points, signals
 from monarch.absorbing import WriteSide, absorbing
 from monarch.checkup import Checkup
 from monarch.control.server import Server
@@ -498,6 +498,8 @@ class _Mount:
         self._supervisor = Supervisor(metrics.error)
         self._timed_out = 0
         self._answering = trio.CancelScope()
+        # What is left of the end when its last task is cancelled.
+        self._end = ExitStack()
         self._changes, self._changed_inos = trio.open_memory_channel[Ino](1024)
 
     def _mode(self) -> Mode:
@@ -577,12 +579,18 @@ class _Mount:
                     registry.remove(mountpoint)
             finally:
                 self._status.state = "stopping"
-                self._session.close()
-                with trio.move_on_after(_LAST_COPIES_S, shield=True):
+                with ending.step("requests"):
+                    self._session.close()
+                with (
+                    ending.step("copies"),
+                    trio.move_on_after(_LAST_COPIES_S, shield=True),
+                ):
                     await self._engine.finish()
                 if self._writing is not None:
-                    self._writing.files.close()
-                    await self._writing.finish()
+                    with ending.step("written"):
+                        self._writing.files.close()
+                        await self._writing.finish()
+                self._end.enter_context(ending.step("tasks"))
                 service.cancel_scope.cancel()
 
     def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
@@ -720,6 +728,11 @@ class _Mount:
         )
 
     async def close(self, *, clean: bool) -> None:
+        self._end.close()
+        with ending.step("tiers"):
+            await self._close(clean=clean)
+
+    async def _close(self, *, clean: bool) -> None:
         if self._page is not None:
             self._page.close()
         self.filesystem.close()

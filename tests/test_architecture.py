@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "vocabulary",
         (
             *("types", "errors", "units", "order", "points", "text", "acl"),
-            *("absorbed", "beneath", "buckets", "credentials", "footing"),
+            *("absorbed", "beneath", "buckets", "credentials", "ending", "footing"),
             *("health", "registry", "report", "signals", "threads"),
         ),
     ),

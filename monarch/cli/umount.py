@@ -15,6 +15,7 @@ from monarch.cli import complete
 from monarch.cli.draining import drain, seconds, waiting
 from monarch.cli.output import duration, emit_json, stderr
 from monarch.control.client import call
+from monarch.ending import STEPS, step_of
 from monarch.errors import (
     BusyError,
     FuseError,
@@ -31,8 +32,9 @@ from monarch.units import format_bytes
 from monarch.writeback.survey import Survey, survey
 
 INTERRUPTED = 130
-# The daemon syncs its tiers at the end, for at most ten seconds.
-_DEADLINE_S = 30.0
+# How long each step of the daemon's end may last. It gives up the longest after ten seconds, but a
+# process is not gone before the disk has answered its last call.
+_DEADLINE_S = 60.0
 # How long a process of the daemon's own, or one that has just let go, may be in the way. Seconds.
 _PASSING_S = 2.0
 _STEP_S = 0.02
@@ -225,11 +227,17 @@ def _command(pid: int) -> str:
 
 
 def _wait_for_end(record: MountRecord) -> None:
+    """Wait as long as the daemon gets on with its end. Raises FuseError with what it waits for."""
+    step: str | None = None
     deadline = time.monotonic() + _DEADLINE_S
     while alive(record):
-        if time.monotonic() > deadline:
+        now = step_of(record.pid)
+        if now != step:
+            step, deadline = now, time.monotonic() + _DEADLINE_S
+        elif time.monotonic() > deadline:
+            waits = f": it has waited {_DEADLINE_S:.0f} s for {STEPS[step]}" if step else ""
             raise FuseError(
-                f"unmounted, but the daemon (pid {record.pid}) has not ended",
-                hint=f"see {record.log}",
+                f"unmounted, but the daemon (pid {record.pid}) has not ended{waits}",
+                hint=f"nothing is lost by waiting on; see {record.log}",
             )
         time.sleep(_STEP_S)

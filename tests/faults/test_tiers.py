@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -289,6 +291,22 @@ def test_a_file_that_stays_open_while_a_tier_is_full_is_copied_when_it_has_room_
     wait_until(lambda: account(mounted)["handles"]["open_files"] == 0, "the releases arrived")
     assert read_through(mounted.path / "during") == contents("during", size)
     accounts_agree(mounted)
+
+
+@pytest.mark.modes("relay")
+@pytest.mark.finding("C8")
+def test_what_the_end_waits_for_is_in_the_log(
+    slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = files(1)
+    tree(content)
+    mounted = monarch.mount(source, tiers={"fast": "100MB"})
+    with ruled(slow_tier, "lat write 2500 /stage/[0-9]"):
+        epoch(mounted, content)
+        os.kill(mounted.pid, signal.SIGTERM)
+        told = "the end has waited"
+        wait_until(lambda: told in mounted.log_text, "the end is told of")
+    assert re.search(r"waited \d+\.\d s for copies whose bytes were fetched", mounted.log_text)
 
 
 # -- read-only, unmounted, removed, failing --------------------------------------------------------

@@ -1,0 +1,83 @@
+"""Who waits for a daemon's end: as long as it gets on, and told by what it is held up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch import ending
+from monarch.cli import umount
+from monarch.errors import FuseError
+from monarch.registry import MountRecord
+
+
+@pytest.fixture(autouse=True)
+def own_name() -> Iterator[None]:
+    name = Path("/proc/self/comm").read_text()
+    yield
+    Path("/proc/self/comm").write_text(name)
+
+
+class Daemon:
+    """Virtual time, in which a daemon ends by ``steps``, each with how long it takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str | None, float]]):
+        self.now = 0.0
+        self._steps = steps
+        monkeypatch.setattr(umount, "step_of", lambda pid: self._step())
+        monkeypatch.setattr(umount, "alive", lambda record: self.now < self._length())
+        monkeypatch.setattr(umount.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(umount.time, "sleep", self._sleep)
+
+    def _length(self) -> float:
+        return sum(seconds for _, seconds in self._steps)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 0.5)
+
+    def _step(self) -> str | None:
+        end = 0.0
+        for name, seconds in self._steps:
+            end += seconds
+            if self.now < end:
+                return name
+        return None
+
+
+RECORD = MountRecord(
+    mountpoint="/mnt",
+    source="/src",
+    pid=os.getpid(),
+    pid_started=1,
+    socket="/s",
+    state="/st",
+    log="/st/daemon.log",
+    started_ns=0,
+)
+
+
+@pytest.mark.finding("C8")
+@pytest.mark.promise(105)
+def test_umount_waits_while_the_daemon_gets_on_and_says_what_holds_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[tuple[str | None, float]] = [("copies", 50), ("written", 50), ("tiers", 50)]
+    daemon = Daemon(monkeypatch, steps)
+    umount._wait_for_end(RECORD)
+    assert daemon.now >= 150
+    stuck = Daemon(monkeypatch, [(None, 5), ("tiers", 1000)])
+    with pytest.raises(FuseError, match="has not ended: it has waited 60 s for the disks of its"):
+        umount._wait_for_end(RECORD)
+    assert stuck.now < 70
+
+
+@pytest.mark.finding("C8")
+def test_each_step_is_seen_by_others_while_it_lasts() -> None:
+    assert ending.step_of(os.getpid()) is None
+    for name in ending.STEPS:
+        with ending.step(name):
+            assert ending.step_of(os.getpid()) == name
+    assert ending.step_of(1 << 22) is None
