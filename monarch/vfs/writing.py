@@ -347,6 +347,10 @@ class Writing:
         if mode is None and uid is None and gid is None and atime_ns is None and mtime_ns is None:
             return self.names.attributes(ino)
         was = self._known_at_source(ino)
+        # Only owners change modes. Of others it is the kernel that does: it takes the set-ID bits
+        # from a program into which they write.
+        now = self.names.attributes(ino)
+        owner = Credentials(now.uid, now.gid)
         node = self.names.change(
             ino,
             mode=mode,
@@ -370,7 +374,7 @@ class Writing:
                     atime_ns=atime_ns,
                     mtime_ns=mtime_ns,
                     ino=ino,
-                    by=by,
+                    by=owner if mode is not None and by.uid not in (0, owner.uid) else by,
                     was=was,
                 )
             )

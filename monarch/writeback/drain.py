@@ -19,6 +19,7 @@ import errno
 import logging
 import math
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable
@@ -80,6 +81,7 @@ _REFUSALS = frozenset(
 )
 # So often the source may change what is to be replaced while a content is brought, at once.
 _RESTAGED = 3
+_SET_ID = stat.S_ISUID | stat.S_ISGID
 # A call that lasts longer is trouble. Seconds.
 _HANGS_S = 30.0
 
@@ -609,7 +611,7 @@ class Drain:
                 assert entry.place is not None
                 return partial(
                     home.publish,
-                    op=_as_staged(op, entry.staged),
+                    op=_as_staged(self._with_bits_that_stay(entry), entry.staged),
                     staged=entry.staged,
                     place=entry.place,
                     expected=expected,
@@ -638,7 +640,26 @@ class Drain:
             case "link":
                 return None if absent else partial(home.link, op=op, expected=expected)
             case "attr" | "xattr":
+                op = self._with_bits_that_stay(entry)
                 return None if absent else partial(home.attr, op=op, expected=expected)
+
+    def _with_bits_that_stay(self, entry: _Entry) -> Op:
+        """A change without the set-ID bits that a later one of the same file takes away.
+
+        Whoever writes into a program takes them. The bytes that are brought are the newest, so they
+        may be at the source before that change is, and must not run with the rights of the owner.
+        """
+        op = entry.op
+        if not op.object or op.mode is None or not op.mode & _SET_ID:
+            return op
+        mode = op.mode
+        if op.kind == "attr" and self._contents.is_written(op.object):
+            mode &= ~_SET_ID
+        for later in (*self._held, *self._queue):
+            is_same = later.op.object == op.object and later.op.kind in ("content", "attr")
+            if is_same and later.seq > entry.seq and later.op.mode is not None:
+                mode &= later.op.mode | ~_SET_ID
+        return replace(op, mode=mode)
 
     def _expected(self, entry: _Entry) -> Expected:
         """What may stand at the source where a change is to be made."""
@@ -959,7 +980,10 @@ class Drain:
         self._mark_staged(entry, place)
         await self._sync(entry.record)
         dress = partial(
-            self._home.dress, op=_as_staged(op, staged), place=place, expected=self._expected(entry)
+            self._home.dress,
+            op=_as_staged(self._with_bits_that_stay(entry), staged),
+            place=place,
+            expected=self._expected(entry),
         )
         await self._move(staging, version.size, dress)
         if await self._threads.run(staging.version) != version:
@@ -1037,8 +1061,12 @@ def _none(change: Callable[[Folders, T], None], what: T, folders: Folders) -> No
 def _as_staged(op: Op, staged: Staged) -> Op:
     """What the source is to be told of a file whose bytes may be newer than the record."""
     version = staged.version
-    is_recorded = (version.size, version.mtime_ns) == (op.size, op.mtime_ns)
-    return op if is_recorded else replace(op, mtime_ns=version.mtime_ns)
+    if (version.size, version.mtime_ns) == (op.size, op.mtime_ns):
+        return op
+    # Others may have written the newer bytes, and these must not run with the rights of the owner.
+    # Their own record, or a change of the mode behind them, brings the bits that they keep.
+    mode = None if op.mode is None else op.mode & ~_SET_ID
+    return replace(op, mtime_ns=version.mtime_ns, mode=mode)
 
 
 def _move_at_once(staging: Staging, dress: Callable[[int], None], verify: bool) -> None:

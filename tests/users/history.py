@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tests.users.calls import ROOT, SHARED, Call, Outcome
@@ -311,6 +311,8 @@ class Judge:
             was, now = before.entries.get(path), after.entries.get(path)
             if now == was or now in self._allowed.paths.get(path, ()):
                 continue
+            if now is None and _is_staged(path):
+                continue
             if was is None and now is not None and self._is_kept_beside(path, now):
                 continue
             if any(self._may(user, path, was, now, after) for user in self._users):
@@ -341,7 +343,9 @@ class Judge:
             return False
         if was is not None and now is not None and self._may_change(user, was, now):
             return True
-        if not self._may_name(user, path, was):
+        above = after.entries.get(path.rpartition("/")[0])
+        is_in_own = was is None and above is not None and above.uid == user
+        if not is_in_own and not self._may_name(user, path, was):
             return False
         if now is None or after.inodes[path] in self._before.inodes.values():
             return True
@@ -357,13 +361,17 @@ class Judge:
         return content and (attributes or user == was.uid)
 
     def _is_dressed_up(self, entry: Entry) -> bool:
-        """Whether it is a program that runs as its owner, and others have written it."""
-        return bool(entry.mode & _SPECIAL_BITS) and not _writers(entry) <= {entry.uid}
+        """Whether it is a program that runs as its owner, and another user has written it.
+
+        Root may: what root writes takes no bits.
+        """
+        return bool(entry.mode & _SPECIAL_BITS) and not _writers(entry) <= {entry.uid, ROOT}
 
     def _has_named(self, user: int, path: str) -> bool:
-        """Whether a user has called something on the mount with that path, or one above it."""
+        """Whether a user has called something on the mount with that path, or one above it, or
+        beneath it: directories that are missing are made."""
         return any(
-            path == each or path.startswith(f"{each}/")
+            path == each or path.startswith(f"{each}/") or each.startswith(f"{path}/")
             for call, _ in self._made
             if call.user == user
             for each in call.paths
@@ -382,15 +390,21 @@ class Judge:
     def _is_kept_beside(self, path: str, now: Entry) -> bool:
         """Whether it is what a user has written, under another name, and shows nobody more."""
         above, _, name = path.rpartition("/")
-        if _CONFLICT not in name and not name.startswith(_STAGED):
+        if _CONFLICT not in name and not _is_staged(path):
             return False
+        if all(_grants(now, writer, 2) for writer in _writers(now) - {ROOT, now.uid}):
+            return not self._is_dressed_up(now)
         if now.kind != "file" or _writers(now) <= {now.uid} or not now.mode & 0o077:
             return not self._is_dressed_up(now)
         return any(
-            replace(now, gid=each.gid) == each
+            (now.uid, now.data) == (each.uid, each.data) and not now.mode & ~each.mode
             for shown, each in self._shown.items()
             if shown.rpartition("/")[0] == above
         )
+
+
+def _is_staged(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(_STAGED)
 
 
 def _writers(entry: Entry) -> set[int]:

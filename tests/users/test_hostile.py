@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,36 +30,38 @@ from tests.users.trees import Entry
 pytestmark = [needs_root, needs_fuse]
 
 _SEEDS = 500
+# What the drain meets at the source is told in the log.
+_TOLD = "writeback.home: source: |the source refuses "
 MODES = ("relay", "passthrough")
 
 
-_NOT_YET = pytest.mark.xfail(reason="the drain acts as root, by name", strict=False)
-
-
-@_NOT_YET
+@pytest.mark.finding("D1")
+@pytest.mark.fault("U7")
+@pytest.mark.promise(88)
 @pytest.mark.timeout(300)
 @pytest.mark.modes("relay", "passthrough")
 def test_users_do_to_each_other_only_what_they_could_do_without_the_mount(
     monarch: MonarchCommand, tmp_path: Path, mode: str
 ) -> None:
+    monarch.expects_log(_TOLD)
     # Half of them in each mode.
     seeds = range(MODES.index(mode), _SEEDS, len(MODES))
     problems = play(monarch, tmp_path, [generated(seed) for seed in seeds])
     assert problems == [], "\n".join(problems)
 
 
-@_NOT_YET
 @pytest.mark.timeout(0)
 @pytest.mark.modes("relay", "passthrough")
 def test_users_go_on_for_as_long_as_they_are_told_to(
-    monarch: MonarchCommand, tmp_path: Path, request: pytest.FixtureRequest
+    monarch: MonarchCommand, tmp_path: Path, mode: str, request: pytest.FixtureRequest
 ) -> None:
     seconds = request.config.getoption("--soak")
     until, seed = time.monotonic() + seconds, int(time.time()) % 10_000 * 1000
     while time.monotonic() < until:
         directory = tmp_path / str(seed)
         directory.mkdir()
-        command = replace(monarch, directory=directory, mounted=[])
+        command = MonarchCommand(directory, monarch.case, mode)
+        command.expects_log(_TOLD)
         try:
             problems = play(command, directory, [generated(seed + n) for n in range(200)])
         finally:
@@ -175,11 +176,13 @@ def on(user: int, name: str, *arguments: Any) -> Step:
     return Step("mount", Call(user, name, arguments))
 
 
-@_NOT_YET
 @pytest.mark.finding("D1")
+@pytest.mark.fault("U7")
+@pytest.mark.promise(88)
 @pytest.mark.modes("relay")
 def test_takeovers_that_were_found_by_hand_do_not_succeed(
     monarch: MonarchCommand, tmp_path: Path
 ) -> None:
+    monarch.expects_log(_TOLD)
     problems = play(monarch, tmp_path, directed())
     assert problems == [], "\n".join(problems)
