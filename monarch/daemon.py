@@ -452,7 +452,9 @@ class _Mount:
             inline_max=settings.limits.inline_max,
             opens_are_told=choice.open == "open",
         )
-        self._operations = Operations(self.filesystem, metrics.error, self._datapath)
+        self._operations = Operations(
+            self.filesystem, metrics.error, self._datapath, lambda: self._status.summary()
+        )
         self._session = Session(
             self._operations,
             settings.mountpoint,

@@ -87,7 +87,10 @@ class SeenMount:
         if self.state == "leftover":
             return f"mount it again, or `monarch umount {where}` to forget it"
         if self.state == "foreign":
-            return "ask as the user that mounted it"
+            return (
+                "a mount of another user, or of another MONARCH_STATE_ROOT: `monarch status"
+                f" {where}` shows what it tells to everybody"
+            )
         return ""
 
 

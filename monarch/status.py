@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # How often the daemon looks at itself. Seconds.
 _LOOK_S = 10.0
+# How old what everybody is told may be. Seconds.
+_SUMMARY_S = 1.0
 # So many lost files are named.
 _NAMED = 1000
 
@@ -98,6 +101,7 @@ class Status:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()
         self.state: State = "starting"
+        self._summary, self._summed_s = b"", -_SUMMARY_S
         self.warming: Callable[[], list[WarmProgress]] = list
 
     def health(self) -> Health:
@@ -117,6 +121,34 @@ class Status:
                 log.info("the mount is as it should be again")
             known = {problem.kind for problem in health.problems}
             await trio.sleep(_LOOK_S)
+
+    def summary(self) -> bytes:
+        """Numbers for everybody who reaches the mount, as JSON: no name of a file is in it."""
+        now = time.monotonic()
+        # Anybody may ask, in a loop, too.
+        if now - self._summed_s > _SUMMARY_S:
+            self._summed_s, self._summary = now, self._summarised()
+        return self._summary
+
+    def _summarised(self) -> bytes:
+        report = self.report()
+        told = {
+            "pid": report.pid,
+            "version": report.version,
+            "state": report.state,
+            "health": report.health.state,
+            "datapath": report.mode.datapath,
+            "open": report.mode.open,
+            "files": report.snapshot.files,
+            "bytes": report.snapshot.bytes,
+            "resident_files": report.residency.files,
+            "resident_bytes": report.residency.bytes,
+            "tiers": [
+                {"name": tier.name, "used": tier.used, "capacity": tier.capacity}
+                for tier in report.tiers
+            ],
+        }
+        return json.dumps(told).encode()
 
     def report(self) -> StatusReport:
         self._filesystem.note_served()

@@ -19,6 +19,7 @@ from rich.text import Text
 from monarch.cli import complete
 from monarch.cli.ask import ask
 from monarch.cli.output import age, duration, emit_json, stdout
+from monarch.cli.public_status import public_status, words
 from monarch.cli.screen import Column, bar, fields, paragraph, table
 from monarch.doctor import SeenMount, seen_mounts
 from monarch.errors import MonarchError, NotMountedError, UsageError
@@ -120,6 +121,8 @@ def status(mountpoint: Path | None, as_json: bool, watch: bool, check: bool) -> 
             hint="call `monarch status --json` repeatedly",
         )
     records = Registry(state_root())
+    if mountpoint is not None and not watch and not _is_ours(records, mountpoint):
+        return _told_to_everybody(mountpoint, as_json=as_json, check=check)
     if check:
         return _check(_chosen(records, mountpoint), as_json=as_json)
     if as_json:
@@ -156,6 +159,26 @@ def _ascii_only(console: Console) -> bool:
 def _print(console: Console, lines: Iterable[Text]) -> None:
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+def _is_ours(records: Registry, place: Path) -> bool:
+    try:
+        records.find(place)
+    except NotMountedError:
+        return False
+    return True
+
+
+def _told_to_everybody(place: Path, *, as_json: bool, check: bool) -> int:
+    """Of a mount that another user's daemon serves, or that is in another state directory."""
+    mountpoint, told = public_status(place)
+    if as_json:
+        emit_json({"mountpoint": mountpoint, **told})
+    else:
+        lines = words(mountpoint, told)
+        text = "\n".join(lines[:1] if check else lines)
+        stdout().print(text, markup=False, highlight=False, soft_wrap=True)
+    return CHECK_CODES[told["health"]] if check else 0
 
 
 def report_of(record: MountRecord) -> StatusReport:

@@ -136,12 +136,12 @@ def check(mountpoint: Path, source: Path) -> None:
             f"the source {os.fspath(source)!r} lies below the mount point {told!r}",
             hint="it would be hidden; name another directory",
         )
-    if outer := _monarch_above(real):
+    if outer := monarch_above(real):
         raise MountPointError(
             f"mount point {told!r} lies in the Monarch mount {outer!r}",
             hint="name a directory outside of it",
         )
-    if outer := _monarch_above(real_source):
+    if outer := monarch_above(real_source):
         raise SourceError(
             f"source {os.fspath(source)!r} lies in the Monarch mount {outer!r}",
             errno=errno.ELOOP,
@@ -156,7 +156,7 @@ def check(mountpoint: Path, source: Path) -> None:
         )
 
 
-def _monarch_above(path: str) -> str:
+def monarch_above(path: str) -> str:
     """The mount point of the Monarch mount that holds ``path``; empty if none does."""
     wanted = os.fsencode(path)
     above = [
@@ -190,7 +190,7 @@ def require_outside(path: Path, what: str) -> None:
     """
     told = os.fspath(path)
     # First by its name alone: a mount that hangs would hold up who resolves it.
-    if outer := _monarch_above(os.path.abspath(path)) or _monarch_above(os.path.realpath(path)):
+    if outer := monarch_above(os.path.abspath(path)) or monarch_above(os.path.realpath(path)):
         raise TierError(
             f"{what} {told!r} lies in the Monarch mount {outer!r}",
             hint="name a directory on a local disk of this node",

@@ -97,11 +97,15 @@ def _number(error: Exception) -> int:
     return errno.EIO if number == errno.EAGAIN else number
 
 
+STATUS_ATTRIBUTE = b"user.monarch.status"
+
+
 class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over ``filesystem``. File and directory handles are inode numbers.
 
     ``count_error`` is told the kind of an internal error. ``datapath`` answers the
-    reads that it has passed on, so that their bytes do not go the way of the requests.
+    reads that it has passed on, so that their bytes do not go the way of the requests. ``status``
+    is what the mount's root tells of the mount to everybody who reaches it.
     """
 
     supports_dot_lookup = True
@@ -112,8 +116,10 @@ class Operations(pyfuse3.Operations):
         filesystem: FileSystem,
         count_error: Callable[[str], None],
         datapath: Datapath | None,
+        status: Callable[[], bytes],
     ) -> None:
         super().__init__()
+        self._status = status
         self._filesystem = filesystem
         self._names = filesystem.names
         # The kernel decides with access control lists, and keeps them. It asks for that of each
@@ -376,6 +382,8 @@ class Operations(pyfuse3.Operations):
         if name == b"security.selinux" or (name in acl.NAMES and not self.enable_acl):
             # ls then asks no more for this mount (_requests.c).
             raise FUSEError(errno.EOPNOTSUPP)
+        if name == STATUS_ATTRIBUTE and inode == pyfuse3.ROOT_INODE:
+            return self._status()
         value = self._filesystem.xattr(Ino(inode), name)
         if value is None:
             raise FUSEError(pyfuse3.ENOATTR)

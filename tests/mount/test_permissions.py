@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, copies, wait_until
 
 NOBODY = 65534
+STATUS = "user.monarch.status"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 
@@ -192,3 +195,34 @@ def test_copies_state_log_and_socket_are_closed_to_others(
     assert {stat.S_IMODE(copy.stat().st_mode) for copy in copied} == {0o600}
     attempts = {str(path): reading(os.path.relpath(path, tmp_path)) for path in [*copied, *private]}
     assert set(as_another_user(tmp_path, attempts).values()) == {"EACCES"}
+
+
+@pytest.mark.finding("B16", "F1")
+@pytest.mark.promise(23)
+@pytest.mark.fault("Security")
+def test_another_user_of_a_shared_mount_is_told_its_numbers_and_no_names(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    mounted = monarch.mount(guarded(tree), options=["allow_other"])
+    (mounted.path / "open").read_bytes()
+    wait_for_copies(mounted, 1)
+    attempts = {"numbers": lambda: os.getxattr("mnt", STATUS)}
+    assert as_another_user(tmp_path, attempts) == {"numbers": "done"}
+    numbers = json.loads(os.getxattr(mounted.path, STATUS))
+    assert (numbers["health"], numbers["pid"]) == ("ok", mounted.pid)
+    assert {"mine", "his", "closed"}.isdisjoint(json.dumps(numbers).split('"'))
+    # With another state root, as another user has it, the daemon is not in the list of mounts.
+    elsewhere = {**monarch.environment(), "MONARCH_STATE_ROOT": str(tmp_path / "elsewhere")}
+
+    def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "monarch", "status", *arguments]
+        return subprocess.run(command, env=elsewhere, capture_output=True, text=True, timeout=60)
+
+    shown = status(str(mounted.path / "closed"))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"{mounted.path}: ok, serving, pid {mounted.pid}; a mount of")
+    assert json.loads(status(str(mounted.path), "--json").stdout)["files"] == numbers["files"]
+    assert status(str(mounted.path), "--check").returncode == 0
+    assert "a mount of another user, or of another MONARCH_STATE_ROOT" in status().stdout
+    nowhere = status(str(tmp_path))
+    assert (nowhere.returncode, "is not in a Monarch mount" in nowhere.stderr) == (9, True)

@@ -1,0 +1,72 @@
+"""The status of a mount whose daemon another user runs: its root tells it to all who reach it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from monarch.errors import MonarchError, NotMountedError
+from monarch.fuse.mountpoint import monarch_above
+from monarch.premises import within
+from monarch.text import escape_text
+from monarch.units import format_bytes
+
+ATTRIBUTE = "user.monarch.status"
+_ANSWER_S = 5.0
+
+
+def public_status(place: Path) -> tuple[str, dict[str, Any]]:
+    """The mount point of the Monarch mount that holds ``place``, and what it tells to everybody.
+
+    Raises NotMountedError if there is none, or its daemon is dead; MonarchError if it does not
+    answer, or does not let us in.
+    """
+    mountpoint = monarch_above(os.path.abspath(place))
+    if not mountpoint:
+        raise NotMountedError(
+            f"{escape_text(os.fspath(place))} is not in a Monarch mount",
+            hint="`monarch status` lists the mounts",
+        )
+    found: list[bytes | OSError] = []
+
+    def ask() -> None:
+        try:
+            found.append(os.getxattr(mountpoint, ATTRIBUTE))
+        except OSError as error:
+            found.append(error)
+
+    where = escape_text(mountpoint)
+    if not within(_ANSWER_S, ask):
+        raise MonarchError(f"{where} does not answer", hint="ask the user that mounted it")
+    (answer,) = found
+    if isinstance(answer, OSError):
+        if answer.errno == errno.ENOTCONN:
+            raise NotMountedError(f"the daemon of {where} is dead", hint="mount it anew")
+        raise MonarchError(
+            f"{where} is a Monarch mount of another user: {answer.strerror}",
+            hint="ask as the user that mounted it; with allow_other it tells everybody",
+        )
+    try:
+        told = json.loads(answer)
+    except ValueError as error:
+        raise MonarchError(f"{where}: its daemon is of another version: {error}") from error
+    return mountpoint, told
+
+
+def words(mountpoint: str, told: dict[str, Any]) -> list[str]:
+    """One line for each subject, for a person."""
+    files, nbytes = told["files"], told["bytes"]
+    head = f"{escape_text(mountpoint)}: {told['health']}, {told['state']}, pid {told['pid']}"
+    lines = [
+        f"{head}; a mount of another user, or of another state directory",
+        f"  {told['datapath']}, open: {told['open']}, version {told['version']}",
+        f"  {told['resident_files']:,} of {files:,} files resident,"
+        f" {format_bytes(told['resident_bytes'])} of {format_bytes(nbytes)}",
+    ]
+    for tier in told["tiers"]:
+        used, capacity = format_bytes(tier["used"]), format_bytes(tier["capacity"])
+        lines.append(f"  tier {tier['name']}: {used} of {capacity} used")
+    return lines
