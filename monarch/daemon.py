@@ -630,6 +630,8 @@ class _Mount:
     async def _announce(self, ready: Callable[[list[str]], None]) -> None:
         await answers(self._settings.mountpoint)
         self._status.state = "serving"
+        # The first look: what changes after it is noticed.
+        self._status.health()
         log.info("ready")
         self._session.widen_readahead()
         self._session.widen_background()

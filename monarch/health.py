@@ -35,6 +35,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
         "copies-damaged": "degraded",
         "tier-out": "degraded",
         "tier-full": "degraded",
+        "detached": "degraded",
         "tier-slow": "degraded",
         "log-unwritable": "degraded",
         "memory-scarce": "degraded",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from monarch.absorbing import WriteSide
 from monarch.credentials import can_act_as_others
+from monarch.fuse.mountpoint import mount_at
 from monarch.health import Problem, Spell
 from monarch.log import Logbook
 from monarch.lost import Lost
@@ -69,6 +70,7 @@ class Symptoms:
         root: Path = Path("/"),
     ) -> None:
         self._mountpoint = os.fspath(settings.mountpoint)
+        self._was_mounted = False
         self._source = os.fspath(settings.source)
         self._as_caller = settings.source_identity == "caller"
         self._tiers = tiers
@@ -109,6 +111,7 @@ class Symptoms:
         for look in (
             self._of_source,
             self._of_requests,
+            self._of_mount,
             self._of_closed_files,
             self._of_writing,
             self._of_our_own_making,
@@ -120,6 +123,18 @@ class Symptoms:
         ):
             for problem in look():
                 yield "", problem
+
+    def _of_mount(self) -> Iterator[Problem]:
+        """That it was taken away while files were open; not before it was made."""
+        is_mounted = mount_at(Path(self._mountpoint)) is not None
+        self._was_mounted |= is_mounted
+        if self._was_mounted and not is_mounted:
+            yield Problem(
+                "detached",
+                f"{self._mountpoint} is detached (umount --lazy), and processes still use it",
+                0,
+                "it ends with the last of them; `monarch umount --lazy` has named them",
+            )
 
     def _of_source(self) -> Iterator[Problem]:
         trouble = self._inquiry.trouble()

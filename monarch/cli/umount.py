@@ -98,7 +98,12 @@ def umount(
                 told = f"monarch: {path} stays mounted, and goes on draining"
                 stderr().print(told, markup=False, soft_wrap=True)
                 return INTERRUPTED
+        users = mountpoints.users_of(path) if lazy else []
         _unmount(path, record, lazy=lazy)
+        if users:
+            who = counted(len(users), "process uses", "processes use")
+            told = f"monarch: {path} is detached: {who} it still{_named(users)}"
+            stderr().print(told.replace(" by pid", ": pid"), markup=False, soft_wrap=True)
         if writes and record is not None and not lazy:
             _last_look(record, 0.0 if abandon else max(0.0, until - time.monotonic()))
     if record is not None:

@@ -30,6 +30,7 @@ from tests.mount.command import (
     start,
     wait_until,
 )
+from tests.mount.observe import account
 
 # How reads are served has nothing to do with it, but where a test says so.
 pytestmark = [needs_fuse, pytest.mark.modes("auto")]
@@ -299,6 +300,7 @@ def _read_on(
 # -- umount ------------------------------------------------------------------------------------
 
 
+@pytest.mark.finding("B15")
 @pytest.mark.modes(*EVERY_MODE)
 @pytest.mark.fault("I2", "M3")
 def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
@@ -310,9 +312,14 @@ def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
         told = one_line(done)
         assert (done.returncode, f"in use by pid {os.getpid()}" in told) == (10, True), told
         assert (made.path / "a").read_bytes() == b"content"
-        assert monarch("umount", "--lazy", str(made.path)).returncode == 0
+        lazy = monarch("umount", "--lazy", str(made.path))
+        assert (lazy.returncode, f": pid {os.getpid()}" in lazy.stderr) == (0, True), lazy.stderr
         assert str(made.path) not in mounts()
         assert file.read() == b"content"
+        health = account(made)["health"]
+        assert health["state"] == "degraded", health
+        assert [problem["kind"] for problem in health["problems"]] == ["detached"]
+        assert monarch("status", "--check", str(made.path), check=False).returncode == 11
     wait_until(lambda: not psutil.pid_exists(made.pid), "the daemon still runs")
     assert_nothing_is_left(monarch)
     assert ended_cleanly(made.state)
