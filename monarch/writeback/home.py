@@ -352,15 +352,8 @@ class Home:
             if not stat.S_ISREG(status.st_mode):
                 return
             for writer in (op.by, *op.also):
-                if writer.is_root or writer.uid == status.st_uid:
-                    continue
-                with acting_as(writer):
-                    try:
-                        os.close(os.open(b"/proc/self/fd/%d" % it, _TO_WRITE))
-                    except OSError as error:
-                        # It is a program that runs: who may not write is told something else.
-                        if error.errno != errno.ETXTBSY:
-                            raise
+                if not (writer.is_root or writer.uid == status.st_uid):
+                    _try_to_write(it, writer)
         finally:
             os.close(it)
 
@@ -531,27 +524,26 @@ class Home:
         with acting_as(by):
             self._link_over(fd, name, to_fd, to_name, op.object)
 
-    def renew(self, folders: Folders, op: Op, known: Identity) -> Identity:
-        """What the source has of a content that it has already.
-
-        Raises OSError, ESTALE if the names do not lead to that.
-        """
-        for path in op.paths:
-            found = _status(*folders.of(path, None))
-            if found is None or (found.st_ino, found.st_size) != (known.source_ino, known.size):
-                raise OSError(errno.ESTALE, "what was published at the source is not there")
-        assert found is not None
-        return identity_of(found)
-
     def look_at_same(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
-        """What the source has of a file that was taken and not written; None if that is another."""
+        """What the source has of a content whose bytes it has already; None if that is another.
+
+        Special rights that a write has taken from the file since then are taken from it here.
+        """
         try:
-            found = _status(*folders.of(op.paths[0], None))
+            at, name = folders.of(op.paths[0], None)
+            fd = os.open(name, _ITSELF, dir_fd=at)
         except OSError:
             return None
-        if found is None or not expected.is_it(found, strict=op.strict, version=True):
-            return None
-        return identity_of(found)
+        try:
+            found = os.fstat(fd)
+            if not expected.is_it(found, strict=op.strict, version=True):
+                return None
+            extra = found.st_mode & _SPECIAL_BITS & ~(op.mode or 0)
+            if extra and not op.same and stat.S_ISREG(found.st_mode):
+                os.chmod(b"/proc/self/fd/%d" % fd, stat.S_IMODE(found.st_mode) & ~extra)
+            return identity_of(os.fstat(fd))
+        finally:
+            os.close(fd)
 
     def discard(self, folders: Folders, op: Op) -> None:
         """Remove what may have been staged for a content that is not to be published."""
@@ -915,6 +907,17 @@ def _creator(op: Op) -> Credentials | None:
 def _is_given_away(op: Op) -> bool:
     """Whether a file is to belong to another than the one who makes it at the source."""
     return op.by is not None and op.uid not in (None, op.by.uid)
+
+
+def _try_to_write(it: int, by: Credentials) -> None:
+    """Raises OSError if a user may not write the file that a descriptor leads to."""
+    with acting_as(by):
+        try:
+            os.close(os.open(b"/proc/self/fd/%d" % it, _TO_WRITE))
+        except OSError as error:
+            # It is a program that runs: who may not write is told something else.
+            if error.errno != errno.ETXTBSY:
+                raise
 
 
 def _version_of(status: os.stat_result | None) -> tuple[int, int] | None:

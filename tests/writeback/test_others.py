@@ -142,3 +142,33 @@ async def test_what_was_taken_and_not_written_is_not_brought_again(
         assert drain.backlog().failures == 0
     assert (shared.source / "a").stat().st_ino == before
     assert shared.tellings[-1][2].source_ino == before
+
+
+@pytest.mark.finding("D1")
+async def test_what_another_writes_into_a_program_takes_its_special_rights(
+    shared: World, clock: Clock
+) -> None:
+    async with draining(shared) as drain:
+        shared.by = ALICE
+        # The bytes are newer than the record with the special rights when this is carried out.
+        shared.write(b"there", b"alice's")
+        shared.chmod(b"there", 0o4777)
+        await drain.wait(shared.last_seq)
+        assert stat.S_IMODE((shared.source / "there").stat().st_mode) == 0o4777
+        shared.write(b"new", b"alice's")
+        shared.chmod(b"new", 0o4777)
+        for name in (b"new", b"there"):
+            shared.by = MALLORY
+            node = shared.begin(name)
+            shared.store(node, b"mallory's")
+            # The kernel does that for who writes, and the mount records it as the owner's.
+            shared.by = ALICE
+            shared.chmod(name, 0o777)
+            shared.by = MALLORY
+            shared.end(node)
+        await drain.wait(shared.last_seq)
+        await drain.settle()
+    for file in (shared.source / "new", shared.source / "there"):
+        assert file.read_bytes() == b"mallory's"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o777
+        assert file.stat().st_uid == 1001
