@@ -30,8 +30,8 @@ from tests.users.trees import Entry
 pytestmark = [needs_root, needs_fuse]
 
 _SEEDS = 500
-# What the drain meets at the source is told in the log.
-_TOLD = "writeback.home: source: |the source refuses "
+# What is met at the source is told in the log; a machine under load may let the tier wait.
+_TOLD = "writeback.home: source: |the source refuses |changed at the source|tier fast is "
 MODES = ("relay", "passthrough")
 
 
