@@ -353,6 +353,9 @@ class Scan:
             batch = self._look(directory, directory.slices[index])
             if self._devices_with_acls.get(directory.device):
                 calls += len(directory.slices[index])
+        if listing and batch is not None:
+            # Even that may ask the source: the thread that waits for all of them must not.
+            self._close(directory)
         seconds = time.perf_counter() - started
         waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waits
         return _Done(directory, listing, index, batch, calls, seconds, waits)

@@ -655,6 +655,33 @@ def test_a_slow_source_is_asked_by_many_threads(
     assert seconds < 2.5
 
 
+@pytest.mark.finding("C7")
+def test_a_small_directory_is_listed_in_one_call_and_not_closed_by_the_main_thread(
+    slow: slowfs.SlowSource, source: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 400
+    for number in range(count):
+        (source / f"{number}").mkdir()
+        (source / f"{number}" / "file").touch()
+    closed: list[bool] = []
+    close = os.close
+
+    def told(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{slow.path}/"):
+            closed.append(threading.current_thread() is threading.main_thread())
+        close(fd)
+
+    monkeypatch.setattr("monarch.namespace.scan.os.close", told)
+    slow.rules("lat getattr 1", "lat readdir 1")
+    before = slow.counters()
+    build(slow.path, file)
+    calls = {name: number - before[name] for name, number in slow.counters().items()}
+    monkeypatch.undo()
+    assert calls["readdir"] <= count + 10
+    # The main thread works alone until it has seen that the source is slow.
+    assert len(closed) >= count and sum(closed) < count / 4
+
+
 @pytest.mark.fault("S2")
 def test_an_entry_that_cannot_be_looked_at(
     slow: slowfs.SlowSource, source: Path, file: Path
