@@ -156,6 +156,8 @@ class Ward:
         for ward in self._wards.values():
             ward.reading.prepare()
             ward.writing.prepare()
+            # A look that gets no thread would take a sound tier out of service.
+            ward.looking.prepare()
 
     def on_outage(self, told: Callable[[int], None]) -> None:
         """Have ``told`` called with the number of each tier that goes out of service."""

@@ -122,6 +122,8 @@ def test_while_every_call_of_the_source_hangs_who_needs_none_goes_on(
     mounted = monarch.mount(slow.path, options=["limits.source_concurrency=4", SMALL_INLINE])
     epoch(mounted, content)
     settled(mounted)
+    # What was fetched just after it was made is looked at a second time, before calls are counted.
+    wait_until(_stays(lambda: sum(calls(slow).values()), times=220), "all has rested")
     slow.rules("hang * .*")
     with ExitStack() as stack:
         stack.callback(slow.rules)
