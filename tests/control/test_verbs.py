@@ -32,8 +32,7 @@ from tests.reports import a_problem, a_report
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state of a user on a node that has no other mounts, though this machine may have some."""
     monkeypatch.setattr(doctor, "mount_table", lambda: [])
-    for module in (status, warm, evict):
-        monkeypatch.setattr(module, "state_root", lambda: tmp_path)
+    monkeypatch.setenv("MONARCH_STATE_ROOT", str(tmp_path))
     return tmp_path
 
 

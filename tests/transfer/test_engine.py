@@ -24,6 +24,7 @@ from monarch.placement.residency import Residency
 from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Owner, Tier
+from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.records import Records
 from monarch.tiers.source import Source, SourceFile
 from monarch.transfer import engine
@@ -140,6 +141,8 @@ async def running(
         metrics=metrics,
         limits=given_limits,
         readers=readers,
+        # By a clock that is far ahead, all files have rested.
+        doubts=Doubts(SourceClock(time.time_ns() + 10**13, time.monotonic_ns())),
         source_threads=Threads(4, "source", abandon=True),
         changed=changed.append,
     )
