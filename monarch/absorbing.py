@@ -26,6 +26,7 @@ from monarch.absorbed import Covered
 from monarch.errors import TierError
 from monarch.footing import private_opener
 from monarch.namespace.overlay import Namespace
+from monarch.namespace.written import NAME_BYTES
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.settings import MountSettings
@@ -285,6 +286,7 @@ class WriteSide:
             inquiry=inquiry,
             next_object=place.found.next_object,
             waits_for_source=settings.writeback.fsync == "source",
+            names_max=settings.writeback.names_within(0, each=NAME_BYTES),
             taken=taken,
             space=self.room.told,
         )

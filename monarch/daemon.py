@@ -45,6 +45,7 @@ from monarch.metrics_page import MetricsPage
 from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
+from monarch.namespace.written import NAME_BYTES
 from monarch.overlaps import check_apart
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
@@ -112,7 +113,9 @@ def prepare(settings: MountSettings) -> MountSettings:
     abilities = Abilities.here()
     check_possible(settings, abilities)
     limits = settings.limits.within(abilities.memory_bytes)
-    settings = settings.model_copy(update={"limits": limits})
+    names_max = settings.writeback.names_within(abilities.memory_bytes, each=NAME_BYTES)
+    writeback = settings.writeback.model_copy(update={"names_max": names_max})
+    settings = settings.model_copy(update={"limits": limits, "writeback": writeback})
     if not settings.tiers:
         settings = settings.model_copy(update={"tiers": (default_tier(settings),)})
     _clear_stale_mount(settings.mountpoint)

@@ -28,6 +28,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
         "source-errors": "failing",
         "requests-wait": "failing",
         "writes-refused": "failing",
+        "written-names": "failing",
         "written-lost": "degraded",
         "drain-refused": "degraded",
         "drain-conflict": "degraded",

@@ -539,6 +539,20 @@ FAMILIES: tuple[Family, ...] = (
         _of_writing(lambda w: w.reserve),
     ),
     Family(
+        "monarch_writeback_names",
+        "gauge",
+        "Names made or changed through the mount since the snapshot, which are held in memory.",
+        (),
+        _of_writing(lambda w: w.names),
+    ),
+    Family(
+        "monarch_writeback_names_max",
+        "gauge",
+        "So many of them there may be: then no more can be made.",
+        (),
+        _of_writing(lambda w: w.names_max),
+    ),
+    Family(
         "monarch_writeback_lost_files",
         "gauge",
         "Written files whose bytes are lost, until the loss is acknowledged.",

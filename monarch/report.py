@@ -231,7 +231,8 @@ class WritingReport:
     ``errors`` (failures of the source) are counted since the mount. ``trouble`` is why nothing
     goes on, empty while it does. ``reserve`` bytes of the tier are kept for writing, ``held`` are
     taken, by what was drained too. ``lost`` files are names in the mount. ``in_memory``: that
-    tier is memory, so that nothing in it survives the end of the machine, synced or not.
+    tier is memory, so that nothing in it survives the end of the machine, synced or not. What was
+    made and changed since the snapshot takes the memory of ``names`` names, of ``names_max``.
     """
 
     tier: str
@@ -249,6 +250,8 @@ class WritingReport:
     held: int
     lost: list[str]
     in_memory: bool = False
+    names: int = 0
+    names_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,10 @@ SMALL_KEEP_SHARE = 0.05
 # a container, a job) the default of `buffer_max` could be all there is.
 BUFFER_SHARE = 1 / 8
 
+# Of the same memory, what names made through the mount may take, and at least so many of them.
+NAMES_SHARE = 1 / 8
+LEAST_NAMES = 100_000
+
 # Offsets and counters are signed 64-bit numbers everywhere below us.
 _LARGEST = 2**63 - 1
 
@@ -117,6 +121,7 @@ Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=366 * 864
 PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
 # A thread each; beyond this it is a slip of the keyboard.
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1, le=4096)]
+NameCount = Annotated[int, BeforeValidator(_count), Field(ge=1, le=2**40)]
 AbsolutePath = Annotated[Path, BeforeValidator(_path)]
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -295,6 +300,12 @@ class WritebackSettings(Section):
         " much of what is drained stays there to be read. null: twice the largest file written so"
         " far, and a twentieth of the tier.",
     )
+    names_max: NameCount | None = Field(
+        default=None,
+        description="Files, directories and links that the mount may hold in memory because they"
+        " were made or changed through it since the snapshot; 3 KiB of memory each. null: an eighth"
+        " of the memory that the daemon may use, and at least 100000.",
+    )
     bandwidth: Size = Field(
         default=0, description="Bytes per second that are written to the source; 0: no limit."
     )
@@ -311,6 +322,12 @@ class WritebackSettings(Section):
         description="How long a daemon that is told to end by a signal goes on draining. What is"
         " left stays in the tier, and the next mount goes on.",
     )
+
+    def names_within(self, memory: int, *, each: int) -> int:
+        """``names_max`` of ``each`` bytes where so many bytes of memory may be used; 0: unknown."""
+        if self.names_max is not None:
+            return self.names_max
+        return max(LEAST_NAMES, int(memory * NAMES_SHARE) // each)
 
 
 class MountSettings(Section):

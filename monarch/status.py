@@ -219,6 +219,8 @@ class Status:
             held=side.stock.bytes,
             lost=[os.fsdecode(name) for name in self._lost.names[:_NAMED]],
             in_memory=side.place.tier.in_memory,
+            names=side.writing.names_held,
+            names_max=side.writing.names_max,
         )
 
     def _resident_bytes(self) -> int:

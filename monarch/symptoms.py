@@ -212,6 +212,17 @@ class Symptoms:
                 " that is full, at the source's; what was fsynced is safe, and writing goes on as"
                 " soon as one of them has room",
             )
+        if not side.writing.names_free:
+            held, most = side.writing.names_held, side.writing.names_max
+            yield Problem(
+                "written-names",
+                f"what was made and changed through the mount takes the memory of {held:,} names of"
+                f" {most:,}: no new names, they fail with ENOSPC",
+                0,
+                f"remove what is not needed from {mountpoint}; or, when all is drained (`monarch"
+                f" ckpt wait {mountpoint}`), unmount and mount again: the snapshot has it then; or"
+                " raise `writeback.names_max`, 3 KiB of memory each",
+            )
         backlog = side.drain.backlog()
         if backlog.conflict is not None:
             conflict, count = backlog.conflict, backlog.conflicts

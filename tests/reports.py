@@ -101,6 +101,8 @@ def a_report(**changes: Any) -> StatusReport:
             reserve=10 * GiB,
             held=8 * GiB,
             lost=["ckpt/gone"],
+            names=1500,
+            names_max=100000,
         ),
     )
     return dataclasses.replace(report, **changes)

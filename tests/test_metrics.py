@@ -168,6 +168,8 @@ def test_prometheus_shows_what_was_counted(metrics: Metrics) -> None:
         "errors_total": writing.errors,
         "held_bytes": writing.held,
         "reserve_bytes": writing.reserve,
+        "names": writing.names,
+        "names_max": writing.names_max,
         "lost_files": 1,
     }
     found = {name: shown[f"monarch_writeback_{name}",] for name in written}

@@ -611,6 +611,7 @@ def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
         f" {format_bytes(writing.reserve)} reserved; fsync waits for"
         f" {'the source' if writing.fsync == 'source' else local}",
     )
+    yield "names", f"{writing.names:,} written since the snapshot, of {writing.names_max:,}"
     if writing.lost:
         shown = ", ".join(writing.lost[:_SHOWN_LOST])
         more = ", ..." if len(writing.lost) > _SHOWN_LOST else ""

@@ -45,9 +45,6 @@ _BLOCK = 4096
 _NAME_MAX = 255
 # Every listing begins with "." and "..".
 _DOTS = 2
-# What a mount that can be written tells of the files that may still be made.
-_NAMES_FREE = 1 << 32
-
 # What is no slip of ours.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
@@ -372,9 +369,10 @@ class Operations(pyfuse3.Operations):
         if (room := self._filesystem.room()) is not None:
             told.f_blocks = max(told.f_blocks, room.total // _BLOCK)
             told.f_bfree = told.f_bavail = room.available // _BLOCK
-            # As many as one likes: what is made is kept in memory and in the journal.
-            told.f_ffree = told.f_favail = _NAMES_FREE
-            told.f_files += _NAMES_FREE
+            # What is made is kept in memory, which has an end.
+            writing = self._writing
+            told.f_ffree = told.f_favail = writing.names_free
+            told.f_files += writing.names_held + writing.names_free
         return told
 
     @_answered

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import stat
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from monarch.errors import Refused
@@ -33,6 +33,15 @@ TARGET_MAX = 4095
 # Bytes of names and values that one inode's extended attributes may have: twice the largest value
 # that Linux lets through. They are kept in memory.
 XATTRS_MAX = 128 << 10
+
+# Memory, in bytes: of an inode with what the daemon keeps of it elsewhere, of a name in a
+# directory, of an extended attribute beside its own bytes, and of an inode of the snapshot that was
+# removed. A new file is the first two.
+_NODE_BYTES = 2816
+_ENTRY_BYTES = 256
+_XATTR_BYTES = 256
+_REMOVED_BYTES = 64
+NAME_BYTES = _NODE_BYTES + _ENTRY_BYTES
 
 _KINDS = frozenset(
     (
@@ -159,6 +168,10 @@ class Listing:
         self._order: list[tuple[int, bytes]] = []
         self.end = ADDED_INDEX
 
+    def __len__(self) -> int:
+        """How many names differ."""
+        return len(self.changed) + len(self._added)
+
     def find(self, name: bytes) -> Ino | None:
         """Whose the name is, 0 if it was removed; None if that is as in the snapshot."""
         found = self.changed.get(name)
@@ -216,6 +229,9 @@ class Written:
         self._listings: dict[Ino, Listing] = {}
         # Inodes of the snapshot that lost all names through the mount.
         self._removed: set[Ino] = set()
+        # Entries of all listings, and the bytes of extended attributes and symbolic links' targets.
+        self._entry_count = 0
+        self._value_bytes = 0
         self._next_ino = Ino(max(first_ino, WRITTEN_INO))
 
     # -- asking --------------------------------------------------------------------------------
@@ -232,6 +248,16 @@ class Written:
     def nodes(self) -> list[Node]:
         """All that was written and is not forgotten."""
         return list(self._nodes.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """About how much memory all that takes which differs from the snapshot."""
+        return (
+            len(self._nodes) * _NODE_BYTES
+            + self._entry_count * _ENTRY_BYTES
+            + len(self._removed) * _REMOVED_BYTES
+            + self._value_bytes
+        )
 
     def is_written(self, ino: Ino) -> bool:
         """Whether it was made through the mount, or is of the snapshot and was changed."""
@@ -397,6 +423,12 @@ class Written:
             raise Refused(errno.ENODATA)
         return value
 
+    def more_for_xattr(self, ino: Ino, name: bytes, value: bytes) -> int:
+        """How many bytes more ``held_bytes`` is once an inode has that value."""
+        node = self._nodes.get(ino)
+        before = {} if node is None else {key: v for key, v in node.xattrs.items() if key == name}
+        return _size_of({name: value}) - _size_of(before)
+
     def xattrs(self, ino: Ino) -> tuple[bytes, ...]:
         """The names of what was set through the mount."""
         node = self._nodes.get(ino)
@@ -476,6 +508,7 @@ class Written:
             keeps_times=True,
         )
         self._nodes[number] = node
+        self._value_bytes += len(target)
         self._put(parent, name, node)
         _count(directory, is_dir)
         directory.touch(now_ns)
@@ -638,7 +671,7 @@ class Written:
         others = sum(len(key) + len(kept) for key, kept in node.xattrs.items() if key != name)
         if others + len(name) + len(value) > XATTRS_MAX:
             raise Refused(errno.ENOSPC)
-        node.xattrs[name] = value
+        self._replace_xattrs(node, node.xattrs | {name: value})
         node.ctime_ns = now_ns
         return node
 
@@ -646,9 +679,17 @@ class Written:
         """Raises Refused, ENODATA, if there is none of that name."""
         self.xattr(ino, name)
         node = self.take(ino)
-        del node.xattrs[name]
+        self._replace_xattrs(node, {key: kept for key, kept in node.xattrs.items() if key != name})
         node.ctime_ns = now_ns
         return node
+
+    def have_xattrs(self, node: Node, xattrs: Mapping[bytes, bytes]) -> None:
+        """The file has these, as the source or the journal tells."""
+        self._replace_xattrs(node, dict(xattrs))
+
+    def _replace_xattrs(self, node: Node, xattrs: dict[bytes, bytes]) -> None:
+        self._value_bytes += _size_of(xattrs) - _size_of(node.xattrs)
+        node.xattrs = xattrs
 
     def forget_node(self, ino: Ino) -> None:
         """Nobody has a nameless inode open any more. Raises ValueError if it has a name."""
@@ -657,6 +698,7 @@ class Written:
             return
         if node.names or ino == ROOT_INO:
             raise ValueError(f"inode {ino} has a name")
+        self._value_bytes -= _size_of(node.xattrs) + len(node.target)
         del self._nodes[ino]
         self._known.drop(ino)
 
@@ -717,6 +759,7 @@ class Written:
         )
         self._known.differs(ino)
         self._nodes[ino] = node
+        self._value_bytes += len(node.target)
         return node
 
     def _require_known(self, ino: Ino) -> None:
@@ -787,7 +830,9 @@ class Written:
             before = self._known.snapshot.lookup(parent, name)
         if before:
             self._displace(before, parent, name)
+        self._entry_count -= len(listing)
         listing.put(name, node.ino, in_snapshot=in_snapshot)
+        self._entry_count += len(listing)
         node.names[parent, name] = None
 
     def _displace(self, ino: Ino, parent: Ino, name: bytes) -> None:
@@ -810,7 +855,9 @@ class Written:
 
     def _remove(self, parent: Ino, name: bytes) -> None:
         listing = self._listings.setdefault(parent, Listing())
+        self._entry_count -= len(listing)
         listing.remove(name, in_snapshot=self._in_snapshot(parent, name))
+        self._entry_count += len(listing)
 
     def _lose(self, node: Node, parent: Ino, name: bytes, now_ns: int) -> None:
         """Somebody takes a name from an inode."""
@@ -827,7 +874,7 @@ class Written:
         node.nlink = 0
         if node.is_dir:
             self._displace_all(node.ino)
-            self._listings.pop(node.ino, None)
+            self._entry_count -= len(self._listings.pop(node.ino, ()))
         if node.ino < WRITTEN_INO:
             self._removed.add(node.ino)
 
@@ -839,6 +886,11 @@ class Written:
         if node.mode & drop:
             node.mode &= ~drop
             node.keeps_mode = True
+
+
+def _size_of(xattrs: Mapping[bytes, bytes]) -> int:
+    """The memory that extended attributes take, in bytes."""
+    return sum(_XATTR_BYTES + len(name) + len(value) for name, value in xattrs.items())
 
 
 def _require_name(name: bytes, of_dot: int, of_dot_dot: int) -> None:

@@ -379,6 +379,13 @@ class WrittenFiles:
             del self._bare[oldest]
             self._names.forget_node(oldest)
 
+    def forget_nameless(self) -> None:
+        """Keep nothing any more that no name leads to and nobody has open, as far as is known."""
+        self._forget_nameless(math.inf)
+        for ino in self._bare:
+            self._names.forget_node(ino)
+        self._bare.clear()
+
     def _forget_nameless(self, before: float) -> None:
         for ino, since in list(self._nameless.items()):
             if since > before:

@@ -126,7 +126,8 @@ class _Again:
         node.object = op.object
         if op.kind == "content":
             node.size = op.size
-            node.xattrs = {name: value for name, value in op.xattrs.items() if value is not None}
+            given = {name: value for name, value in op.xattrs.items() if value is not None}
+            self._names.have_xattrs(node, given)
             if op.mtime_ns is not None:
                 node.mtime_ns = op.mtime_ns
 

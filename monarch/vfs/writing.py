@@ -22,7 +22,7 @@ from monarch.absorbed import Covered, is_staged
 from monarch.credentials import Credentials
 from monarch.errors import Refused, SourceChanged
 from monarch.namespace.overlay import Namespace
-from monarch.namespace.written import Node
+from monarch.namespace.written import NAME_BYTES, Node
 from monarch.tiers.directory import Space
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Attributes, Identity, Ino
@@ -46,7 +46,9 @@ class Writing:
     """One mount's writing side. Belongs to the event loop. Everything raises Refused.
 
     A file of the source that is changed in whatever way is *taken*: it gets an object with its
-    bytes. ``taken`` hears of each. ``space`` tells what the tier has.
+    bytes. ``taken`` hears of each. ``space`` tells what the tier has. Of names that the snapshot
+    does not have, and what else is kept in memory, there may be as much as ``names_max`` new files
+    take.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Writing:
         inquiry: Inquiry,
         next_object: int,
         waits_for_source: bool,
+        names_max: int,
         taken: Callable[[Ino], None],
         space: Callable[[], Space],
     ) -> None:
@@ -69,6 +72,7 @@ class Writing:
         self._inquiry = inquiry
         self._next_object = next_object
         self._waits_for_source = waits_for_source
+        self.names_max = names_max
         self._taken = taken
         self.room = space
         # Files of the source that are being taken: whoever comes meanwhile waits.
@@ -97,6 +101,30 @@ class Writing:
         if self.files.is_broken:
             raise Refused(errno.EIO)
 
+    @property
+    def names_held(self) -> int:
+        """How many new files would take the memory that is taken."""
+        return -(-self.names.held_bytes // NAME_BYTES)
+
+    @property
+    def names_free(self) -> int:
+        """How many new files there may still be."""
+        return max(0, self.names_max - self.names_held)
+
+    def _require_memory(self, count: int) -> None:
+        """So many bytes of it for names and attributes; ENOSPC where they are not left."""
+        most = self.names_max * NAME_BYTES
+        if count <= 0 or self.names.held_bytes + count <= most:
+            return
+        self.files.forget_nameless()
+        if self.names.held_bytes + count > most:
+            raise Refused(errno.ENOSPC)
+
+    def _require_held(self, ino: Ino) -> None:
+        """Memory for what is about to be noted of an inode, if nothing is noted of it yet."""
+        if not self.names.is_written(ino):
+            self._require_memory(NAME_BYTES)
+
     def has(self, ino: Ino) -> bool:
         """Whether it is a file that was made or changed here."""
         node = self.names.node(ino)
@@ -109,6 +137,7 @@ class Writing:
         path = self._require_covered(parent, name)
         if self.names.lookup(parent, name) is not None:
             raise Refused(errno.EEXIST)
+        self._require_memory(NAME_BYTES)
         number = self._take_number()
         is_here = True
         try:
@@ -156,6 +185,8 @@ class Writing:
         if kind in (stat.S_IFCHR, stat.S_IFBLK):
             # They would have no effect here, and no right to be at the source.
             raise Refused(errno.EPERM)
+        if self.names.lookup(parent, name) is None:
+            self._require_memory(NAME_BYTES + len(target))
         node = self.names.make(
             parent,
             name,
@@ -205,6 +236,7 @@ class Writing:
     async def link(self, ino: Ino, parent: Ino, name: bytes, *, by: Credentials) -> Attributes:
         self._require_covered(parent, name)
         self._require_node_covered(ino)
+        self._require_memory(NAME_BYTES)
         if self.names.attributes(ino).is_file:
             self.files.record(await self.take(ino, empty=False, by=by))
         # Directories above may have got other names meanwhile.
@@ -262,6 +294,7 @@ class Writing:
             # Who moves it then copies it, which may be allowed.
             raise Refused(errno.EXDEV)
         ino = self._known(parent, name)
+        self._require_held(ino)
         if self.names.attributes(ino).is_file:
             self.files.record(await self.take(ino, empty=False, by=by))
         await self._make_replacement_safe(ino, self.names.lookup(to_parent, to_name))
@@ -346,6 +379,7 @@ class Writing:
             raise Refused(errno.EINVAL)
         if mode is None and uid is None and gid is None and atime_ns is None and mtime_ns is None:
             return self.names.attributes(ino)
+        self._require_held(ino)
         was = self._known_at_source(ino)
         # Only owners change modes. Of others it is the kernel that does: it takes the set-ID bits
         # from a program into which they write.
@@ -412,6 +446,9 @@ class Writing:
             await self.take(ino, empty=False, by=by)
         if value is not None and len(value) > _LARGEST_XATTR:
             raise Refused(errno.E2BIG)
+        self._require_held(ino)
+        if value is not None:
+            self._require_memory(self.names.more_for_xattr(ino, name, value))
         now_ns, was = time.time_ns(), self._known_at_source(ino)
         if value is None:
             node = self.names.remove_xattr(ino, name, now_ns=now_ns)
@@ -488,6 +525,7 @@ class Writing:
             taking.set()
 
     async def _take(self, ino: Ino, *, empty: bool, keep: bool, by: Credentials) -> Node:
+        self._require_held(ino)
         number = self._take_number()
         fd = await self.files.create(number)
         staged = -1
@@ -511,7 +549,7 @@ class Writing:
         node = self.names.take(ino)
         node.object = number
         if not node.xattrs:
-            node.xattrs = xattrs
+            self.names.have_xattrs(node, xattrs)
         self.files.note(
             Op(kind="take", path=path, ino=ino, object=number, mode=node.mode, by=by, was=was)
         )

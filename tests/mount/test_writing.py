@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -326,3 +327,95 @@ def test_what_is_on_its_way_is_not_shown_and_such_names_are_not_made(
     with pytest.raises(OSError) as raised:
         (mounted.path / ".monarch-0123456789abcdef-8.part").write_bytes(b"x")
     assert raised.value.errno == errno.EPERM
+
+
+def refused(call: Callable[[], object]) -> int:
+    """The errno of a call, 0 if it is made."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno or -1
+    return 0
+
+
+@pytest.mark.finding("D15")
+@pytest.mark.promise(82)
+@pytest.mark.fault("U5")
+def test_names_end_where_the_memory_for_them_does(monarch: MonarchCommand, tree: Tree) -> None:
+    most = 24
+    source = tree({"a": 10, "b": 10, "c": 10, "d/e": 10, "d/f": 10})
+    options = ["write=absorb", f"writeback.names_max={most}"]
+    mounted = monarch.mount(source, options=options)
+    at = mounted.path
+    free = os.statvfs(at).f_ffree
+    assert most - 2 <= free <= most and os.statvfs(at).f_favail == free
+    used = os.statvfs(at).f_files - free
+
+    # What is removed gives its place back, of every kind, while it lasts and at the end of it.
+    for number in range(3 * most):
+        (at / f"dir{number}").mkdir()
+        (at / f"file{number}").write_bytes(b"x")
+        (at / f"link{number}").symlink_to("y" * 2000)
+        os.setxattr(at / f"file{number}", "user.large", b"v" * 30000)
+        (at / f"dir{number}").rmdir()
+        (at / f"file{number}").unlink()
+        (at / f"link{number}").unlink()
+
+    kinds: tuple[Callable[[Path], object], ...] = (
+        lambda path: path.write_bytes(b"new"),
+        lambda path: path.mkdir(),
+        lambda path: path.symlink_to("target"),
+        lambda path: os.mkfifo(path),
+    )
+    made: list[Path] = []
+    while len(made) <= most:
+        path = at / f"new{len(made)}"
+        if number := refused(lambda path=path: kinds[len(made) % 4](path)):  # type: ignore[misc]
+            assert number == errno.ENOSPC
+            break
+        made.append(path)
+    assert most - 5 <= len(made) <= most
+    assert os.statvfs(at).f_ffree == 0 and os.statvfs(at).f_files - used >= most - 1
+    # Nothing gets by that takes memory, of what is new or was not changed yet.
+    for call in (
+        lambda: (at / "one").write_bytes(b"x"),
+        lambda: os.mknod(at / "one", 0o600),
+        lambda: (at / "one").mkdir(),
+        lambda: (at / "one").symlink_to("x"),
+        lambda: os.mkfifo(at / "one"),
+        lambda: os.link(made[0], at / "one"),
+        lambda: os.link(at / "a", at / "one"),
+        lambda: (at / "a").rename(at / "one"),
+        lambda: (at / "a").chmod(0o600),
+        lambda: (at / "d").chmod(0o700),
+        lambda: (at / "a").write_bytes(b"x"),
+        lambda: os.truncate(at / "a", 0),
+        lambda: os.setxattr(made[0], "user.x", b"v" * 4000),
+        lambda: os.setxattr(at / "a", "user.x", b"v"),
+    ):
+        assert refused(call) == errno.ENOSPC
+    assert (at / "a").read_bytes() == contents("a", 10)
+    status = mounted.status()
+    assert status["health"]["state"] == "failing"
+    [problem] = status["health"]["problems"]
+    assert problem["kind"] == "written-names" and f"of {most}" in problem["what"]
+    assert status["writing"]["names"] >= most - 1 and status["writing"]["names_max"] == most
+    # What there is goes on, and can be removed.
+    made[0].write_bytes(b"other")
+    made[0].chmod(0o640)
+    made[0].rename(at / "newer")
+    made[0] = at / "newer"
+    (at / "c").unlink()
+    made.pop(3).unlink()
+    made.pop(2).unlink()
+    made.pop(1).rmdir()
+    (at / "one").write_bytes(b"one")
+    assert mounted.status()["health"]["state"] == "ok"
+
+    # The next mount has in its snapshot what was drained.
+    names = sorted(os.listdir(at))
+    mounted.umount()
+    mounted = monarch.mount(source, options=options)
+    assert sorted(os.listdir(at)) == names
+    assert os.statvfs(at).f_ffree >= most - 2
+    (at / "after").write_bytes(b"x")

@@ -24,6 +24,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.written import (
     ADDED_INDEX,
     LINK_MAX,
+    NAME_BYTES,
     RENAME_NOREPLACE,
     TARGET_MAX,
     XATTRS_MAX,
@@ -118,6 +119,66 @@ def number(call: Callable[[], object]) -> int:
     except Refused as error:
         return error.errno
     return 0
+
+
+# -- how much memory it takes ------------------------------------------------------------------
+
+
+def test_what_is_removed_gives_its_memory_back(shown: Shown) -> None:
+    names = shown.names
+    shown.names.take(ROOT_INO)
+    before = names.held_bytes
+
+    def removed(path: bytes) -> None:
+        parent, _, name = path.rpartition(b"/")
+        node = names.node(shown.ino(path))
+        assert node is not None
+        is_dir = node.is_dir
+        (names.rmdir if is_dir else names.unlink)(shown.ino(parent), name, now_ns=NOW)
+        if not node.names:
+            names.forget_node(node.ino)
+
+    steps = []
+    for path, mode, target in (
+        (b"made", FILE, b""),
+        (b"made-dir", DIR, b""),
+        (b"made-dir/inner", DIR, b""),
+        (b"made-link", LINK, b"t" * 3000),
+    ):
+        steps.append(names.held_bytes)
+        shown.make(path, mode, target=target)
+        assert names.held_bytes >= steps[-1] + NAME_BYTES + len(target)
+    shown.link(b"made", b"made-too")
+    shown.rename(b"made-too", b"made-three")
+    held = names.held_bytes
+    for value in (b"short", b"v" * 60000, b"v" * 100):
+        told = names.more_for_xattr(shown.ino(b"made"), b"user.a", value)
+        names.set_xattr(shown.ino(b"made"), b"user.a", value, now_ns=NOW)
+        assert names.held_bytes == held + told and told != 0
+        held = names.held_bytes
+    names.have_xattrs(names.take(shown.ino(b"made-dir")), {b"user.b": b"w" * 500})
+    names.remove_xattr(shown.ino(b"made-dir"), b"user.b", now_ns=NOW)
+    assert names.held_bytes == held
+    for path in (b"made", b"made-three", b"made-link", b"made-dir/inner", b"made-dir"):
+        removed(path)
+    assert names.held_bytes == before
+    # One of the snapshot leaves a mark, however often its name is given and removed again.
+    for _ in range(3):
+        names.take(shown.ino(b"other"))
+        removed(b"other")
+        marked = names.held_bytes
+        assert before < marked < before + NAME_BYTES / 4
+        shown.make(b"other")
+        removed(b"other")
+        assert names.held_bytes == marked
+        shown.make(b"other")
+    removed(b"other")
+    # What is in a directory that goes needs no marks any more.
+    removed_dir = names.held_bytes
+    for path in (b"full/a", b"full"):
+        names.take(shown.ino(path))
+        removed(path)
+    assert names.held_bytes < removed_dir + NAME_BYTES / 4
 
 
 # -- what is made ------------------------------------------------------------------------------
