@@ -96,7 +96,7 @@ class Course:
         self.state = directory / "state"
         # The first may be made full, so it is small; the second takes all.
         self.tiers = [directory / "fast", directory / "slow"]
-        for path in (self.mountpoint, self.state, *self.tiers):
+        for path in (self.mountpoint, *self.tiers):
             path.mkdir(parents=True, exist_ok=True)
         self._source = source
         self._capacities = (capacity // 4, capacity)

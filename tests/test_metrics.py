@@ -259,7 +259,7 @@ def test_the_page_is_served_on_the_given_host_only_and_closes(metrics: Metrics) 
         assert asked(port, "POST")[0] == 405
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
-        with pytest.raises(MonarchError, match=r"Address already in use; choose another"):
+        with pytest.raises(MonarchError, match=r"Address already in use; give each mount"):
             MetricsPage(f"127.0.0.1:{port}", metrics, a_report)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
