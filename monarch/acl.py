@@ -10,10 +10,8 @@ modes share one value.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from monarch.beneath import open_beneath
@@ -28,9 +26,6 @@ _OWNER, _USER, _GROUP_OWNER, _GROUP, _MASK, _OTHERS = 0x01, 0x02, 0x04, 0x08, 0x
 _NO_ID = 0xFFFFFFFF
 # The tags whose permissions are mode bits, and where these are in the mode.
 _IN_MODE = {_OWNER: 6, _MASK: 3, _OTHERS: 0}
-
-# One entry of a directory: its place among the names, and its value or an errno.
-Found = tuple[int, bytes | int]
 
 
 class Acls(NamedTuple):
@@ -90,9 +85,15 @@ def are_known(directory_fd: int) -> bool:
     return True
 
 
-def read(directory_fd: int, names: Sequence[bytes], attribute: bytes) -> list[Found]:
-    """The entries of a directory that have the attribute, and those that could not be asked."""
-    return _reader()(directory_fd, tuple(names), attribute)
+def read(directory_fd: int, name: bytes, attribute: bytes) -> bytes:
+    """A list of an entry of an open directory, empty if there is none. Raises OSError."""
+    try:
+        path = b"/proc/self/fd/%d/%s" % (directory_fd, name)
+        return os.getxattr(path, attribute, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+            return b""
+        raise
 
 
 def read_beneath(root_fd: int, path: bytes) -> Acls:
@@ -100,43 +101,13 @@ def read_beneath(root_fd: int, path: bytes) -> Acls:
     parent, _, name = path.rstrip(b"/").rpartition(b"/")
     parent_fd = open_beneath(root_fd, parent, os.O_PATH | os.O_DIRECTORY)
     try:
-        values = [_one(read(parent_fd, (name or b".",), attribute)) for attribute in NAMES]
+        access, default = (read(parent_fd, name or b".", attribute) for attribute in NAMES)
     finally:
         os.close(parent_fd)
-    return Acls(stored(values[0]), values[1])
-
-
-def _one(found: list[Found]) -> bytes:
-    value = found[0][1] if found else b""
-    if isinstance(value, int):
-        raise OSError(value, os.strerror(value))
-    return value
+    return Acls(stored(access), default)
 
 
 def _entries(access: bytes) -> list[tuple[int, int, int]] | None:
     if not access.startswith(_VERSION) or len(access) % _ENTRY.size != len(_VERSION):
         return None
     return list(_ENTRY.iter_unpack(access[len(_VERSION) :]))
-
-
-def _reader() -> Callable[[int, tuple[bytes, ...], bytes], list[Found]]:
-    try:
-        extension = importlib.import_module("monarch.fuse._datapath")
-    except ImportError:
-        return _read_slowly
-    reader: Callable[[int, tuple[bytes, ...], bytes], list[Found]] = extension.read_xattrs
-    return reader
-
-
-def _read_slowly(directory_fd: int, names: tuple[bytes, ...], attribute: bytes) -> list[Found]:
-    """As the extension's read_xattrs, some microseconds slower for each name."""
-    return list(_found(b"/proc/self/fd/%d/" % directory_fd, names, attribute))
-
-
-def _found(directory: bytes, names: tuple[bytes, ...], attribute: bytes) -> Iterator[Found]:
-    for place, name in enumerate(names):
-        try:
-            yield place, os.getxattr(directory + name, attribute, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-                yield place, error.errno or errno.EIO

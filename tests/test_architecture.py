@@ -66,7 +66,8 @@ CONFINED = {
 }
 
 # The extension may be missing, so one module for each thing that it does asks for it.
-EXTENSION, ITS_MODULES = "monarch.fuse._datapath", ("monarch.fuse.datapath", "monarch.acl")
+EXTENSION = "monarch.fuse._datapath"
+ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look")
 
 # Time is an argument here, and so is everything else that the machine could tell.
 PURE = (

@@ -5,14 +5,10 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { SHIFT = 12, BLOCK = 1 << SHIFT, MASK = BLOCK - 1, RECORD_BYTES = 64 };
-enum { ALIAS = 1, UNREADABLE = 2, ACL_SHIFT = 8 };
+#include "_record.h"
 
-struct record {
-    uint32_t parent, mode, uid, gid, nlink, flags;
-    uint64_t size, mtime_ns, ctime_ns, source_ino, extra;
-};
-_Static_assert(sizeof(struct record) == RECORD_BYTES, "record");
+enum { SHIFT = 12, BLOCK = 1 << SHIFT, MASK = BLOCK - 1 };
+enum { ALIAS = 1, UNREADABLE = 2, ACL_SHIFT = 8 };
 
 struct text {
     const uint8_t *bytes;

@@ -1,7 +1,7 @@
 /* What Python sees of the datapath: one type, and the bytes that were fetched. */
 #define PY_SSIZE_T_CLEAN
 #include "_datapath.h"
-#include "_xattrs.h"
+#include "_look.h"
 #include <Python.h>
 
 #include <errno.h>
@@ -713,7 +713,7 @@ static PyTypeObject datapath_type = {
 };
 
 static PyMethodDef functions[] = {
-    {"read_xattrs", (PyCFunction)read_xattrs, METH_VARARGS, NULL},
+    {"look", (PyCFunction)look, METH_VARARGS, NULL},
     {0},
 };
 

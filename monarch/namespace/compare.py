@@ -24,7 +24,8 @@ from monarch import acl
 from monarch.absorbed import is_staged
 from monarch.beneath import lstat_beneath, open_beneath
 from monarch.namespace.build import open_source, paced
-from monarch.namespace.scan import Scan, pack_record
+from monarch.namespace.look import pack_record
+from monarch.namespace.scan import Scan
 from monarch.namespace.schema import ACL_SHIFT, ALIAS, RECORD, RECORD_STRUCT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import ROOT_INO, Ino, Progress
@@ -174,7 +175,7 @@ def _verify_entry(root_fd: int, snapshot: Snapshot, slot: Ino) -> list[Differenc
             return []
         return [Difference("changed", path, error.strerror or str(error))]
     # ``extra`` is not compared.
-    now = RECORD_STRUCT.unpack(pack_record(status, Ino(was[0]), 0))
+    now = RECORD_STRUCT.unpack(pack_record(status, Ino(was[0])))
     acls_differ = False
     if snapshot.info().acls is not None and not was[5] & ALIAS:
         try:

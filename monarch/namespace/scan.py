@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -30,6 +30,7 @@ from monarch.absorbed import is_staged
 from monarch.acl import NO_ACLS, Acls
 from monarch.beneath import open_beneath
 from monarch.errors import SnapshotError, SourceError
+from monarch.namespace.look import Seen, look, pack_record
 from monarch.namespace.schema import (
     ACL_SHIFT,
     ALIAS,
@@ -37,9 +38,11 @@ from monarch.namespace.schema import (
     FLAGS_OFFSET,
     MODE_OFFSET,
     MOST_ACLS,
+    NLINK_OFFSET,
     RECORD_BYTES,
     RECORD_STRUCT,
     SOURCE_INO_OFFSET,
+    U32,
     UNREADABLE,
 )
 from monarch.namespace.snapshot import Snapshot
@@ -256,12 +259,17 @@ class Scan:
         except OSError as error:
             raise _source_error(b".", error) from error
         self._root_device = status.st_dev
-        batch = Batch(ROOT_INO, -1, b"", [b""], bytearray(pack_record(status, ROOT_INO, 0)))
+        batch = Batch(ROOT_INO, -1, b"", [b""], bytearray(pack_record(status, ROOT_INO)))
         batch.directory_devices.append((0, status.st_dev))
+        try:
+            acls = acl.read_beneath(self._root_fd, b"")
+        except OSError as error:
+            self._close_to_others(b"", batch, 0, error.errno or errno.EIO)
+        else:
+            if acls != NO_ACLS:
+                batch.acls[0] = acls
         before = ROOT_INO if self._previous is not None else None
-        above = _Directory(ROOT_INO, -1, b"", status.st_dev, before=before, fd=self._root_fd)
-        self._read_acls(above, batch, {0: b"."})
-        self._number(above, batch)
+        self._number(_Directory(ROOT_INO, -1, b"", status.st_dev, before=before), batch)
         return batch
 
     def _admit(self) -> None:
@@ -377,7 +385,7 @@ class Scan:
                 found = {n.encode(_ENCODING, _ENCODING_ERRORS) for n in os.listdir(directory.fd)}
                 names = sorted(name for name in found if not is_staged(name))
         except OSError as error:
-            if self._is_gone(error):
+            if self._is_gone(error.errno):
                 return nothing
             if error.errno in self._tolerated:
                 nothing.closed = True
@@ -393,90 +401,51 @@ class Scan:
         return None
 
     def _look(self, directory: _Directory, names: list[bytes]) -> Batch:
+        batch = Batch(directory.ino, directory.rank, directory.path, names.copy(), bytearray())
+        places: Sequence[int] = range(len(names))
         if self._quick and directory.unchanged and self._previous is not None:
-            return self._look_quickly(directory, names, self._previous)
-        fd, parent = directory.fd, directory.ino
-        lstat, pack = os.stat, RECORD_STRUCT.pack
-        regular, kinds = stat.S_IFREG, 0o170000
-        batch = Batch(parent, directory.rank, directory.path, [], bytearray())
-        seen, records = batch.names, batch.records
-        for name in names:
-            try:
-                s = lstat(name, dir_fd=fd, follow_symlinks=False)
-            except OSError as error:
-                self._look_failed(directory, batch, name, error)
-                continue
-            mode = s.st_mode
-            if mode & kinds == regular and s.st_nlink == 1:
-                seen.append(name)
-                records += pack(
-                    parent,
-                    mode,
-                    s.st_uid,
-                    s.st_gid,
-                    1,
-                    0,
-                    s.st_size,
-                    s.st_mtime_ns,
-                    s.st_ctime_ns,
-                    s.st_ino,
-                    s.st_blocks,
-                )
-            else:
-                self._append_special(directory, batch, name, s)
-        self._read_acls(directory, batch, dict(enumerate(seen)))
+            places = self._reuse(directory, batch, self._previous)
+        if not places:
+            return batch
+        asked = tuple([names[place] for place in places])
+        without = 0 if self._has_acls(directory) else directory.device
+        records, others = look(directory.fd, asked, directory.ino, without)
+        if len(asked) == len(names):
+            batch.records = records
+        else:
+            for index, place in enumerate(places):
+                record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
+                _set(batch.records, place, 0, record)
+        gone = 0
+        for seen in others:
+            place = places[seen.place] - gone
+            if not self._complete(directory, batch, place, seen):
+                _remove(batch, place)
+                gone += 1
         return batch
 
-    def _look_quickly(self, directory: _Directory, names: list[bytes], previous: Snapshot) -> Batch:
-        """Take files from the previous snapshot; look only at what its times do not vouch for."""
-        batch = Batch(directory.ino, directory.rank, directory.path, [], bytearray())
+    def _reuse(self, directory: _Directory, batch: Batch, previous: Snapshot) -> list[int]:
+        """Take entries from the previous snapshot; the places of those that it cannot vouch for,
+        by the times of their directory."""
         parent = directory.ino.to_bytes(4, "little")
         before = directory.before
-        slot = None if before is None else previous.slot(before, names[0])
+        slot = None if before is None else previous.slot(before, batch.names[0])
         if slot is None:
             raise AssertionError("an unchanged directory has its names from the snapshot")
-        looked_at: dict[int, bytes] = {}
-        for name in names:
+        places = []
+        for place in range(len(batch.names)):
             record, target = previous.reusable(slot)
             slot = Ino(slot + 1)
-            if record is not None:
-                if target is not None:
-                    batch.link_targets.append((len(batch.names), target))
-                batch.names.append(name)
-                batch.records += parent
-                batch.records += record[4:]
-                batch.reused += 1
+            if record is None:
+                batch.records += bytes(RECORD_BYTES)
+                places.append(place)
                 continue
-            try:
-                status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-            except OSError as error:
-                self._look_failed(directory, batch, name, error)
-            else:
-                place = len(batch.names)
-                self._append_special(directory, batch, name, status)
-                if len(batch.names) > place:
-                    looked_at[place] = name
-        self._read_acls(directory, batch, looked_at)
-        return batch
-
-    def _read_acls(self, directory: _Directory, batch: Batch, names: dict[int, bytes]) -> None:
-        """Read the access control lists of entries of a batch, by their positions in it."""
-        if not names or not self._has_acls(directory):
-            return
-        unreadable = set(batch.unreadable)
-        places = list(names)
-        for found, value in acl.read(directory.fd, list(names.values()), acl.ACCESS):
-            place = places[found]
-            if not isinstance(value, int):
-                if access := acl.stored(value):
-                    batch.acls[place] = Acls(access)
-            elif value not in _VANISHED and _join(directory.path, names[place]) not in unreadable:
-                self._append_closed(directory, batch, place, names[place], value)
-        inside = [place for place, _ in batch.directory_devices if place in names]
-        for found, value in acl.read(directory.fd, [names[p] for p in inside], acl.DEFAULT):
-            if not isinstance(value, int):
-                known = batch.acls.get(inside[found], NO_ACLS)
-                batch.acls[inside[found]] = known._replace(default=value)
+            if target is not None:
+                batch.link_targets.append((place, target))
+            batch.records += parent
+            batch.records += record[4:]
+            batch.reused += 1
+        return places
 
     def _has_acls(self, directory: _Directory) -> bool:
         known = self._devices_with_acls.get(directory.device)
@@ -484,74 +453,75 @@ class Scan:
             known = self._devices_with_acls[directory.device] = acl.are_known(directory.fd)
         return known
 
-    def _append_closed(
-        self, directory: _Directory, batch: Batch, place: int, name: bytes, number: int
-    ) -> None:
-        """Who may use an entry is not known: then nobody but its owner may."""
-        if number not in self._tolerated:
-            error = OSError(number, os.strerror(number))
-            raise _source_error(_join(directory.path, name), error)
-        batch.unreadable.append(_join(directory.path, name))
-        mode = int.from_bytes(_field(batch.records, place, MODE_OFFSET, 4), "little")
-        _set(batch.records, place, MODE_OFFSET, (mode & ~0o077).to_bytes(4, "little"))
-
-    def _append_special(
-        self, directory: _Directory, batch: Batch, name: bytes, status: os.stat_result
-    ) -> None:
-        position = len(batch.names)
-        mode = status.st_mode
-        extra = status.st_blocks if stat.S_ISREG(mode) else 0
+    def _complete(self, directory: _Directory, batch: Batch, place: int, seen: Seen) -> bool:
+        """Add to a batch what the record of an entry does not tell; False if it has gone."""
+        if seen.error:
+            return self._look_failed(directory, batch, place, seen.error)
+        mode = _u32(batch.records, place, MODE_OFFSET)
         if stat.S_ISDIR(mode):
-            batch.directory_devices.append((position, status.st_dev))
+            batch.directory_devices.append((place, seen.device))
         else:
             if stat.S_ISLNK(mode):
                 try:
-                    target = os.readlink(name, dir_fd=directory.fd)
-                except OSError as error:
-                    if self._is_gone(error) or error.errno == errno.EINVAL:
-                        return
-                    if error.errno not in self._tolerated:
-                        raise _source_error(_join(directory.path, name), error) from error
-                    self._append_unreadable(directory, batch, name)
-                    return
-                batch.link_targets.append((position, target))
-            elif stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-                extra = status.st_rdev
-            if status.st_nlink > 1:
-                batch.shared_devices.append((position, status.st_dev))
-        batch.names.append(name)
-        batch.records += pack_record(status, directory.ino, extra)
+                    target = os.readlink(batch.names[place], dir_fd=directory.fd)
+                except OSError as failure:
+                    number = failure.errno or errno.EIO
+                    if number == errno.EINVAL:  # another kind of entry has its name now
+                        return False
+                    return self._look_failed(directory, batch, place, number)
+                batch.link_targets.append((place, target))
+            if _u32(batch.records, place, NLINK_OFFSET) > 1:
+                batch.shared_devices.append((place, seen.device))
+        if seen.closed:
+            self._close_to_others(directory.path, batch, place, seen.closed)
+        acls = Acls(acl.stored(seen.access), seen.inherited)
+        if acls != NO_ACLS:
+            batch.acls[place] = acls
+        return True
 
-    def _look_failed(
-        self, directory: _Directory, batch: Batch, name: bytes, error: OSError
-    ) -> None:
-        if self._is_gone(error):
+    def _close_to_others(self, path: bytes, batch: Batch, place: int, number: int) -> None:
+        """Who may use an entry is not known: then nobody but its owner may."""
+        if number in _VANISHED:
             return
-        if error.errno not in self._tolerated:
-            raise _source_error(_join(directory.path, name), error) from error
-        self._append_unreadable(directory, batch, name)
+        path = _join(path, batch.names[place])
+        if number not in self._tolerated:
+            raise _source_error(path, OSError(number, os.strerror(number)))
+        batch.unreadable.append(path)
+        mode = _u32(batch.records, place, MODE_OFFSET) & ~0o077
+        _set(batch.records, place, MODE_OFFSET, mode.to_bytes(4, "little"))
 
-    def _is_gone(self, error: OSError) -> bool:
+    def _look_failed(self, directory: _Directory, batch: Batch, place: int, number: int) -> bool:
+        """False if the entry has gone; else it is shown as one that cannot be read."""
+        if self._is_gone(number):
+            return False
+        if number not in self._tolerated:
+            error = OSError(number, os.strerror(number))
+            raise _source_error(_join(directory.path, batch.names[place]), error)
+        self._set_unreadable(directory, batch, place)
+        return True
+
+    def _is_gone(self, number: int | None) -> bool:
         """Whether an entry went while the scan came to it; not if the source as a whole has."""
-        if error.errno == errno.ESTALE:
+        if number == errno.ESTALE:
             try:
                 os.fstatvfs(self._root_fd)
             except OSError:
                 return False
-        return error.errno in _VANISHED
+        return number in _VANISHED
 
-    def _append_unreadable(self, directory: _Directory, batch: Batch, name: bytes) -> None:
+    def _set_unreadable(self, directory: _Directory, batch: Batch, place: int) -> None:
         """Show an entry of which only the name is known, and maybe that it is a directory."""
         if directory.kinds is None:
             directory.kinds = self._kinds(directory)
+        name = batch.names[place]
         kind, source_ino = directory.kinds.get(name, (stat.S_IFREG, 0))
         if kind == stat.S_IFDIR:
-            batch.directory_devices.append((len(batch.names), self._root_device))
+            batch.directory_devices.append((place, self._root_device))
         batch.unreadable.append(_join(directory.path, name))
-        batch.names.append(name)
-        batch.records += RECORD_STRUCT.pack(
+        record = RECORD_STRUCT.pack(
             directory.ino, kind, 0, 0, 1, UNREADABLE, 0, 0, 0, source_ino, 0
         )
+        _set(batch.records, place, 0, record)
 
     def _kinds(self, directory: _Directory) -> dict[bytes, tuple[int, int]]:
         kinds: dict[bytes, tuple[int, int]] = {}
@@ -593,10 +563,11 @@ class Scan:
                     )
             _set(records, position, FLAGS_OFFSET, (number << ACL_SHIFT).to_bytes(4, "little"))
         for position, device in batch.shared_devices:
-            ino = int.from_bytes(_field(records, position, SOURCE_INO_OFFSET, 8), "little")
+            at = position * RECORD_BYTES + SOURCE_INO_OFFSET
+            ino = int.from_bytes(records[at : at + 8], "little")
             primary = self._primaries.get((device, ino))
             if primary is None:
-                links = int.from_bytes(_field(records, position, 16, 4), "little")
+                links = _u32(records, position, NLINK_OFFSET)
                 self._primaries[device, ino] = [first + position, links - 1]
                 continue
             aliases.add(position)
@@ -654,23 +625,6 @@ class Scan:
             directory.fd = -1
 
 
-def pack_record(status: os.stat_result, parent: Ino, extra: int) -> bytes:
-    """A record of what ``lstat`` told."""
-    return RECORD_STRUCT.pack(
-        parent,
-        status.st_mode,
-        status.st_uid,
-        status.st_gid,
-        status.st_nlink,
-        0,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-        status.st_ino,
-        extra,
-    )
-
-
 def printable(path: bytes) -> str:
     """A path of the source as a message may show it."""
     return escape_text(os.fsdecode(path))
@@ -685,14 +639,21 @@ def _is_waiting(mean_seconds: float, done: _Done) -> bool:
     return mean_seconds > _SLOW_SECONDS and done.waits * 32 >= done.calls
 
 
-def _field(records: bytearray, position: int, offset: int, size: int) -> bytearray:
-    at = position * RECORD_BYTES + offset
-    return records[at : at + size]
+def _u32(records: bytearray, position: int, offset: int) -> int:
+    number: int = U32.unpack_from(records, position * RECORD_BYTES + offset)[0]
+    return number
 
 
-def _set(records: bytearray, position: int, offset: int, value: bytes) -> None:
+def _set(records: bytearray, position: int, offset: int, value: bytes | bytearray) -> None:
     at = position * RECORD_BYTES + offset
     records[at : at + len(value)] = value
+
+
+def _remove(batch: Batch, position: int) -> None:
+    """Remove an entry that has gone. Only links that were not looked at come behind it yet."""
+    del batch.names[position]
+    del batch.records[position * RECORD_BYTES : (position + 1) * RECORD_BYTES]
+    batch.link_targets = [(at - (at > position), target) for at, target in batch.link_targets]
 
 
 def _join(directory: bytes, name: bytes) -> bytes:

@@ -82,6 +82,7 @@ RECORD: Final = np.dtype(
     ]
 )
 MODE_OFFSET: Final = 4
+NLINK_OFFSET: Final = 16
 FLAGS_OFFSET: Final = 20
 EXTRA_OFFSET: Final = 56
 

@@ -16,9 +16,9 @@ import lmdb
 import psutil
 import pytest
 
-import monarch.acl
 from monarch.namespace.build import build
 from monarch.namespace.compare import diff, verify
+from monarch.namespace.look import _look_slowly
 from monarch.namespace.refresh import refresh
 from monarch.namespace.schema import META, seal, unseal
 from monarch.namespace.snapshot import Snapshot
@@ -282,7 +282,7 @@ def test_the_slow_way_of_reading_lists_finds_the_same(
 ) -> None:
     source = guarded(tree)
     build(source, tmp_path / "one")
-    monkeypatch.setattr(monarch.acl, "_reader", lambda: monarch.acl._read_slowly)
+    monkeypatch.setattr("monarch.namespace.look._look", lambda: _look_slowly)
     build(source, tmp_path / "other")
     with Snapshot.open(tmp_path / "one") as one, Snapshot.open(tmp_path / "other") as other:
         assert dict(lists_of(one)) == dict(lists_of(other)) != {}
