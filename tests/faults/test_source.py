@@ -33,6 +33,7 @@ from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_root, nobody
 from tests.mount.compare import assert_equal_trees
 from tests.mount.observe import (
+    RESTED_S,
     account,
     accounts_agree,
     asked_for,
@@ -697,9 +698,6 @@ def test_whatever_befalls_a_given_snapshot_a_mount_goes_on(
 
 
 # -- S14: changed just before it was fetched -------------------------------------------------------
-
-# After that it has been looked at again, with much to spare for a machine under load.
-RESTED_S = 3.5
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from monarch.tiers.hierarchy import owner_of
 from tests.conftest import Mounted
 
 PATIENCE_S = 20.0
+# After that what was fetched young has been looked at again, with much to spare for a machine under
+# load.
+RESTED_S = 3.5
 
 
 def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:

@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.slowfs import SlowSource
 from tests.mount.compare import wait_for_copies
-from tests.mount.observe import account, settled, wait_until
+from tests.mount.observe import RESTED_S, account, settled, wait_until
 
 CHANGED = r"changed at the source since the snapshot; run: monarch snapshot refresh"
 DIRECTORIES = r"1 directory changed at the source since the snapshot"
@@ -171,6 +171,8 @@ def test_resident_files_that_changed_are_fresh_after_the_next_mount(
     for name in old:
         (mounted.path / name).read_bytes()
     wait_for_copies(mounted, len(old))
+    # What changes just before or after it is fetched is noticed at the second look.
+    time.sleep(RESTED_S)
     for change in in_place:
         change(source / change.__name__)
     for name, content in old.items():

@@ -410,10 +410,10 @@ def test_a_metrics_port_in_use_is_the_error_of_the_mount(
             monarch.directory / "source",
             mnt,
             *("-o", f"metrics.enabled,metrics.address=127.0.0.1:{port}"),
-            code=1,
+            code=2,
             words=f"cannot show metrics at 127.0.0.1:{port}: Address already in use",
         )
-    assert "choose another metrics.address" in told
+    assert "give each mount a metrics.address of its own" in told
 
 
 def test_a_log_file_that_cannot_be_written_is_the_error_of_the_mount(

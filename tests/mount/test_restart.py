@@ -258,19 +258,16 @@ def test_a_daemon_killed_under_load_leaves_nothing_that_the_next_one_believes_wr
 
 
 @pytest.mark.fault("T7")
-@pytest.mark.parametrize("shared", ["state", "tier"])
-def test_a_second_daemon_on_one_directory_is_refused_and_told_who_has_it(
-    monarch: MonarchCommand, tree: Tree, source: Path, shared: str
+def test_a_second_daemon_on_one_state_directory_is_refused_and_told_who_has_it(
+    monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     tree({"file": 1000})
     first = monarch.mount(source)
     second = monarch.directory / "second"
     second.mkdir()
-    state = first.state if shared == "state" else monarch.directory / "state2"
-    tier = first.tiers["fast"] if shared == "tier" else monarch.directory / "tier2"
     refused = not_mounted(
         *(monarch, second, "mount", str(source), str(second)),
-        *("--state", str(state), "--tier", f"{tier}:1MB"),
+        *("--state", str(first.state), "--tier", f"{monarch.directory / 'tier2'}:1MB"),
     )
     assert refused.returncode == 7
     assert str(first.pid) in refused.stderr
