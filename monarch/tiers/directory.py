@@ -588,6 +588,7 @@ def _open_private(path: Path, owner: Owner) -> tuple[Path, int]:
         parent = open_directory(path)
         with ExitStack() as opened:
             opened.callback(os.close, parent)
+            # A directory of that name may be there for another reason: it stays as it is, too.
             shared = _made(parent, PRIVATE)
             opened.callback(os.close, shared)
             _require_ours(shared, PRIVATE, path)
@@ -596,6 +597,7 @@ def _open_private(path: Path, owner: Owner) -> tuple[Path, int]:
             with ExitStack() as failed:
                 failed.callback(os.close, own)
                 _require_ours(own, name, path)
+                os.fchmod(own, 0o700)
                 _take_over(shared, own, path, owner)
                 failed.pop_all()
             return path / PRIVATE / name, own
@@ -614,14 +616,17 @@ def _made(parent: int, name: str) -> int:
 
 
 def _require_ours(fd: int, name: str, path: Path) -> None:
-    """Raises TierError for a directory of another user; closes ours to all others."""
-    owner = os.fstat(fd).st_uid
-    if owner != os.geteuid():
+    """Raises TierError for a directory of another user, or one that others may write."""
+    status = os.fstat(fd)
+    what = f"tier {os.fspath(path)!r}: its directory {name!r}"
+    if status.st_uid != os.geteuid():
+        raise TierError(f"{what} belongs to uid {status.st_uid}", hint="choose another directory")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
         raise TierError(
-            f"tier {os.fspath(path)!r}: its directory {name!r} belongs to uid {owner}",
+            f"{what} may be written by other users (mode {mode:04o})",
             hint="choose another directory",
         )
-    os.fchmod(fd, 0o700)
 
 
 def _exists(directory: int, name: str) -> bool:

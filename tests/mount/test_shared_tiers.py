@@ -87,6 +87,20 @@ def test_the_mode_of_a_tier_s_path_stays_as_it_is(
         mounted.umount()
         assert stat.S_IMODE(tier.stat().st_mode) == mode
         os.rename(tier / "monarch", monarch.directory / f"used-{mode:o}")
+    # Somebody may have a directory of that name there.
+    own, mnt = tier / "monarch", monarch.directory / "mnt"
+    own.mkdir()
+    (own / "notes").write_text("mine")
+    for mode, code in ((0o755, 0), (0o1777, 6), (0o775, 6)):
+        own.chmod(mode)
+        done = monarch("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB", check=False)
+        assert done.returncode == code, done.stderr
+        assert stat.S_IMODE(own.stat().st_mode) == mode
+        assert (own / "notes").read_text() == "mine"
+        if code == 0:
+            monarch("umount", str(mnt))
+        else:
+            assert f"may be written by other users (mode {mode:04o})" in done.stderr
 
 
 @pytest.mark.finding("B3")
