@@ -45,18 +45,18 @@ static bool has_openat2(int root) {
     return now == 1;
 }
 
-/* What openat2 does, one component after another: the paths of a snapshot have no "..". */
+/* What openat2 does, one component after another. The names of a snapshot may be anybody's. */
 static int open_stepwise(int root, const char *path, int flags) {
     int above = root;
     for (;;) {
-        char name[256];
+        char name[256] = "";
         size_t length = strcspn(path, "/");
         bool last = path[length] == 0;
         int fd = -1;
-        errno = ENAMETOOLONG;
-        if (length < sizeof name) {
+        if (length < sizeof name)
             memcpy(name, path, length);
-            name[length] = 0;
+        errno = length < sizeof name ? EXDEV : ENAMETOOLONG;
+        if (length && length < sizeof name && strcmp(name, "..")) {
             do
                 fd = openat(above, name,
                             last ? flags : O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);

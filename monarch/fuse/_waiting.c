@@ -76,6 +76,8 @@ void end_source_call(struct thread *thread) {
     if (!thread->place)
         return;
     pthread_mutex_lock(&path->pending_lock);
+    if (thread->place->interrupted)
+        path->early[path->early_next++ % EARLY] = thread->place->unique;
     unpend(path, thread->place);
     thread->place = NULL;
     give_slot(path, thread);
@@ -160,6 +162,9 @@ static bool next_work(struct thread *thread, struct pending *what, struct closin
         list_remove(place);
         ADD(path->settled_count, -1);
         *what = *place;
+        /* It may wait for something else next, and the kernel does not interrupt it again. */
+        if (place->interrupted)
+            path->early[path->early_next++ % EARLY] = place->unique;
         unpend(path, place);
     } else if (slot && path->closing) {
         *closing = path->closing;

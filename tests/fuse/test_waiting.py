@@ -243,6 +243,32 @@ def test_a_killed_caller_with_many_groups_is_let_go(
         process.wait(10)
 
 
+@pytest.mark.finding("D3")
+@pytest.mark.promise(44)
+def test_who_is_killed_when_it_waits_for_something_else_than_at_its_signal_is_let_go(
+    made: Rig, slow: SlowSource, stuck: subprocess.Popen[bytes]
+) -> None:
+    ino = made.ino("small")
+    slow.rules("hang open ^/small")
+    opens = []
+    for count in (1, 2):
+        opens.append(made.send_open(ino, pid=stuck.pid))
+        eventually(lambda count=count: made.datapath.state().waiting == count, "it waits")
+    for unique in opens:
+        # A signal that ends nothing. The kernel tells of no other that comes after it.
+        made.interrupt(unique)
+    with pytest.raises(Nothing):
+        made.answer(opens[0], within_s=0.3)
+    # Nothing is known of the file by now, so Python is asked.
+    slow.rules("err open EIO ^/small")
+    asked = [made.passed(), made.passed()]
+    kill(stuck)
+    assert [made.answer(unique).error for unique in opens] == [errno.EINTR] * 2
+    for passed in asked:
+        made.reply(passed, error=errno.EIO)
+    eventually(lambda: made.datapath.open_files() == 0, "nothing is open for them")
+
+
 @pytest.mark.finding("D6")
 @pytest.mark.promise(90)
 @pytest.mark.fault("M11")
