@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import struct
 import urllib.parse
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ import numpy as np
 import xxhash
 
 from monarch.errors import NewerSnapshot, SnapshotError
+from monarch.text import escape_text
 
 VERSION: Final = 2
 # Version 1 has no access control lists: what the source had then is not known.
@@ -149,10 +151,30 @@ def decode_meta(content: bytes, *, where: str) -> SnapshotSummary:
             )
         fields["source"] = urllib.parse.unquote_to_bytes(fields["source"])
         fields["sizes"] = tuple((bits, count) for bits, count in fields["sizes"])
-        fields["unreadable_paths"] = tuple(fields["unreadable_paths"])
-        return SnapshotSummary(**fields)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        fields["unreadable_paths"] = tuple(map(escape_text, fields["unreadable_paths"]))
+        summary = SnapshotSummary(**fields)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(where) from error
+    if not _is_possible(summary):
+        raise damaged(where)
+    return summary
+
+
+def _is_possible(told: SnapshotSummary) -> bool:
+    """Whether the fields are what a build may have written: the file may be anybody's."""
+    parts: list[Any] = [told.files, told.directories, told.symlinks, told.others, told.aliases]
+    parts += [told.acl_values, told.acls or 0]
+    numbers: list[Any] = [told.created_ns, told.bytes_total, told.largest, told.unreadable]
+    numbers += itertools.chain(*told.sizes)
+    name: Any = told.id
+    seconds: Any = told.scan_seconds
+    return (
+        all(type(number) is int and number >= 0 for number in (told.entries, *parts, *numbers))
+        and max(1, *parts) <= told.entries
+        and isinstance(name, str)
+        and re.fullmatch(r"[0-9a-f]{1,64}", name) is not None
+        and isinstance(seconds, int | float)
+    )
 
 
 def key(table: bytes, block: int) -> bytes:

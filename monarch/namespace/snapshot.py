@@ -107,6 +107,11 @@ class _Mapping:
                 mapping._users += 1
                 return mapping
 
+    def size(self) -> int:
+        """Of its pages, in bytes."""
+        pages: int = self.environment.info()["last_pgno"] + 1
+        return pages * int(self.environment.stat()["psize"])
+
     def release(self) -> None:
         with self._lock:
             self._users -= 1
@@ -213,6 +218,8 @@ class Snapshot:
             transaction = mapping.environment.begin(buffers=True)
             meta = _value(transaction, META, where=str(path))
             info = decode_meta(bytes(meta), where=str(path))
+            if info.entries * RECORD_BYTES > mapping.size():
+                raise damaged(str(path))
             return cls(path, info, mapping, transaction, memory_max=memory_max)
         except BaseException:
             mapping.release()
@@ -298,7 +305,42 @@ class Snapshot:
         for table in self._tables:
             for number in range(len(table.views)):
                 table.block(number)
+        if not self._is_consistent():
+            raise damaged(str(self._path))
         self.curve()
+
+    def _is_consistent(self) -> bool:
+        """Whether every number in the tables leads to a place in them, and all parents to the root.
+
+        A snapshot from somebody else may hold any numbers, with the right checksums.
+        """
+        info = self._info
+        texts = [(self._names, info.entries), (self._links, info.symlinks)]
+        texts.append((self._acls, 2 * info.acl_values))
+        return (
+            all(_are_possible(records, first, info) for first, records in self.records())
+            and sum(len(rows) for _, rows in self.records()) == info.entries
+            and all(
+                _are_strings(table.block(number), min(BLOCK, count - number * BLOCK))
+                for table, count in texts
+                for number in range(len(table.views))
+            )
+            and self._are_spans()
+        )
+
+    def _are_spans(self) -> bool:
+        """Whether the entries of each directory are entries."""
+        low, left = 1, self._info.directories
+        for number in range(len(self._firsts.views)):
+            block = self._firsts.block(number)
+            count = min(BLOCK, left - number * BLOCK) + 1
+            if len(block) != 4 * count:
+                return False
+            firsts = np.frombuffer(block, dtype="<u4").astype(np.int64)
+            if firsts[0] < low or np.any(np.diff(firsts) < 0):
+                return False
+            low = int(firsts[-1])
+        return low <= self._info.entries + 1
 
     def curve(self) -> npt.NDArray[np.uint64]:
         """Bytes of regular files in each of the BUCKETS buckets."""
@@ -572,6 +614,37 @@ class Snapshot:
             blocks,
             rdev,
         )
+
+
+def _are_possible(records: npt.NDArray[np.void], first: int, info: SnapshotSummary) -> bool:
+    """Whether some records, of which the first has that number, lead to places that there are."""
+    flags, kinds, extra = records["flags"], records["mode"] & _KINDS, records["extra"]
+    # A directory has a lower number than what is in it; the root is in itself.
+    above = np.arange(first - 1, first - 1 + len(records))
+    above[:1] = max(first - 1, ROOT_INO)
+    alias = flags & ALIAS != 0
+    directory, link = ~alias & (kinds == stat.S_IFDIR), ~alias & (kinds == stat.S_IFLNK)
+    return bool(
+        np.all(records["parent"] >= ROOT_INO)
+        and np.all(records["parent"] <= above)
+        and np.all(flags >> ACL_SHIFT <= info.acl_values)
+        and np.all(extra[alias] >= ROOT_INO)
+        and np.all(extra[alias] <= info.entries)
+        and np.all(extra[directory] < info.directories)
+        and np.all(extra[link] < info.symlinks)
+    )
+
+
+def _are_strings(block: memoryview, count: int) -> bool:
+    """Whether a block has as many strings, each of them in the block."""
+    if len(block) < 4 * (count + 1):
+        return False
+    offsets = np.frombuffer(block[: 4 * (count + 1)], dtype="<u4").astype(np.int64)
+    return bool(
+        offsets[0] == offsets.nbytes // 2
+        and np.all(np.diff(offsets) >= 0)
+        and offsets[-1] == len(block)
+    )
 
 
 def _read_into_memory(path: Path, most: int) -> int | None:

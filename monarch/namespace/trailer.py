@@ -5,6 +5,9 @@ doubt: one flipped bit there ends the program with SIGBUS. The tree is small, so
 block, so it is checked as a whole when a snapshot is opened, before LMDB sees it. The same
 comparison finds a file that was cut short.
 
+A snapshot may come from somebody else, with any numbers in its tree and the right checksum. So the
+numbers are checked, too: no page, offset or size may lead out of the file.
+
 The trailer follows the last page of LMDB, which does not look beyond it: the numbers of the tree's
 pages (u32 each), then the footer: page size u32, pages in the file u32, pages in the tree u32,
 zero u32, xxh3 of all that and of those pages u64, magic. The layout of the pages is that of
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,29 +26,36 @@ import xxhash
 
 from monarch.errors import SnapshotError
 from monarch.namespace.schema import damaged
+from monarch.units import MiB
 
 _MAGIC = b"MONARCHs"
 _FOOTER = struct.Struct("<4IQ8s")
 
 _LMDB_MAGIC = 0xBEEFC0DE
 _LMDB_VERSION = 1
-# Of a meta page: magic, version; the root of the main tree; the last page; the transaction.
-_META = struct.Struct("<16xII 104x QQQ")
+# Of a meta page: magic, version; the size of a page; the flags and the root of the main tree; the
+# last page; the transaction.
+_META = struct.Struct("<16xII 16x I 48x H 34x QQQ")
 _NO_PAGE = (1 << 64) - 1
 # Of any page: its number, flags, and where its free space begins.
 _PAGE = struct.Struct("<QHHH")
 _PAGE_HEADER_BYTES = 16
 _BRANCH = 0x01
 _LEAF = 0x02
-# Of an entry of a branch page: the number of a page below, in three parts. Of one of a leaf page:
-# the size of the value in two parts, flags, the size of the key; the key and the value follow.
-_NODE = struct.Struct("<HHH")
+# Of an entry of a branch page: the number of a page below in three parts, the size of the key. Of
+# one of a leaf page: the size of the value in two parts, flags, the size of the key. The key
+# follows, and the value.
+_BRANCH_NODE = struct.Struct("<HHHH")
 _LEAF_NODE = struct.Struct("<HHHH")
 # The value is not in the leaf page, but in pages of its own, from the number that stands there on.
 _ELSEWHERE = 0x01
 _PAGE_NUMBER = struct.Struct("<Q")
 
 _MOST_TREE_PAGES = 1 << 20
+# The sizes of pages that LMDB has: powers of two.
+_PAGE_BYTES = frozenset(1 << bits for bits in range(8, 17))
+# No value but a hostile one is as large, in bytes.
+_MOST_VALUE_BYTES = 256 * MiB
 
 
 def append_trailer(path: Path, *, page_bytes: int) -> None:
@@ -53,7 +63,7 @@ def append_trailer(path: Path, *, page_bytes: int) -> None:
     with open(path, "r+b") as file:
         metas = [_META.unpack(file.read(page_bytes)[: _META.size]) for _ in range(2)]
         # The two are written in turn; the newer one counts.
-        magic, version, root, last_page, _ = max(metas, key=lambda meta: meta[4])
+        magic, version, _, _, root, last_page, _ = max(metas, key=lambda meta: meta[-1])
         if (magic, version) != (_LMDB_MAGIC, _LMDB_VERSION):
             raise SnapshotError(f"this version of LMDB writes format {version}, not 1")
         pages = last_page + 1
@@ -110,17 +120,12 @@ def read_value(fd: int, name: bytes, path: Path) -> bytes:
     page_bytes, numbers = check_opened(fd, path)
     for number in numbers:
         page = _read_page(fd, number, page_bytes)
-        _, _, flags, lower = _PAGE.unpack_from(page)
-        if number < 2 or not flags & _LEAF:
+        if number < 2 or not _flags(page) & _LEAF:
             continue
-        for offset in struct.unpack_from(
-            f"<{(lower - _PAGE_HEADER_BYTES) // 2}H", page, _PAGE_HEADER_BYTES
-        ):
-            low, high, kind, key_bytes = _LEAF_NODE.unpack_from(page, offset)
-            start = offset + _LEAF_NODE.size + key_bytes
-            if page[offset + _LEAF_NODE.size : start] != name:
+        for offset in _offsets(page):
+            found, start, size, kind = _leaf_node(page, offset)
+            if found != name:
                 continue
-            size = low | high << 16
             if not kind & _ELSEWHERE:
                 return page[start : start + size]
             (first,) = _PAGE_NUMBER.unpack_from(page, start)
@@ -148,6 +153,7 @@ def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
     page_bytes, pages, count, zero, digest, magic = _FOOTER.unpack(footer)
     if (
         magic != _MAGIC
+        or page_bytes not in _PAGE_BYTES
         or count > _MOST_TREE_PAGES
         or size != pages * page_bytes + count * 4 + _FOOTER.size
     ):
@@ -157,9 +163,50 @@ def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
         )
     content = os.pread(fd, count * 4, pages * page_bytes)
     numbers = struct.unpack(f"<{count}I", content)
+    tree = frozenset(numbers)
+    if len(tree) != count or max(tree, default=0) >= pages:
+        raise damaged(str(path))
     if digest != _digest(fd, numbers, page_bytes, content, (page_bytes, pages, count, zero)):
         raise damaged(str(path))
+    try:
+        metas = [_META.unpack_from(_read_page(fd, number, page_bytes)) for number in (0, 1)]
+        root = max(metas, key=lambda meta: meta[-1])[-3]
+        known = (_LMDB_MAGIC, _LMDB_VERSION, page_bytes, 0)
+        sound = all(meta[:4] == known for meta in metas) and (root == _NO_PAGE or root in tree)
+        sound = sound and all(
+            _is_sound(_read_page(fd, number, page_bytes), page_bytes, pages, tree)
+            for number in numbers
+            if number >= 2
+        )
+    except struct.error:
+        # An offset leads out of its page.
+        sound = False
+    if not sound:
+        raise damaged(str(path))
     return page_bytes, numbers
+
+
+def _is_sound(page: bytes, page_bytes: int, pages: int, tree: Set[int]) -> bool:
+    """Whether all that LMDB finds by this page of the tree is in the file."""
+    flags = _flags(page)
+    if flags == _BRANCH:
+        return all(
+            below in tree and offset + _BRANCH_NODE.size + key_bytes <= page_bytes
+            for offset, below, key_bytes in _branch_nodes(page)
+        )
+    if flags != _LEAF:
+        return False
+    for offset in _offsets(page):
+        name, start, size, kind = _leaf_node(page, offset)
+        if len(name) != start - offset - _LEAF_NODE.size or kind not in (0, _ELSEWHERE):
+            return False
+        end, most = start + size, page_bytes
+        if kind == _ELSEWHERE:
+            (first,) = _PAGE_NUMBER.unpack_from(page, start)
+            end, most = first * page_bytes + _PAGE_HEADER_BYTES + size, pages * page_bytes
+        if end > most or size > _MOST_VALUE_BYTES:
+            return False
+    return True
 
 
 def _digest(
@@ -180,12 +227,33 @@ def _read_page(fd: int, number: int, page_bytes: int) -> bytes:
 
 
 def _pages_below(page: bytes) -> list[int]:
-    _, _, flags, lower = _PAGE.unpack_from(page)
-    if flags & _LEAF:
+    if _flags(page) & _LEAF:
         return []
-    if not flags & _BRANCH:
+    if not _flags(page) & _BRANCH:
         raise SnapshotError("LMDB wrote a tree with a page that is neither branch nor leaf")
-    count = (lower - _PAGE_HEADER_BYTES) // 2
-    offsets = struct.unpack_from(f"<{count}H", page, _PAGE_HEADER_BYTES)
-    nodes = (_NODE.unpack_from(page, offset) for offset in offsets)
-    return [low | middle << 16 | high << 32 for low, middle, high in nodes]
+    return [below for _, below, _ in _branch_nodes(page)]
+
+
+def _flags(page: bytes) -> int:
+    flags: int = _PAGE.unpack_from(page)[2]
+    return flags
+
+
+def _offsets(page: bytes) -> tuple[int, ...]:
+    """Where the entries of a page are. Raises struct.error if that cannot be."""
+    _, _, _, lower = _PAGE.unpack_from(page)
+    return struct.unpack_from(f"<{(lower - _PAGE_HEADER_BYTES) // 2}H", page, _PAGE_HEADER_BYTES)
+
+
+def _branch_nodes(page: bytes) -> Iterator[tuple[int, int, int]]:
+    """The entries of a branch page: the offset, the number of the page below, the key's size."""
+    for offset in _offsets(page):
+        low, middle, high, key_bytes = _BRANCH_NODE.unpack_from(page, offset)
+        yield offset, low | middle << 16 | high << 32, key_bytes
+
+
+def _leaf_node(page: bytes, offset: int) -> tuple[bytes, int, int, int]:
+    """An entry of a leaf page: its key, where its value is, the value's size, and its flags."""
+    low, high, kind, key_bytes = _LEAF_NODE.unpack_from(page, offset)
+    start = offset + _LEAF_NODE.size + key_bytes
+    return page[offset + _LEAF_NODE.size : start], start, low | high << 16, kind

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import struct
 from pathlib import Path
 
 import lmdb
 import pytest
+import xxhash
 
 from monarch import snapshots
 from monarch.errors import SnapshotError, TierError
 from monarch.namespace import given as given_module
 from monarch.namespace.build import build
 from monarch.namespace.given import own_copy
+from monarch.namespace.schema import (
+    ACL_SHIFT,
+    ALIAS,
+    CHILDREN,
+    EXTRA_OFFSET,
+    FLAGS_OFFSET,
+    INODES,
+    META,
+    RECORD_BYTES,
+    key,
+    seal,
+)
+from monarch.namespace.schema import (
+    NAMES as NAMES_TABLE,
+)
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer, read_value
 from monarch.settings import MountSettings
@@ -139,3 +158,118 @@ def test_a_value_is_read_without_a_mapping_from_leaves_and_from_pages_of_its_own
             read_value(fd, b"not there", path)
     finally:
         os.close(fd)
+
+
+def reseal(content: bytearray, page_bytes: int | None = None) -> bytes:
+    """A snapshot file whose end has the right checksum of the pages as they are now."""
+    footer = struct.Struct("<4IQ8s")
+    size, pages, count, zero, _, magic = footer.unpack_from(content, len(content) - footer.size)
+    tree = content[pages * size : pages * size + 4 * count]
+    head = (size if page_bytes is None else page_bytes, pages, count, zero)
+    state = xxhash.xxh3_64(struct.pack("<4I", *head) + bytes(tree))
+    for number in struct.unpack(f"<{count}I", tree):
+        state.update(bytes(content[number * head[0] : (number + 1) * head[0]]))
+    footer.pack_into(content, len(content) - footer.size, *head, state.intdigest(), magic)
+    return bytes(content)
+
+
+def tree_pages(content: bytes) -> list[int]:
+    size, pages, count = struct.unpack_from("<3I", content, len(content) - 32)
+    return list(struct.unpack_from(f"<{count}I", content, pages * size))
+
+
+@pytest.mark.finding("D2")
+def test_a_snapshot_of_somebody_else_may_hold_any_numbers_in_its_tree(
+    source: Path, given: Path, state: Path
+) -> None:
+    """With the right checksum: it is refused in words, or serves what it says."""
+    whole = given.read_bytes()
+    pages = tree_pages(whole)
+    chance = random.Random(11)
+    refused = 0
+    for _ in range(40):
+        content = bytearray(whole)
+        # The heads of the pages, and the entries of the leaves, which are at their ends.
+        within = chance.choice([range(24, 160), range(60), range(4000, 4096)])
+        at = chance.choice(pages) * 4096 + chance.choice(within)
+        content[at] ^= 1 << chance.randrange(8)
+        given.write_bytes(reseal(content))
+        try:
+            with opened(source, given, state) as snapshot:
+                assert snapshot.names(ROOT_INO) == NAMES
+        except SnapshotError:
+            refused += 1
+    assert refused > 3
+    for page_bytes in (0, 1, 4095, 1 << 31):
+        given.write_bytes(reseal(bytearray(whole), page_bytes))
+        with pytest.raises(SnapshotError):
+            own_copy(given, state)
+
+
+@pytest.mark.finding("D2")
+def test_a_snapshot_of_somebody_else_may_say_anything_of_itself(
+    source: Path, given: Path, state: Path
+) -> None:
+    with Snapshot.open(given) as snapshot:
+        told = snapshot.info()
+    fields = {"version": 2, **told.as_json()}
+    for change in (
+        {"id": "x/../../../there"},
+        {"id": 7},
+        {"entries": 1 << 60},
+        {"entries": -1},
+        {"entries": "many"},
+        {"acl_values": 1 << 50},
+        {"sizes": [["many", None]]},
+    ):
+        with_value(given, META, json.dumps({**fields, **change}).encode())
+        with pytest.raises(SnapshotError):
+            opened(source, given, state)
+    for content in (b"[" * 100_000, b"{}", b"", bytes(300 * 1024)):
+        with_value(given, META, content)
+        with pytest.raises(SnapshotError):
+            opened(source, given, state)
+    assert copies(state) == []
+
+
+@pytest.mark.finding("D2")
+def test_a_snapshot_of_somebody_else_leads_to_no_place_that_it_does_not_have(
+    source: Path, given: Path, state: Path
+) -> None:
+    with Snapshot.open(given) as snapshot:
+        rows = bytes(next(snapshot.records())[1].tobytes())
+    for at, value in (
+        (RECORD_BYTES + 0, 3),  # the parents of two entries are each other
+        (RECORD_BYTES + 0, 0),
+        (RECORD_BYTES + 0, 1 << 31),
+        (RECORD_BYTES + FLAGS_OFFSET, ALIAS),
+        (RECORD_BYTES + FLAGS_OFFSET, 1 << ACL_SHIFT),
+        (EXTRA_OFFSET, 1 << 20),
+    ):
+        changed = bytearray(rows)
+        struct.pack_into("<I", changed, at, value)
+        with_value(given, key(INODES, 0), bytes(changed))
+        with pytest.raises(SnapshotError):
+            opened(source, given, state)
+    with_value(given, key(INODES, 0), rows)
+    with opened(source, given, state) as snapshot:
+        snapshot.file.unlink()
+    for table, content in (
+        (INODES, rows[:RECORD_BYTES]),
+        (NAMES_TABLE, struct.pack("<2I", 8, 1 << 30)),
+        (CHILDREN, struct.pack("<2I", 2, 1 << 30)),
+    ):
+        was = given.read_bytes()
+        with_value(given, key(table, 0), content)
+        with pytest.raises(SnapshotError):
+            opened(source, given, state)
+        given.write_bytes(was)
+    assert copies(state) == []
+
+
+def with_value(given: Path, name: bytes, content: bytes) -> None:
+    with lmdb.open(str(given), subdir=False, lock=False, map_size=1 << 28) as environment:
+        with environment.begin(write=True) as transaction:
+            transaction.put(name, seal(name, content))
+        page_bytes = environment.stat()["psize"]
+    append_trailer(given, page_bytes=page_bytes)
