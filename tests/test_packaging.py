@@ -228,6 +228,14 @@ def test_systemd_accepts_the_unit() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.finding("B14")
+def test_the_unit_s_daemon_stays_in_the_foreground_where_its_log_goes_to_the_journal() -> None:
+    lines = (ROOT / "conf" / "monarch@.service").read_text().splitlines()
+    assert [line.split()[2:4] for line in lines if line.startswith("ExecStart=")] == [
+        ["mount", "--foreground"]
+    ]
+
+
 class Node:
     """A Slurm node as its prolog and epilog see it, with the settings file of this test."""
 
