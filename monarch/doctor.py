@@ -320,7 +320,9 @@ def check_threads(machine: Machine) -> Check:
 
 def check_state_root(state_root: Path, mounts: Sequence[MountedFileSystem]) -> list[Check]:
     name = "state directory"
-    return bounded(name, state_root, lambda: check_state(name, state_root, mounts, None))
+    return bounded(
+        name, state_root, lambda: check_state(name, state_root, mounts, None, of_all=True)
+    )
 
 
 def check_scratch(machine: Machine) -> Check:

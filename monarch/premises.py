@@ -213,20 +213,29 @@ def _check_port(mount: MountSettings) -> Check:
 
 
 def check_state(
-    name: str, state: Path, table: Sequence[MountedFileSystem], own: MountRecord | None
+    name: str,
+    state: Path,
+    table: Sequence[MountedFileSystem],
+    own: MountRecord | None,
+    *,
+    of_all: bool = False,
 ) -> Iterator[Check]:
-    """A state directory that exists, or the one that it will be made in."""
+    """A state directory that exists, or the one that it will be made in.
+
+    ``of_all``: it is the directory with those of all mounts, which may be open to others.
+    """
     another = "name another with `state:` or --state"
-    if os.path.islink(state):
+    if os.path.islink(state) and (owner := os.lstat(state).st_uid) not in (0, os.geteuid()):
         advice = f"look who made it (`ls -ld {state}`); {another}"
-        yield Check(name, "fail", f"{state} is a symbolic link, which is not followed", advice)
+        detail = f"{state} is a symbolic link of uid {owner}, which is not followed"
+        yield Check(name, "fail", detail, advice)
         return
     unusable = _unusable(name, state, another) or _locked(name, state / "lock", own)
     if unusable is not None:
         yield unusable
         return
     try:
-        if state.is_dir():
+        if state.is_dir() and not of_all:
             require_private(state)
             require_known_versions(state)
     except MonarchError as error:

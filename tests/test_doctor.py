@@ -187,6 +187,20 @@ def test_a_state_directory_on_a_network_file_system_is_a_warning(tmp_path: Path)
     assert [c.status for c in check_state_root(network / "deep/state", table)] == ["ok"]
 
 
+def test_the_directory_with_the_states_of_all_mounts_is_no_mount_s(tmp_path: Path) -> None:
+    root = tmp_path / "state"
+    for name in ("mounts", "imagenet-1f2e3d4c"):
+        (root / name).mkdir(parents=True)
+    root.chmod(0o755)
+    assert [c.status for c in check_state_root(root, mount_table())] == ["ok"]
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    assert [c.status for c in check_state_root(link, mount_table())] == ["ok"]
+    os.lchown(link, 1234, 1234)
+    (check,) = check_state_root(link, mount_table())
+    assert (check.status, "a symbolic link of uid 1234" in check.detail) == ("fail", True)
+
+
 def test_a_state_directory_under_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (check,) = check_state_root(tmp_path / "file/state", mount_table())
