@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from monarch.cli.output import emit_json, escape, progress_bar
+from monarch.errors import UsageError
 from monarch.namespace.build import build as build_snapshot
 from monarch.namespace.compare import Difference
 from monarch.namespace.compare import diff as diff_snapshots
@@ -21,6 +22,7 @@ from monarch.namespace.compare import verify as verify_snapshot
 from monarch.namespace.refresh import refresh as refresh_snapshot
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
+from monarch.namespace.trailer import may_replace
 from monarch.signals import interruptible
 from monarch.text import escape_text
 from monarch.types import Progress
@@ -95,6 +97,11 @@ def build(
       monarch snapshot build /pfs/imagenet -o /pfs/shared/imagenet.snapshot --mode 0644
       monarch snapshot build /pfs/imagenet -o imagenet.snapshot -j 128
     """
+    if not may_replace(output):
+        raise UsageError(
+            f"{escape_text(str(output))} is there and is not a snapshot",
+            hint="remove it, or name another file",
+        )
     try:
         with interruptible(), progress_bar(quiet=quiet) as progress:
             told = build_snapshot(

@@ -17,6 +17,7 @@ zero u32, xxh3 of all that and of those pages u64, magic. The layout of the page
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -110,6 +111,23 @@ def opened(path: Path) -> Iterator[int]:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def may_replace(path: Path) -> bool:
+    """Whether ``path`` is free for a new snapshot: nothing, an empty file, or another snapshot.
+
+    A damaged one counts as long as its first or its last bytes say what it was. Raises
+    SnapshotError if it cannot be read.
+    """
+    if not os.path.lexists(path):
+        return True
+    with opened(path) as fd:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        ends = os.pread(fd, len(_MAGIC), max(0, status.st_size - len(_MAGIC)))
+        begins = os.pread(fd, 4, _PAGE_HEADER_BYTES)
+        return not status.st_size or ends == _MAGIC or begins == struct.pack("<I", _LMDB_MAGIC)
 
 
 def read_value(fd: int, name: bytes, path: Path) -> bytes:

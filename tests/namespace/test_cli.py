@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,5 +99,17 @@ def test_build_takes_a_mode_and_refuses_what_it_cannot_do(source: Path, file: Pa
             "give three octal digits"
             in run("build", source, "-o", file, f"--mode={wrong}", code=2).stderr
         )
+    precious = file.with_name("notes.txt")
+    precious.write_text("precious")
+    fifo = file.with_name("fifo")
+    os.mkfifo(fifo)
+    for taken in (precious, fifo):
+        assert "is not a snapshot" in run("build", source, "-o", taken, code=2).stderr
+    assert precious.read_text() == "precious" and fifo.is_fifo()
+    # A damaged one is built anew.
+    with file.open("r+b") as damaged:
+        damaged.write(bytes(4096))
+    run("build", source, "-o", file)
+    run("info", file)
     done = run("build", source, "-o", source / "x", code=2)
     assert done.stderr.count("\n") == 1 and "give a file outside of it" in done.stderr
