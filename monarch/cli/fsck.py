@@ -121,7 +121,7 @@ def _state(place: Path) -> Path:
         return path
     raise NotMountedError(
         f"{escape_text(os.fspath(place))} is neither a Monarch mount nor a state directory",
-        hint="`monarch status` lists the mounts; after --state DIRECTORY name that directory",
+        hint="`monarch status` lists the mounts; of one with --state DIRECTORY name that",
     )
 
 
