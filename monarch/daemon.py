@@ -304,13 +304,14 @@ class _Mount:
             choice.mode,
             nbytes=snapshot.bytes_total,
             tiers=[
-                TierRoom(tier, capacity, space, copies.bytes)
+                TierRoom(tier, capacity, space, copies.bytes, self._hierarchy.forgotten(tier))
                 for tier, capacity, space, copies in zip(
                     tiers, capacities, spaces, held, strict=True
                 )
             ],
             absorbs_in_memory=place is not None and place.tier.in_memory,
             served={record.state for record in Registry(state_root()).all() if alive(record)},
+            state=state,
         )
         for remark in self._remarks:
             log.info("%s", remark)

@@ -5,24 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from monarch.places import mount_table
 from monarch.premises import is_remote, kind_of
 from monarch.report import Mode
 from monarch.settings import MountSettings
+from monarch.text import counted
 from monarch.tiers.directory import Space, Tier
 from monarch.tiers.shared import other_mounts
-from monarch.units import format_bytes
+from monarch.units import MiB, format_bytes
+
+# A tier with less was hardly meant.
+_LEAST_CAPACITY = 1 * MiB
 
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """A tier with its capacity, its file system's space, and the bytes that it already holds."""
+    """A tier with its capacity, its file system's space, and the bytes that it already holds.
+
+    ``forgotten``: so many copies lie there that the mount knows nothing of.
+    """
 
     tier: Tier
     capacity: int
     space: Space
     held: int
+    forgotten: int
 
 
 def remarks(
@@ -33,10 +42,11 @@ def remarks(
     tiers: Sequence[TierRoom],
     absorbs_in_memory: bool,
     served: Collection[str],
+    state: Path,
 ) -> list[str]:
     """First the mode and what fits of ``nbytes``, then a line for each thing to look at.
 
-    ``served``: the state directories of the mounts that are served now.
+    ``served``: the state directories of the mounts that are served now; ``state``: its own.
     """
     room = 0
     told = []
@@ -48,6 +58,17 @@ def remarks(
         if given.capacity is not None and given.capacity > each.held + each.space.available:
             asked, left = format_bytes(given.capacity), format_bytes(each.space.available)
             told.append(f"tier {name}: {asked} asked for, {left} free at {tier.path}")
+        if each.capacity < min(nbytes, _LEAST_CAPACITY):
+            told.append(
+                f"tier {name}: its capacity is {format_bytes(each.capacity)}, which holds next to"
+                " nothing; a size without a unit is in bytes, write it like 500MB or 800GiB"
+            )
+        if each.forgotten:
+            told.append(
+                f"tier {name}: {counted(each.forgotten, 'copy', 'copies')} of an earlier mount will"
+                f" be removed and made anew: no record in the state directory {state} knows them"
+                " (it is new, or was mounted with other tiers meanwhile)"
+            )
         kind = kind_of(tier.path, table)
         if is_remote(kind):
             told.append(

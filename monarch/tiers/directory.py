@@ -52,6 +52,8 @@ PRIVATE = "monarch"
 _VERSION = 1
 _PREFIX = "copies-"
 _GENERATION = re.compile(r"copies-[0-9A-Za-z-]+")
+# The names beneath stage/.
+STAGED = re.compile(r"[0-9]+\.part|probe")
 _CHUNK = 1 * MiB
 _ZEROS = bytes(_CHUNK)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -128,6 +130,16 @@ def _id_of(told: bytes, path: Path) -> str:
 def copy_name(ino: Ino) -> str:
     """Where a generation's directory holds the copy of ``ino``; the datapath knows this too."""
     return f"{ino & 0xFF:02x}/{ino}"
+
+
+def ino_of(path: str) -> Ino | None:
+    """The inode number that a path beneath a generation's directory is the name of, if any."""
+    name = path.partition("/")[2]
+    # A name of ours is plain digits: others that Python takes for a number are not.
+    if not (name.isascii() and name.isdecimal() and len(name) < 20):
+        return None
+    ino = Ino(int(name))
+    return ino if ino > 0 and path == copy_name(ino) else None
 
 
 class Tier:
@@ -227,8 +239,9 @@ class Tier:
     def sweep_stage(self) -> None:
         with self._listing("stage") as entries:
             names = [entry.name for entry in entries]
-        for name in names:
-            _remove(self._root, f"stage/{name}")
+        for name in filter(STAGED.fullmatch, names):
+            with suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(f"stage/{name}", dir_fd=self._root)
 
     def adopt(self, generation: str, old: Ino, new: Ino, identity: Identity) -> bool:
         """Rename a copy of another generation into this one; False if there is none.
@@ -250,10 +263,36 @@ class Tier:
         return True
 
     def remove_other_generations(self) -> int:
-        """Remove the copies that belong to no known snapshot; how many there were."""
+        """Remove the copies that belong to no known snapshot; how many there were.
+
+        What somebody else has put among them stays, and with it the directory.
+        """
+        removed = 0
+        for name in self._generations():
+            if name != self._generation_name:
+                for path in self._copies_of(name):
+                    os.unlink(f"{name}/{path}", dir_fd=self._root)
+                    removed += 1
+                for below in [*(f"{name}/{bucket:02x}" for bucket in range(256)), name]:
+                    with suppress(OSError):
+                        os.rmdir(below, dir_fd=self._root)
+        return removed
+
+    def count_copies(self) -> int:
+        """How many copies lie there, of any snapshot, whatever the records say."""
+        return sum(1 for name in self._generations() for _ in self._copies_of(name))
+
+    def _generations(self) -> list[str]:
         with self._listing(".") as entries:
-            names = [e.name for e in entries if e.name.startswith(_PREFIX)]
-        return sum(_remove(self._root, name) for name in names if name != self._generation_name)
+            return [e.name for e in entries if _GENERATION.fullmatch(e.name)]
+
+    def _copies_of(self, generation: str) -> Iterator[str]:
+        for bucket in range(256):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                with self._listing(f"{generation}/{bucket:02x}") as entries:
+                    names = [e.name for e in entries if not e.is_dir(follow_symlinks=False)]
+                paths = (f"{bucket:02x}/{name}" for name in names)
+                yield from (path for path in paths if ino_of(path) is not None)
 
     def copies(self) -> Iterator[list[str]]:
         """The paths, like ``copy_name``, of all that is there, one subdirectory at a time."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from monarch.tiers.directory import copy_name
+from monarch.tiers.directory import copy_name, ino_of
 from monarch.tiers.records import Record, Records
 from monarch.tiers.seal import seal
 from monarch.types import Identity, Ino
@@ -185,16 +185,6 @@ class Contents:
             return sorted(os.listdir(fd))
         finally:
             os.close(fd)
-
-
-def ino_of(path: str) -> Ino | None:
-    """The inode number that a path beneath a generation's directory is the name of, if any."""
-    name = path.partition("/")[2]
-    # A name of ours is plain digits: others that Python takes for a number are not.
-    if not (name.isascii() and name.isdecimal() and len(name) < 20):
-        return None
-    ino = Ino(int(name))
-    return ino if ino > 0 and path == copy_name(ino) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from monarch.text import errno_words
 from monarch.tiers.directory import (
     Owner,
     Tier,
-    copy_name,
+    ino_of,
     require_known_version,
 )
 from monarch.tiers.records import (
@@ -151,6 +151,12 @@ class Hierarchy:
             sizes.append(found_sizes[here])
         return Held(np.concatenate(inos), np.concatenate(sizes))
 
+    def forgotten(self, tier: Tier) -> int:
+        """How many copies a tier has while no record knows of any, so that ``sweep`` takes all."""
+        with suppress(OSError):
+            return 0 if len(self.held(tier).inos) else tier.count_copies()
+        return 0
+
     def doubt(self, tier: Tier) -> npt.NDArray[np.int64]:
         """Have each copy of a tier verified before it is used, also by later daemons; which."""
         inos = self.held(tier).inos
@@ -162,7 +168,7 @@ class Hierarchy:
         return inos
 
     def sweep(self, tier: Tier, *, before_ns: int) -> list[Ino]:
-        """Remove what no record knows; the inode numbers whose copies are missing or cut short.
+        """Remove copies that no record knows; the inode numbers of those missing or cut short.
 
         Waits for the disk. Copies made after ``before_ns`` (wall clock) are left alone: one may
         be committed and not recorded yet.
@@ -173,14 +179,16 @@ class Hierarchy:
         doubted = {ino for inos in self.records.doubted() for ino in inos.tolist()}
         for paths in tier.copies():
             for path in paths:
-                name = path.partition("/")[2]
-                ino = int(name) if name.isdecimal() else 0
-                known = ino in believed and path == copy_name(Ino(ino))
+                ino = ino_of(path)
+                if ino is None:
+                    # Somebody else has put it there.
+                    continue
+                known = ino in believed
                 # A power cut may have kept a name and lost the bytes.
                 size = believed[ino] if known and ino in doubted else None
                 if known and size is None:
                     del believed[ino]
-                elif not known and self._is_recorded(tier, path, Ino(ino)):
+                elif not known and self._is_recorded(tier, ino):
                     # It has come meanwhile, whatever the clock says.
                     continue
                 elif tier.remove_stranger(path, before_ns=before_ns, unless_size=size):
@@ -192,8 +200,8 @@ class Hierarchy:
             log.info("tier %s: removed %d files that no record knows", tier.name, removed)
         return [Ino(ino) for ino in sorted(believed)]
 
-    def _is_recorded(self, tier: Tier, path: str, ino: Ino) -> bool:
-        record = self.records.get(ino) if ino > 0 and path == copy_name(ino) else None
+    def _is_recorded(self, tier: Tier, ino: Ino) -> bool:
+        record = self.records.get(ino)
         return record is not None and record.tier == tier.number
 
     def close(self, *, clean: bool) -> None:

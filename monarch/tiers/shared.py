@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,12 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch.tiers.directory import PRIVATE, Tier
-from monarch.tiers.examine import Contents, ino_of
+from monarch.tiers.directory import PRIVATE, STAGED, Tier, ino_of
+from monarch.tiers.examine import Contents
 from monarch.tiers.lock import Lock
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-_STAGED = re.compile(r"[0-9]+\.part|probe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ def _copies(fd: int) -> Iterator[str]:
 
 def _stages(fd: int) -> list[str]:
     found = Contents(fd).stages()
-    return [name for name in found if _STAGED.fullmatch(name.rpartition("/")[2])]
+    return [name for name in found if STAGED.fullmatch(name.rpartition("/")[2])]
 
 
 def _rmdir(fd: int, name: str) -> None:

@@ -371,7 +371,7 @@ class Rig:
             with contextlib.suppress(OSError):
                 for generation in tier.glob("monarch/*/copies-*"):
                     (generation / "2a").mkdir(exist_ok=True)
-                    for name in ("2a/4242", "2a/stranger", "top"):
+                    for name in ("2a/256042", "2a/512042"):
                         (generation / name).write_bytes(dice.randbytes(1000))
                 if not self.is_mounted:
                     (own_directory(tier) / "stage/77.part").write_bytes(b"left")
@@ -381,7 +381,7 @@ class Rig:
         return [
             path
             for tier in self.mounted.tiers.values()
-            for pattern in ("*/4242", "*/stranger", "top")
+            for pattern in ("*/256042", "*/512042")
             for path in tier.glob(f"monarch/*/copies-*/{pattern}")
         ]
 

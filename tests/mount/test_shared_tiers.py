@@ -166,6 +166,35 @@ def test_a_path_in_the_mount_in_the_place_of_the_mount_is_that_path_alone(
     assert set(resident(mounted, content)) == set(content)
 
 
+@pytest.mark.finding("B3")
+@pytest.mark.promise(107)
+@pytest.mark.modes("relay")
+def test_copies_that_the_state_directory_does_not_know_are_told_before_they_go(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = {f"{number}.jpg": b"%d" % number * 4000 for number in range(8)}
+    tree(content)
+    mounted = monarch.mount(source)
+    epoch(mounted, content)
+    settled(mounted)
+    mounted.umount()
+    state = ["--state", str(mounted.state)]
+
+    def told(tier: Path) -> str:
+        where = [str(source), str(mounted.path), "--tier", f"{tier}:1GiB", *state]
+        done = monarch("mount", *where)
+        monarch("umount", str(mounted.path))
+        return done.stderr
+
+    tier = mounted.tiers["fast"]
+    assert "copies of an earlier mount" not in told(tier)
+    # Mounted once with another tier, its records know those of the first no more.
+    assert "copies of an earlier mount" not in told(monarch.directory / "another")
+    lost = f"8 copies of an earlier mount will be removed and made anew: no record in {state[1]}"
+    assert lost.replace("in /", "in the state directory /") in told(tier)
+    assert "copies of an earlier mount" not in told(tier)
+
+
 @pytest.mark.finding("B18", "B24", "F4")
 @pytest.mark.promise(111)
 @pytest.mark.fault("I9")
@@ -187,8 +216,9 @@ def test_the_mount_says_its_mode_what_fits_and_what_cannot_be(
     first, second = mounted(f"{tier}:900TiB", "-o", "datapath=relay,open=open")
     assert first.endswith("; relay; all of 9.77 KiB fits")
     assert "tier tier: 900 TiB asked for, " in second
-    (only,) = mounted(f"{tier}:1", "-o", "datapath=relay,open=open")
-    assert only.endswith("; relay; 0% of 9.77 KiB fits")
+    first, second = mounted(f"{tier}:1", "-o", "datapath=relay,open=open")
+    assert first.endswith("; relay; 0% of 9.77 KiB fits")
+    assert "tier tier: its capacity is 1 B, which holds next to nothing; a size" in second
     with tempfile.TemporaryDirectory(prefix="monarch-", dir="/dev/shm") as memory:
         monarch.expects_log("is memory: what is written there survives the daemon")
         monarch.mounted.append(

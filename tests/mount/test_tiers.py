@@ -357,28 +357,35 @@ def test_what_no_record_knows_is_removed_from_a_tier_at_start(
     mounted.umount()
     own = own_directory(mounted.tiers["fast"])
     (generation,) = own.glob("copies-*")
-    theirs = mounted.tiers["fast"] / "not-ours"
-    theirs.write_text("kept")
     strangers = [
         own / "stage" / "99.part",
-        generation / "07" / "7000007",
+        generation / "c7" / "7000007",
+        own / "copies-of-an-older-snapshot" / "03" / "3",
+    ]
+    # Names that Monarch does not give are somebody else's files.
+    theirs = [
+        mounted.tiers["fast"] / "not-ours",
+        own / "not-ours",
         generation / "02" / "not-a-number",
+        generation / "07" / "0000007",
         generation / "ab",
         generation / "03" / "directory" / "file",
         own / "stage" / "directory" / "file",
-        own / "copies-of-an-older-snapshot" / "03" / "3",
+        own / "stage" / "notes",
         own / "copies-of-an-older-snapshot" / "03" / "deep" / "3",
         own / "copies-that-is-a-file",
     ]
-    for path in strangers:
+    for path in [*strangers, *theirs]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"planted")
     again = monarch.mount(source)
     wait_until(lambda: not any(map(os.path.lexists, strangers)), "the strangers are gone")
-    assert theirs.read_text() == "kept"
+    assert {path.read_bytes() for path in theirs} == {b"planted"}
     with OpenCounter(source) as counter:
         epoch(again, content)
         assert counter.count() == 0
+    for path in theirs:
+        path.unlink()
     accounts_agree(again)
 
 
