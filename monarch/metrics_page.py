@@ -111,9 +111,12 @@ class MetricsPage:
         scope = trio.CancelScope(deadline=trio.current_time() + REQUEST_SECONDS)
         self._silent[scope] = None
         request = b""
-        with scope:
-            request = await _request(stream)
-        self._silent.pop(scope, None)
+        try:
+            with scope:
+                request = await _request(stream)
+        finally:
+            # A client may hang up in the middle, too.
+            self._silent.pop(scope, None)
         if not request:
             return
         with trio.move_on_after(ANSWER_SECONDS):
