@@ -126,7 +126,8 @@ def applied(tree: Tree, ops: Iterable[Op], objects: Objects) -> Tree:
     tree = copy.deepcopy(tree)
     for op in ops:
         _apply(tree, op)
-    for node in tree.values():
+    # Each once, however many names it has.
+    for node in {id(node): node for node in tree.values()}.values():
         if node.object:
             fd = objects.open(node.object)
             try:
