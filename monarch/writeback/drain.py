@@ -267,6 +267,8 @@ class Drain:
 
     def load(self, replay: Replay) -> None:
         """Go on where an earlier life has stopped. Before all else."""
+        # What a rename that is done has replaced may have been one of these.
+        self._ours = dict(replay.staged)
         for seq, op in replay.ops:
             if op.kind == "through":
                 self._through.add(op.object)
@@ -279,7 +281,8 @@ class Drain:
             else:
                 self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
                 self.waiting_bytes += op.size
-        self._ours = dict(replay.staged)
+        for number, inos in replay.staged.items():
+            self._ours[number] = self._ours.get(number, frozenset()) | inos
 
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
@@ -556,8 +559,10 @@ class Drain:
         None of them is about a path of another, or of one whose mark may be lost.
         """
         touched = Touched()
-        # What is to be done with a file of which a content comes in this turn is known after it.
-        moved: set[int] = set()
+        # What is to be done with a file that is changed in this turn is known after it. Objects,
+        # and the numbers on the mount of what has none.
+        changed: set[int] = set()
+        changed_inos: set[int] = set()
         batch: list[_Entry] = []
         steps: list[Step | None] = []
         for entry in islice(self._queue, _BATCH):
@@ -568,12 +573,14 @@ class Drain:
                 entry.is_staging or not (self._is_skipped(entry) or entry.is_ready)
             ):
                 break
-            if {op.object, op.over_object} & moved:
+            if {op.object, op.over_object} & changed or {op.ino, op.over_ino} & changed_inos:
                 break
             step = self._step(entry)
             if step is not None:
-                if op.kind in ("content", "rename") and op.object:
-                    moved.add(op.object)
+                if op.kind in ("content", "rename", "attr") and op.object:
+                    changed.add(op.object)
+                elif op.ino and not op.object:
+                    changed_inos.add(op.ino)
                 if touched.meets(op) or self._touched.meets(op):
                     break
                 touched.add(op)
@@ -974,11 +981,14 @@ class Drain:
         if not op.synced:
             # It is on the disk now. Without that a power cut would take here what is there.
             self._journal.mark_believed(op.object)
+            entry.record = self._journal.written
+        # Nobody would know of a staged file that is there before the records of its object are.
+        await self._sync(entry.record)
         staged, place = Staged(version.size, version), entry.place
         assert place is not None
         await self._threads.run(staging.begin)
+        # On the disk before it gets its name, with the other records of that turn.
         self._mark_staged(entry, place)
-        await self._sync(entry.record)
         dress = partial(
             self._home.dress,
             op=_as_staged(self._with_bits_that_stay(entry), staged),

@@ -7,7 +7,7 @@ replaced is there again.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from monarch.writeback.ops import Op
@@ -48,26 +48,57 @@ def without(ops: Sequence[Numbered], lost: Container[int]) -> Iterator[Numbered]
 
     A file that the source has remains, with its bytes there. Where a new one had come into the
     place of another and left it again, the other was gone from then on: an unlink tells so; it may
-    find nothing.
+    find nothing. What replaces one that is left out replaces what that had replaced.
     """
-    taken = {op.object for _, op in ops if op.kind == "take" and op.object in lost}
-    replaced: set[bytes] = set()
+    taken = {op.object: op for _, op in ops if op.kind == "take" and op.object in lost}
+    # The renames by which a lost file came into the place of another, by the name of that place.
+    replaced: dict[bytes, Op] = {}
     for seq, op in ops:
         if op.kind == "rename" and not op.object and replaced:
-            replaced = {_moved(name, op) for name in replaced}
+            replaced = {_moved(name, op): rename for name, rename in replaced.items()}
+        if op.kind == "rename":
+            op = _over_what_is_left(op, taken, replaced.get(op.to))
         if op.object not in lost:
             if op.kind == "rename":
-                replaced.discard(op.to)
+                replaced.pop(op.to, None)
             yield seq, op
         elif op.object in taken:
             if op.kind not in ("take", "content", "gone"):
-                yield seq, replace(op, object=0)
+                yield seq, replace(op, object=0, was=op.was or taken[op.object].was)
         elif op.kind in ("rename", "unlink"):
-            if op.path in replaced:
-                replaced.discard(op.path)
-                yield seq, Op(kind="unlink", path=op.path)
+            if rename := replaced.pop(op.path, None):
+                yield seq, _unlink_of_what(rename, op)
             if op.kind == "rename":
-                replaced.add(op.to)
+                replaced[op.to] = op
+
+
+def _over_what_is_left(rename: Op, taken: Mapping[int, Op], earlier: Op | None) -> Op:
+    """A rename as it is when what it has replaced was a lost file: in its place is the file of the
+    source that it was made of, or what ``earlier``, the rename that brought it there, replaced."""
+    if rename.over_object in taken:
+        was = rename.over or taken[rename.over_object].was
+        return replace(rename, over_object=0, over=was)
+    if earlier is not None:
+        return replace(
+            rename,
+            over=earlier.over,
+            over_ino=earlier.over_ino,
+            over_object=earlier.over_object,
+        )
+    return rename
+
+
+def _unlink_of_what(rename: Op, op: Op) -> Op:
+    """The removal, by ``op``, of what a rename that is left out had replaced."""
+    return Op(
+        kind="unlink",
+        path=op.path,
+        ino=rename.over_ino,
+        object=rename.over_object,
+        was=rename.over,
+        strict=rename.strict,
+        by=op.by,
+    )
 
 
 def _moved(name: bytes, rename: Op) -> bytes:

@@ -1,0 +1,133 @@
+"""What the drain has brought is known as its own after a power cut: no conflict, nothing left."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+import trio.testing
+
+from monarch.types import Identity
+from monarch.writeback.home import Expected, Home, Place
+from monarch.writeback.journal import Op, Replay
+from monarch.writeback.losses import without
+from tests.writeback.rig import Killed, World, draining, is_killed
+
+T = TypeVar("T")
+Clock = trio.testing.MockClock
+
+
+class Least(random.Random):
+    """A power cut that leaves nothing but what was synced."""
+
+    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
+        return seq[0]
+
+    def randrange(self, *args: object, **kwargs: object) -> int:
+        return 0
+
+
+async def drained(world: World, replay: Replay) -> None:
+    """Bring to the source what a replay holds; there must be no conflict then."""
+    async with draining(world, replay) as drain:
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 0
+    world.check_all_is_there()
+
+
+async def test_no_staged_file_is_left_of_a_file_that_a_power_cut_takes(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Home.open_place
+
+    def killed(self: Home, op: Op, place: Place, expected: Expected, *, make: bool) -> int:
+        os.close(opened(self, op, place, expected, make=make))
+        raise Killed("staged")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Home, "open_place", killed)
+        try:
+            async with draining(world, abandon=False) as drain:
+                world.write(b"new", b"never synced")
+                await drain.wait(world.last_seq)
+        except BaseException as error:
+            if not is_killed(error):
+                raise
+    await drained(world, world.cut_power(Least()))
+
+
+async def test_what_replaces_a_name_of_a_file_that_a_power_cut_takes_is_no_conflict(
+    world: World, clock: Clock
+) -> None:
+    # It has another name at the source.
+    world.take(b"c")
+    world.write(b"new", b"synced", synced=True)
+    world.rename(b"new", b"b")
+    world.journal.sync()
+    replay = world.cut_power(Least())
+    assert world.tree[b"c"].content == b"old b" and not world.tree[b"c"].object
+    await drained(world, replay)
+    assert (world.source / "b").read_bytes() == b"synced"
+
+
+def test_what_replaces_a_lost_file_replaces_what_that_had_replaced() -> None:
+    was, by_name = Identity(5, 6, 7, 8), Identity(9, 10, 11, 12)
+    ops = [
+        Op(kind="create", path=b"n", object=1),
+        Op(kind="rename", path=b"n", to=b"r", object=1, over=was, over_ino=70, strict=True),
+        Op(kind="link", path=b"r", to=b"z", object=1),
+        Op(kind="rename", path=b"y", to=b"r", ino=71, over_object=1, over_ino=72, strict=True),
+        Op(kind="take", path=b"t", ino=73, object=2, was=by_name),
+        Op(kind="rename", path=b"w", to=b"t", ino=74, over_object=2, over_ino=73, strict=True),
+    ]
+    left = [op for _, op in without(list(enumerate(ops)), {1, 2})]
+    assert left == [
+        replace(ops[3], over=was, over_ino=70, over_object=0),
+        replace(ops[5], over=by_name, over_object=0),
+    ]
+
+
+async def test_what_a_done_rename_replaced_is_known_in_the_next_life(
+    world: World, clock: Clock
+) -> None:
+    (world.source / "x").write_bytes(b"older")
+    world.write(b"x", b"older")
+    older = world.tree[b"x"].object
+    world.write(b"y", b"synced")
+    world.rename(b"y", b"x")
+    last = world.write(b"x", b"newest")
+    replay = world.kill()
+    # The marks say nothing of the older file, which had come, nor of contents that were left out.
+    ours = frozenset({(world.source / "x").stat().st_ino})
+    done = {seq: None for seq, _ in replay.ops if seq != last}
+    await drained(world, replace(replay, done=done, staged={older: ours}))
+
+
+async def test_a_name_is_replaced_in_the_turn_in_which_another_name_of_the_file_is_changed(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        world.link(b"a", b"x")
+        world.symlink(b"s", b"target")
+        await drain.wait(world.last_seq)
+        world.utime(b"a", 10**18)
+        world.rename(b"s", b"x")
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 0
+    world.check_all_is_there()
+
+
+async def test_a_file_is_taken_in_the_turn_in_which_its_times_are_changed(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        # As it is in a history without a file that was taken before and then lost.
+        world.record(Op(kind="attr", path=b"a", ino=world.tree[b"a"].ino, mtime_ns=10**18))
+        world.write(b"a", b"new")
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 0
+    world.check_all_is_there()
