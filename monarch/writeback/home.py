@@ -527,7 +527,8 @@ class Home:
     def look_at_same(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
         """What the source has of a content whose bytes it has already; None if that is another.
 
-        Special rights that a write has taken from the file since then are taken from it here.
+        Special rights that a write has taken from the file since then are taken from it here, and
+        it gets the time of these bytes.
         """
         try:
             at, name = folders.of(op.paths[0], None)
@@ -541,6 +542,10 @@ class Home:
             extra = found.st_mode & _SPECIAL_BITS & ~(op.mode or 0)
             if extra and not op.same and stat.S_ISREG(found.st_mode):
                 os.chmod(b"/proc/self/fd/%d" % fd, stat.S_IMODE(found.st_mode) & ~extra)
+            if not op.same and op.mtime_ns not in (None, found.st_mtime_ns):
+                # They were brought before an earlier change of the times was made.
+                self._require_writable(at, name, op)
+                self._dress(fd, Op(kind="attr", path=op.path, mtime_ns=op.mtime_ns))
             return identity_of(os.fstat(fd))
         finally:
             os.close(fd)

@@ -131,3 +131,14 @@ async def test_a_file_is_taken_in_the_turn_in_which_its_times_are_changed(
         await drain.wait(world.last_seq)
         assert drain.backlog().conflicts == 0
     world.check_all_is_there()
+
+
+async def test_the_times_of_the_newest_bytes_stay_whatever_was_set_before(
+    world: World, clock: Clock
+) -> None:
+    world.write(b"n", b"1")
+    world.utime(b"n", 10**18)
+    world.write(b"n", b"2")
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
