@@ -185,7 +185,7 @@ def _unfinished(ops: Sequence[Numbered], found: Replay, objects: Objects) -> Ite
     new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, told[n])}
     names = names_of(ops, new)
     latest = {
-        n: replace(op, path=names[n][0])
+        n: replace(op, path=names[n][0], paths=tuple(names[n]) if op.paths else ())
         for _, op in ops
         if (n := op.object) in names and op.kind in ("create", "take")
     }

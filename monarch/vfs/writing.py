@@ -550,8 +550,18 @@ class Writing:
         node.object = number
         if not node.xattrs:
             self.names.have_xattrs(node, xattrs)
+        paths = tuple(self.names.visible_paths(ino))
         self.files.note(
-            Op(kind="take", path=path, ino=ino, object=number, mode=node.mode, by=by, was=was)
+            Op(
+                kind="take",
+                path=path,
+                paths=paths if len(paths) > 1 else (),
+                ino=ino,
+                object=number,
+                mode=node.mode,
+                by=by,
+                was=was,
+            )
         )
         self._taken(ino)
         self.files.taken(node, by)

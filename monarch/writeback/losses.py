@@ -21,9 +21,11 @@ def names_of(ops: Iterable[Numbered], objects: Container[int]) -> dict[int, list
     for _, op in ops:
         ours = op.object in objects
         if op.kind in ("create", "take"):
-            names.pop(op.path, None)
-            if ours:
-                names[op.path] = op.object
+            # One that the source has may have several there.
+            for path in op.paths or (op.path,):
+                names.pop(path, None)
+                if ours:
+                    names[path] = op.object
         elif op.kind == "content" and ours:
             names.update(dict.fromkeys(op.paths, op.object))
         elif op.kind == "link" and ours:

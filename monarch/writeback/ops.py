@@ -41,7 +41,8 @@ class Op:
     """What was done, with the names that it had at that moment, relative to the mount's root.
 
     create   a new regular file with an empty ``object``
-    take     a file that the source has got an ``object``; its bytes there are those before
+    take     a file that the source has got an ``object``; its bytes there are those before. If it
+             has several names, they are in ``paths``
     mkdir, symlink (``to``: the target), mknod (``rdev``; its type in ``mode``)
     link, rename     from ``path`` to the new name ``to``
     unlink, rmdir

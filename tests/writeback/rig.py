@@ -285,11 +285,22 @@ class World:
         if not node.object:
             node.object = self._new_object(node.content)
             was = node.was
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 now = identity_of(os.lstat(os.path.join(os.fsencode(self.source), path)))
                 if was is not None and now.source_ino == was.source_ino:
                     was = now
-            self.record(Op(kind="take", path=path, ino=node.ino, object=node.object, was=was))
+            names = self.names(node)
+            paths = names if len(names) > 1 else ()
+            self.record(
+                Op(
+                    kind="take",
+                    path=path,
+                    paths=paths,
+                    ino=node.ino,
+                    object=node.object,
+                    was=was,
+                )
+            )
 
     def _new_object(self, content: bytes = b"") -> int:
         number, self.next_object = self.next_object, self.next_object + 1

@@ -142,3 +142,16 @@ async def test_the_times_of_the_newest_bytes_stay_whatever_was_set_before(
     async with draining(world, world.kill()) as drain:
         await drain.wait(world.last_seq)
     world.check_all_is_there()
+
+
+async def test_a_power_cut_takes_an_object_whichever_of_its_names_is_left(
+    world: World, clock: Clock
+) -> None:
+    world.take(b"c")
+    world.write(b"new", b"synced", synced=True)
+    # The file that was taken has its other name still.
+    world.rename(b"new", b"c")
+    world.journal.sync()
+    replay = world.cut_power(Least())
+    assert world.tree[b"b"].content == b"old b" and not world.tree[b"b"].object
+    await drained(world, replay)
