@@ -648,7 +648,11 @@ class Drain:
                 return None if absent else partial(home.link, op=op, expected=expected)
             case "attr" | "xattr":
                 op = self._with_bits_that_stay(entry)
-                return None if absent else partial(home.attr, op=op, expected=expected)
+                # One whose content was left out keeps what its older version has at the source.
+                is_older = op.object in self._known and op.object not in self._over
+                if absent and not is_older:
+                    return None
+                return partial(home.attr, op=op, expected=expected)
 
     def _with_bits_that_stay(self, entry: _Entry) -> Op:
         """A change without the set-ID bits that a later one of the same file takes away.

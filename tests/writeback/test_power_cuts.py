@@ -155,3 +155,21 @@ async def test_a_power_cut_takes_an_object_whichever_of_its_names_is_left(
     replay = world.cut_power(Least())
     assert world.tree[b"b"].content == b"old b" and not world.tree[b"b"].object
     await drained(world, replay)
+
+
+async def test_attributes_are_kept_of_a_file_whose_content_was_left_out(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        node = world.begin(b"a")
+        world.store(node, b"first")
+        world.content(node)
+        world.store(node, b"half")
+        await drain.wait(world.last_seq)
+        world.setxattr(b"a", b"user.n", b"value")
+        world.chmod(b"a", 0o600)
+        await drain.wait(world.last_seq)
+        world.store(node, b"all of it")
+        world.end(node)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
