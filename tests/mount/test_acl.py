@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import psutil
 import pytest
 
@@ -20,7 +21,7 @@ from monarch.namespace.build import build
 from monarch.namespace.compare import diff, verify
 from monarch.namespace.look import _look_slowly
 from monarch.namespace.refresh import refresh
-from monarch.namespace.schema import META, seal, unseal
+from monarch.namespace.schema import ACL_SHIFT, INODES, META, RECORD, seal, unseal
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree
@@ -325,4 +326,10 @@ def make_older(file: Path) -> None:
             told = json.loads(bytes(unseal(META, transaction.get(META), where="")))
             del told["acls"], told["acl_values"]
             transaction.put(META, seal(META, json.dumps({**told, "version": 1}).encode()))
+            blocks = [(key, bytes(value)) for key, value in transaction.cursor()]
+            for key, value in blocks:
+                if len(key) == len(INODES) + 4 and key.startswith(INODES):
+                    records = np.frombuffer(unseal(key, value, where=""), RECORD).copy()
+                    records["flags"] &= (1 << ACL_SHIFT) - 1
+                    transaction.put(key, seal(key, records.tobytes()))
     append_trailer(file, page_bytes=os.sysconf("SC_PAGE_SIZE"))
