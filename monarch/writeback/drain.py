@@ -723,7 +723,8 @@ class Drain:
             return
         if failed is not None and failed.op.kind == "content":
             failed.restaged += 1
-            if outcome.error.errno == errno.ESTALE and failed.restaged <= _RESTAGED:
+            again = outcome.error.errno in (errno.EAGAIN, errno.ESTALE)
+            if again and failed.restaged <= _RESTAGED:
                 return
         if failed is not None and outcome.error.errno in _REFUSALS:
             raise _Refused(failed, outcome.error) from outcome.error

@@ -52,6 +52,9 @@ _NOT_TAKEN = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
     | {errno.E2BIG, errno.ERANGE, errno.EACCES}
 )
+# Others have changed at the source what a file was staged for. Not ESTALE, by which a source says
+# that it is lost and has to be opened anew.
+_CHANGED_MEANWHILE = errno.EAGAIN
 # What one answers that has no hard links, or not so many.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
@@ -416,7 +419,7 @@ class Home:
                     return
             finally:
                 os.close(it)
-            raise OSError(errno.ESTALE, "what was to be replaced at the source is gone")
+            raise OSError(_CHANGED_MEANWHILE, "what was to be replaced at the source is gone")
         if place.by is None and not (expected.is_made or op.by is None):
             op = replace(op, uid=None, gid=None, mode=(op.mode or 0) & ~_SPECIAL_BITS)
         # Only root has set these.
@@ -448,16 +451,16 @@ class Home:
     ) -> Identity | None:
         """Give the staged file all names of a content; what it is there, None after a conflict.
 
-        Raises OSError, ESTALE if what was staged, or what it was staged for, is not there any more.
+        Raises OSError, EAGAIN if what was staged, or what it was staged for, is not there any more.
         """
         fd, name = folders.of(op.paths[0], place.by, make=True)
         part = self.part_name(op.object, through=op.through)
         found = _status(fd, part)
         if found is None or found.st_size != staged.size:
-            raise OSError(errno.ESTALE, "what was staged at the source is gone")
+            raise OSError(_CHANGED_MEANWHILE, "what was staged at the source is gone")
         kind, target = self._kind(fd, name, op, expected)
         if kind != place.kind or _version_of(target) != _version_of(place.target):
-            raise OSError(errno.ESTALE, "the source has changed what is to be replaced")
+            raise OSError(_CHANGED_MEANWHILE, "the source has changed what is to be replaced")
         if kind == "conflict":
             kept = self._beside(name, expected.seq)
             with acting_as(place.by):
@@ -475,7 +478,7 @@ class Home:
                 with acting_as(place.by):
                     _rename_new(part, name, fd)
             except FileExistsError as error:
-                raise OSError(errno.ESTALE, "others have made it at the source") from error
+                raise OSError(_CHANGED_MEANWHILE, "others have made it at the source") from error
         elif kind == "replace":
             with acting_as(place.by):
                 os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
