@@ -168,7 +168,7 @@ def newer_tier(directory: Path) -> None:
 
 def newer_snapshot(directory: Path) -> None:
     path = directory / "state/snapshot.lmdb"
-    content = {"version": 2, "more": 1}
+    content = {"version": 3, "more": 1}
     _rewrite(path, META, seal(META, json.dumps(content).encode()))
 
 
@@ -196,7 +196,7 @@ def _rewrite(path: Path, name: bytes, value: bytes) -> None:
         (newer_records, 6, "is of version 3, this Monarch knows 2"),
         (newer_records_of_another_snapshot, 6, "is of version 3, this Monarch knows 2"),
         (newer_tier, 6, "is of version 2, this Monarch knows 1"),
-        (newer_snapshot, 5, "has format version 2, this Monarch reads 1"),
+        (newer_snapshot, 5, "has format version 3, this Monarch reads 2"),
     ],
 )
 def test_what_a_newer_monarch_wrote_is_refused_and_kept_to_the_byte(
