@@ -269,6 +269,10 @@ class Drain:
         """Go on where an earlier life has stopped. Before all else."""
         # What a rename that is done has replaced may have been one of these.
         self._ours = dict(replay.staged)
+        # A journal that was written anew tells of nothing that the source had then: of the making
+        # of a file neither.
+        made = {op.object for _, op in replay.ops if op.kind in ("create", "take")}
+        self._present = {op.object for _, op in replay.ops if op.object} - made
         for seq, op in replay.ops:
             if op.kind == "through":
                 self._through.add(op.object)

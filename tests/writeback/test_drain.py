@@ -96,6 +96,27 @@ async def test_the_next_life_goes_on_where_this_one_stopped(world: World, clock:
     assert not world.kill().recorded_ns
 
 
+async def test_a_journal_that_was_written_anew_loses_no_change_of_a_drained_file(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        for name in (b"a", b"b", b"c"):
+            world.write(name, name)
+        await drain.wait(world.last_seq)
+    done = world.last_seq
+    world.chmod(b"a", 0o640)
+    world.setxattr(b"a", b"user.k", b"v")
+    world.link(b"b", b"d/b")
+    world.rename(b"c", b"e")
+    # A new snapshot knows what the source has; then the daemon is killed again.
+    undone = [(seq, op) for seq, op in world.kill().ops if seq > done]
+    assert len(undone) == 4
+    world.journal.compact(undone, position=world.journal.position)
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
 async def test_bytes_that_the_source_has_are_not_brought_twice(world: World, clock: Clock) -> None:
     async with draining(world) as drain:
         node = world.begin(b"a")
