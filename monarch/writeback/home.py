@@ -593,8 +593,23 @@ class Home:
                 there.st_uid == owner and stat.S_IMODE(there.st_mode) & ~stat.S_ISGID == 0o700
             )
         if is_ours:
-            self._dress_name(fd, name, op, by)
+            self._dress_directory(fd, name, op, by)
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def _dress_directory(self, fd: int, name: bytes, op: Op, by: Credentials | None) -> None:
+        """As ``_dress_name``; a set-group-ID bit that the directory has from above stays.
+
+        The kernel takes it at a chmod by a user who is not in the group of the directory.
+        """
+        it = os.open(name, _ITSELF | os.O_DIRECTORY, dir_fd=fd)
+        try:
+            inherited = os.fstat(it).st_mode & (op.mode or 0) & stat.S_ISGID
+            self._dress_name(fd, name, op, by)
+            now = stat.S_IMODE(os.fstat(it).st_mode)
+            if inherited and not now & stat.S_ISGID:
+                os.chmod(b"/proc/self/fd/%d" % it, now | stat.S_ISGID)
+        finally:
+            os.close(it)
 
     def symlink(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
         by = _creator(op)
