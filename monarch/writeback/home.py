@@ -158,8 +158,15 @@ class Folders:
         parent, _, name = path.rpartition(b"/")
         fd = self._open.get((parent, by))
         if fd is None:
-            with acting_as(by):
-                fd = self._open[parent, by] = self._home.directory(parent, make=make)
+            try:
+                with acting_as(by):
+                    fd = self._home.directory(parent, make=make)
+            except PermissionError:
+                fd = self._home.directory(parent, make=False)
+                if not _is_owner(fd, by):
+                    os.close(fd)
+                    raise
+            self._open[parent, by] = fd
         # The root has no name, and is in itself.
         return fd, name or b"."
 
@@ -175,6 +182,10 @@ class Folders:
 
 
 Step = Callable[[Folders], "Identity | None"]
+
+
+def _is_owner(directory: int, by: Credentials | None) -> bool:
+    return by is not None and os.fstat(directory).st_uid == by.uid
 
 
 class Home:
@@ -312,7 +323,12 @@ class Home:
         try:
             return self._new_part(folders, op.path, part, place.by, make=make)
         except OSError as error:
-            if error.errno not in _FORBIDDEN or place.kind != "over" or place.by is None:
+            if error.errno not in _FORBIDDEN or place.by is None:
+                raise
+            # The owner of a directory may have closed it since the file was made in it, and could
+            # open it again.
+            above, _ = folders.of(op.path, place.by, make=make)
+            if place.kind != "over" and not (place.kind == "new" and _is_owner(above, place.by)):
                 raise
         place.by = None
         return self._new_part(folders, op.path, part, None, make=make)
