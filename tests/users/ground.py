@@ -87,7 +87,11 @@ class Ground:
         self.mounted = monarch.mount(
             self._directories["source"],
             tiers={"fast": "1GiB"},
-            options=["allow_other", "write=absorb", "limits.tier_timeout=60"],
+            options=[
+                *("allow_other", "write=absorb", "limits.tier_timeout=60"),
+                # What stays refused is not waited for.
+                "writeback.end_timeout=1",
+            ],
         )
         for name in _DIRECTORIES[1:]:
             self._fds[name] = os.open(self._directories[name], os.O_PATH)
