@@ -396,13 +396,6 @@ static bool relay_by_name(struct thread *thread, struct in_header *request, bool
     bool served = is_sealed(&path->tiers[tier], fd, ino, &version) &&
                   usable_tier(path, ino, &now) == tier && is_same(&now, &version) &&
                   relay(thread, request, fd, tier, version.size, begin, NULL, first);
-    /* The kernel keeps what it was given: the pages of the copy would be the same bytes twice. A
-     * large folio goes only as a whole, so the last read of a file drops all of it. */
-    const struct read_in *in = (const struct read_in *)(request + 1);
-    if (served && !(in->flags & O_DIRECT)) {
-        bool last = in->offset + in->size >= version.size;
-        posix_fadvise(fd, last ? 0 : (off_t)in->offset, last ? 0 : in->size, POSIX_FADV_DONTNEED);
-    }
     close(fd);
     return served;
 }

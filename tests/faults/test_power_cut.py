@@ -61,7 +61,6 @@ class Machine:
         self._at = monarch.directory / "tiers"
         self.state = self._at / "state"
         self.turn = 0
-        self.options = OPTIONS
         self.power: CuttableDisk
 
     @contextmanager
@@ -71,9 +70,7 @@ class Machine:
             yield
 
     def mount(self) -> Mounted:
-        return self._monarch.mount(
-            self._source, tiers=TIERS, state=self.state, options=self.options
-        )
+        return self._monarch.mount(self._source, tiers=TIERS, state=self.state, options=OPTIONS)
 
     def new_disk(self, kind: str = "ext4") -> Disk:
         self.turn += 1
@@ -220,8 +217,6 @@ def test_a_copy_with_its_name_size_and_seal_but_without_its_bytes_is_never_serve
 ) -> None:
     content = files()
     tree(content)
-    # With open: none a copy's pages are dropped, for which the kernel writes them to the disk.
-    machine.options = [*OPTIONS, "open=open"]
     with machine.runs(machine.new_disk()):
         mounted = filled(machine, content)
         places = {name: copy_of(mounted, name) for name in content}

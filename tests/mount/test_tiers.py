@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import resource
 import shutil
@@ -13,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.conftest import (
@@ -36,7 +33,6 @@ from tests.mount.observe import (
     copy_of,
     epoch,
     flip_bit,
-    forget_pages,
     read_through,
     resident,
     settled,
@@ -463,36 +459,3 @@ def test_a_tier_that_the_kernel_does_not_pass_through_is_relayed_and_status_says
         assert file.read()
         handles = account(mounted)["handles"]
         assert (handles["open_files"], handles["backing_ids"]) == (1, 0), "the daemon reads it"
-
-
-@pytest.mark.promise(96)
-@pytest.mark.modes("no_open")
-def test_a_file_in_the_kernel_s_memory_is_not_there_a_second_time_as_its_copy(
-    monarch: MonarchCommand, tree: Tree
-) -> None:
-    content = files(5, 110_000)
-    tree(content)
-    mounted = monarch.mount(tree({}), tiers={"fast": "10MiB"})
-    epoch(mounted, content)
-    settled(mounted)
-    os.sync()  # pages that wait to be written stay
-    for _ in range(2):
-        for name, expected in content.items():
-            with (mounted.path / name).open("rb", buffering=0) as file:
-                forget_pages(file.fileno())
-                assert file.read() == expected
-            assert pages_in_memory(mounted.path / name) == -(-len(expected) // 4096)
-            copy = copy_of(mounted, name)
-            wait_until(lambda copy=copy: not pages_in_memory(copy), "its pages are dropped")  # type: ignore[misc]
-
-
-def pages_in_memory(path: Path) -> int:
-    """How many pages of a file the kernel holds."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = path.stat().st_size
-    told = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-    with path.open("rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as mapped:
-        view = np.frombuffer(mapped, np.uint8)
-        assert libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), told) == 0
-        del view
-    return sum(page & 1 for page in told.raw)
