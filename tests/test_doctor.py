@@ -510,7 +510,11 @@ def test_what_is_planted_in_a_tier_or_as_the_state_is_told(site: Site) -> None:
     (site.directory / "tier/monarch").symlink_to(elsewhere)
     (site.directory / "state").symlink_to(elsewhere)
     site.is_told("tier fast", "fail", "monarch is a symbolic link", "planted")
-    site.is_told(": state", "fail", "is a symbolic link", "--state")
+    # A link of one's own is followed; what it leads to is judged.
+    site.is_told(": state", "fail", "is open to other users", "--state")
+    if os.geteuid() == 0:
+        os.lchown(site.directory / "state", 12345, 12345)
+        site.is_told(": state", "fail", "is a symbolic link of uid 12345", "--state")
     (site.directory / "tier/monarch").unlink()
     (site.directory / "tier/monarch").write_text("")
     site.is_told("tier fast", "fail", "is not a directory", "remove it")

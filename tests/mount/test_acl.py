@@ -27,6 +27,7 @@ from monarch.namespace.trailer import append_trailer
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree
 from tests.equipment.slowfs import SlowSource
 from tests.faults.conftest import slow
+from tests.mount.command import needs_root
 from tests.mount.test_permissions import as_another_user, reading
 
 __all__ = ["slow"]
@@ -34,8 +35,6 @@ __all__ = ["slow"]
 ACCESS, DEFAULT = "system.posix_acl_access", "system.posix_acl_default"
 ALICE, BOB, TEAM = 1001, 1002, 2000
 NAMED_USER, NAMED_GROUP = 0x02, 0x08
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 
 
 def acl(mode: int, *named: tuple[int, int, int], group: int = 0, mask: int | None = None) -> bytes:
@@ -86,7 +85,7 @@ def outcomes(directory: Path, top: str, uid: int) -> Mapping[str, str]:
     return as_another_user(directory, attempts, uid=uid)
 
 
-@as_root
+@needs_root
 @pytest.mark.promise(20)
 @pytest.mark.finding("C2")
 def test_the_lists_of_the_source_decide_as_they_do_there(
@@ -122,7 +121,7 @@ def xattrs(path: Path) -> dict[str, bytes]:
     return listed
 
 
-@as_root
+@needs_root
 @pytest.mark.promise(20, 26)
 @pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_list_that_changes_at_the_source_decides_when_the_file_is_opened_next(
@@ -144,7 +143,7 @@ def test_a_list_that_changes_at_the_source_decides_when_the_file_is_opened_next(
     assert xattrs(mounted.path / "plain") == xattrs(source / "plain")
 
 
-@as_root
+@needs_root
 @pytest.mark.promise(20)
 @pytest.mark.modes("python", "relay")
 def test_a_first_list_that_comes_while_mounted_promises_the_group_nothing(
@@ -165,7 +164,7 @@ def test_a_first_list_that_comes_while_mounted_promises_the_group_nothing(
         assert (mounted.path / "file").read_bytes() == b"bytes"
 
 
-@as_root
+@needs_root
 @pytest.mark.promise(20, 62)
 @pytest.mark.modes("python", "relay")
 def test_a_change_of_the_mode_through_the_mount_changes_the_mask(

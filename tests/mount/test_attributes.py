@@ -13,13 +13,12 @@ import pytest
 
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment.inotify import OpenCounter
+from tests.mount.command import needs_root
 from tests.mount.compare import assert_equal_trees, getdents, opened, wait_for_copies
 from tests.mount.observe import account, copy_of, forget_pages
 
 MiB = 1 << 20
 GiB = 1 << 30
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make this")
 
 
 def test_times_modes_and_owners_are_those_of_the_source(
@@ -157,7 +156,7 @@ def test_a_fifo_joins_two_processes_of_the_mount_and_not_the_source(
 
 
 @pytest.mark.promise(17, 22)
-@as_root
+@needs_root
 def test_devices_are_shown_with_their_numbers_and_cannot_be_opened(
     monarch: MonarchCommand, source: Path
 ) -> None:
