@@ -20,9 +20,7 @@ enum { MOST_GROUPS = 65536, FIRST_BYTES = 8192, MOST_BYTES = 1 << 20 };
 
 /* -- finding out ------------------------------------------------------------------------------- */
 
-/* The whole text of /proc/PID/status, on the heap; NULL if it cannot be read. Its length grows with
- * the groups of the process. */
-static char *status_of(uint32_t pid) {
+char *status_of(uint32_t pid) {
     char name[32];
     snprintf(name, sizeof name, "/proc/%u/status", pid);
     int fd = open(name, O_RDONLY | O_CLOEXEC);

@@ -26,6 +26,10 @@ struct own_rights {
     gid_t *groups;
 };
 
+/* The whole text of /proc/PID/status, which grows with the groups of the process; on the heap. NULL
+ * if it cannot be read. */
+char *status_of(uint32_t pid);
+
 /* Fills ``caller`` with what the kernel tells of the sender of a request, and with the
  * supplementary groups that the process has at this moment. One that cannot be seen from here
  * (``pid`` is 0 in another pid namespace) has none, so it is never given more rights than it has.

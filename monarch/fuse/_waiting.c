@@ -8,12 +8,12 @@
  */
 #include "_datapath.h"
 
+#include "_caller.h"
+
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 /* -- the source's slots ------------------------------------------------------------------------ */
 
@@ -216,50 +216,22 @@ void resume_waiting(struct thread *thread) {
 
 #define SIGNAL(number) (1ull << ((number) - 1))
 
-/* The signals of a line of /proc/PID/status, a bit each, if the line is that one. */
-static void signals(const char *line, const char *name, uint64_t *told) {
-    size_t length = strlen(name);
-    if (strncmp(line, name, length) == 0)
-        *told = strtoull(line + length, NULL, 16);
+/* The signals that a line of /proc/PID/status tells, a bit each; ``name`` has the line's begin. */
+static uint64_t signals(const char *text, const char *name) {
+    const char *at = strstr(text, name);
+    return at ? strtoull(at + strlen(name), NULL, 16) : 0;
 }
 
 /* Whether a thread is to stop waiting. The kernel has decided to end it and only waits for our
  * answer; or it has a way of its own to end on Ctrl-C and the like. Other signals than these come
  * unasked (SIGCHLD, SIGPROF), and few programs expect that a read of a file fails for them. */
 static bool is_wanted_back(uint32_t pid) {
-    char name[32], text[4096];
-    snprintf(name, sizeof name, "/proc/%u/status", pid);
-    int fd = pid ? open(name, O_RDONLY | O_CLOEXEC) : -1;
-    if (fd < 0)
+    char *text = pid ? status_of(pid) : NULL;
+    if (!text)
         return false;
-    uint64_t own = 0, shared = 0, blocked = 0, handled = 0;
-    size_t have = 0;
-    bool whole = true; /* text begins with the begin of a line */
-    ssize_t got;
-    /* The line of groups alone may be longer than any buffer; what is asked for comes after it. */
-    while ((got = read(fd, text + have, sizeof text - 1 - have)) > 0) {
-        have += (size_t)got;
-        text[have] = 0;
-        char *line = text, *end;
-        while ((end = strchr(line, '\n'))) {
-            *end = 0;
-            if (whole) {
-                signals(line, "SigPnd:", &own);
-                signals(line, "ShdPnd:", &shared);
-                signals(line, "SigBlk:", &blocked);
-                signals(line, "SigCgt:", &handled);
-            }
-            whole = true;
-            line = end + 1;
-        }
-        have -= (size_t)(line - text);
-        memmove(text, line, have);
-        if (have == sizeof text - 1) {
-            have = 0;
-            whole = false;
-        }
-    }
-    close(fd);
+    uint64_t own = signals(text, "\nSigPnd:"), shared = signals(text, "\nShdPnd:"),
+             blocked = signals(text, "\nSigBlk:"), handled = signals(text, "\nSigCgt:");
+    free(text);
     uint64_t ending = SIGNAL(SIGINT) | SIGNAL(SIGTERM) | SIGNAL(SIGHUP) | SIGNAL(SIGQUIT);
     return own & SIGNAL(SIGKILL) || (own | shared) & handled & ~blocked & ending;
 }
