@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from tests.equipment.forkserver import ForkServer
+
 # Each process that a test starts inherits these, so it can be found however it daemonised. The run
 # is that of one process of pytest; several may share the tests.
 _RUN_VARIABLE = "MONARCH_TEST_RUN"
@@ -37,6 +39,7 @@ _TROUBLE = re.compile(
     r"|^\s*Traceback \(most recent call last\)"
 )
 
+_fork_server = ForkServer()
 
 # The ways that reads can take. Whatever the mount promises holds in each of them.
 MODES = {
@@ -140,6 +143,7 @@ def processes(variable: str, value: str) -> dict[int, str]:
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The run leaves no mount in its directories and no process that it started."""
     yield
+    _fork_server.close()
     ours = str(tmp_path_factory.getbasetemp().resolve())
     assert {path for path in mounts() if path.startswith(ours)} == set()
     # A pool of workers that ends with its parent may need a moment.
@@ -283,15 +287,18 @@ class MonarchCommand:
         self, *arguments: str, check: bool = True, timeout_s: float = _CLI_TIMEOUT_S
     ) -> subprocess.CompletedProcess[str]:
         """Run ``monarch ARGUMENTS``; with ``check`` an exit code other than 0 fails the test."""
-        done = subprocess.run(
-            [*self.wrapper, sys.executable, "-m", "monarch", *arguments],
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="backslashreplace",
-            timeout=timeout_s,
-        )
+        if self.wrapper:
+            done = subprocess.run(
+                [*self.wrapper, sys.executable, "-m", "monarch", *arguments],
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="backslashreplace",
+                timeout=timeout_s,
+            )
+        else:
+            done = _fork_server.run(arguments, self.environment(), timeout_s)
         if check and done.returncode != 0:
             pytest.fail(
                 f"monarch {' '.join(arguments)} exited with {done.returncode}:\n"
