@@ -47,7 +47,7 @@ from monarch.vfs.stock import Stock
 from monarch.vfs.writing import Writing
 from monarch.writeback.drain import Drain
 from monarch.writeback.home import Home
-from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.journal import Journal, Replay, Told
 from monarch.writeback.losses import Numbered, names_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op
@@ -181,11 +181,11 @@ def _unfinished(ops: Sequence[Numbered], found: Replay, objects: Objects) -> Ite
     """What the source has not got: changes, and the making of files that were open when their
     daemon was killed, under the names that they have by now."""
     made = {op.object for _, op in ops if op.kind in ("create", "take")}
-    told = {op.object: op for _, op in ops if op.kind == "content"}
-    new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, told[n])}
+    told = found.told()
+    new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, n, told[n])}
     names = names_of(ops, new)
     latest = {
-        n: replace(op, path=names[n][0], paths=tuple(names[n]) if op.paths else ())
+        n: replace(op, path=names[n][0], paths=tuple(names[n]) if len(names[n]) > 1 else ())
         for _, op in ops
         if (n := op.object) in names and op.kind in ("create", "take")
     }
@@ -201,13 +201,13 @@ def _unfinished(ops: Sequence[Numbered], found: Replay, objects: Objects) -> Ite
             yield seq, latest[op.object]
 
 
-def _differs(objects: Objects, content: Op) -> bool:
-    """Whether an object was written since that content of it was recorded."""
+def _differs(objects: Objects, number: int, told: Told) -> bool:
+    """Whether an object was written since ``told`` was recorded of it."""
     try:
-        status = objects.status(content.object)
+        status = objects.status(number)
     except OSError:
         return False
-    return (status.st_size, status.st_mtime_ns) != (content.size, content.mtime_ns)
+    return (status.st_size, status.st_mtime_ns) != told
 
 
 class WriteSide:

@@ -178,11 +178,11 @@ class WrittenFiles:
     def record_unrecorded(self, found: Replay) -> None:
         """A daemon that was killed has not recorded what was open then: it is as it is."""
         nodes = {node.object: node for node in self._names.nodes() if node.object and node.names}
-        told = {op.object: op for _, op in found.ops if op.kind == "content"}
+        told = found.told()
         new = found.unpublished(nodes)
         for number, node in nodes.items():
-            op = told.get(number)
-            is_told = op is None or (op.size, op.mtime_ns) == (node.size, node.mtime_ns)
+            now = node.size, node.mtime_ns
+            is_told = told.get(number, now) == now
             if number in new or not (is_told or self._stock.is_through(number)):
                 self._record(node, size=node.size, synced=False)
 
@@ -569,6 +569,11 @@ class WrittenFiles:
         """Whether the last content of an open file was not published, since it was written."""
         file = self._open.get(ino)
         return file is not None and file.is_left_out
+
+    def is_recorded(self, node: Node) -> bool:
+        """Whether the last content that was recorded of a file has all bytes that it has now."""
+        file = self._open.get(node.ino)
+        return file is None or not (file.is_changed or file.is_left_out)
 
     async def sync(self, ino: Ino) -> int:
         """Make the bytes of an open file safe; the number of the content that says so."""

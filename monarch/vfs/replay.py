@@ -50,7 +50,9 @@ class _Again:
         op = self._op
         match op.kind:
             case "create" | "mkdir" | "symlink" | "mknod":
-                self._make(op.path)
+                node = self._make(op.path)
+                for other in op.paths:
+                    self._name_again(node, other)
             case "take" | "content":
                 self._content()
             case "link":
@@ -118,6 +120,16 @@ class _Again:
             object=op.object,
             ino=Ino(op.ino) if op.ino else None,
         )
+
+    def _name_again(self, node: Node, path: bytes) -> None:
+        """Give another name to what was made; the snapshot may know it as a file of the source."""
+        parent, name = self._place(path)
+        found = self._names.lookup(parent, name)
+        if found == node.ino:
+            return
+        if found is not None:
+            self._names.unlink(parent, name, now_ns=self._now_ns)
+        self._names.link(node.ino, parent, name, now_ns=self._now_ns)
 
     def _content(self) -> None:
         op = self._op

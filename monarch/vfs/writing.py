@@ -407,6 +407,7 @@ class Writing:
                     gid=gid,
                     atime_ns=atime_ns,
                     mtime_ns=mtime_ns,
+                    same=mtime_ns is not None and self.files.is_recorded(node),
                     ino=ino,
                     by=owner if mode is not None and by.uid not in (0, owner.uid) else by,
                     was=was,

@@ -68,6 +68,9 @@ _SCARCE_BYTES = 1 * MiB
 _AHEAD_BYTES = 4 * MiB
 
 
+Told = tuple[int, int | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """What a journal held when it was opened.
@@ -99,6 +102,20 @@ class Replay:
                 else:
                     settled.discard(op.object)
         return set(objects) - settled
+
+    def told(self) -> dict[int, Told]:
+        """Size and time of modification of each object as they were recorded last.
+
+        The time is None, which is that of no object, if it was set while there were bytes that no
+        content tells of.
+        """
+        told: dict[int, Told] = {}
+        for _, op in self.ops:
+            if op.kind == "content":
+                told[op.object] = op.size, op.mtime_ns
+            elif op.kind == "attr" and op.mtime_ns is not None and op.object in told:
+                told[op.object] = told[op.object][0], op.mtime_ns if op.same else None
+        return told
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,13 +40,15 @@ _ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
 class Op:
     """What was done, with the names that it had at that moment, relative to the mount's root.
 
-    create   a new regular file with an empty ``object``
+    create   a new regular file with an empty ``object``; in a journal that was written anew it may
+             have several names by then, which are in ``paths``
     take     a file that the source has got an ``object``; its bytes there are those before. If it
              has several names, they are in ``paths``
     mkdir, symlink (``to``: the target), mknod (``rdev``; its type in ``mode``)
     link, rename     from ``path`` to the new name ``to``
     unlink, rmdir
-    attr     of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` those that are not None
+    attr     of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` those that are not None.
+             ``same``: no bytes were written since the last content was recorded
     xattr    ``xattrs``: a value, or None: it was removed
     content  the first ``size`` bytes of the object are whole; all that the source is to be told of
              the file, and all its names in ``paths``, of which ``path`` is the first. ``synced``:

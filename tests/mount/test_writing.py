@@ -176,6 +176,62 @@ def test_a_killed_daemon_has_lost_nothing(monarch: MonarchCommand, absorbing: Mo
         assert there == contents(str(step), 200_000)
 
 
+@pytest.mark.promise(67, 79)
+def test_times_that_were_set_make_nothing_new_of_a_drained_file(
+    monarch: MonarchCommand, absorbing: Mounted
+) -> None:
+    at, source = absorbing.path, absorbing.source
+    for name in ("edited", "replaced", "linked", "rewritten"):
+        (at / name).write_bytes(b"as written")
+        os.utime(at / name, (1_000_000_000, 1_000_000_000))
+    os.link(at / "linked", at / "again")
+    drained(absorbing, "edited", "replaced", "again", "rewritten")
+    # These bytes are told by nothing but the file: its times are as before.
+    with (at / "rewritten").open("r+b", buffering=0) as unfinished:
+        unfinished.write(b"AS WRITTEN")
+        os.utime(at / "rewritten", (1_000_000_000, 1_000_000_000))
+        absorbing.kill()
+        with suppress(OSError):
+            unfinished.close()
+    before = (source / "linked").stat().st_ino
+    with (source / "edited").open("ab") as file:
+        file.write(b", and more")
+    (source / "new").write_bytes(b"of others")
+    (source / "new").rename(source / "replaced")
+    again = monarch.mount(source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    assert (again.path / "edited").read_bytes() == b"as written, and more"
+    assert (again.path / "replaced").read_bytes() == b"of others"
+    assert (again.path / "rewritten").read_bytes() == b"AS WRITTEN"
+    assert (again.path / "linked").stat().st_nlink == 2
+    # A file that was open when the daemon was killed is brought again, with all its names.
+    again.umount()
+    assert not list(source.glob("*conflict*"))
+    assert (source / "rewritten").read_bytes() == b"AS WRITTEN"
+    assert {(source / name).stat().st_ino for name in ("linked", "again")} == {before}
+
+
+@pytest.mark.promise(67)
+def test_a_file_that_is_brought_again_keeps_its_names(
+    monarch: MonarchCommand, absorbing: Mounted
+) -> None:
+    at, source = absorbing.path, absorbing.source
+    (at / "b").write_bytes(b"first")
+    os.link(at / "b", at / "a")
+    os.link(at / "b", at / "d/c")
+    drained(absorbing, "a", "b", "d/c")
+    with (at / "a").open("ab", buffering=0) as file:
+        file.write(b", second")
+        absorbing.kill()
+        with suppress(OSError):
+            file.close()
+    again = monarch.mount(source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    assert (again.path / "d/c").read_bytes() == b"first, second"
+    again.umount()
+    there = [(source / name).stat() for name in ("a", "b", "d/c")]
+    assert len({status.st_ino for status in there}) == 1 and there[0].st_nlink == 3
+    assert (source / "b").read_bytes() == b"first, second"
+
+
 @pytest.mark.promise(67)
 def test_what_was_open_when_the_daemon_was_killed_is_there_as_it_was_written(
     monarch: MonarchCommand, absorbing: Mounted
