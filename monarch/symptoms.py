@@ -245,7 +245,9 @@ class Symptoms:
                 f"the source does not take what was written ({kept} wait): {backlog.trouble}",
                 0,
                 f"look at it as the daemon's user: `ls -ld {self._source}`, `df {self._source}`;"
-                f" all is kept in {os.fspath(side.place.directory)} and tried again by itself",
+                f" all is kept in {os.fspath(side.place.directory)} and tried again by itself;"
+                " what the source never will take can be copied elsewhere on the mount and removed"
+                " there",
             )
 
     def _of_tier(self, tier: Tier) -> Iterator[Problem]:

@@ -109,6 +109,11 @@ class Stock:
         node = self._node(object)
         return node is None or not node.names
 
+    def is_removed(self, ino: int) -> bool:
+        """Whether an inode that was made or changed here has no name any more."""
+        node = self._names.node(Ino(ino))
+        return node is None or not node.names
+
     def is_written(self, object: int) -> bool:
         """Whether somebody has it open and has changed it since it was recorded.
 

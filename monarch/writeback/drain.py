@@ -93,6 +93,10 @@ class Contents(Protocol):
         """Whether it has no name any more."""
         ...
 
+    def is_removed(self, ino: int) -> bool:
+        """Whether an inode that was made or changed on the mount has no name there any more."""
+        ...
+
     def is_written(self, object: int) -> bool:
         """Whether somebody has it open for writing."""
         ...
@@ -142,7 +146,7 @@ class _Entry:
     it was tried ahead of its turn, in vain. Ready are those that are ``staged``, those that are
     ``published``: the source has these bytes already, and those that are ``skipped``. ``place``:
     where what is staged goes. Of those that are held, ``refusal`` is why, empty for one that only
-    depends on another.
+    depends on another. ``is_moot``: it was refused, and nobody needs it any more.
     """
 
     seq: int
@@ -159,6 +163,7 @@ class _Entry:
     restaged: int = 0
     is_held: bool = False
     refusal: str = ""
+    is_moot: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -232,6 +237,8 @@ class Drain:
         # and has no object, by its number there.
         self._known: dict[int, Identity] = {}
         self._made: dict[int, Identity] = {}
+        # What was made on the mount and is given up: nothing more of it goes to the source.
+        self._given_up: set[int] = set()
         # Objects of files that were made on the mount, and what renames on the mount have replaced
         # by one of them.
         self._new: set[int] = set()
@@ -422,12 +429,24 @@ class Drain:
     def _hold(self, entry: _Entry, error: OSError) -> None:
         """Let others go before the change at the front, which the source refuses."""
         assert self._queue[0] is entry
+        op = entry.op
+        if self._is_moot(entry):
+            entry.is_moot = True
+            if op.kind in ("mkdir", "symlink", "mknod"):
+                self._given_up.add(op.ino)
+            log.info(
+                "the source refuses %s %r (%s), and it was removed on the mount since: given up",
+                op.kind,
+                os.fsdecode(op.path),
+                errno_words(error.errno),
+            )
+            return
         words = errno_words(error.errno)
-        entry.refusal = f"{entry.op.kind} {os.fsdecode(entry.op.path)!r}: {words}"
+        entry.refusal = f"{op.kind} {os.fsdecode(op.path)!r}: {words}"
         self._failures += 1
         self._limiter.warning(
             log,
-            f"drain refused {entry.op.kind} {error.errno}",
+            f"drain refused {op.kind} {error.errno}",
             "the source refuses %s; it is kept here, with what depends on it, and tried again; the"
             " changes of other users go on",
             entry.refusal,
@@ -439,6 +458,20 @@ class Drain:
             self._retry_pause_s = min(2 * self._retry_pause_s, _BACKOFF_S[1])
         self._queue.popleft()
         self._set_aside(entry)
+
+    def _is_moot(self, entry: _Entry) -> bool:
+        """Whether the source needs no more to be told a change that it refuses: of what was removed
+        on the mount since, or the removal of what it never got."""
+        op = entry.op
+        match op.kind:
+            case "mkdir" | "symlink" | "mknod" | "attr" | "xattr":
+                return op.ino != 0 and self._contents.is_removed(op.ino)
+            case "unlink" if op.object:
+                had = (self._present, self._over, self._ours)
+                return op.object in self._new and not any(op.object in table for table in had)
+            case "unlink" | "rmdir":
+                return op.ino != 0 and op.strict and op.was is None and op.ino not in self._made
+        return False
 
     def _set_aside(self, entry: _Entry) -> None:
         op = entry.op
@@ -608,6 +641,8 @@ class Drain:
         op, home = entry.op, self._home
         absent = bool(op.object) and op.object not in self._present
         expected = self._expected(entry)
+        if entry.is_moot or op.ino in self._given_up:
+            return None
         match op.kind:
             case "create" | "take":
                 # Those behind it in the same turn have to know.

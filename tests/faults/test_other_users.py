@@ -263,3 +263,32 @@ def test_a_change_that_is_refused_holds_up_no_other_user(
     assert (shared / "y/file").read_text() == "deep\n"
     assert (shared / "z").read_text() == "later\n"
     assert mounted.status()["health"]["problems"] == []
+
+
+@pytest.mark.finding("D9")
+@pytest.mark.promise(81)
+@pytest.mark.fault("U4")
+def test_who_removes_what_is_refused_is_held_up_no_longer(
+    mounted: Mounted, monarch: MonarchCommand
+) -> None:
+    monarch.expects_log("the source refuses")
+    shared, here = mounted.source / "shared", mounted.path / "shared"
+    # What others have there, and a right that is taken away meanwhile.
+    acts(ALICE, shared, "echo alice > y")
+    acts(MALLORY, here, "mkdir closed")
+    drain(mounted)
+    (shared / "closed").chmod(0o555)
+    os.chown(shared / "closed", 0, 0)
+    acts(MALLORY, here, "mkdir y; echo deep > y/file; chmod 750 y")
+    acts(MALLORY, here, "cd closed; mkdir d; echo 1 > d/f; echo 2 > f; ln -s x s; echo 3 > keep")
+    acts(MALLORY, here, "echo later > z")
+    wait_until(lambda: "drain-refused" in kinds(mounted), "it is refused")
+    # The bytes are on the mount, so they can be moved elsewhere before the rest is removed.
+    told = acts(MALLORY, here, "cp closed/keep kept && cp y/file deep && rm -r y closed/*")
+    assert told == ""
+    done = mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "20", check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "drain-refused" not in kinds(mounted)
+    found = {name: (shared / name).read_text() for name in ("y", "z", "kept", "deep")}
+    assert found == {"y": "alice\n", "z": "later\n", "kept": "3\n", "deep": "deep\n"}
+    assert list((shared / "closed").iterdir()) == []

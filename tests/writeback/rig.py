@@ -248,6 +248,9 @@ class World:
     def is_dead(self, object: int) -> bool:
         return all(node.object != object for node in self.tree.values())
 
+    def is_removed(self, ino: int) -> bool:
+        return False
+
     def is_written(self, object: int) -> bool:
         return any(node.writers for node in self.tree.values() if node.object == object)
 
