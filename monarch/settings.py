@@ -210,7 +210,7 @@ class LimitSettings(Section):
     copy_workers: Count = Field(
         default=4, description="Files copied into each tier at the same time."
     )
-    source_concurrency: Count = Field(default=32, description="Calls to the source in flight.")
+    source_concurrency: Count = Field(default=128, description="Calls to the source in flight.")
     source_timeout: Duration | None = Field(
         default=None,
         description="How long an open or a read waits for a source that hangs before it fails with"

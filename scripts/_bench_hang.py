@@ -31,7 +31,7 @@ LARGE_BYTES = 1 << 30
 # Anonymous memory and threads of the daemon that requests which wait may take. What a thread may
 # need at most: its buffers and stack, for each of the calls of the source that may be under way.
 MEMORY_BAR_MIB = 64.0
-THREADS_BAR = 100.0
+THREADS_BAR = 200.0
 # Each thread waits in one call: an open of the small file, or a read of a page that no other reads.
 _WAIT = f"""
 import os, sys, threading

@@ -79,7 +79,7 @@ class SlowSource:
         return self
 
     def _start(self) -> None:
-        options = "max_threads=128,max_idle_threads=128,fsname=slowfs,subtype=slowfs"
+        options = "max_threads=512,max_idle_threads=512,fsname=slowfs,subtype=slowfs"
         if os.geteuid() == 0:
             options += ",allow_other"
         self._process = subprocess.Popen(

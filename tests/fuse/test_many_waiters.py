@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from monarch.settings import LimitSettings
 from monarch.units import MiB
 from tests.conftest import MonarchCommand, Tree, contents
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import epoch, settled, wait_until
 
 OPENS, READS = 600, 300
+READERS = 300
+AT_SOURCE = LimitSettings().source_concurrency
 
 _WAITERS = f"""
 import os, sys, threading
@@ -37,6 +40,12 @@ for thread in threads:
 for thread in threads:
     thread.join()
 sys.exit(bool(wrong))
+"""
+_OPENERS = """
+import sys, threading
+threading.stack_size(65536)
+for path in sys.argv[1:]:
+    threading.Thread(target=lambda path=path: open(path, "rb", 0).read(1)).start()
 """
 _READ = """
 import os, sys
@@ -66,7 +75,7 @@ def test_nine_hundred_that_wait_for_the_source_change_nothing_for_others(
 ) -> None:
     resident = {f"resident/{n}": contents(f"r{n}", size) for n, size in enumerate((900, 500_000))}
     tree({**resident, "small": 5000, "large": 80 * MiB})
-    mounted = monarch.mount(slow.path)
+    mounted = monarch.mount(slow.path, options=["limits.source_concurrency=32"])
     epoch(mounted, resident)
     settled(mounted)
     before = _of(mounted.pid, "RssAnon")
@@ -88,6 +97,28 @@ def test_nine_hundred_that_wait_for_the_source_change_nothing_for_others(
         slow.rules()
         assert process.wait(60) == 0
     wait_until(lambda: mounted.status()["requests"]["waiting"] == 0, "all are answered")
+    settled(mounted)
+
+
+@pytest.mark.promise(11, 89)
+def test_as_many_readers_are_at_the_source_as_configured_and_no_more(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    """A source that is far away needs many calls at once; one that hangs must not take threads."""
+    names = [f"f{number}" for number in range(READERS)]
+    tree(dict.fromkeys(names, 500))
+    mounted = monarch.mount(slow.path)
+    slow.rules("hang open ^/f")
+    paths = [str(mounted.path / name) for name in names]
+    with subprocess.Popen([sys.executable, "-c", _OPENERS, *paths]) as process:
+        try:
+            wait_until(lambda: mounted.status()["requests"]["waiting"] == READERS, "they wait")
+            wait_until(lambda: slow.counters()["hanging"] == AT_SOURCE, "many ask the source")
+            assert _of(mounted.pid, "Threads") < AT_SOURCE + 64
+            slow.rules()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     settled(mounted)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch.settings import LimitSettings
 from monarch.types import Ino
 from tests.conftest import Tree
 from tests.equipment.slowfs import SlowSource
@@ -29,7 +30,7 @@ from tests.fuse.wire import Op
 MANY = 600
 SMALL, LARGE = 1000, 3_000_000
 # Calls of the source at once, as configured.
-SLOTS = 32
+SLOTS = LimitSettings().source_concurrency
 
 
 @contextmanager
@@ -175,7 +176,9 @@ def test_who_is_killed_while_its_request_has_no_turn_is_let_go(
     # Others wait for the entry that the first is to settle.
     opens = [made.send_open(made.ino("small"), pid=killed) for _ in range(3)]
     opens += [made.send_open(made.ino(f"s{n}"), pid=killed) for n in range(20)]
-    reads = [made.send_read(ino, handle, n * 4096, 4096, pid=killed) for n in range(40, 60)]
+    reads = [
+        made.send_read(ino, handle, n * 4096, 4096, pid=killed) for n in range(SLOTS, SLOTS + 20)
+    ]
     eventually(
         lambda: made.datapath.state().waiting == SLOTS + len(opens) + len(reads), "they wait"
     )
