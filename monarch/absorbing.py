@@ -123,7 +123,8 @@ def _locked(directory: Path, settings: MountSettings) -> Lock:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         what = f"what is written for {os.fspath(settings.source)!r} in {os.fspath(directory)!r}"
-        return Lock(fd, what, os.fspath(settings.mountpoint))
+        another = "give this mount another tier with --tier PATH"
+        return Lock(fd, what, os.fspath(settings.mountpoint), instead=another)
     finally:
         os.close(fd)
 

@@ -46,7 +46,7 @@ from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.written import NAME_BYTES
-from monarch.overlaps import check_apart
+from monarch.overlaps import check_apart, with_state_directory
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
@@ -122,7 +122,9 @@ def prepare(settings: MountSettings) -> MountSettings:
     mountpoints.check(settings.mountpoint, settings.source)
     for tier in settings.tiers:
         mountpoints.check_tier(tier.path, settings.source, settings.mountpoint)
-    check_apart(settings, Registry(state_root()).all())
+    records = Registry(state_root()).all()
+    settings = with_state_directory(settings, records)
+    check_apart(settings, records)
     return settings
 
 

@@ -1,7 +1,7 @@
-"""What a mount keeps must not lie in a Monarch mount, nor within what another mount keeps.
+"""What a mount keeps lies in no Monarch mount, and not within what another mount keeps.
 
-Of the mounts of this user: those of others cannot be known. Two mounts of one configuration file
-are compared by ``config`` when it is read.
+Only the running mounts of the same user are compared: those of other users cannot be read. Two
+mounts of one configuration file are compared by ``config`` when it is read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,29 @@ from pathlib import Path
 
 from monarch.errors import TierError, UsageError
 from monarch.fuse.mountpoint import require_outside
-from monarch.places import state_directory
+from monarch.places import state_beside, state_directory
 from monarch.registry import MountRecord, alive
 from monarch.settings import MountSettings
 from monarch.state import read_note
 
 Place = tuple[str, Path]
+
+
+def with_state_directory(settings: MountSettings, records: Sequence[MountRecord]) -> MountSettings:
+    """``settings`` with the state directory named.
+
+    It is that of the source, or, if another mount of ``records`` has that now, one beside it.
+    """
+    state = state_directory(settings)
+    is_taken = any(
+        record.state == os.fspath(state)
+        and record.mountpoint != os.fspath(settings.mountpoint)
+        and alive(record)
+        for record in records
+    )
+    if is_taken and settings.state is None:
+        state = state_beside(settings)
+    return settings.model_copy(update={"state": state})
 
 
 def check_apart(settings: MountSettings, records: Sequence[MountRecord]) -> None:

@@ -45,7 +45,20 @@ def readable_name(source: Path) -> str:
 
 def state_directory(settings: MountSettings) -> Path:
     """The directory of what outlives this mount. It need not exist yet."""
-    return settings.state or state_root() / readable_name(settings.source)
+    if settings.state is not None:
+        return settings.state
+    beside = state_beside(settings)
+    return beside if beside.is_dir() else state_root() / readable_name(settings.source)
+
+
+def state_beside(settings: MountSettings) -> Path:
+    """The state directory of a further mount of a source, named after its mount point.
+
+    A mount point that was mounted with it once keeps it.
+    """
+    mountpoint = os.fsencode(os.path.abspath(settings.mountpoint))
+    digest = hashlib.blake2b(mountpoint, digest_size=4).hexdigest()
+    return state_root() / f"{readable_name(settings.source)}-at-{digest}"
 
 
 # Set by schedulers and sites to the scratch directory of the job, best known first.

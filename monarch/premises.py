@@ -23,7 +23,7 @@ from monarch.errors import MonarchError, SnapshotError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.modes import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
-from monarch.overlaps import check_apart
+from monarch.overlaps import check_apart, with_state_directory
 from monarch.places import MountedFileSystem, mount_table, state_directory
 from monarch.registry import MountRecord
 from monarch.settings import MountSettings, TierSettings
@@ -111,6 +111,7 @@ def check_mount(
         None,
     )
     table = mount_table()
+    mount = with_state_directory(mount, records)
     state = state_directory(mount)
     source = bounded(f"{mount.name}: source", mount.source, lambda: check_source(mount))
     yield from source

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.places import mount_table
+from monarch.places import mount_table, state_beside
 from monarch.premises import is_remote, kind_of
 from monarch.report import Mode
 from monarch.settings import MountSettings
@@ -87,6 +87,11 @@ def remarks(
                     f"tier {each.tier.name} also holds copies of {', '.join(sorted(set(others)))},"
                     f" not mounted: `monarch evict --tier {os.fspath(each.tier.path)}` shows them"
                 )
+    if state == state_beside(settings):
+        told.append(
+            f"a second mount of this source: its records, snapshot and log are in {state}, and its"
+            " copies are its own"
+        )
     if absorbs_in_memory and settings.absorbs:
         told.append(
             "what is written goes to memory: after fsync it survives the daemon, not the machine;"

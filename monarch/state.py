@@ -50,7 +50,8 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
         what = f"state directory {os.fspath(state)!r}"
         try:
             require_private(state)
-            lock = Lock(directory, what, os.fspath(settings.mountpoint))
+            another = "give this mount another directory with --state DIR"
+            lock = Lock(directory, what, os.fspath(settings.mountpoint), instead=another)
         except OSError as error:
             raise TierError(
                 f"{what}: {error.strerror}", hint="make room, or name another with --state"

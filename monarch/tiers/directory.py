@@ -160,7 +160,12 @@ class Tier:
         self.own, self._root = _open_private(path, owner)
         with ExitStack() as opened:
             opened.callback(os.close, self._root)
-            self._lock = Lock(self._root, f"tier {os.fspath(path)!r}", owner.mountpoint)
+            self._lock = Lock(
+                self._root,
+                f"tier {os.fspath(path)!r}",
+                owner.mountpoint,
+                instead="give this mount another tier with --tier PATH",
+            )
             opened.callback(self._lock.release)
             self.id = self._own_id(known_as)
             opened.pop_all()

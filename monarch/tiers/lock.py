@@ -13,10 +13,11 @@ class Lock:
     """An flock on ``lock`` in a directory, with who holds it written inside.
 
     The kernel drops it when the holder dies, so a dead daemon's lock is taken over by the next.
-    Raises LockedError naming the holder's pid and mount point.
+    Raises LockedError naming the holder's pid and mount point, and ``instead``: what to do without
+    unmounting that.
     """
 
-    def __init__(self, directory_fd: int, what: str, owner: str) -> None:
+    def __init__(self, directory_fd: int, what: str, owner: str, *, instead: str = "") -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
         try:
@@ -26,7 +27,7 @@ class Lock:
             os.close(self._fd)
             raise LockedError(
                 f"{what} is in use by {_holder(told)}",
-                hint="unmount that one first, or give this mount a directory of its own",
+                hint="unmount that mount first" + (f", or {instead}" if instead else ""),
             ) from None
         note = json.dumps({"pid": os.getpid(), "mountpoint": owner}).encode()
         os.ftruncate(self._fd, 0)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from monarch.places import readable_name
+from monarch.registry import Registry
 from tests.conftest import MonarchCommand, Mounted, Tree
 from tests.equipment.inotify import OpenCounter
-from tests.mount.command import needs_fuse
+from tests.mount.command import needs_fuse, one_line
 from tests.mount.observe import account, copies, epoch, resident, settled
 
 pytestmark = needs_fuse
@@ -139,6 +140,11 @@ def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
     assert line.startswith(f"{other}: 8 copies")
     nothing = monarch("evict", "--tier", str(tier), "--source", str(source), check=False)
     assert (nothing.returncode, "holds no copies of" in nothing.stderr) == (2, True)
+    for missing, words in ((f"{tier}:1GiB", "does not exist"), (strange.parent / "x", "is not a")):
+        (strange.parent / "x").touch()
+        done = monarch("evict", "--tier", str(missing), check=False)
+        assert (done.returncode, words in one_line(done)) == (6, True), done.stderr
+    (strange.parent / "x").unlink()
 
 
 @pytest.mark.finding("D15")
@@ -226,3 +232,60 @@ def test_the_mount_says_its_mode_what_fits_and_what_cannot_be(
         )
         lines = mounted(f"{memory}/t:1MiB", "-o", "write=absorb")
         assert any("after fsync it survives the daemon, not the machine" in line for line in lines)
+
+
+@pytest.mark.finding("F2")
+@pytest.mark.promise(124)
+@pytest.mark.modes("relay")
+def test_one_source_is_mounted_twice_without_naming_state_directories(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    content = {f"{number}.jpg": b"%d" % number * 4000 for number in range(4)}
+    tree(content)
+    root = Path(monarch.environment()["MONARCH_STATE_ROOT"])
+    tier = f"{monarch.directory}/tiers/fast:1MiB"
+    made: list[Mounted] = []
+
+    def mount(name: str, *options: str) -> tuple[Mounted, str]:
+        mnt = monarch.directory / name
+        mnt.mkdir(exist_ok=True)
+        mode = ["-o", "datapath=relay,open=open"]
+        done = monarch("mount", str(source), str(mnt), "--tier", tier, *mode, *options)
+        (record,) = (r for r in Registry(root).all() if r.mountpoint == str(mnt))
+        path = monarch.directory / "tiers/fast"
+        mounted = Mounted(monarch, mnt, source, Path(record.state), {"fast": path}, record.pid)
+        made.append(mounted)
+        monarch.mounted.append(mounted)
+        return mounted, done.stderr
+
+    first, told = mount("a")
+    assert first.state == root / readable_name(source)
+    assert "second mount" not in told
+    second, told = mount("b")
+    assert (
+        f"a second mount of this source: its records, snapshot and log are in {second.state}"
+        in (told)
+    )
+    assert second.state != first.state
+    for mounted in (first, second):
+        epoch(mounted, content)
+        settled(mounted)
+        assert set(resident(mounted, content)) == set(content)
+    # Each finds its own copies again, in whichever order they come.
+    for mounted in (first, second):
+        mounted.umount()
+    for name, before in (("b", second), ("a", first)):
+        again, _ = mount(name)
+        assert again.state == before.state
+        assert set(resident(again, content)) == set(content)
+    # What is written there has one journal, so the next one needs a tier of its own.
+    for mounted in made[2:]:
+        mounted.umount()
+    mount("a", "-o", "write=absorb")
+    monarch.expects_log("what is written for .* is in use by pid")
+    done = monarch("mount", str(source), str(second.path), "--tier", tier, check=False)
+    told = one_line(done)
+    assert (done.returncode, "or give this mount another tier with --tier PATH" in told) == (
+        7,
+        True,
+    )
