@@ -528,7 +528,8 @@ def _conflicts_between(mounts: Mapping[str, MountSettings]) -> Iterator[tuple[st
         owner = owners.setdefault((kind, path), name)
         # A tier keeps the copies of each mount in a directory of its own.
         if owner != name and kind not in ("source", "tier"):
-            yield name, loc, f"{kind} {path} is that of mount {owner!r}; give each its own"
+            key = ", with `state: DIR`" if kind == "state directory" else ""
+            yield name, loc, f"{kind} {path} is that of mount {owner!r}; give each its own{key}"
     pages: dict[str, str] = {}
     for name, mount in mounts.items():
         address = mount.metrics.address
@@ -628,7 +629,8 @@ _REFUSED_OPTIONS = {
     "suid": "a mount is always nosuid",
     "dev": "a mount is always nodev",
     "noexec": "is not supported",
-    "remount": "is not supported; `monarch umount`, then mount with the new options",
+    "remount": "a running mount keeps its settings: `monarch umount`, then mount with new ones; the"
+    " tiers keep their copies",
 }
 
 

@@ -361,6 +361,19 @@ def test_nothing_is_shown_before_the_first_step(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.finding("F5")
+def test_a_scan_that_was_interrupted_says_how_far_it_was(tmp_path: Path) -> None:
+    told: list[tuple[int, int | None, str]] = []
+    scanning = output.Scanning(tmp_path / "a\nb")
+    assert scanning.interrupted() == "nothing was scanned yet"
+    scanning.bar = lambda *step: told.append(step)
+    scanning(12_345, None, "entries")
+    assert told == [(12_345, None, f"scanning {tmp_path}/a\\nb, entries")]
+    assert scanning.interrupted() == (
+        "the scan was 12,345 entries far and is not kept: the next one begins anew"
+    )
+
+
 def test_progress_on_a_terminal_is_a_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

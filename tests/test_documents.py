@@ -49,6 +49,26 @@ def test_each_command_in_the_documents_can_be_typed(text: str) -> None:
             raise
 
 
+@pytest.mark.finding("F8")
+@pytest.mark.parametrize(
+    ("verb", "others"),
+    [
+        ("mount", ["monarch snapshot refresh", "snapshot.freshness"]),
+        ("snapshot refresh", ["monarch mount --refresh", "snapshot.freshness"]),
+        ("ckpt", ["all files written", "checkpoints or not"]),
+    ],
+)
+def test_help_tells_one_thing_from_others_of_a_similar_name(verb: str, others: list[str]) -> None:
+    name, _, nested = verb.partition(" ")
+    target, _, attribute = VERBS[name].target.partition(":")
+    command: click.Command = getattr(importlib.import_module(target), attribute)
+    if nested:
+        assert isinstance(command, click.Group)
+        command = command.commands[nested]
+    told = " ".join(command.get_help(click.Context(command, info_name=verb)).split())
+    assert [words for words in others if words not in told] == []
+
+
 def test_there_are_commands_to_be_checked() -> None:
     assert len(commands()) > 15
 

@@ -64,7 +64,7 @@ class Row:
 
 @click.group()
 def ckpt() -> None:
-    """List, await, verify or thin out what was written through a mount.
+    """List, await, verify or thin out all files written through a mount, checkpoints or not.
 
     Files come to the source in the background. Checkpoints of monarch.frameworks.checkpoint are
     known by their manifests, all others as the files that they are.

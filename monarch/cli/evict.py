@@ -10,7 +10,7 @@ import click
 from monarch.cli import complete
 from monarch.cli.ask import ask, mount_and_paths
 from monarch.cli.output import age, emit_json, stdout
-from monarch.errors import LockedError, UsageError
+from monarch.errors import LockedError, TierError, UsageError
 from monarch.report import EvictReport
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
@@ -75,6 +75,12 @@ def evict(
 def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool) -> None:
     from monarch.tiers.shared import remove_copies, shared_copies
 
+    if not tier.is_dir():
+        what = "is not a directory" if tier.exists() else "does not exist"
+        raise TierError(
+            f"tier {escape_text(os.fspath(tier))!r} {what}",
+            hint="name the PATH of `--tier PATH[:SIZE]`, without the size; is its disk mounted?",
+        )
     wanted = os.path.realpath(source) if source is not None else None
     found = []
     for held in shared_copies(tier):

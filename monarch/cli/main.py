@@ -31,7 +31,7 @@ VERBS = {
     "status": Verb("monarch.cli.status:status", "Show what mounts hold, serve and copy."),
     "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
     "evict": Verb("monarch.cli.evict:evict", "Drop copies from the tiers."),
-    "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or thin out what was written."),
+    "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or thin out all files written."),
     "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and mend it."),
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),

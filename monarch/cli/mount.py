@@ -16,7 +16,7 @@ import click
 
 from monarch import config, signals
 from monarch.cli import complete
-from monarch.cli.output import progress_bar, stderr
+from monarch.cli.output import Scanning, progress_bar, stderr
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.places import state_directory
 from monarch.settings import MountSettings
@@ -59,7 +59,7 @@ Examples:
     "--snapshot",
     metavar="FILE",
     shell_complete=complete.files,
-    help="The snapshot of the names; built if missing.",
+    help="The snapshot of the names. A missing FILE is built there, and a line says so.",
 )
 @click.option(
     "--state",
@@ -75,7 +75,12 @@ Examples:
     multiple=True,
     help="Any key of the configuration file, like limits.copy_workers=8.",
 )
-@click.option("--refresh", is_flag=True, help="Bring the snapshot up to date first.")
+@click.option(
+    "--refresh",
+    is_flag=True,
+    help="Compare the whole source with the snapshot first, and bring the snapshot up to date, as"
+    " `monarch snapshot refresh` does. Without: as -o snapshot.freshness says.",
+)
 @click.option("--foreground", is_flag=True, help="Stay here until the end; log to stderr, too.")
 def mount(
     source_or_name: str,
@@ -98,35 +103,46 @@ def mount(
     from monarch import daemon
 
     settings = daemon.prepare(settings)
-    if foreground:
-        with ExitStack() as until_ready:
-            progress = until_ready.enter_context(progress_bar())
-
-            def ready(remarks: list[str]) -> None:
-                until_ready.close()
-                _tell_all(settings, remarks)
-                _tell_service_manager()
-
-            daemon.run(
-                settings,
-                refreshed=refresh,
-                foreground=True,
-                progress=_of(settings, progress),
-                ready=ready,
-            )
-        return
+    _tell_of_a_missing_snapshot(settings)
+    scanning = Scanning(settings.source)
     try:
+        if foreground:
+            _serve_here(settings, refresh, scanning)
+            return
         with signals.interruptible():
             remarks = _start(
                 settings,
-                lambda *calls: daemon.run(
-                    settings, refreshed=refresh, foreground=False, progress=calls[0], ready=calls[1]
+                lambda progress, ready: daemon.run(
+                    settings, refreshed=refresh, foreground=False, progress=progress, ready=ready
                 ),
+                scanning,
             )
     except KeyboardInterrupt:
-        _tell("interrupted: nothing is mounted; a scan that was not complete begins anew")
+        _tell(f"interrupted: nothing is mounted; {scanning.interrupted()}")
         raise
     _tell_all(settings, remarks)
+
+
+def _tell_of_a_missing_snapshot(settings: MountSettings) -> None:
+    file = settings.snapshot.file
+    if file is not None and not os.path.lexists(file):
+        told = escape_text(os.fspath(file))
+        _tell(f"snapshot {told} is not there: it is built there now, from a scan of the source")
+
+
+def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> None:
+    """Serve the mount in this process until its end."""
+    from monarch import daemon
+
+    with ExitStack() as until_ready:
+        scanning.bar = until_ready.enter_context(progress_bar())
+
+        def ready(remarks: list[str]) -> None:
+            until_ready.close()
+            _tell_all(settings, remarks)
+            _tell_service_manager()
+
+        daemon.run(settings, refreshed=refresh, foreground=True, progress=scanning, ready=ready)
 
 
 def _tell_all(settings: MountSettings, remarks: Sequence[str]) -> None:
@@ -138,12 +154,6 @@ def _tell_all(settings: MountSettings, remarks: Sequence[str]) -> None:
 
 def _tell(words: str) -> None:
     stderr().print(f"monarch: {words}", markup=False, soft_wrap=True)
-
-
-def _of(settings: MountSettings, progress: Progress) -> Progress:
-    """Progress that names the source."""
-    source = escape_text(os.fspath(settings.source))
-    return lambda done, total, words: progress(done, total, f"scanning {source}, {words}")
 
 
 def _told(settings: MountSettings) -> str:
@@ -188,7 +198,7 @@ def _settings(
 Serve = Callable[[Progress, Callable[[list[str]], None]], None]
 
 
-def _start(settings: MountSettings, serve: Serve) -> list[str]:
+def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[str]:
     """Run ``serve`` in a daemon; its remarks when it is ready. Raises what it failed with."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     sys.stdout.flush()
@@ -199,7 +209,7 @@ def _start(settings: MountSettings, serve: Serve) -> list[str]:
         _become_daemon(writing, serve)
     os.close(writing)
     try:
-        return _wait_until_ready(reading, settings)
+        return _wait_until_ready(reading, settings, scanning)
     except KeyboardInterrupt:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
@@ -208,14 +218,13 @@ def _start(settings: MountSettings, serve: Serve) -> list[str]:
         os.close(reading)
 
 
-def _wait_until_ready(reading: int, settings: MountSettings) -> list[str]:
+def _wait_until_ready(reading: int, settings: MountSettings, scanning: Scanning) -> list[str]:
     """Show the daemon's progress; its remarks at the end. The pipe carries a JSON object a line."""
-    with progress_bar() as bar, open(reading, "rb", closefd=False) as lines:
-        progress = _of(settings, bar)
+    with progress_bar() as scanning.bar, open(reading, "rb", closefd=False) as lines:
         for line in lines:
             told = json.loads(line)
             if "progress" in told:
-                progress(*told["progress"])
+                scanning(*told["progress"])
             elif "error" in told:
                 raise error_of(told["exit_code"], told["error"], hint=told["hint"])
             else:

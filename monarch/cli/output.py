@@ -27,7 +27,7 @@ from rich.progress import Progress as ProgressDisplay
 from rich.text import Text
 
 from monarch.cli.screen import shortened
-from monarch.text import escape_text
+from monarch.text import counted, escape_text
 from monarch.types import Progress
 from monarch.units import format_bytes
 
@@ -99,6 +99,28 @@ def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Pro
         yield bar
     finally:
         bar.close()
+
+
+class Scanning:
+    """Progress of a scan: shows it by ``bar`` with the source's name, and keeps how far it came."""
+
+    def __init__(self, source: Path) -> None:
+        self._source = escape_text(os.fspath(source))
+        self.entries = 0
+        self.bar: Progress = lambda done, total, words: None
+
+    def __call__(self, done: int, total: int | None, words: str) -> None:
+        self.entries = done
+        self.bar(done, total, f"scanning {self._source}, {words}")
+
+    def interrupted(self) -> str:
+        """What an interrupted scan leaves, in words: nothing that the next one goes on from."""
+        if not self.entries:
+            return "nothing was scanned yet"
+        return (
+            f"the scan was {counted(self.entries, 'entry', 'entries')} far and is not kept: the"
+            " next one begins anew"
+        )
 
 
 class _Bar:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from monarch.cli.output import emit_json, escape, progress_bar
+from monarch.cli.output import Scanning, emit_json, escape, progress_bar
 from monarch.errors import UsageError
 from monarch.namespace.build import build as build_snapshot
 from monarch.namespace.compare import Difference
@@ -25,7 +25,6 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import may_replace
 from monarch.signals import interruptible
 from monarch.text import escape_text
-from monarch.types import Progress
 from monarch.units import format_bytes
 
 _DIFFERENT = 1
@@ -102,19 +101,19 @@ def build(
             f"{escape_text(str(output))} is there and is not a snapshot",
             hint="remove it, or name another file",
         )
+    scanning = Scanning(source)
     try:
-        with interruptible(), progress_bar(quiet=quiet) as progress:
+        with interruptible(), progress_bar(quiet=quiet) as scanning.bar:
             told = build_snapshot(
                 source,
                 output,
                 jobs=jobs,
                 one_file_system=one_file_system,
                 mode=mode,
-                progress=_of(source, progress),
+                progress=scanning,
             )
     except KeyboardInterrupt:
-        where = escape_text(str(output))
-        click.echo(f"monarch: interrupted: {where} is as it was; a build begins anew", err=True)
+        _tell_interrupted(output, scanning)
         raise
     if as_json:
         emit_json(_info_as_json(output, told))
@@ -221,16 +220,22 @@ def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, qui
     """Bring the snapshot FILE up to date with SOURCE.
 
     Directories whose times have not changed are not listed again; their entries are looked at.
+    Mounts that run keep the names that they began with: the next mount with FILE has the new ones.
+    `monarch mount --refresh` does the same for the snapshot of a mount, and the setting
+    `snapshot.freshness` says when a mount looks for changes by itself.
 
     \b
     Examples:
       monarch snapshot refresh /pfs/imagenet imagenet.snapshot
       monarch snapshot refresh /pfs/imagenet imagenet.snapshot --quick
     """
-    with interruptible(), progress_bar(quiet=quiet) as progress:
-        report = refresh_snapshot(
-            source, file, jobs=jobs, quick=quick, progress=_of(source, progress)
-        )
+    scanning = Scanning(source)
+    try:
+        with interruptible(), progress_bar(quiet=quiet) as scanning.bar:
+            report = refresh_snapshot(source, file, jobs=jobs, quick=quick, progress=scanning)
+    except KeyboardInterrupt:
+        _tell_interrupted(file, scanning)
+        raise
     if as_json:
         emit_json({**asdict(report), "info": _info_as_json(file, report.info)})
         return
@@ -264,10 +269,9 @@ def _tell_differences(found: Iterable[Difference], *, as_json: bool) -> int:
     return _DIFFERENT
 
 
-def _of(source: Path, progress: Progress) -> Progress:
-    """Progress that names the source."""
-    told = escape_text(str(source))
-    return lambda done, total, words: progress(done, total, f"scanning {told}, {words}")
+def _tell_interrupted(file: Path, scanning: Scanning) -> None:
+    where = escape_text(str(file))
+    click.echo(f"monarch: interrupted: {where} is as it was; {scanning.interrupted()}", err=True)
 
 
 def _info_as_json(file: Path, told: SnapshotSummary) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import re
+import shlex
 import socket
 import stat
 import subprocess
@@ -95,7 +96,9 @@ def check(mountpoint: Path, source: Path) -> None:
     told = os.fspath(mountpoint)
     if mount_at(mountpoint) is not None:
         raise MountPointError(
-            f"{told!r} is already a Monarch mount", hint=f"run: monarch umount {told}"
+            f"{told!r} is already a Monarch mount",
+            hint=f"to mount with other settings, run first: monarch umount {shlex.quote(told)};"
+            " the tiers keep their copies",
         )
     try:
         if not stat.S_ISDIR(os.stat(source).st_mode):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,8 +197,10 @@ def test_without_tier_and_state_both_are_found(monarch: MonarchCommand, tree: Tr
     ("number", "foreground"),
     [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)],
 )
+@pytest.mark.finding("F5", "R")
+@pytest.mark.promise(125)
 @pytest.mark.fault("M3")
-def test_a_signal_while_the_snapshot_is_built_leaves_nothing(
+def test_a_signal_while_the_snapshot_is_built_leaves_nothing_and_says_so(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path, number: signal.Signals, foreground: bool
 ) -> None:
     tree({f"{number}/file": 1 for number in range(400)})
@@ -216,6 +219,9 @@ def test_a_signal_while_the_snapshot_is_built_leaves_nothing(
         assert time.monotonic() - began < 5
         assert process.returncode == 130
         assert processes("MONARCH_TEST_CASE", monarch.case) == {}
+        (line,) = [x for x in told.splitlines() if x.startswith("monarch: interrupted: nothing is")]
+        scanned = r"; (the scan was [\d,]+ entr(y|ies) far and is not kept|nothing was scanned yet)"
+        assert re.search(scanned, line), line
         assert "Traceback" not in told
     assert_nothing_is_left(monarch)
     assert not (state / "snapshot.lmdb").exists()

@@ -238,6 +238,25 @@ def test_a_state_directory_in_use_names_who_uses_it(
     done = monarch(*second, "--state", str(made.state), "--tier", f"{tmp_path}/t:1MiB", check=False)
     told = one_line(done)
     assert (done.returncode, f"in use by pid {made.pid} ({made.path})" in told) == (7, True), told
+    assert "or give this mount another directory with --state DIR" in told
+    assert_nothing_is_left(monarch, made)
+
+
+@pytest.mark.finding("F7")
+def test_the_settings_of_a_running_mount_stay_and_the_way_to_others_is_told(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    made = monarch.mount(tree({"a": 3}))
+    where = ["mount", str(made.source), str(made.path), "--tier", f"{monarch.directory}/t:2MiB"]
+    again = monarch(*where, check=False)
+    told = one_line(again)
+    way = f"to mount with other settings, run first: monarch umount {made.path}; the tiers keep"
+    assert (again.returncode, way in told) == (3, True), told
+    remount = monarch(*where, "-o", "remount,limits.copy_workers=8", check=False)
+    told = one_line(remount)
+    assert (remount.returncode, "a running mount keeps its settings: `monarch umount`" in told) == (
+        *(2, True),
+    )
     assert_nothing_is_left(monarch, made)
 
 

@@ -55,6 +55,21 @@ def test_two_mounts_serve_from_one_snapshot_at_the_same_time(
     assert snapshot.read_bytes() == before
 
 
+def test_a_given_snapshot_that_is_missing_is_built_there_and_a_line_says_so(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source, snapshot = tree({"a": b"content"}), tmp_path / "new.snapshot"
+    made = registered(monarch, tmp_path / "mnt", source, tmp_path / "state")
+    made.path.mkdir()
+    where = ["mount", str(source), str(made.path), "--snapshot", str(snapshot)]
+    where += ["--state", str(made.state), "--tier", f"{tmp_path}/tier:1MiB"]
+    line = f"monarch: snapshot {snapshot} is not there: it is built there now"
+    for there in (False, True):
+        assert snapshot.exists() is there
+        assert (line in monarch(*where).stderr) is not there
+        monarch("umount", str(made.path))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
