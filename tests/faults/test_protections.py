@@ -18,7 +18,8 @@ _MENDED = {
     *(f"B{number}" for number in range(1, 25)),
     *(f"C{number}" for number in range(1, 9)),
     *(f"D{number}" for number in range(1, 16) if number != 13),
-    *("F1", "F3", "F4", "K1", "K2", "K3", "R"),
+    *(f"F{number}" for number in range(1, 9)),
+    *("K1", "K2", "K3", "R"),
 }
 
 

@@ -201,7 +201,7 @@ def test_copies_that_the_state_directory_does_not_know_are_told_before_they_go(
     assert "copies of an earlier mount" not in told(tier)
 
 
-@pytest.mark.finding("B18", "B24", "F4")
+@pytest.mark.finding("B18", "B24", "F4", "F6")
 @pytest.mark.promise(111)
 @pytest.mark.fault("I9")
 @pytest.mark.modes("relay")
