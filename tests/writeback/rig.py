@@ -80,8 +80,6 @@ def read_tree(root: Path) -> Tree:
 
 def _node(path: bytes, seen: dict[int, Node]) -> Node:
     status = os.lstat(path)
-    if status.st_ino in seen:
-        return seen[status.st_ino]
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISDIR(status.st_mode):
         return Node("dir", mode)
@@ -90,10 +88,16 @@ def _node(path: bytes, seen: dict[int, Node]) -> Node:
     if stat.S_ISFIFO(status.st_mode):
         return Node("fifo", mode)
     with open(path, "rb") as file:
-        content = file.read()
+        # The drain may have put another file there since.
+        status = os.fstat(file.fileno())
+        if status.st_ino in seen:
+            return seen[status.st_ino]
+        mode, content = stat.S_IMODE(status.st_mode), file.read()
+        xattrs = {
+            os.fsencode(n): os.getxattr(file.fileno(), n) for n in os.listxattr(file.fileno())
+        }
     node = Node("file", mode, content=content, mtime_ns=status.st_mtime_ns, whole={content})
-    node.was = identity_of(status)
-    node.xattrs = {os.fsencode(n): os.getxattr(path, n) for n in os.listxattr(path)}
+    node.was, node.xattrs = identity_of(status), xattrs
     seen[status.st_ino] = node
     return node
 
@@ -287,6 +291,8 @@ class World:
         node = self.tree[path]
         if not node.object:
             node.object = self._new_object(node.content)
+            if node.mtime_ns is not None:
+                self._set_times(node.object, node.mtime_ns)
             was = node.was
             with suppress(FileNotFoundError, NotADirectoryError):
                 now = identity_of(os.lstat(os.path.join(os.fsencode(self.source), path)))
@@ -311,6 +317,11 @@ class World:
         os.pwrite(fd, content, 0)
         os.close(fd)
         return number
+
+    def _set_times(self, number: int, mtime_ns: int) -> None:
+        fd = self.objects.open(number)
+        os.utime(fd, ns=(mtime_ns, mtime_ns))
+        os.close(fd)
 
     def begin(self, path: bytes) -> Node:
         """Somebody opens a file to write it."""
@@ -464,9 +475,7 @@ class World:
             self.take(path)
         node.mtime_ns = mtime_ns
         if node.object:
-            fd = self.objects.open(node.object)
-            os.utime(fd, ns=(mtime_ns, mtime_ns))
-            os.close(fd)
+            self._set_times(node.object, mtime_ns)
         return self.record(
             Op(kind="attr", path=path, ino=node.ino, object=node.object, mtime_ns=mtime_ns)
         )
