@@ -244,6 +244,8 @@ class Drain:
         self._new: set[int] = set()
         self._over: dict[int, tuple[Identity, ...]] = {}
         self._ours: dict[int, frozenset[int]] = {}
+        # Times of modification that an earlier life may have set without marking it, by object.
+        self._set_times: dict[int, frozenset[int]] = {}
         # What the source refuses and what depends on it, in order; users, paths and objects of it.
         self._held: list[_Entry] = []
         self._held_users: set[int | None] = set()
@@ -292,6 +294,9 @@ class Drain:
             else:
                 self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
                 self.waiting_bytes += op.size
+                if op.object and op.mtime_ns is not None:
+                    times = self._set_times.get(op.object, frozenset())
+                    self._set_times[op.object] = times | {op.mtime_ns}
         for number, inos in replay.staged.items():
             self._ours[number] = self._ours.get(number, frozenset()) | inos
 
@@ -716,11 +721,15 @@ class Drain:
         op, number = entry.op, entry.op.object
         if not number:
             return Expected(seq=entry.seq, known=self._made.get(op.ino, op.was))
+        known, over = self._known.get(number), self._over.get(number, ())
+        if known is not None:
+            times = self._set_times.get(number, ())
+            over = (*over, *(replace(known, mtime_ns=mtime_ns) for mtime_ns in times))
         return Expected(
             seq=entry.seq,
-            known=self._known.get(number),
+            known=known,
             ours=self._ours.get(number, frozenset()),
-            over=self._over.get(number, ()),
+            over=over,
             is_made=number in self._new,
         )
 
@@ -836,13 +845,20 @@ class Drain:
                 self._known[number] = identity
                 self._over.pop(number, None)
                 self._ours.pop(number, None)
+                self._set_times.pop(number, None)
             case "content":
                 self._present.discard(number)
                 self._published.pop(number, None)
             case "create":
                 self._new.add(number)
             case "gone":
-                for table in (self._published, self._known, self._over, self._ours):
+                for table in (
+                    self._published,
+                    self._known,
+                    self._over,
+                    self._ours,
+                    self._set_times,
+                ):
                     table.pop(number, None)
                 self._present.discard(number)
                 self._new.discard(number)

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import trio.testing
@@ -173,3 +173,26 @@ async def test_attributes_are_kept_of_a_file_whose_content_was_left_out(
         world.end(node)
         await drain.wait(world.last_seq)
     world.check_all_is_there()
+
+
+async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.write(b"n", b"1")
+    world.utime(b"n", 10**18)
+    world.write(b"n", b"2")
+    looked_at = Home.look_at_same
+
+    def killed(*args: Any, **kwargs: Any) -> Identity | None:
+        looked_at(*args, **kwargs)
+        raise Killed("the bytes have their own time by now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Home, "look_at_same", killed)
+        try:
+            async with draining(world, world.kill(), abandon=False) as drain:
+                await drain.wait(world.last_seq)
+        except BaseException as error:
+            if not is_killed(error):
+                raise
+    await drained(world, world.kill())
