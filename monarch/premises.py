@@ -31,6 +31,7 @@ from monarch.state import require_private
 from monarch.tiers.directory import PRIVATE, own_directory
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.records import require_known_versions
+from monarch.tiers.shared import other_sources
 from monarch.units import MiB, format_bytes
 
 CheckStatus = Literal["ok", "warn", "fail"]
@@ -286,7 +287,10 @@ class _TierLook:
         remarks = [*self._of_file_system(), *self._of_room()]
         yield from remarks
         if not remarks:
-            yield Check(self.name, "ok", f"{path}: {format_bytes(self._usable())} left for copies")
+            others = ", ".join(other_sources(own))
+            held = f"; it also holds copies of {others}" if others else ""
+            room = format_bytes(self._usable())
+            yield Check(self.name, "ok", f"{path}: {room} left for copies{held}")
 
     def _of_file_system(self) -> Iterator[Check]:
         path, existing = self.tier.path, nearest(self.tier.path)

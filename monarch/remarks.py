@@ -79,7 +79,7 @@ def remarks(
         for each in tiers:
             others = [
                 source or "another source"
-                for source, state in other_mounts(each.tier)
+                for source, state in other_mounts(each.tier.own)
                 if state not in served
             ]
             if others:

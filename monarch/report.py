@@ -86,7 +86,7 @@ class TierReport:
     """``free`` is what the tier may still take; ``out_why`` is empty while it is in service.
 
     ``opens`` is None where the kernel tells no opens, ``reads`` and ``bytes`` are None where it
-    reads copies by itself.
+    reads copies by itself. ``others`` are the sources of other mounts with copies in this path.
     """
 
     name: str
@@ -101,6 +101,7 @@ class TierReport:
     reads: int | None
     bytes: int | None
     out_why: str = ""
+    others: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +393,26 @@ class DrainReport(Report):
     trouble: str
     directory: str
     lost: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ConflictReport:
+    """A change of this mount that met another one at the source. Paths are relative to the source.
+
+    ``kept`` is where what was written here lies there; empty if nothing of it had to be kept.
+    """
+
+    path: str
+    kept: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConflictsReport(Report):
+    """The last conflicts of a mount, the newest last; ``acknowledged``: the alarm is over."""
+
+    conflicts: list[ConflictReport]
+    acknowledged: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,7 @@ class Status:
                 reads=self._metrics.reads[tier.number] if mode.counts_tier_reads else None,
                 bytes=self._metrics.read_bytes[tier.number] if mode.counts_tier_reads else None,
                 out_why=out[tier.number].why if tier.number in out else "",
+                others=list(self._engine.others(tier.number)),
             )
             for tier in self._tiers
         ]

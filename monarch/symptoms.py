@@ -7,6 +7,7 @@ daemon itself every ten seconds. docs/operations.md has a row for each kind.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import resource
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from monarch.absorbing import WriteSide
 from monarch.credentials import can_act_as_others
-from monarch.fuse.mountpoint import mount_at
+from monarch.fuse.mountpoint import detached_users, mount_at
 from monarch.health import Problem, Spell
 from monarch.log import Logbook
 from monarch.lost import Lost
@@ -41,6 +42,9 @@ _DAMAGE = ("copy-ESTALE", "copy-EIO", "copy-EUCLEAN", "copy-EBADMSG")
 _SCARCE_SHARE = 0.9
 # A request is answered within this time, unless the source or a tier hangs. Seconds.
 _ANSWERED_S = 60.0
+# How old the list of the processes that use a detached mount may be. Seconds. All of /proc is read.
+_USERS_S = 5.0
+_SHOWN_PIDS = 10
 # A machine that has less than this share of its memory left, and less than so much, is short.
 _LEAST_AVAILABLE_SHARE = 0.02
 _LEAST_AVAILABLE = GiB
@@ -70,7 +74,10 @@ class Symptoms:
         root: Path = Path("/"),
     ) -> None:
         self._mountpoint = os.fspath(settings.mountpoint)
-        self._was_mounted = False
+        # Of the mount table, as long as the mount was in it.
+        self._mount_id: int | None = None
+        self._users: Sequence[int] = ()
+        self._users_seen_s = -math.inf
         self._source = os.fspath(settings.source)
         self._as_caller = settings.source_identity == "caller"
         self._tiers = tiers
@@ -126,15 +133,28 @@ class Symptoms:
 
     def _of_mount(self) -> Iterator[Problem]:
         """That it was taken away while files were open; not before it was made."""
-        is_mounted = mount_at(Path(self._mountpoint)) is not None
-        self._was_mounted |= is_mounted
-        if self._was_mounted and not is_mounted:
+        mounted = mount_at(Path(self._mountpoint))
+        if mounted is not None:
+            self._mount_id = mounted.id
+        elif self._mount_id is not None:
+            pids = self._users_of(self._mount_id)
+            shown = ", ".join(map(str, pids[:_SHOWN_PIDS])) + (
+                ", ..." if pids[_SHOWN_PIDS:] else ""
+            )
             yield Problem(
                 "detached",
-                f"{self._mountpoint} is detached (umount --lazy), and processes still use it",
+                f"{self._mountpoint} is detached (umount --lazy), and processes still use it"
+                + (f": pid {shown}" if pids else ""),
                 0,
-                "it ends with the last of them; `monarch umount --lazy` has named them",
+                "it ends with the last of them; a process that only has its directory there is not"
+                " listed, and other users' processes only for root",
             )
+
+    def _users_of(self, mount_id: int) -> Sequence[int]:
+        now = self._clock()
+        if now - self._users_seen_s > _USERS_S:
+            self._users_seen_s, self._users = now, detached_users(mount_id)
+        return self._users
 
     def _of_source(self) -> Iterator[Problem]:
         trouble = self._inquiry.trouble()
@@ -235,8 +255,8 @@ class Symptoms:
                 f" {told}{' (the last)' if count > 1 else ''}",
                 0,
                 f"compare them at the source: `find {self._source} -name '*.monarch-conflict-*'`,"
-                " keep one, remove the other; the log names each. The next mount starts without"
-                " this problem",
+                f" keep one, remove the other; `monarch ckpt conflicts {mountpoint}` lists the last"
+                " of them. With --acknowledge this alarm ends, and so it does with the mount",
             )
         if backlog.trouble:
             kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
@@ -257,9 +277,11 @@ class Symptoms:
         since_ns, where = outage.since_ns, os.fspath(tier.path)
         if outage.full:
             # Not by its capacity: one that is full of copies is in service.
+            others = ", ".join(self._engine.others(tier.number))
             yield Problem(
                 "tier-full",
-                f"tier {tier.name} takes no copies, others have filled its disk: {outage.why}",
+                f"tier {tier.name} takes no copies, others have filled its disk: {outage.why}"
+                + (f"; copies of {others} lie there, too" if others else ""),
                 since_ns,
                 f"make room there (`df {where}`) or lower its `keep_free`; `monarch evict --tier"
                 f" {where}` shows and drops copies of sources that are not mounted; what it holds"

@@ -17,6 +17,8 @@ from monarch.lost import Lost
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.report import (
+    ConflictReport,
+    ConflictsReport,
     DrainProgress,
     DrainReport,
     LostReport,
@@ -46,7 +48,12 @@ class WrittenVerbs:
         self._lost = lost
 
     def table(self) -> Mapping[str, Verb]:
-        return {"written": self._written, "drain": self._drain, "lost": self._tell_lost}
+        return {
+            "written": self._written,
+            "drain": self._drain,
+            "lost": self._tell_lost,
+            "conflicts": self._tell_conflicts,
+        }
 
     async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Every file at and beneath ``path`` that was written, in parts."""
@@ -148,6 +155,18 @@ class WrittenVerbs:
         if acknowledged:
             self._lost.acknowledge()
         return LostReport(names, acknowledged).to_dict()
+
+    async def _tell_conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """What met changes of others at the source; ``acknowledge`` ends the alarm."""
+        found = self._side.drain.conflicts() if self._side is not None else []
+        acknowledged = params.get("acknowledge") is True
+        if acknowledged and self._side is not None:
+            self._side.drain.acknowledge_conflicts()
+        conflicts = [
+            ConflictReport(os.fsdecode(each.path), os.fsdecode(each.kept), each.why)
+            for each in found
+        ]
+        return ConflictsReport(conflicts, acknowledged).to_dict()
 
     def _name(self, path: object) -> bytes:
         """A path relative to the mount, of something that is there. Raises UsageError."""

@@ -190,7 +190,9 @@ class Demo:
 
         self._step("What the daemon says")
         self._command("monarch", "status", target)
-        self._console.print(monarch("status", target).rstrip(), highlight=False, markup=False)
+        # By itself it knows how wide the terminal is.
+        self._console.file.flush()
+        monarch("status", target, shown=True)
         self._command("monarch", "umount", target)
 
     def _make_data(self) -> Path:

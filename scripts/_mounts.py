@@ -19,14 +19,20 @@ class MonarchFailed(Exception):
     """A command of Monarch failed; the message is its own."""
 
 
-def monarch(*arguments: object) -> str:
-    """Run ``monarch ARGUMENTS`` of this checkout; its standard output."""
+def monarch(*arguments: object, shown: bool = False) -> str:
+    """Run ``monarch ARGUMENTS`` of this checkout; its standard output, or ``shown`` on our own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "monarch", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command,
+        stdout=None if shown else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     if done.returncode:
         raise MonarchFailed(f"monarch {' '.join(map(str, arguments))}: {done.stderr.strip()}")
-    return done.stdout
+    return done.stdout or ""
 
 
 def is_mounted(path: Path) -> bool:

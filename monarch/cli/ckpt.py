@@ -21,7 +21,7 @@ from monarch.frameworks.shelf import MANIFEST, Listed, list_checkpoints, prune
 from monarch.places import state_root
 from monarch.premises import within
 from monarch.registry import MountRecord, Registry
-from monarch.report import LostReport, WrittenFile, WrittenFiles, WrittenTotals
+from monarch.report import ConflictsReport, LostReport, WrittenFile, WrittenFiles, WrittenTotals
 from monarch.sides import Compared, compare
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
@@ -356,6 +356,38 @@ def lost(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
         if not report.files:
             stdout().print("nothing is lost")
     return _WRONG if report.files and not report.acknowledged else 0
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  monarch ckpt conflicts /mnt/data
+  monarch ckpt conflicts /mnt/data --acknowledge
+"""
+)
+@_MOUNT
+@click.option("--acknowledge", is_flag=True, help="It is known now: `monarch status` is ok again.")
+@_JSON
+def conflicts(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
+    """Show what was written here and was changed by others at the source as well.
+
+    The source keeps what others wrote. What was written here lies beside it, under the name behind
+    "kept as". The last conflicts of this mount are shown. The exit code is 1 if there are any that
+    nobody has acknowledged.
+    """
+    record = Registry(state_root()).find(mountpoint)
+    params = {"acknowledge": acknowledge}
+    report = ask(record, "conflicts", params, answer=ConflictsReport, timeout=SILENCE_S)
+    if as_json:
+        emit_json(report.to_dict())
+    else:
+        for each in report.conflicts:
+            kept = f"; kept as {each.kept}" if each.kept else ""
+            told = escape_text(f"{each.path}: {each.why}{kept}")
+            stdout().print(told, markup=False, soft_wrap=True)
+        if not report.conflicts:
+            stdout().print("no conflicts")
+    return _WRONG if report.conflicts and not report.acknowledged else 0
 
 
 # -- what there is ---------------------------------------------------------------------------------

@@ -461,7 +461,13 @@ def _tiers(tiers: Sequence[TierReport], width: int, ascii_only: bool) -> list[Te
         )
         for tier in tiers
     ]
-    return table(columns, rows, width)
+    lines = table(columns, rows, width)
+    for tier in tiers:
+        if tier.others:
+            told = f"tier {tier.name} also holds copies of {', '.join(tier.others)}"
+            told += f": `monarch evict --tier {tier.path}` shows them"
+            lines += paragraph(escape_text(told), width, indent="  ")
+    return lines
 
 
 def _latency(report: StatusReport, width: int, ascii_only: bool) -> list[Text]:

@@ -15,6 +15,7 @@ import socket
 import stat
 import subprocess
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +42,16 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
-    """A line of the mount table: where, of which type, and the device number of its files."""
+    """A line of the mount table: where, of which type, and the device number of its files.
+
+    ``id`` is the kernel's number of the mount, which its open files know after it was detached.
+    """
 
     mountpoint: bytes
     type: str
     source: bytes
     device: str
+    id: int
 
 
 def mounts() -> list[Mounted]:
@@ -58,7 +63,13 @@ def mounts() -> list[Mounted]:
             fields = before.split()
             kind, source = after.split()[:2]
             found.append(
-                Mounted(_plain(fields[4]), kind.decode(), _plain(source), fields[2].decode())
+                Mounted(
+                    _plain(fields[4]),
+                    kind.decode(),
+                    _plain(source),
+                    fields[2].decode(),
+                    int(fields[0]),
+                )
             )
     return found
 
@@ -326,3 +337,23 @@ def users_of(mountpoint: Path) -> list[int]:
                 found.append(int(name))
                 break
     return sorted(found)
+
+
+def detached_users(mount_id: int) -> list[int]:
+    """The pids, as far as we may see them, with a file open in a mount that was detached.
+
+    Its paths say nothing any more, and asking the files themselves would ask the daemon.
+    """
+    wanted = re.compile(rb"^mnt_id:\s+%d$" % mount_id, re.MULTILINE)
+    return sorted(
+        int(name) for name in os.listdir("/proc") if name.isdigit() and _has_open(name, wanted)
+    )
+
+
+def _has_open(pid: str, wanted: re.Pattern[bytes]) -> bool:
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fdinfo"):
+            with suppress(OSError), open(f"/proc/{pid}/fdinfo/{fd}", "rb") as file:
+                if wanted.search(file.read()):
+                    return True
+    return False

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch.tiers.directory import PRIVATE, STAGED, Tier, ino_of
+from monarch.tiers.directory import PRIVATE, STAGED, ino_of
 from monarch.tiers.examine import Contents
 from monarch.tiers.lock import Lock
 
@@ -63,16 +63,23 @@ def shared_copies(tier: Path) -> Iterator[SharedCopies]:
             os.close(fd)
 
 
-def other_mounts(tier: Tier) -> list[tuple[str, str]]:
-    """Source and state directory of the other mounts with copies in the path of a tier that is in
-    use, both empty for those of an earlier version."""
+def other_mounts(own: Path) -> list[tuple[str, str]]:
+    """Source and state directory of the other mounts with copies in a tier path.
+
+    ``own`` is the directory of this mount there. Both are empty for an earlier version's copies.
+    """
     found = []
     with suppress(OSError):
-        private = tier.own.parent
+        private = own.parent
         for path in [private, *(private / name for name in sorted(os.listdir(private)))]:
-            if path != tier.own and (note := _note_at(path)) is not None:
+            if path != own and (note := _note_at(path)) is not None:
                 found.append((str(note.get("source", "")), str(note.get("state", ""))))
     return found
+
+
+def other_sources(own: Path) -> list[str]:
+    """The sources of ``other_mounts``, each once, for a person."""
+    return sorted({source or "another source" for source, _ in other_mounts(own)})
 
 
 def _note_at(path: Path) -> dict[str, Any] | None:

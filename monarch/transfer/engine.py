@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -285,6 +285,10 @@ class Engine:
     def out_of_service(self) -> Mapping[int, Outage]:
         """The tiers that take no copies now."""
         return self._ward.out_of_service()
+
+    def others(self, tier: int) -> Sequence[str]:
+        """The sources of other mounts that have copies in the same tier path."""
+        return self._ward.others(tier)
 
     def is_read(self, tier: int) -> bool:
         """Whether copies there are to be tried, or passed by."""

@@ -14,7 +14,9 @@ import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import trio
@@ -27,6 +29,7 @@ from monarch.placement.ledger import Ledger
 from monarch.settings import LimitSettings
 from monarch.threads import Threads
 from monarch.tiers.directory import Tier
+from monarch.tiers.shared import other_sources
 from monarch.transfer.outages import Outage, Outages
 from monarch.units import MiB
 
@@ -86,7 +89,7 @@ class _Ward:
     """One tier, as it is watched."""
 
     __slots__ = (
-        *("calls", "keep_free", "looked_s", "room", "seen", "spent", "tier"),
+        *("calls", "keep_free", "looked_s", "others", "room", "seen", "spent", "tier"),
         *("looking", "reading", "writing"),
     )
 
@@ -102,6 +105,8 @@ class _Ward:
         self.looked_s = -math.inf
         # What readers' calls have taken here, and what was seen of all at the last look.
         self.spent = Served(0, 0.0)
+        # The sources of other mounts with copies in the same path, at the last look.
+        self.others: Sequence[str] = ()
         self.seen = Served(0, 0.0)
 
 
@@ -162,6 +167,10 @@ class Ward:
     def on_outage(self, told: Callable[[int], None]) -> None:
         """Have ``told`` called with the number of each tier that goes out of service."""
         self._on_outage = told
+
+    def others(self, number: int) -> Sequence[str]:
+        """The sources of other mounts that have copies in the same tier path."""
+        return self._wards[number].others
 
     def out_of_service(self) -> Mapping[int, Outage]:
         return self._outages.current()
@@ -346,6 +355,8 @@ class Ward:
     async def _tend(self, ward: _Ward) -> None:
         number = ward.tier.number
         while True:
+            with suppress(OSError):
+                ward.others = await self._looking(ward, partial(other_sources, ward.tier.own))
             await trio.sleep(self._probe_s)
             if self._outages.of(number) is None:
                 await self._look(ward)

@@ -357,6 +357,13 @@ class Drain:
         """Of the first change that is not at the source; 0 if it has all."""
         return min((pending[0].seq for pending in (self._held, self._queue) if pending), default=0)
 
+    def conflicts(self) -> list[Conflict]:
+        """The last ones that were met and not acknowledged yet, the newest last."""
+        return list(self._home.conflicts)
+
+    def acknowledge_conflicts(self) -> None:
+        self._home.forget_conflicts()
+
     def backlog(self) -> Backlog:
         waiting = [*self._held, *self._queue]
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}

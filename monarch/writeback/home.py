@@ -583,6 +583,11 @@ class Home:
         ending = b".monarch-conflict-%s-%d" % (self._node, seq)
         return name[: _NAME_MAX - len(ending)] + ending
 
+    def forget_conflicts(self) -> None:
+        """The conflicts so far are known to the user."""
+        self.conflicts.clear()
+        self.conflict_count = 0
+
     def _note_conflict(self, path: bytes, kept: bytes, why: str) -> None:
         self.conflicts.append(Conflict(path, kept, why))
         self.conflict_count += 1

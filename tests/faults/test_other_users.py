@@ -6,6 +6,7 @@ daemon. The same on a plain directory is refused by the kernel, and so it must b
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import subprocess
@@ -105,6 +106,14 @@ def test_a_file_of_another_is_not_replaced(mounted: Mounted, monarch: MonarchCom
     [kept] = shared.glob("result.csv.monarch-conflict-*")
     assert (kept.read_text(), kept.stat().st_uid) == ("mallory\n", MALLORY)
     assert "drain-conflict" in kinds(mounted)
+    # The alarm ends when somebody says that it is known.
+    at = ["ckpt", "conflicts", str(mounted.path)]
+    shown = monarch(*at, check=False)
+    assert (shown.returncode, len(shown.stdout.splitlines())) == (1, 2)
+    assert f"kept as shared/{kept.name}" in shown.stdout
+    assert len(json.loads(monarch(*at, "--json", check=False).stdout)["conflicts"]) == 2
+    assert monarch(*at, "--acknowledge").returncode == 0
+    assert (monarch(*at).stdout, "drain-conflict" in kinds(mounted)) == ("no conflicts\n", False)
 
 
 @pytest.mark.finding("D1")

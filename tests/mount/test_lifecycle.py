@@ -307,6 +307,7 @@ def _read_on(
 
 
 @pytest.mark.finding("B15")
+@pytest.mark.promise(126)
 @pytest.mark.modes(*EVERY_MODE)
 @pytest.mark.fault("I2", "M3")
 def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
@@ -324,7 +325,9 @@ def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
         assert file.read() == b"content"
         health = account(made)["health"]
         assert health["state"] == "degraded", health
-        assert [problem["kind"] for problem in health["problems"]] == ["detached"]
+        (problem,) = health["problems"]
+        assert problem["kind"] == "detached"
+        assert problem["what"].endswith(f"processes still use it: pid {os.getpid()}")
         assert monarch("status", "--check", str(made.path), check=False).returncode == 11
     wait_until(lambda: not psutil.pid_exists(made.pid), "the daemon still runs")
     assert_nothing_is_left(monarch)

@@ -13,7 +13,7 @@ from monarch.places import readable_name
 from monarch.registry import Registry
 from tests.conftest import MonarchCommand, Mounted, Tree
 from tests.equipment.inotify import OpenCounter
-from tests.mount.command import needs_fuse, one_line
+from tests.mount.command import needs_fuse, one_line, wait_until
 from tests.mount.observe import account, copies, epoch, resident, settled
 
 pytestmark = needs_fuse
@@ -105,7 +105,7 @@ def test_the_mode_of_a_tier_s_path_stays_as_it_is(
 
 
 @pytest.mark.finding("B3")
-@pytest.mark.promise(107)
+@pytest.mark.promise(107, 126)
 @pytest.mark.fault("T11")
 @pytest.mark.modes("relay")
 def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
@@ -122,6 +122,9 @@ def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
     epoch(second, others)
     settled(second)
     tier = second.tiers["fast"]
+    wait_until(lambda: account(second)["tiers"][0]["others"] == [str(source)], "it is not known")
+    shown = " ".join(monarch("status", str(second.path)).stdout.split())
+    assert f"tier fast also holds copies of {source}: `monarch evict --tier {tier}` shows" in shown
     lines = monarch("evict", "--tier", str(tier)).stdout.splitlines()
     assert sorted(line.partition(", last used")[0] for line in lines) == sorted(
         [f"{source}: 4 copies, 15.6 KiB", f"{other}: 8 copies, 23.4 KiB"]
