@@ -283,6 +283,7 @@ class Drain:
         made = {op.object for _, op in replay.ops if op.kind in ("create", "take")}
         self._present = {op.object for _, op in replay.ops if op.object} - made
         for seq, op in replay.ops:
+            self._foresee(op)
             if op.kind == "through":
                 self._through.add(op.object)
             if seq in replay.done:
@@ -305,10 +306,16 @@ class Drain:
         record = self._journal.written
         if self._hold_s:
             self._last_put_s = trio.current_time()
+        self._foresee(op)
         self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
         self.waiting_bytes += op.size
         if op.kind == "content" or len(self._queue) == 1:
             self._changed.unpark_all()
+
+    def _foresee(self, op: Op) -> None:
+        """Know what holds for all that comes behind a change, also before it is made."""
+        if op.kind == "create":
+            self._new.add(op.object)
 
     def is_done(self, seq: int) -> bool:
         """Whether the source has that change for good, and all that it depends on."""
@@ -856,8 +863,6 @@ class Drain:
             case "content":
                 self._present.discard(number)
                 self._published.pop(number, None)
-            case "create":
-                self._new.add(number)
             case "gone":
                 for table in (
                     self._published,

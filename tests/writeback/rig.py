@@ -235,6 +235,8 @@ class World:
         self.wrong: list[str] = []
         # The user who does what follows.
         self.by: Credentials | None = None
+        # Whose the files are that are written, if not that user's.
+        self.owner: int | None = None
         self.open()
 
     def open(self) -> Replay:
@@ -361,6 +363,8 @@ class World:
                 object=node.object,
                 size=len(node.content),
                 mode=node.mode,
+                uid=self.owner,
+                gid=self.owner,
                 mtime_ns=node.mtime_ns,
                 xattrs=dict(node.xattrs),
                 synced=synced,

@@ -172,3 +172,15 @@ async def test_what_another_writes_into_a_program_takes_its_special_rights(
         assert file.read_bytes() == b"mallory's"
         assert stat.S_IMODE(file.stat().st_mode) == 0o777
         assert file.stat().st_uid == 1001
+
+
+@pytest.mark.promise(77)
+async def test_a_new_file_that_root_gave_away_is_staged_as_such(
+    shared: World, clock: Clock
+) -> None:
+    shared.by, shared.owner = ALICE, 1002
+    async with draining(shared) as drain:
+        # Its bytes are staged before it is the turn of its making.
+        shared.write(b"given", b"to another")
+        await drain.wait(shared.last_seq)
+    assert (shared.source / "given").stat().st_uid == 1002
