@@ -484,11 +484,6 @@ class Home:
             path = _sibling(op.paths[0], kept)
             self._note_conflict(op.paths[0], path, "was changed there by others")
             return None
-        if kind == "replace" and place.by is None and (by := _creator(op)) is not None:
-            # The staged file is not theirs, so whether they may remove that is tried by itself.
-            with acting_as(by):
-                os.unlink(name, dir_fd=fd)
-            kind = "new"
         if kind == "new":
             try:
                 with acting_as(place.by):
@@ -496,8 +491,7 @@ class Home:
             except FileExistsError as error:
                 raise OSError(_CHANGED_MEANWHILE, "others have made it at the source") from error
         elif kind == "replace":
-            with acting_as(place.by):
-                os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+            self._replace(part, name, fd, op, place.by)
         else:
             self._rename_over(part, name, fd, place.by)
         points.reached("drain-renamed")
@@ -505,6 +499,29 @@ class Home:
             self._link_again(folders, op, fd, name, other, place, expected)
             points.reached("drain-linked")
         return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def _replace(self, part: bytes, name: bytes, fd: int, op: Op, by: Credentials | None) -> None:
+        """Put a staged file in the place of another, which is there until then."""
+        try:
+            with acting_as(by or _creator(op)):
+                os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+                return
+        except OSError as error:
+            if error.errno not in _FORBIDDEN or by is not None:
+                raise
+        # The staged file is another's, which keeps its users from moving it in a directory with the
+        # sticky bit. Whether they may remove what it replaces is tried with a second name of that.
+        second = self._link_name(op.object)
+        with suppress(FileNotFoundError):
+            os.unlink(second, dir_fd=fd)
+        os.link(name, second, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+        try:
+            with acting_as(_creator(op)):
+                os.unlink(second, dir_fd=fd)
+        except OSError:
+            os.unlink(second, dir_fd=fd)
+            raise
+        os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
 
     def _rename_over(self, part: bytes, name: bytes, fd: int, by: Credentials | None) -> None:
         # Who may write a file may not be allowed to rename anything there. That he may write it has

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
 from monarch.credentials import Credentials
+from monarch.writeback import home
+from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Op
 from tests.conftest import let_others_in
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock
+ROOT = Credentials(0, 0)
 ALICE = Credentials(1001, 1001, (2000,))
 MALLORY = Credentials(1002, 1002)
 
@@ -184,3 +189,58 @@ async def test_a_new_file_that_root_gave_away_is_staged_as_such(
         shared.write(b"given", b"to another")
         await drain.wait(shared.last_seq)
     assert (shared.source / "given").stat().st_uid == 1002
+
+
+async def replaced(world: World, drain: Drain, content: bytes) -> None:
+    """A file that is renamed over another while it is written comes under its new name."""
+    world.create(b"beside")
+    node = world.begin(b"beside")
+    world.rename(b"beside", b"a")
+    world.store(node, content)
+    await drain.wait(world.last_seq)
+    world.end(node)
+
+
+@pytest.mark.promise(66)
+@pytest.mark.parametrize(("user", "bits"), [(ROOT, 0o1777), (ALICE, 0o777), (ALICE, 0o1777)])
+async def test_what_is_replaced_by_a_file_of_another_is_never_missing(
+    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, user: Credentials, bits: int
+) -> None:
+    shared.source.chmod(bits)
+    for name in ("a", "d/a"):
+        os.chown(shared.source / name, 1001, 1001)
+    looks = 0
+
+    def looking(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*args: Any, **kwargs: Any) -> None:
+            nonlocal looks
+            change(*args, **kwargs)
+            (shared.source / "a").stat()
+            looks += 1
+
+        return changed
+
+    for change in ("unlink", "rename", "link"):
+        monkeypatch.setattr(home.os, change, looking(getattr(os, change)))
+    shared.by, shared.owner = user, 1002
+    async with draining(shared) as drain:
+        for turn in range(20):
+            await replaced(shared, drain, b"%d" % turn)
+            await drain.wait(shared.last_seq)
+            found = (shared.source / "a").stat()
+            assert found.st_uid == 1002
+            # So that in a directory with the sticky bit their users may replace it again.
+            os.chown(shared.source / "a", 1001, 1001)
+        assert drain.backlog().failures == drain.backlog().conflicts == 0
+    assert looks >= 20
+    assert (shared.source / "a").read_bytes() == b"19"
+    assert not list(shared.source.rglob(".monarch-*"))
+
+
+async def test_what_a_user_may_not_remove_is_not_replaced(shared: World, clock: Clock) -> None:
+    shared.by, shared.owner = ALICE, 1002
+    async with draining(shared) as drain:
+        await replaced(shared, drain, b"new")
+        await until(lambda: drain.backlog().failures >= 1)
+    assert (shared.source / "a").read_bytes() == b"old a"
+    assert not list(shared.source.rglob(".monarch-*.link"))
