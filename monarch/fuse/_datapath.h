@@ -95,6 +95,15 @@ enum waits_for {
     SETTLED,    /* a thread to go on with it: that has been found out */
 };
 
+/* The lists that a request may be in: of those that wait for the same, of all that are not answered
+ * (the first has waited longest), and of those whose caller was sent a signal. */
+enum chain { QUEUE, BY_AGE, BY_SIGNAL, CHAINS };
+
+struct link {
+    struct waiters *list; /* NULL: in none */
+    struct pending *next, *previous;
+};
+
 /* A request that waits; ``request`` holds it whole, but for one that only Python or a thread has.
  */
 struct pending {
@@ -108,9 +117,9 @@ struct pending {
     uint64_t unique, ino;
     uint64_t since_ns; /* when it began to wait, the time that the process was stopped left out */
     uint64_t begin_ns; /* when it came */
-    struct open_inode *entry;                 /* of an open, or of a read that stands for one */
-    struct waiters *list;                     /* that it is in */
-    struct pending *next, *previous, *hashed; /* in the list, and with the same hash */
+    struct open_inode *entry; /* of an open, or of a read that stands for one */
+    struct link links[CHAINS];
+    struct pending *hashed; /* the next with the same hash */
     uint32_t opcode, pid, index, generation, next_free;
     int device;
     uint8_t waits; /* enum waits_for */
@@ -209,8 +218,8 @@ struct datapath {
     pthread_mutex_t pending_lock;
     struct pending *pending[PENDING_CHUNKS];
     uint32_t pending_count, pending_free;
-    uint32_t pending_look; /* where the next look at those that wait begins */
-    int pending_interrupted;
+    struct waiters unanswered, interrupted;
+    int unanswered_count, interrupted_count;
     struct pending *by_unique[PENDING_BUCKETS];
     struct waiters for_source, for_python, settled;
     struct closing *closing, **closing_end;
@@ -263,8 +272,10 @@ struct pending *pend(struct datapath *path, const struct pending *what);
 void keep_request(struct pending *place, const struct in_header *request);
 void unpend(struct datapath *path, struct pending *place);
 bool take_pending(struct datapath *path, uint64_t unique, struct pending *what);
-void list_append(struct waiters *list, struct pending *place);
-void list_remove(struct pending *place);
+void list_append(struct waiters *list, struct pending *place, enum chain chain);
+void list_remove(struct pending *place, enum chain chain);
+void mark_answered(struct datapath *path, struct pending *place);
+void mark_interrupted(struct datapath *path, struct pending *place);
 void close_remains(struct datapath *path, const struct open_remains *remains);
 bool drop_open(struct datapath *path, uint64_t ino, bool plain);
 void release_written(struct datapath *path, uint64_t ino);

@@ -27,28 +27,26 @@ void refuse(struct thread *thread, const struct in_header *request, int error) {
 
 /* -- the table of requests that wait ----------------------------------------------------------- */
 
-void list_append(struct waiters *list, struct pending *place) {
-    place->list = list;
-    place->next = NULL;
-    place->previous = list->last;
+void list_append(struct waiters *list, struct pending *place, enum chain chain) {
+    place->links[chain] = (struct link){.list = list, .previous = list->last};
     if (list->last)
-        list->last->next = place;
+        list->last->links[chain].next = place;
     else
         list->first = place;
     list->last = place;
 }
 
-void list_remove(struct pending *place) {
-    struct waiters *list = place->list;
-    if (place->previous)
-        place->previous->next = place->next;
+void list_remove(struct pending *place, enum chain chain) {
+    struct link *link = &place->links[chain];
+    if (link->previous)
+        link->previous->links[chain].next = link->next;
     else
-        list->first = place->next;
-    if (place->next)
-        place->next->previous = place->previous;
+        link->list->first = link->next;
+    if (link->next)
+        link->next->links[chain].previous = link->previous;
     else
-        list->last = place->previous;
-    place->list = NULL;
+        link->list->last = link->previous;
+    link->list = NULL;
 }
 
 /* The pending at ``index``; the lock is held. */
@@ -82,6 +80,30 @@ static bool came_early(const struct datapath *path, uint64_t unique) {
     return false;
 }
 
+/* Its caller was sent a signal; the lock is held. */
+void mark_interrupted(struct datapath *path, struct pending *place) {
+    if (place->interrupted)
+        return;
+    place->interrupted = true;
+    if (place->answered)
+        return;
+    list_append(&path->interrupted, place, BY_SIGNAL);
+    path->interrupted_count++;
+}
+
+/* Nobody waits for it any more; the lock is held. */
+void mark_answered(struct datapath *path, struct pending *place) {
+    place->answered = true;
+    if (place->links[BY_AGE].list) {
+        list_remove(place, BY_AGE);
+        path->unanswered_count--;
+    }
+    if (place->links[BY_SIGNAL].list) {
+        list_remove(place, BY_SIGNAL);
+        path->interrupted_count--;
+    }
+}
+
 /* A place for a request that waits from now on; NULL if there is none. The lock is held. */
 struct pending *pend(struct datapath *path, const struct pending *what) {
     uint32_t index = NO_PENDING;
@@ -104,8 +126,10 @@ struct pending *pend(struct datapath *path, const struct pending *what) {
     place->generation = generation;
     place->used = true;
     place->since_ns = now_ns() - LOAD(path->stopped_ns);
-    place->interrupted = came_early(path, place->unique);
-    path->pending_interrupted += place->interrupted;
+    list_append(&path->unanswered, place, BY_AGE);
+    path->unanswered_count++;
+    if (came_early(path, place->unique))
+        mark_interrupted(path, place);
     place->hashed = *bucket;
     *bucket = place;
     return place;
@@ -124,7 +148,7 @@ void unpend(struct datapath *path, struct pending *place) {
     while (*link != place)
         link = &(*link)->hashed;
     *link = place->hashed;
-    path->pending_interrupted -= place->interrupted;
+    mark_answered(path, place);
     path->python_limited -= place->limited && place->waits == AT_PYTHON;
     place->used = false;
     place->next_free = path->pending_free;
@@ -218,7 +242,7 @@ void pass_queued(struct datapath *path) {
          * next answer, or the next look, makes another attempt. */
         if (send(path->channel, &message, message.header.len, MSG_NOSIGNAL | MSG_DONTWAIT) < 0)
             break;
-        list_remove(place);
+        list_remove(place, QUEUE);
         place->waits = AT_PYTHON;
         path->python_limited++;
     }
@@ -242,7 +266,7 @@ static void pass(struct thread *thread, struct in_header *request, struct pendin
         place->waits = FOR_PYTHON;
         place->queued = true;
         keep_request(place, request);
-        list_append(&path->for_python, place);
+        list_append(&path->for_python, place, QUEUE);
     } else if (place) {
         path->python_limited += what.limited;
         address(place, request);

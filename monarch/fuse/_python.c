@@ -467,7 +467,7 @@ static PyObject *datapath_answer(Datapath *self, PyObject *args) {
         struct pending *place = pending_at(path, (uint32_t)token - 1);
         if (place->used && !place->answered && place->waits == AT_PYTHON &&
             place->opcode == OP_READ) {
-            place->answered = true;
+            mark_answered(path, place);
             device = place->device;
             unique = place->unique;
         }
@@ -646,15 +646,10 @@ static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
         source = earlier(source, LOAD(thread->source_since_ns));
         request = earlier(request, LOAD(thread->begin_ns));
     }
-    long long waiting = 0;
     pthread_mutex_lock(&path->pending_lock);
-    for (uint32_t index = 0; index < path->pending_count; index++) {
-        struct pending *place = pending_at(path, index);
-        if (!place->used || place->answered)
-            continue;
-        waiting++;
-        request = earlier(request, place->since_ns);
-    }
+    long long waiting = path->unanswered_count;
+    if (path->unanswered.first)
+        request = earlier(request, path->unanswered.first->since_ns);
     pthread_mutex_unlock(&path->pending_lock);
     return Py_BuildValue("{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i,s:d,s:L,s:L,s:d}", "serving",
                          LOAD(path->serving) ? Py_True : Py_False, "open_files",

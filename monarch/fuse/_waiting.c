@@ -64,7 +64,7 @@ enum turn begin_source_call(struct thread *thread, const struct in_header *reque
         turn = TURN_LATER;
         place->waits = FOR_SOURCE;
         keep_request(place, request);
-        list_append(&path->for_source, place);
+        list_append(&path->for_source, place, QUEUE);
         ADD(path->for_source_count, 1);
     }
     pthread_mutex_unlock(&path->pending_lock);
@@ -118,7 +118,7 @@ enum turn wait_for_entry(struct thread *thread, const struct in_header *request,
         if (place) {
             place->waits = FOR_ENTRY;
             keep_request(place, request);
-            list_append(&entry->waiters, place);
+            list_append(&entry->waiters, place, QUEUE);
         }
     }
     pthread_mutex_unlock(&path->pending_lock);
@@ -131,9 +131,9 @@ void wake_waiters(struct datapath *path, struct open_inode *entry) {
     pthread_mutex_lock(&path->pending_lock);
     struct pending *place;
     while ((place = entry->waiters.first)) {
-        list_remove(place);
+        list_remove(place, QUEUE);
         place->waits = SETTLED;
-        list_append(&path->settled, place);
+        list_append(&path->settled, place, QUEUE);
         ADD(path->settled_count, 1);
         woken = true;
     }
@@ -159,7 +159,7 @@ static bool next_work(struct thread *thread, struct pending *what, struct closin
     bool slot = LOAD(path->at_source) < path->source_max;
     struct pending *place = path->settled.first;
     if (place) {
-        list_remove(place);
+        list_remove(place, QUEUE);
         ADD(path->settled_count, -1);
         *what = *place;
         /* It may wait for something else next, and the kernel does not interrupt it again. */
@@ -174,7 +174,7 @@ static bool next_work(struct thread *thread, struct pending *what, struct closin
         ADD(path->for_source_count, -1);
         take_slot(path, thread);
     } else if (slot && (place = path->for_source.first)) {
-        list_remove(place);
+        list_remove(place, QUEUE);
         ADD(path->for_source_count, -1);
         place->waits = AT_SOURCE;
         thread->place = place;
@@ -243,15 +243,15 @@ static bool dismiss(struct datapath *path, uint64_t unique, int error) {
     pthread_mutex_lock(&path->pending_lock);
     struct pending *place = pending_find(path, unique);
     bool waits = place && !place->answered;
-    bool gone = waits && place->list;
+    bool gone = waits && place->links[QUEUE].list;
     if (waits) {
-        place->answered = true;
+        mark_answered(path, place);
         what = *place;
     }
     if (gone) {
         ADD(path->for_source_count, -(place->waits == FOR_SOURCE));
         ADD(path->settled_count, -(place->waits == SETTLED));
-        list_remove(place);
+        list_remove(place, QUEUE);
         unpend(path, place);
     }
     pthread_mutex_unlock(&path->pending_lock);
@@ -274,29 +274,27 @@ enum { LOOK = 256 };
  * ``now``, which does not count while the process is stopped. Python looks after the time of those
  * that wait for it. */
 void look_after_callers(struct datapath *path, uint64_t now) {
-    struct {
+    struct found {
         uint64_t unique;
         uint32_t pid;
         bool late;
     } found[LOOK];
     int count = 0;
     pthread_mutex_lock(&path->pending_lock);
-    uint32_t places = path->pending_count, looked = 0;
-    bool look = path->pending_interrupted || path->patience_ns;
-    for (; look && looked < places && count < LOOK; looked++) {
-        struct pending *place = pending_at(path, (path->pending_look + looked) % places);
-        if (!place->used || place->answered)
-            continue;
-        bool late = path->patience_ns && (place->waits != AT_PYTHON || place->queued) &&
-                    now > place->since_ns && now - place->since_ns > path->patience_ns;
-        if (!late && !place->interrupted)
-            continue;
-        found[count].unique = place->unique;
-        found[count].pid = place->pid;
-        found[count++].late = late;
+    struct pending *place = path->patience_ns ? path->unanswered.first : NULL;
+    for (; place && count < LOOK; place = place->links[BY_AGE].next) {
+        if (now <= place->since_ns || now - place->since_ns <= path->patience_ns)
+            break;
+        if (place->waits != AT_PYTHON || place->queued)
+            found[count++] = (struct found){place->unique, place->pid, true};
     }
-    if (places)
-        path->pending_look = (path->pending_look + looked) % places;
+    /* Each of them in its turn. */
+    for (int left = path->interrupted_count; left > 0 && count < LOOK; left--) {
+        place = path->interrupted.first;
+        list_remove(place, BY_SIGNAL);
+        list_append(&path->interrupted, place, BY_SIGNAL);
+        found[count++] = (struct found){place->unique, place->pid, false};
+    }
     pthread_mutex_unlock(&path->pending_lock);
     for (int i = 0; i < count; i++) {
         if (found[i].late) {
@@ -317,8 +315,7 @@ void interrupt(struct datapath *path, uint64_t unique) {
     struct pending *place = pending_find(path, unique);
     uint32_t pid = place ? place->pid : 0;
     if (place) {
-        path->pending_interrupted += !place->interrupted;
-        place->interrupted = true;
+        mark_interrupted(path, place);
     } else {
         path->early[path->early_next++ % EARLY] = unique;
     }

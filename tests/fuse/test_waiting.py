@@ -29,6 +29,8 @@ from tests.fuse.wire import Op
 # More than the threads that the datapath may have.
 MANY = 600
 SMALL, LARGE = 1000, 3_000_000
+# Callers that are looked after at once, once a second.
+LOOK = 256
 # Calls of the source at once, as configured.
 SLOTS = LimitSettings().source_concurrency
 
@@ -272,6 +274,61 @@ def test_who_is_killed_when_it_waits_for_something_else_than_at_its_signal_is_le
     eventually(lambda: made.datapath.open_files() == 0, "nothing is open for them")
 
 
+@pytest.mark.finding("D3", "D11")
+@pytest.mark.promise(89)
+def test_looking_after_those_that_wait_takes_what_was_interrupted_and_no_more(
+    made: Rig, slow: SlowSource
+) -> None:
+    """The number that wait costs nothing, and of the interrupted 256 are looked at in a second."""
+    ino = made.ino("small")
+    slow.rules("hang open ^/small")
+    waiting = [made.send_open(ino, pid=os.getpid()) for _ in range(MANY)]
+    eventually(lambda: made.datapath.state().waiting == MANY, "all of them wait")
+
+    def reads(looks: int) -> tuple[int, float]:
+        """Calls of read in this process, of which the datapath is a part, and seconds."""
+        began, before = time.monotonic(), _own_reads()
+        time.sleep(looks)
+        return _own_reads() - before, time.monotonic() - began
+
+    count, _ = reads(2)
+    assert count < 40
+    for unique in waiting:
+        made.interrupt(unique)
+    # Each look reads files of /proc to their end: twice.
+    count, seconds = reads(2)
+    assert 2 * LOOK < count < (seconds + 1) * 2 * LOOK + 40
+    slow.rules()
+    assert {made.answer(unique).error for unique in waiting} == {0}
+    assert made.datapath.state().waiting == 0
+    made.datapath.taken(ino)
+
+
+@pytest.mark.finding("D6")
+@pytest.mark.promise(90)
+def test_the_age_that_is_told_is_that_of_the_oldest_without_an_answer(
+    made: Rig, killed: int
+) -> None:
+    first, later = (made.send_open(made.ino("large"), pid=killed) for _ in range(2))
+    passed = [made.passed() for _ in range(2)]
+    eventually(lambda: made.datapath.state().oldest_request_s > 0.3, "they grow old")
+    began = time.monotonic()
+    newest = made.send_open(made.ino("large"))
+    passed.append(made.passed())
+    assert made.datapath.state().oldest_request_s > 0.3
+    # In any order: the one that is let go, that Python answers late, and that it answers.
+    for unique in (later, first):
+        made.interrupt(unique)
+        assert made.answer(unique).error == errno.EINTR
+    state = made.datapath.state()
+    assert state.waiting == 1 and 0 < state.oldest_request_s <= time.monotonic() - began
+    for one in passed:
+        made.reply(one, error=errno.EIO)
+    assert made.answer(newest).error == errno.EIO
+    eventually(lambda: made.datapath.state().oldest_request_s == 0, "nothing is unanswered")
+    assert made.datapath.state().waiting == 0
+
+
 @pytest.mark.finding("D6")
 @pytest.mark.promise(90)
 @pytest.mark.fault("M11")
@@ -417,3 +474,8 @@ def test_nothing_is_answered_twice_under_interrupts(made: Rig, slow: SlowSource)
         made.any_answer(0.3)
     slow.rules()
     assert {made.answer(unique).error for unique in waiting} == {0}
+
+
+def _own_reads() -> int:
+    (line,) = (x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("syscr:"))
+    return int(line.split()[1])
