@@ -54,6 +54,7 @@ class Changes:
         names_changed: Callable[[Ino], None],
         is_held_elsewhere: Callable[[Ino], bool],
         may_be_half_read: Callable[[Ino], bool],
+        forget_pages: Callable[[Ino], None],
     ) -> None:
         self._inquiry = inquiry
         self._names = names
@@ -67,6 +68,7 @@ class Changes:
         self._names_changed = names_changed
         self._is_held_elsewhere = is_held_elsewhere
         self._may_be_half_read = may_be_half_read
+        self._forget_pages = forget_pages
         self._limiter = Limiter(60.0)
 
     async def look_again(self, ino: Ino) -> None:
@@ -106,6 +108,8 @@ class Changes:
             first = not self._residency.is_changed(ino)
             self.forget_copy(ino)
             self._residency.mark_changed(ino)
+            # Else the kernel would go on serving the old version from its pages.
+            self._forget_pages(ino)
             fresh = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
             if first and fresh == known:
                 self._noticed(ino, "changed at the source")

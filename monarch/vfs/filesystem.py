@@ -205,6 +205,7 @@ class FileSystem:
             names_changed=names_changed,
             is_held_elsewhere=fast.outdate if fast is not None else lambda _: False,
             may_be_half_read=lambda ino: not opens_are_told and self._was_read(ino),
+            forget_pages=forget_pages,
         )
         self._account = (
             None

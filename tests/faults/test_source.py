@@ -763,6 +763,27 @@ def test_two_versions_of_one_second_are_told_apart(
     monarch.expects_log("changed at the source since the snapshot")
 
 
+@pytest.mark.modes("no_open")
+@pytest.mark.fault("S14")
+@pytest.mark.promise(40)
+@pytest.mark.finding("D4")
+def test_without_opens_a_second_look_takes_the_old_version_out_of_the_kernel_s_pages(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"a": 20_000})
+    mounted = monarch.mount(source)
+    # Changed before the first read, so that it is no news that the file has changed.
+    (source / "a").write_bytes(contents("one", 20_000))
+    # Twice: after the first read the kernel drops the pages, because the times have changed.
+    for _ in range(2):
+        assert (mounted.path / "a").read_bytes() == contents("one", 20_000)
+        settled(mounted)
+    (source / "a").write_bytes(contents("two", 20_000))
+    time.sleep(RESTED_S)
+    assert _read_or_stale(mounted, "a", "no_open") == b"stale"
+    monarch.expects_log("changed at the source since the snapshot")
+
+
 @needs_root
 @pytest.mark.fault("S14")
 @pytest.mark.promise(29)
