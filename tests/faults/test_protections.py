@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 _MENDED = {
     *(f"B{number}" for number in range(1, 25)),
     *(f"C{number}" for number in range(1, 9)),
-    *(f"D{number}" for number in range(1, 16) if number != 13),
+    *(f"D{number}" for number in range(1, 16)),
     *(f"F{number}" for number in range(1, 9)),
-    *("K1", "K2", "K3", "R"),
+    *(f"K{number}" for number in range(1, 7)),
+    "R",
 }
 
 

@@ -240,11 +240,12 @@ def rig(
     *,
     loaded: bool = True,
     fetch_max: int = 0,
+    fetched_at_once: int = 4,
     **options: bool,
 ) -> Iterator[Rig]:
     """A datapath over a snapshot of ``source`` and two empty tiers in ``directory``.
 
-    Files of the source are fetched up to ``fetch_max`` bytes.
+    Files of the source are fetched up to ``fetch_max`` bytes, so many of them at once.
     """
     wanted: Mapping[str, bool] = {
         "passthrough": False,
@@ -258,7 +259,7 @@ def rig(
     build(source, file)
     tiers = [Tier(n, f"t{n}", directory / f"tier{n}", owner=Owner("mount")) for n in (1, 2)]
     opened = Source(os.fsencode(source))
-    limits = LimitSettings(inline_max=fetch_max, buffer_max=max(1, 4 * fetch_max))
+    limits = LimitSettings(inline_max=fetch_max, buffer_max=max(1, fetched_at_once * fetch_max))
     with Snapshot.open(file) as snapshot:
         residency = Residency(snapshot.entries)
         for tier in tiers:

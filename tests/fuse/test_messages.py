@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from monarch import daemon
 from monarch.fuse.datapath import built, split_handle
 from monarch.transfer.readers import SourceTraffic
 from monarch.types import ROOT_INO, Attributes
@@ -895,3 +896,33 @@ def test_no_message_crashes_it_and_each_request_gets_one_answer(
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
     assert "requests" in done.stdout
+
+
+_SMALL_STACKS = """
+import ctypes, runpy
+libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+assert libc.pthread_attr_init(attributes) == 0
+assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(128 * 1024)) == 0
+assert libc.pthread_setattr_default_np(attributes) == 0
+runpy.run_module("tests.fuse.fuzzing", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.finding("K6")
+def test_threads_need_no_more_stack_than_musl_gives_them(tmp_path: Path) -> None:
+    """128 KiB, where glibc gives 8 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SMALL_STACKS, str(tmp_path), "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    assert "requests" in done.stdout
+
+
+@pytest.mark.finding("K6")
+def test_a_c_library_without_mallopt_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon.ctypes, "CDLL", lambda name: object())
+    daemon._give_memory_back()

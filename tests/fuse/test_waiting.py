@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import select
 import signal
 import subprocess
 import threading
@@ -20,6 +21,7 @@ import pytest
 
 from monarch.settings import LimitSettings
 from monarch.types import Ino
+from monarch.vfs.served import RELEASED
 from tests.conftest import Tree
 from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
@@ -447,7 +449,7 @@ def test_the_devices_are_let_go_of_without_a_free_descriptor(made: Rig, slow: Sl
     eventually(lambda: made.datapath.state().threads == 0, "the thread that hung has ended")
 
 
-@pytest.mark.finding("D14", "D15")
+@pytest.mark.finding("D15")
 def test_rights_that_a_write_ends_are_taken_away_by_name(tree: Tree, tmp_path: Path) -> None:
     tree({"a": 1})
     with rig(tmp_path / "source", tmp_path) as made:
@@ -474,6 +476,147 @@ def test_nothing_is_answered_twice_under_interrupts(made: Rig, slow: SlowSource)
         made.any_answer(0.3)
     slow.rules()
     assert {made.answer(unique).error for unique in waiting} == {0}
+
+
+@pytest.mark.finding("D13")
+@pytest.mark.fault("M10")
+def test_nobody_has_a_file_open_whose_pages_are_not_stored_yet(tree: Tree, tmp_path: Path) -> None:
+    """Else a reader may hold the lock of a page that the thread which stores it waits for.
+
+    Whoever should take the pages reads nothing here, so one of the files comes to a stop.
+    """
+    size, count = 1 << 20, 16
+    names = [f"f{number:02}" for number in range(count)]
+    tree(dict.fromkeys(names, size))
+    with rig(tmp_path / "source", tmp_path, fetch_max=size, fetched_at_once=2 * count) as made:
+        made.init()
+        first = {made.ino(name): made.send_open(made.ino(name)) for name in names}
+        eventually(lambda: made.datapath.source_traffic().opens == count, "all are fetched")
+        others = {ino: made.send_open(ino) for ino in first}
+        eventually(lambda: made.datapath.state().waiting > 0, "others wait for what is stored")
+        stored: set[int] = set()
+        answered: dict[int, int] = {}
+        while len(answered) < 2 * count:
+            found = made.any_answer(10)
+            if found.unique:
+                answered[found.unique] = found.error
+                (ino,) = (n for n in first if found.unique in (first[n], others[n]))
+                assert ino in stored
+            else:
+                assert -found.error == wire.NOTIFY_STORE
+                stored.add(wire.STORE_OUT.unpack_from(found.body)[0])
+        assert set(answered.values()) == {0}
+        made.datapath.served()
+
+
+@pytest.mark.finding("D14")
+@pytest.mark.fault("M10")
+def test_what_python_was_not_told_when_it_slept_wakes_it(tree: Tree, tmp_path: Path) -> None:
+    """Python is told that the last reader of an outdated copy is gone while it looks for news."""
+    tree({"a": SMALL})
+    with rig(tmp_path / "source", tmp_path) as made:
+        made.init()
+        ino = made.place("a")
+        for _ in range(300):
+            handle, _, _ = made.open(ino)
+            made.datapath.outdate(ino)
+            seen = [what for _, what, _ in made.datapath.served() if what == RELEASED]
+            unique = made.send_release(ino, handle)
+            deadline = time.monotonic() + 10
+            while not seen:
+                # As Python does: it looks when it is woken, and only then.
+                assert select.select([made.datapath.fileno()], [], [], 10)[0], "nobody wakes it"
+                seen = [what for _, what, _ in made.datapath.served() if what == RELEASED]
+                assert time.monotonic() < deadline
+            assert made.answer(unique).error == 0
+
+
+@pytest.mark.finding("D15")
+@pytest.mark.promise(51)
+@pytest.mark.fault("M4")
+def test_the_last_descriptors_are_not_for_files_of_the_source(made: Rig) -> None:
+    """A large cold file takes two of them, the second one only while there are enough."""
+    ino = made.ino("large")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    fd = os.open(made.source / "large", os.O_RDONLY)
+    try:
+        lowest = os.dup(fd)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, 2 * lowest), limits[1]))
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        while not taken or taken[-1] < most - most // 4:
+            taken.append(os.dup(fd))
+        before = len(os.listdir("/proc/self/fd"))
+        unique = made.send_open(ino)
+        passed = made.passed()
+        assert not made.datapath.bind(ino, fd, tier=0, size=LARGE)
+        eventually(lambda: len(os.listdir("/proc/self/fd")) == before, "none is kept")
+        # What is here is served to the last.
+        others_are_served(made)
+        made.reply_open(passed)
+        handle = wire.OPEN_OUT.unpack(made.answer(unique).body)[0]
+        made.send_release(ino, handle)
+        made.passed()
+        while taken:
+            os.close(taken.pop())
+        unique = made.send_open(ino)
+        passed = made.passed()
+        assert made.datapath.bind(ino, fd, tier=0, size=LARGE)
+        made.reply(passed, error=errno.EIO)
+        assert made.answer(unique).error == errno.EIO
+    finally:
+        for held in (*taken, fd):
+            os.close(held)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.finding("K4", "K5")
+@pytest.mark.parametrize(
+    ("write", "pages", "agreed"),
+    [
+        # Of libfuse where pages have 4 KiB and 64 KiB, and one that would take more than we do.
+        (1 << 20, 256, (1 << 20, 256)),
+        (1 << 20, 16, (1 << 20, 16)),
+        (4 << 20, 1024, (1 << 20, 256)),
+    ],
+)
+def test_no_message_is_larger_than_the_buffers(
+    tree: Tree, tmp_path: Path, write: int, pages: int, agreed: tuple[int, int]
+) -> None:
+    tree({"a": 1})
+    with rig(tmp_path / "source", tmp_path) as made:
+        unique = made.send(Op.INIT, 0, wire.INIT_IN.pack(7, 40, 1 << 20, 0, 0))
+        body = wire.INIT_OUT.pack(7, 38, 1 << 20, 0, 12, 9, write, 1, pages, 0, 0, 0)
+        # Of libfuse 3.10 to 3.17: 80 bytes with the header.
+        assert len(body) + 16 == 80
+        made.reply(made.passed(), body)
+        told = wire.INIT_OUT.unpack(made.answer(unique).body)
+        assert (told[6], told[8]) == agreed
+
+
+@pytest.mark.finding("K5")
+def test_a_short_answer_of_an_older_libfuse_is_passed_as_it_is(tree: Tree, tmp_path: Path) -> None:
+    tree({"a": 1})
+    with rig(tmp_path / "source", tmp_path) as made:
+        unique = made.send(Op.INIT, 0, wire.INIT_IN.pack(7, 22, 1 << 20, 0, 0))
+        short = wire.INIT_OUT.pack(7, 22, 1 << 20, 0, 12, 9, 1 << 20, 1, 0, 0, 0, 0)[:24]
+        made.reply(made.passed(), short)
+        assert made.answer(unique).body == short
+
+
+@pytest.mark.finding("D14")
+def test_both_sides_of_a_wake_up_are_ordered() -> None:
+    """Each stores, then loads what the other has stored. A lost wake-up is too rare for a test."""
+    code = Path(__file__).parents[2] / "monarch/fuse"
+    fence = "__atomic_thread_fence(__ATOMIC_SEQ_CST);"
+    for name, function, fenced in (
+        ("_books.c", "void wake_python(", (fence, "if (LOAD(path->awake)")),
+        ("_python.c", "*datapath_events(", ("STORE(path->awake, 0);", fence, "next_event(")),
+    ):
+        body = (code / name).read_text().partition(function)[2].partition("\n}\n")[0]
+        places = [body.find(text) for text in fenced]
+        assert -1 not in places and places == sorted(places), name
 
 
 def _own_reads() -> int:
