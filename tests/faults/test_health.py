@@ -457,6 +457,7 @@ def test_a_control_group_that_runs_short_of_memory_is_told_until_it_has_more(
 ) -> None:
     content = files()
     source = tree(content)
+    monarch.forked = False
     with control_group("memory") as group:
         # What is taken counts where it was taken: it has to start there.
         group.add(os.getpid())
