@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
-from monarch.types import Ino
+from monarch.types import WRITTEN_INO, Ino
 from monarch.writeback.ops import Op
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ class _Again:
             rdev=op.rdev,
             target=op.to if op.kind == "symlink" else b"",
             object=op.object,
-            ino=Ino(op.ino) if op.ino else None,
+            # Others have removed what an older snapshot had.
+            ino=Ino(op.ino) if op.ino >= WRITTEN_INO else None,
         )
 
     def _name_again(self, node: Node, path: bytes) -> None:

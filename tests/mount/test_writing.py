@@ -211,6 +211,23 @@ def test_times_that_were_set_make_nothing_new_of_a_drained_file(
 
 
 @pytest.mark.promise(67)
+def test_a_file_that_others_removed_while_it_was_written_is_made_again(
+    monarch: MonarchCommand, absorbing: Mounted
+) -> None:
+    monarch.expects_log("others")
+    with (absorbing.path / "a.bin").open("r+b", buffering=0) as file:
+        file.write(b"written")
+        absorbing.kill()
+        with suppress(OSError):
+            file.close()
+    (absorbing.source / "a.bin").unlink()
+    again = monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    assert (again.path / "a.bin").read_bytes()[:7] == b"written"
+    again.umount()
+    assert (absorbing.source / "a.bin").read_bytes()[:7] == b"written"
+
+
+@pytest.mark.promise(67)
 def test_a_file_that_is_brought_again_keeps_its_names(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
