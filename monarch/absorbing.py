@@ -36,7 +36,7 @@ from monarch.threads import Threads
 from monarch.tiers.directory import PRIVATE, Space, Tier
 from monarch.tiers.lock import Lock
 from monarch.transfer.readers import Readers
-from monarch.types import Ino
+from monarch.types import WRITTEN_INO, Ino
 from monarch.units import format_bytes
 from monarch.vfs.files import WrittenFiles
 from monarch.vfs.inquiry import Inquiry
@@ -50,7 +50,6 @@ from monarch.writeback.home import Home
 from monarch.writeback.journal import Journal, Replay, Told
 from monarch.writeback.losses import Numbered, names_of
 from monarch.writeback.objects import Objects
-from monarch.writeback.ops import Op
 from monarch.writeback.survey import survey
 
 log = logging.getLogger(__name__)
@@ -178,6 +177,22 @@ def know_snapshot(directory: Path, snapshot_id: str) -> None:
     staged.rename(directory / _SNAPSHOT)
 
 
+def _renumbered(found: Replay) -> Replay:
+    """``found`` with numbers below 0 for what an older snapshot had, by which a new one has others.
+
+    Those of what was made on a mount are never given again.
+    """
+    numbers: dict[int, int] = {}
+    ops = []
+    for seq, op in found.ops:
+        if 0 < op.ino < WRITTEN_INO:
+            op = replace(op, ino=numbers.setdefault(op.ino, -2 * seq))
+        if 0 < op.over_ino < WRITTEN_INO:
+            op = replace(op, over_ino=numbers.setdefault(op.over_ino, -2 * seq - 1))
+        ops.append((seq, op))
+    return replace(found, ops=tuple(ops))
+
+
 def _unfinished(ops: Sequence[Numbered], found: Replay, objects: Objects) -> Iterator[Numbered]:
     """What the source has not got: changes, and the making of files that were open when their
     daemon was killed, under the names that they have by now."""
@@ -278,7 +293,10 @@ class WriteSide:
             evict=evict,
             evicted=evicted,
         )
-        ops = self._history(snapshot_id)
+        is_new = snapshot_known(place.directory) != snapshot_id
+        found = self._found = _renumbered(place.found) if is_new else place.found
+        self.drain.load(found)
+        ops = self._unfinished(snapshot_id) if is_new else list(found.ops)
         self.writing = Writing(
             names=names,
             covered=Covered(settings.absorbs),
@@ -293,20 +311,19 @@ class WriteSide:
         )
         self._take_up(ops)
 
-    def _history(self, snapshot_id: str) -> list[tuple[int, Op]]:
-        """What leads from the snapshot to the tree: a new one knows what the source has got."""
-        found, place = self.place.found, self.place
-        ops = list(found.ops)
-        if snapshot_known(place.directory) != snapshot_id:
-            ops = [*_unfinished(ops, found, place.objects)]
-            if ops or found.done:
-                place.journal.compact(ops, position=place.journal.position)
-            know_snapshot(place.directory, snapshot_id)
+    def _unfinished(self, snapshot_id: str) -> list[Numbered]:
+        """What leads from a new snapshot to the tree: it knows what the source has got."""
+        found, place = self._found, self.place
+        ops = [*_unfinished(found.ops, found, place.objects)]
+        if ops or found.done:
+            known = self.drain.known_of(ops)
+            place.journal.compact(ops, position=place.journal.position, known=known)
+        know_snapshot(place.directory, snapshot_id)
         return ops
 
-    def _take_up(self, ops: list[tuple[int, Op]]) -> None:
+    def _take_up(self, ops: list[Numbered]) -> None:
         """Show what was written in earlier mounts, and go on draining it."""
-        found, place = self.place.found, self.place
+        found, place = self._found, self.place
         replay(self._names, ops, now_ns=time.time_ns())
         waiting = [(seq, op) for seq, op in ops if seq not in found.done]
         if waiting:
@@ -317,7 +334,6 @@ class WriteSide:
             )
         self.files.take_up(ops, found.done)
         place.objects.sweep({op.object for _, op in ops})
-        self.drain.load(found)
         self.files.record_unrecorded(found)
 
     def _is_pressed(self) -> bool:

@@ -22,7 +22,7 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import merge
@@ -39,7 +39,7 @@ from monarch.transfer.throttle import TokenBucket
 from monarch.types import Identity
 from monarch.units import MiB
 from monarch.writeback.home import Conflict, Expected, Folders, Home, Outcome, Place, Step
-from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.journal import Journal, Known, Replay
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op, above
 from monarch.writeback.staging import Staged, Staging
@@ -278,10 +278,13 @@ class Drain:
         """Go on where an earlier life has stopped. Before all else."""
         # What a rename that is done has replaced may have been one of these.
         self._ours = dict(replay.staged)
-        # A journal that was written anew tells of nothing that the source had then: of the making
-        # of a file neither.
-        made = {op.object for _, op in replay.ops if op.kind in ("create", "take")}
-        self._present = {op.object for _, op in replay.ops if op.object} - made
+        if replay.known is not None:
+            self._begin_with(replay.known)
+        else:
+            # A journal that an older version wrote anew tells of nothing that the source had then:
+            # of the making of a file neither.
+            made = {op.object for _, op in replay.ops if op.kind in ("create", "take")}
+            self._present = {op.object for _, op in replay.ops if op.object} - made
         for seq, op in replay.ops:
             self._foresee(op)
             if op.kind == "through":
@@ -300,6 +303,31 @@ class Drain:
                     self._set_times[op.object] = times | {op.mtime_ns}
         for number, inos in replay.staged.items():
             self._ours[number] = self._ours.get(number, frozenset()) | inos
+
+    def _begin_with(self, known: Known) -> None:
+        self._known.update(known.known)
+        self._made.update(known.made)
+        self._over.update(known.over)
+        for number, inos in known.ours.items():
+            self._ours[number] = self._ours.get(number, frozenset()) | inos
+        self._new |= known.new
+        self._present |= known.present
+
+    def known_of(self, ops: Iterable[tuple[int, Op]]) -> Known:
+        """What a journal that is written anew with ``ops`` alone must tell of the source."""
+        numbers: set[int] = set()
+        inos: set[int] = set()
+        for _, op in ops:
+            numbers |= {op.object, op.over_object}
+            inos |= {op.ino, op.over_ino}
+        return Known(
+            known=_of(self._known, numbers),
+            made=_of(self._made, inos),
+            over=_of(self._over, numbers),
+            ours=_of(self._ours, numbers),
+            new=frozenset(self._new & numbers),
+            present=frozenset(self._present & numbers),
+        )
 
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
@@ -484,7 +512,7 @@ class Drain:
         op = entry.op
         match op.kind:
             case "mkdir" | "symlink" | "mknod" | "attr" | "xattr":
-                return op.ino != 0 and self._contents.is_removed(op.ino)
+                return op.ino > 0 and self._contents.is_removed(op.ino)
             case "unlink" if op.object:
                 had = (self._present, self._over, self._ours)
                 return op.object in self._new and not any(op.object in table for table in had)
@@ -1128,6 +1156,10 @@ class Drain:
             and trio.current_time() < patience
         ):
             await trio.sleep(_STEP_S)
+
+
+def _of(table: Mapping[int, T], keys: Container[int]) -> dict[int, T]:
+    return {key: value for key, value in table.items() if key in keys}
 
 
 def _user(op: Op) -> int | None:

@@ -13,6 +13,10 @@ rest, a blank, JSON, a newline. Records are
                                 and of what was made
     {"staged"}                  [object, source_ino]: that file of the source is ours, and is about
                                 to get the object's name
+    {"known", "made", "over", "ours", "new", "present"}
+                                in a journal that was written anew: what the changes that it has no
+                                more have left at the source (``Known``), each as a list of lists or
+                                of objects
     {"believed"}, {"lost"}      objects that have been synced, as no record of a content here says;
                                 those whose bytes are lost
 
@@ -36,7 +40,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +54,7 @@ from monarch.units import MiB
 from monarch.writeback.losses import names_of, without
 from monarch.writeback.ops import Op, from_record, raw, text, to_record
 
-__all__ = ["Journal", "Look", "Op", "Replay", "look"]
+__all__ = ["Journal", "Known", "Look", "Op", "Replay", "look"]
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,53 @@ Told = tuple[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """What changes that a journal has no more have left at the source, as far as others need it.
+
+    By object: ``known``, what the source has of its file; ``over``, what a rename on the mount had
+    the file replace, which stands there still; ``ours``, the source's numbers of files that may
+    have got its name; ``new``: it was made on the mount; ``present``: the source has it under its
+    names. ``made``: what the source has of what has no object, by its number on the mount.
+    """
+
+    known: Mapping[int, Identity] = field(default_factory=dict)
+    made: Mapping[int, Identity] = field(default_factory=dict)
+    over: Mapping[int, tuple[Identity, ...]] = field(default_factory=dict)
+    ours: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    new: frozenset[int] = frozenset()
+    present: frozenset[int] = frozenset()
+
+    def record(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "known": [[number, *astuple(it)] for number, it in self.known.items()],
+            "made": [[ino, *astuple(it)] for ino, it in self.made.items()],
+            "over": [[number, *astuple(it)] for number, its in self.over.items() for it in its],
+            "ours": [[number, ino] for number, inos in self.ours.items() for ino in sorted(inos)],
+            "new": sorted(self.new),
+            "present": sorted(self.present),
+        }
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Known:
+        """The inverse of ``record``. Raises KeyError, TypeError, ValueError if it is none."""
+        over: dict[int, tuple[Identity, ...]] = {}
+        for number, *it in record["over"]:
+            over[number] = (*over.get(number, ()), Identity(*it))
+        ours: dict[int, frozenset[int]] = {}
+        for number, ino in record["ours"]:
+            ours[number] = ours.get(number, frozenset()) | {ino}
+        return cls(
+            known={number: Identity(*it) for number, *it in record["known"]},
+            made={ino: Identity(*it) for ino, *it in record["made"]},
+            over=over,
+            ours=ours,
+            new=frozenset(record["new"]),
+            present=frozenset(record["present"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What a journal held when it was opened.
 
@@ -81,6 +132,7 @@ class Replay:
     power cut has taken, with its names; found now for the first time, they are not in ``ops``.
     ``recorded_ns``: when that was, of each op that is not done. ``staged``: the source's numbers of
     files that may have got the name of an object in an earlier life, unknown to the journal.
+    ``known``: what was known when the journal was written anew, None if it never was.
     """
 
     ops: tuple[tuple[int, Op], ...]
@@ -90,6 +142,7 @@ class Replay:
     lost: tuple[Op, ...]
     recorded_ns: Mapping[int, int]
     staged: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    known: Known | None = None
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` whose bytes will not come to the source by what is recorded: none of
@@ -279,6 +332,7 @@ class Journal:
             next_ino=self._next_ino,
             lost=tuple(lost),
             recorded_ns={seq: recorded_ns[seq] for seq, _ in undone},
+            known=read.known,
         )
         for op in lost:
             log.error(
@@ -443,9 +497,11 @@ class Journal:
             self._syncing = False
             self._turn.notify_all()
 
-    def compact(self, keep: Iterable[tuple[int, Op]], *, position: int) -> None:
+    def compact(
+        self, keep: Iterable[tuple[int, Op]], *, position: int, known: Known | None = None
+    ) -> None:
         """Write the journal anew with ``keep`` in the place of all before ``position``, the one
-        when that was put together.
+        when that was put together, and ``known`` of what is not among them.
 
         In ``keep`` are all that the source has not got yet, and of those that it has as many as
         still lead from the snapshot to the tree, with a seq that they had. Raises ValueError if one
@@ -457,12 +513,14 @@ class Journal:
                 self._turn.wait()
             self._syncing = True
         try:
-            self._compact(kept, position)
+            self._compact(kept, position, known)
         finally:
             self._end_turn()
         points.reached("journal-compacted")
 
-    def _compact(self, kept: Sequence[tuple[int, Op]], position: int) -> None:
+    def _compact(
+        self, kept: Sequence[tuple[int, Op]], position: int, known_of: Known | None
+    ) -> None:
         seqs = {seq for seq, _ in kept}
         with self._lock:
             tail_end = self._end
@@ -475,7 +533,7 @@ class Journal:
         fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "wb", closefd=False) as file:
-                file.writelines(map(_line, self._first(kept, seqs)))
+                file.writelines(map(_line, self._first(kept, seqs, known_of)))
                 file.writelines(map(_line, self._records(position, tail_end)))
             os.fdatasync(fd)
             points.reached("journal-staged")
@@ -499,7 +557,9 @@ class Journal:
         with _directory(self._path.parent) as directory:
             os.fsync(directory)
 
-    def _first(self, kept: Sequence[tuple[int, Op]], seqs: set[int]) -> Iterator[dict[str, Any]]:
+    def _first(
+        self, kept: Sequence[tuple[int, Op]], seqs: set[int], known: Known | None
+    ) -> Iterator[dict[str, Any]]:
         """The records that take the place of all that was before."""
         yield _header(self.token, self._source, self._next_seq, self._next_object, self._next_ino)
         believed = self._believed & {op.object for _, op in kept}
@@ -507,6 +567,8 @@ class Journal:
             yield {"believed": sorted(believed)}
         if self._lost:
             yield {"lost": sorted(self._lost)}
+        if known is not None:
+            yield known.record()
         yield {"boot": self._boot}
         for seq, op in kept:
             recorded_ns, _ = self._undone.get(seq, (0, 0))
@@ -558,6 +620,7 @@ class _Read:
         self.believed: set[int] = set()
         self.lost: set[int] = set()
         self.boots: list[str] = []
+        self.known: Known | None = None
         # (seq, change, when it was recorded, after which start of the machine)
         self.ops: list[tuple[int, Op, int, str]] = []
         self.end = 0
@@ -628,6 +691,8 @@ class _Read:
         elif "staged" in record:
             number, source_ino = map(int, record["staged"])
             self.staged.setdefault(number, set()).add(source_ino)
+        elif "known" in record:
+            self.known = Known.of(record)
         elif "boot" in record:
             self.boots.append(str(record["boot"]))
         elif "believed" in record:

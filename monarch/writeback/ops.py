@@ -59,8 +59,9 @@ class Op:
              source from now on, beside ``path``, and the object is gone
     gone     nobody has the ``object`` any more, and its file was removed
 
-    ``ino`` is the number that the mount shows; ``object`` is 0 where the file has none. Modes hold
-    permission bits, of mknod the type as well. Sizes in bytes, times in ns since the epoch.
+    ``ino`` is the number that the mount shows, below 0 if it was that of an older snapshot;
+    ``object`` is 0 where the file has none. Modes hold permission bits, of mknod the type as well.
+    Sizes in bytes, times in ns since the epoch.
 
     ``by`` is the user who made the change, None if the daemon has one identity only, and in a
     journal of a version that did not record it. ``also``: the other users who have written a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +209,27 @@ def test_times_that_were_set_make_nothing_new_of_a_drained_file(
     assert not list(source.glob("*conflict*"))
     assert (source / "rewritten").read_bytes() == b"AS WRITTEN"
     assert {(source / name).stat().st_ino for name in ("linked", "again")} == {before}
+
+
+@pytest.mark.promise(79)
+def test_what_another_snapshot_numbers_otherwise_is_not_mixed_up(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({f"d{number}/x": 1 for number in range(6)})
+    mounted = monarch.mount(source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    numbers = set()
+    for directory in mounted.path.iterdir():
+        numbers.add(directory.stat().st_ino)
+        directory.chmod(0o750)
+    mounted.umount()
+    shutil.rmtree(source / "d0")
+    again = monarch.mount(source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    directories = list(again.path.iterdir())
+    assert any(path.stat().st_ino in numbers for path in directories)
+    for directory in directories:
+        directory.chmod(0o700)
+    again.umount()
+    assert {path.stat().st_mode & 0o777 for path in source.iterdir()} == {0o700}
 
 
 @pytest.mark.promise(67)

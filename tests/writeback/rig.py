@@ -584,6 +584,32 @@ class World:
         assert self.wrong == [], self.wrong
 
 
+def drain_of(
+    world: World,
+    source: Source,
+    threads: Threads,
+    *,
+    workers: int = 2,
+    verify: bool = True,
+    bandwidth: int = 0,
+    busy: Callable[[float], bool] = lambda now: False,
+    demand: Callable[[], bool] = lambda: False,
+) -> Drain:
+    """A drain that does nothing yet."""
+    return Drain(
+        journal=world.journal,
+        objects=world.objects,
+        home=Home(source, world.journal.token),
+        contents=world,
+        threads=threads,
+        bandwidth=bandwidth,
+        verify=verify,
+        workers=workers,
+        busy=busy,
+        demand=demand,
+    )
+
+
 @asynccontextmanager
 async def draining(
     world: World,
@@ -604,15 +630,13 @@ async def draining(
     """
     source = Source(os.fsencode(root or world.source))
     threads = Threads(workers + 2, "drain", abandon=abandon)
-    drain = Drain(
-        journal=world.journal,
-        objects=world.objects,
-        home=Home(source, world.journal.token),
-        contents=world,
-        threads=threads,
-        bandwidth=bandwidth,
-        verify=verify,
+    drain = drain_of(
+        world,
+        source,
+        threads,
         workers=workers,
+        verify=verify,
+        bandwidth=bandwidth,
         busy=busy,
         demand=demand,
     )

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import pytest
 import trio.testing
 
+from monarch.threads import Threads
+from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback.home import Expected, Home, Place
 from monarch.writeback.journal import Op, Replay
 from monarch.writeback.losses import without
-from tests.writeback.rig import Killed, World, draining, is_killed
+from tests.writeback.rig import Killed, World, drain_of, draining, is_killed
 
 T = TypeVar("T")
 Clock = trio.testing.MockClock
@@ -196,3 +198,65 @@ async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
             if not is_killed(error):
                 raise
     await drained(world, world.kill())
+
+
+def written_anew(world: World) -> Replay:
+    """A mount with a new snapshot writes the journal anew, and its daemon is killed at once."""
+    replay = world.kill()
+    drain = drain_of(world, Source(os.fsencode(world.source)), Threads(1, "drain", abandon=False))
+    drain.load(replay)
+    ops = [(seq, op) for seq, op in replay.ops if seq not in replay.done]
+    world.journal.compact(ops, position=world.journal.position, known=drain.known_of(ops))
+    return world.kill()
+
+
+async def test_what_the_source_has_is_known_by_a_journal_that_was_written_anew(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"new", b"1")
+        world.write(b"replaced", b"2")
+        world.write(b"removed", b"3")
+        world.symlink(b"s", b"target")
+        world.symlink(b"t", b"target")
+        # This one has come under no name yet, and is to replace what the source had.
+        world.create(b"half")
+        node = world.begin(b"half")
+        world.rename(b"half", b"a")
+        world.store(node, b"4")
+        await drain.wait(world.last_seq)
+        assert not drain.backlog().conflicts
+    world.end(node)
+    world.write(b"new", b"5")
+    world.write(b"over", b"6", synced=True)
+    world.rename(b"over", b"replaced")
+    world.unlink(b"removed")
+    world.rename(b"s", b"t")
+    ino = (world.source / "new").stat().st_ino
+    replay = written_anew(world)
+    # Nothing of this is known by what is left of the history, and nothing of it is forgotten.
+    assert not replay.done
+    replay = written_anew(world)
+    await drained(world, replay)
+    assert (world.source / "new").stat().st_ino != ino
+
+
+async def test_what_others_changed_is_known_by_a_journal_that_was_written_anew(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        for name in (b"written", b"removed", b"replaced"):
+            world.write(name, b"ours")
+        await drain.wait(world.last_seq)
+    world.write(b"written", b"ours again")
+    world.unlink(b"removed")
+    world.write(b"over", b"ours as well", synced=True)
+    world.rename(b"over", b"replaced")
+    for name in ("written", "removed", "replaced"):
+        (world.source / "theirs").write_bytes(b"theirs")
+        (world.source / "theirs").rename(world.source / name)
+    async with draining(world, written_anew(world)) as drain:
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 3
+    for name in ("written", "removed", "replaced"):
+        assert (world.source / name).read_bytes() == b"theirs"
