@@ -9,7 +9,9 @@ caller's. Tests of the start itself do without it.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -146,6 +149,9 @@ def _serve(requests: socket.socket) -> None:
     for module in _PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(f"monarch.{module}")
+    # What is here now is never collected, so its pages stay shared.
+    gc.collect()
+    gc.freeze()
     ended, wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
@@ -198,7 +204,16 @@ def _become(request: dict[str, Any], output: list[int]) -> NoReturn:
     sys.argv = [str(_ROOT / "monarch/__main__.py"), *request["arguments"]]
     import monarch.cli.main
 
-    sys.exit(monarch.cli.main.main())
+    code = 1
+    try:
+        code = monarch.cli.main.main()
+    except BaseException:
+        traceback.print_exc()
+    # The interpreter's own end would touch, and so copy, each page that is shared with the server.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _show_in_proc(case: str) -> None:
