@@ -35,8 +35,8 @@ from monarch.settings import (
     TierSettings,
     expand,
     parse_tier,
-    plain_name,
 )
+from monarch.text import plain_name
 from monarch.units import KiB, format_bytes
 
 __all__ = [

@@ -24,6 +24,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import trio
@@ -41,7 +42,6 @@ from monarch.fuse.session import Session, answers
 from monarch.log import Logbook
 from monarch.lost import Lost
 from monarch.metrics import Metrics
-from monarch.metrics_page import MetricsPage
 from monarch.modes import Abilities, agreed, check_possible, choose
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
@@ -81,6 +81,9 @@ from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import Inquiry
 from monarch.watch import SecondLook, Watch
 from monarch.written_verbs import WrittenVerbs
+
+if TYPE_CHECKING:
+    from monarch.metrics_page import MetricsPage
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -719,6 +722,9 @@ class _Mount:
     def _show_metrics(self, service: trio.Nursery) -> None:
         settings = self._settings.metrics
         if settings.enabled:
+            # Imported here: most mounts have no page, and need nothing of what makes one.
+            from monarch.metrics_page import MetricsPage
+
             self._page = MetricsPage(settings.address, self._metrics, self._status.report)
             log.info("metrics at http://%s/metrics", self._page.address)
             service.start_soon(self._supervisor.keep, "metrics", self._page.serve)

@@ -5,7 +5,6 @@ Nothing here changes anything, and a hung mount costs a short wait, not a hang.
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import re
@@ -16,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
-from monarch import config, registry
+from monarch import config
 from monarch.control.client import call
 from monarch.errors import ConfigError, MonarchError
 from monarch.health import KINDS
@@ -30,16 +28,15 @@ from monarch.modes import (
     pids_groups,
     without_passthrough,
 )
+from monarch.node_mounts import SeenMount, seen_mounts
 from monarch.places import MountedFileSystem, default_tier, mount_table
-from monarch.premises import PATIENCE_S, Check, bounded, check_mount, check_state, within
+from monarch.premises import Check, bounded, check_mount, check_state
 from monarch.registry import MountRecord, Registry
 from monarch.report import StatusReport
 from monarch.settings import MountSettings
 from monarch.text import escape_text
 from monarch.units import MiB, format_bytes
 from monarch.write_premises import check_writing
-
-FUSE_TYPE = "fuse.monarch"
 
 _LEAST_DESCRIPTORS = 4096
 _LEAST_MEMORY = 512 * MiB
@@ -61,55 +58,6 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         return cls(Abilities.here(), uid=os.geteuid(), environ=os.environ)
-
-
-MountState = Literal["served", "stale", "leftover", "foreign"]
-
-
-@dataclass(frozen=True, slots=True)
-class SeenMount:
-    """A mount point as the mount table and the registry together show it.
-
-    ``served``: its daemon runs. ``stale``: mounted, the daemon is dead. ``leftover``: a record of a
-    dead daemon, nothing mounted. ``foreign``: mounted and answering, by another user's daemon or
-    one with another state directory.
-    """
-
-    mountpoint: str
-    state: MountState
-    record: MountRecord | None
-
-    @property
-    def advice(self) -> str:
-        where = escape_text(self.mountpoint)
-        if self.state == "stale":
-            return f"`monarch umount {where}` removes it, and so does mounting it again"
-        if self.state == "leftover":
-            return f"mount it again, or `monarch umount {where}` to forget it"
-        if self.state == "foreign":
-            return (
-                "a mount of another user, or of another MONARCH_STATE_ROOT: `monarch status"
-                f" {where}` shows what it tells to everybody"
-            )
-        return ""
-
-
-def seen_mounts(
-    records: Registry, mounts: Sequence[MountedFileSystem] | None = None
-) -> list[SeenMount]:
-    """All Monarch mounts of this node, and what is left of them, in the order of mount points."""
-    table = mount_table() if mounts is None else mounts
-    mounted = {str(m.mount_point) for m in table if m.kind == FUSE_TYPE}
-    seen: list[SeenMount] = []
-    for record in records.all():
-        state: MountState = "stale" if record.mountpoint in mounted else "leftover"
-        if registry.alive(record):
-            state = "served"
-        seen.append(SeenMount(record.mountpoint, state, record))
-    for mountpoint in mounted - {s.mountpoint for s in seen}:
-        state = "stale" if _is_disconnected(mountpoint) else "foreign"
-        seen.append(SeenMount(mountpoint, state, None))
-    return sorted(seen, key=lambda s: s.mountpoint)
 
 
 def examine(
@@ -412,16 +360,3 @@ def check_scheduler(machine: Machine) -> Iterator[Check]:
 def _free(path: Path) -> int:
     room = os.statvfs(path)
     return room.f_bavail * room.f_frsize
-
-
-def _is_disconnected(mountpoint: str) -> bool:
-    """Whether nobody serves the mount any more. One that hangs is served, badly."""
-    outcome: list[int | None] = []
-
-    def probe() -> None:
-        try:
-            os.statvfs(mountpoint)
-        except OSError as error:
-            outcome.append(error.errno)
-
-    return within(PATIENCE_S, probe) and outcome == [errno.ENOTCONN]

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import trio
 
 from monarch.errors import ConfigError, UsageError
+from monarch.exposition import exposition
 from monarch.log import Limiter
-from monarch.metrics import Metrics, exposition
+from monarch.metrics import Metrics
 from monarch.report import StatusReport
 from monarch.text import errno_words
 from monarch.units import KiB

@@ -11,10 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from monarch.errors import ConfigError
-from monarch.settings import MountSettings, TierSettings, plain_name
+from monarch.text import plain_name
 from monarch.units import MiB
+
+if TYPE_CHECKING:
+    from monarch.settings import MountSettings, TierSettings
 
 
 def state_root(*, uid: int | None = None, environ: Mapping[str, str] | None = None) -> Path:
@@ -151,6 +155,9 @@ def default_tier(
         source_device = -1
     chosen = next((s for s in by_preference if s.device != source_device), by_preference[0])
     path = chosen.path / f"monarch-{os.getuid()}" / readable_name(settings.source)
+    # Who only asks for a directory does not wait for the model of all settings.
+    from monarch.settings import TierSettings
+
     return TierSettings(path=path)
 
 

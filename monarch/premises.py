@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,11 +31,10 @@ from monarch.tiers.directory import PRIVATE, own_directory
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.records import require_known_versions
 from monarch.tiers.shared import other_sources
+from monarch.timeouts import PATIENCE_S, within
 from monarch.units import MiB, format_bytes
 
 CheckStatus = Literal["ok", "warn", "fail"]
-
-PATIENCE_S = 2.0
 
 _NETWORK = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "glusterfs", "9p", "afs"}
@@ -84,14 +82,6 @@ def bounded(
             f" `umount -l {path}`",
         )
     ]
-
-
-def within(seconds: float, task: Callable[[], None]) -> bool:
-    """Whether ``task`` ended in time; if not, its thread is left behind."""
-    thread = threading.Thread(target=task, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
 
 
 def _advice(error: OSError) -> str:

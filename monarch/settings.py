@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from monarch.absorbed import check_pattern
+from monarch.text import plain_name
 from monarch.units import GiB, MiB, format_bytes, parse_bytes, parse_seconds
 
 # Of a tier's file system when no capacity is given. The other half is left to the job, which was
@@ -479,11 +480,6 @@ def _numbered(name: str) -> Iterator[str]:
     yield name
     for number in range(2, 1000):
         yield f"{name[:60]}-{number}"
-
-
-def plain_name(path: Path) -> str:
-    """The last component as a word without surprises for shells, labels and file names."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-._")[:40] or "root"
 
 
 def parse_tier(text: str) -> dict[str, Any]:

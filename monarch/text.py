@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from pathlib import Path
 
 
 def escape_text(text: str) -> str:
@@ -36,3 +38,8 @@ def errno_words(number: int | None) -> str:
 def counted(number: int, one: str, many: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{number:,} {one if number == 1 else many}"
+
+
+def plain_name(path: Path) -> str:
+    """The last component as a word without surprises for shells, labels and file names."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-._")[:40] or "root"

@@ -16,11 +16,12 @@ from monarch.absorbing import PREFIX, directory_of
 from monarch.errors import TierError
 from monarch.modes import Abilities
 from monarch.places import MountedFileSystem, mount_table
-from monarch.premises import PATIENCE_S, Check, bounded, kind_of, nearest, room_of, within
+from monarch.premises import Check, bounded, kind_of, nearest, room_of
 from monarch.registry import MountRecord
 from monarch.settings import MountSettings, TierSettings
 from monarch.text import counted, escape_text
 from monarch.tiers.directory import PRIVATE
+from monarch.timeouts import PATIENCE_S, within
 from monarch.units import format_bytes
 from monarch.writeback.survey import survey
 

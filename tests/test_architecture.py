@@ -25,10 +25,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             *("types", "errors", "units", "order", "points", "text", "acl"),
             *("absorbed", "beneath", "buckets", "credentials", "ending", "footing"),
-            *("health", "registry", "report", "signals", "threads"),
+            *("health", "registry", "report", "signals", "threads", "timeouts"),
         ),
     ),
-    ("settings", ("settings", "places", "config", "metrics", "log")),
+    ("settings", ("settings", "places", "config", "metrics", "exposition", "log")),
     ("pillars", ("namespace", "placement", "tiers", "control")),
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "composition",
         (
             *("absorbing", "checkup", "daemon", "doctor", "fsck", "lost", "modes", "overlaps"),
-            *("remarks",),
+            *("node_mounts", "remarks"),
             *("premises",),
             *("metrics_page",),
             *("scrub", "sides", "snapshots", "state", "status", "supervision", "symptoms", "verbs"),
@@ -62,7 +62,7 @@ CONFINED = {
     "torch": ("frameworks",),
     "click": ("cli",),
     "rich": ("cli",),
-    "prometheus_client": ("metrics",),
+    "prometheus_client": ("exposition",),
 }
 
 # The extension may be missing, so one module for each thing that it does asks for it.

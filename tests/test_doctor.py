@@ -22,7 +22,6 @@ import pytest
 from monarch.cli import doctor as doctor_verb
 from monarch.doctor import (
     Machine,
-    SeenMount,
     check_configuration,
     check_datapath,
     check_fuse_device,
@@ -37,9 +36,9 @@ from monarch.doctor import (
     check_state_root,
     check_user_allow_other,
     examine,
-    seen_mounts,
 )
 from monarch.modes import Abilities
+from monarch.node_mounts import SeenMount, seen_mounts
 from monarch.places import MountedFileSystem, mount_table, readable_name
 from monarch.premises import Check
 from monarch.registry import MountRecord, Registry, process_started

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from monarch import symptoms
-from monarch.cli import status
+from monarch.cli import status, status_screen
 from monarch.errors import NotMountedError, UsageError
 from monarch.health import KINDS, STATES, Health, Problem, Spell, health_of, worst
 from monarch.report import Requests, StatusReport
@@ -91,7 +91,7 @@ def checked(
 
 
 def line(found: Health | None, mountpoint: str = "/mnt/data") -> status.Line:
-    from monarch.doctor import SeenMount
+    from monarch.node_mounts import SeenMount
 
     report = None if found is None else a_report(health=found)
     seen = SeenMount(mountpoint, "served" if found else "stale", None)
@@ -147,9 +147,9 @@ def test_a_time_of_another_day_is_told_with_its_date() -> None:
     from datetime import datetime, timedelta
 
     now = datetime.now().replace(second=0, microsecond=0)
-    assert status._moment(int(now.timestamp() * 1e9)) == now.strftime("%H:%M")
+    assert status_screen._moment(int(now.timestamp() * 1e9)) == now.strftime("%H:%M")
     before = now - timedelta(days=1)
-    assert status._moment(int(before.timestamp() * 1e9)) == before.strftime("%Y-%m-%d %H:%M")
+    assert status_screen._moment(int(before.timestamp() * 1e9)) == before.strftime("%Y-%m-%d %H:%M")
 
 
 @pytest.mark.finding("D6")

@@ -22,12 +22,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from monarch import metrics as metrics_module
 from monarch import metrics_page
 from monarch.errors import ConfigError, MonarchError
+from monarch.exposition import PrometheusCollector
 from monarch.metrics import (
     BUCKETS_S,
     FAMILIES,
     MAX_KINDS,
     Metrics,
-    PrometheusCollector,
 )
 from monarch.metrics_page import MetricsPage
 from monarch.report import EpochReport, Handles, Mode, StatusReport

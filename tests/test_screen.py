@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from monarch.cli import status
+from monarch.cli import status_screen as screens
+from monarch.cli.overview import Line
 from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
-from monarch.doctor import SeenMount
+from monarch.node_mounts import SeenMount
 from monarch.registry import MountRecord
 from monarch.report import StatusReport
 from tests.reports import a_report
@@ -78,12 +79,12 @@ def record(report: StatusReport) -> MountRecord:
 def test_no_line_of_status_is_wider_than_the_terminal_and_health_comes_first(width: int) -> None:
     report = a_report(mountpoint=f"{LONG}/mnt", source=LONG)
     seen = SeenMount(report.mountpoint, "served", record(report))
-    overview = status._overview_lines(
-        [status.Line(seen, report, ""), status.Line(SeenMount("/m", "stale", None), None, "gone")],
+    overview = screens._overview_lines(
+        [Line(seen, report, ""), Line(SeenMount("/m", "stale", None), None, "gone")],
         width,
-        status._Rates(),
+        screens._Rates(),
     )
-    details = status._detail_lines(report, record(report), width, False, status._Rates())
+    details = screens._detail_lines(report, record(report), width, False, screens._Rates())
     for line in (*overview, *details):
         assert line.cell_len <= width, line.plain
     words = {word for line in (*overview, *details) for word in line.plain.split()}
@@ -98,13 +99,13 @@ def test_what_the_tiers_cannot_hold_is_told() -> None:
     report = a_report(writing=None)
     tiers = [dataclasses.replace(tier, capacity=10 << 20) for tier in report.tiers]
     report = dataclasses.replace(report, tiers=tiers)
-    lines = status._detail_lines(report, record(report), 100, False, status._Rates())
+    lines = screens._detail_lines(report, record(report), 100, False, screens._Rates())
     assert any(line.plain.startswith("fits            13.3% of the data set") for line in lines)
 
 
 @pytest.mark.finding("B8")
 def test_watching_shows_what_happened_since_the_last_look() -> None:
-    rates = status._Rates()
+    rates = screens._Rates()
     report = a_report()
     assert rates.since_last_look(report) == {}
     time.sleep(0.01)

@@ -15,15 +15,15 @@ from rich.text import Text
 from monarch.cli import complete
 from monarch.cli.ask import ask, inside
 from monarch.cli.draining import SILENCE_S, drain, seconds, waiting
-from monarch.cli.output import age, duration, emit_json, progress_bar, stderr, stdout
+from monarch.cli.output import age, duration, emit_json, progress_bar, remark, say, stdout
 from monarch.errors import MonarchError, NotDrainedError, UsageError
 from monarch.frameworks.shelf import MANIFEST, Listed, list_checkpoints, prune
 from monarch.places import state_root
-from monarch.premises import within
 from monarch.registry import MountRecord, Registry
 from monarch.report import ConflictsReport, LostReport, WrittenFile, WrittenFiles, WrittenTotals
 from monarch.sides import Compared, compare
 from monarch.text import counted, escape_text
+from monarch.timeouts import within
 from monarch.units import format_bytes
 
 INTERRUPTED = 130
@@ -95,7 +95,7 @@ def ls(mountpoint: Path, path: str | None, as_json: bool) -> None:
         emit_json({"mountpoint": record.mountpoint, "files": [asdict(row) for row in rows]})
         return
     if not rows:
-        stdout().print("nothing was written")
+        say("nothing was written")
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "bytes", "durable", "age", "checksum", "complete"):
@@ -157,7 +157,7 @@ def wait(
     try:
         report = drain(record, params, timeout_s=timeout_s, quiet=as_json)
     except KeyboardInterrupt:
-        stderr().print("draining goes on; `monarch ckpt ls MOUNT` shows how far", markup=False)
+        remark("draining goes on; `monarch ckpt ls MOUNT` shows how far")
         return INTERRUPTED
     if as_json:
         emit_json(report.to_dict())
@@ -166,7 +166,7 @@ def wait(
         after = f"after {duration(timeout_s or 0.0)}, "
         hint = "draining goes on; `monarch status MOUNT` shows what it waits for"
         raise NotDrainedError(f"{after}{waiting(report)}", hint=hint)
-    stdout().print("all of it is at the source")
+    say("all of it is at the source")
     return 0
 
 
@@ -216,7 +216,7 @@ def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
     else:
         for result in results:
             stdout().print(_line(result), soft_wrap=True)
-        stdout().print(_summary(results), markup=False, soft_wrap=True)
+        say(_summary(results))
     return _WRONG if wrong else 0
 
 
@@ -323,10 +323,10 @@ def gc(
         emit_json({"removed": not dry_run, "files": files, "bytes": total})
         return
     for name, size in removed:
-        stdout().print(f"{escape_text(name)}  {format_bytes(size)}", markup=False, soft_wrap=True)
+        say(f"{escape_text(name)}  {format_bytes(size)}")
     verb = "would go" if dry_run else "removed"
     told = f"{counted(len(removed), 'checkpoint', 'checkpoints')} {verb}, {format_bytes(total)}"
-    stdout().print(told, markup=False)
+    say(told)
 
 
 @ckpt.command(
@@ -352,9 +352,9 @@ def lost(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
         emit_json(report.to_dict())
     else:
         for name in report.files:
-            stdout().print(escape_text(name), markup=False, soft_wrap=True)
+            say(escape_text(name))
         if not report.files:
-            stdout().print("nothing is lost")
+            say("nothing is lost")
     return _WRONG if report.files and not report.acknowledged else 0
 
 
@@ -384,9 +384,9 @@ def conflicts(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
         for each in report.conflicts:
             kept = f"; kept as {each.kept}" if each.kept else ""
             told = escape_text(f"{each.path}: {each.why}{kept}")
-            stdout().print(told, markup=False, soft_wrap=True)
+            say(told)
         if not report.conflicts:
-            stdout().print("no conflicts")
+            say("no conflicts")
     return _WRONG if report.conflicts and not report.acknowledged else 0
 
 

@@ -9,7 +9,7 @@ import click
 
 from monarch.cli import complete
 from monarch.cli.ask import ask, mount_and_paths
-from monarch.cli.output import age, emit_json, stdout
+from monarch.cli.output import age, emit_json, say
 from monarch.errors import LockedError, TierError, UsageError
 from monarch.report import EvictReport
 from monarch.text import counted, escape_text
@@ -69,7 +69,7 @@ def evict(
         emit_json(report.to_dict())
     else:
         dropped = counted(report.files, "copy", "copies")
-        stdout().print(f"{dropped} dropped, {format_bytes(report.bytes)} freed")
+        say(f"{dropped} dropped, {format_bytes(report.bytes)} freed")
 
 
 def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool) -> None:
@@ -111,6 +111,6 @@ def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool)
         of = held.source or "an unknown source (of an earlier version)"
         told = f"{of}: {what}, last used {age(held.used_ns)} ago"
         told += "; dropped" if dropped else f"; kept: {used_by}" if used_by else ""
-        stdout().print(escape_text(told), markup=False, soft_wrap=True)
+        say(escape_text(told))
     if not found:
-        stdout().print(f"{tier} holds no copies", markup=False, soft_wrap=True)
+        say(f"{tier} holds no copies")

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from monarch.cli import complete
 from monarch.cli.ask import ask
-from monarch.cli.output import emit_json, progress_bar, stdout
+from monarch.cli.output import emit_json, progress_bar, say, stdout
 from monarch.errors import LockedError, MonarchError, NotMountedError, UsageError
 from monarch.fsck import check_state
 from monarch.places import state_root
@@ -88,7 +88,7 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
     else:
         for finding in report.findings:
             stdout().print(_line(finding), soft_wrap=True)
-        stdout().print(_summary(report), markup=False, soft_wrap=True)
+        say(_summary(report))
     return _PROBLEMS if report.problems > report.repaired else 0
 
 

@@ -165,6 +165,9 @@ def _run() -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except BrokenPipeError:
+        # The reader of our output has what it wanted.
+        return 1
     except OSError as error:
         place = f"{error.filename}: " if error.filename is not None else ""
         _tell(f"{place}{error.strerror or error}")

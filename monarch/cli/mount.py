@@ -16,7 +16,7 @@ import click
 
 from monarch import config, signals
 from monarch.cli import complete
-from monarch.cli.output import Scanning, progress_bar, stderr
+from monarch.cli.output import Scanning, progress_bar, remark
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.places import state_directory
 from monarch.settings import MountSettings
@@ -153,7 +153,7 @@ def _tell_all(settings: MountSettings, remarks: Sequence[str]) -> None:
 
 
 def _tell(words: str) -> None:
-    stderr().print(f"monarch: {words}", markup=False, soft_wrap=True)
+    remark(f"monarch: {words}")
 
 
 def _told(settings: MountSettings) -> str:

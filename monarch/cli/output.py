@@ -9,27 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape as escape_markup
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as ProgressDisplay
-from rich.text import Text
+import click
 
-from monarch.cli.screen import shortened
 from monarch.text import counted, escape_text
 from monarch.types import Progress
 from monarch.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Where nobody watches, a line now and then: a job's log is not a terminal.
 _LINE_EVERY_S = 5.0
@@ -38,13 +27,20 @@ _LEAST_RATE_S = 1.0
 
 
 def stdout() -> Console:
-    """The console for answers. Names must pass through :func:`escape` first."""
+    """The console for tables and styles. Names must pass through :func:`escape` first."""
+    from rich.console import Console
+
     return Console(highlight=False)
 
 
-def stderr() -> Console:
-    """The console for remarks and progress."""
-    return Console(stderr=True, highlight=False)
+def say(line: str) -> None:
+    """Prints a line of the answer. Names must pass through :func:`escape` first."""
+    click.echo(line)
+
+
+def remark(line: str) -> None:
+    """Prints a line beside the answer, to stderr."""
+    click.echo(line, err=True)
 
 
 def escape(name: bytes) -> str:
@@ -85,16 +81,18 @@ def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Pro
     and one at the end. Work that calls nothing shows nothing. ``of_bytes`` is what ``done``
     counts: the bar then tells how long it will take.
     """
-    console = stderr()
     if quiet:
         yield lambda done, total, words: None
         return
-    lines = ProgressLines(sys.stderr, of_bytes=of_bytes)
-    if not console.is_terminal:
+    if not (sys.stderr.isatty() or os.environ.get("FORCE_COLOR")):
+        lines = ProgressLines(sys.stderr, of_bytes=of_bytes)
         yield lines
         lines.finish()
         return
-    bar = _Bar(console, of_bytes=of_bytes)
+    # Imported here: what draws bars takes a tenth of a second to load.
+    from monarch.cli.bars import Bar
+
+    bar = Bar(of_bytes=of_bytes)
     try:
         yield bar
     finally:
@@ -121,52 +119,6 @@ class Scanning:
             f"the scan was {counted(self.entries, 'entry', 'entries')} far and is not kept: the"
             " next one begins anew"
         )
-
-
-class _Bar:
-    """A bar that begins with the first step and stays as it was at the last."""
-
-    def __init__(self, console: Console, *, of_bytes: bool) -> None:
-        amount: tuple[ProgressColumn, ...] = (
-            (DownloadColumn(binary_units=True), _Rate(of_bytes), TimeRemainingColumn())
-            if of_bytes
-            else (_Count(), _Rate(of_bytes), TimeElapsedColumn())
-        )
-        columns = (TextColumn("{task.description}"), BarColumn(20), *amount)
-        self._display = ProgressDisplay(*columns, console=console)
-        self._width = max(20, console.width - 50)
-        self._task: TaskID | None = None
-
-    def __call__(self, done: int, total: int | None, words: str) -> None:
-        description = escape_markup(shortened(escape_text(words), self._width))
-        if self._task is None:
-            self._task = self._display.add_task(description, total=total)
-            self._display.start()
-        self._display.update(self._task, completed=done, total=total, description=description)
-
-    def close(self) -> None:
-        if self._task is not None:
-            self._display.stop()
-
-
-class _Count(ProgressColumn):
-    """``1,080 of 2,000``, or what is known of it."""
-
-    def render(self, task: Task) -> Text:
-        total = "" if task.total is None else f" of {task.total:,.0f}"
-        return Text(f"{task.completed:,.0f}{total}")
-
-
-class _Rate(ProgressColumn):
-    def __init__(self, of_bytes: bool) -> None:
-        super().__init__()
-        self._of_bytes = of_bytes
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        if speed is None:
-            return Text("-/s")
-        return Text(f"{format_bytes(speed)}/s" if self._of_bytes else f"{speed:,.0f}/s")
 
 
 def _grouped(number: int) -> str:

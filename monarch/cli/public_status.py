@@ -10,8 +10,8 @@ from typing import Any
 
 from monarch.errors import MonarchError, NotMountedError
 from monarch.fuse.mountpoint import monarch_above
-from monarch.premises import within
 from monarch.text import escape_text
+from monarch.timeouts import within
 from monarch.units import format_bytes
 
 ATTRIBUTE = "user.monarch.status"

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from monarch.cli import complete
 from monarch.cli.draining import drain, seconds, waiting
-from monarch.cli.output import duration, emit_json, stderr
+from monarch.cli.output import duration, emit_json, remark
 from monarch.control.client import call
 from monarch.ending import STEPS, step_of
 from monarch.errors import (
@@ -29,7 +30,9 @@ from monarch.places import state_root
 from monarch.registry import MountRecord, Registry, alive
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
-from monarch.writeback.survey import Survey, survey
+
+if TYPE_CHECKING:
+    from monarch.writeback.survey import Survey
 
 INTERRUPTED = 130
 # How long each step of the daemon's end may last. It gives up the longest after ten seconds, but a
@@ -96,14 +99,14 @@ def umount(
                 _bring_home(record, timeout_s, quiet=as_json)
             except KeyboardInterrupt:
                 told = f"monarch: {path} stays mounted, and goes on draining"
-                stderr().print(told, markup=False, soft_wrap=True)
+                remark(told)
                 return INTERRUPTED
         users = mountpoints.users_of(path) if lazy else []
         _unmount(path, record, lazy=lazy)
         if users:
             who = counted(len(users), "process uses", "processes use")
             told = f"monarch: {path} is detached: {who} it still{_named(users)}"
-            stderr().print(told.replace(" by pid", ": pid"), markup=False, soft_wrap=True)
+            remark(told.replace(" by pid", ": pid"))
         if writes and record is not None and not lazy:
             _last_look(record, 0.0 if abandon else max(0.0, until - time.monotonic()))
     if record is not None:
@@ -118,10 +121,10 @@ def umount(
             stays = {"files": len(left.waiting), "bytes": left.bytes, "directory": record.absorbs}
         emit_json({"mountpoint": os.fspath(path), "unmounted": True, "stays": stays})
         return None
-    stderr().print(f"monarch: {path} is unmounted", markup=False, soft_wrap=True)
+    remark(f"monarch: {path} is unmounted")
     if left is not None and record is not None:
         told = f"monarch: {_told(left, record.absorbs)}"
-        stderr().print(told, markup=False, soft_wrap=True)
+        remark(told)
     return None
 
 
@@ -165,6 +168,8 @@ def _left(record: MountRecord | None) -> Survey | None:
     """What waits in the tier for the next mount; None if nothing does, or nobody can say."""
     if record is None or not record.absorbs or alive(record):
         return None
+    from monarch.writeback.survey import survey
+
     try:
         found = survey(Path(record.absorbs))
     except (TierError, OSError):

@@ -12,7 +12,7 @@ import click
 
 from monarch.cli import complete
 from monarch.cli.ask import ask, mount_and_paths
-from monarch.cli.output import emit_json, progress_bar, stderr, stdout
+from monarch.cli.output import emit_json, progress_bar, remark, say
 from monarch.control.messages import MAX_LINE_BYTES
 from monarch.errors import UsageError
 from monarch.places import state_root
@@ -74,7 +74,7 @@ def warm(
             emit_json(stopped.to_dict())
         else:
             calls = counted(stopped.cancelled, "call", "calls")
-            stdout().print(f"{calls} of `monarch warm` stopped", markup=False)
+            say(f"{calls} of `monarch warm` stopped")
         return 0
     listed = [*paths, *_lines(files_from)]
     if not listed and files_from is not None:
@@ -104,17 +104,15 @@ def warm(
                     break
     except KeyboardInterrupt:
         where = escape_text(record.mountpoint)
-        stderr().print(
+        remark(
             f"the copies go on; `monarch status {where}` shows them, and"
-            f" `monarch warm {where} --cancel` stops them",
-            markup=False,
-            soft_wrap=True,
+            f" `monarch warm {where} --cancel` stops them"
         )
         return INTERRUPTED
     if as_json:
         emit_json(report.to_dict())
     else:
-        stdout().print(_told(report, wait=wait), markup=False, soft_wrap=True)
+        say(_told(report, wait=wait))
     return 1 if wait and (report.refused or report.cancelled) else 0
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from monarch.errors import MonarchError
-from monarch.report import StatusReport
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -26,7 +25,6 @@ __all__ = [
     "Reply",
     "Request",
     "Result",
-    "StatusReport",
     "parse_reply",
     "parse_request",
 ]

@@ -18,7 +18,7 @@ import click
 import pytest
 import trio
 
-from monarch import doctor
+from monarch import node_mounts
 from monarch.cli import evict, status, warm
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
@@ -31,7 +31,7 @@ from tests.reports import a_problem, a_report
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state of a user on a node that has no other mounts, though this machine may have some."""
-    monkeypatch.setattr(doctor, "mount_table", lambda: [])
+    monkeypatch.setattr(node_mounts, "mount_table", lambda: [])
     monkeypatch.setenv("MONARCH_STATE_ROOT", str(tmp_path))
     return tmp_path
 

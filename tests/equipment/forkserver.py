@@ -39,6 +39,7 @@ _PRELOADED = (
     "cli.mount",
     "cli.umount",
     "cli.status",
+    "cli.status_screen",
     "cli.evict",
     "cli.warm",
     "daemon",

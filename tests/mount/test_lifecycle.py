@@ -359,6 +359,40 @@ def test_the_system_s_own_umount_ends_the_daemon_cleanly(
     assert ended_cleanly(made.state)
 
 
+@pytest.mark.promise(127)
+@pytest.mark.modes("relay")
+def test_verbs_that_ask_a_running_mount_load_little(monarch: MonarchCommand, tree: Tree) -> None:
+    """Counted in modules, not in time: each of these may take a tenth of a second."""
+    made = monarch.mount(tree({"a": b"content"}))
+    heavy = {"pyfuse3", "lmdb", "trio", "pydantic", "yaml", "rich", "numpy", "prometheus_client"}
+    code = """
+import atexit, sys
+atexit.register(lambda: sys.stderr.write("\\n" + " ".join(sys.modules)))
+sys.argv[0] = "monarch"
+from monarch.cli.main import main
+sys.exit(main())
+"""
+    for arguments in (
+        ("status", str(made.path), "--json"),
+        ("status", "--json"),
+        ("status", "--check"),
+        ("evict", str(made.path)),
+        ("warm", str(made.path)),
+        ("umount", str(made.path)),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=monarch.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        loaded = set(done.stderr.splitlines()[-1].split())
+        assert (done.returncode, "monarch.registry" in loaded) == (0, True), done.stderr
+        assert loaded & heavy == set(), arguments
+    assert_nothing_is_left(monarch)
+
+
 # -- death -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,482 @@
+"""How the status of mounts looks in a terminal, or in a file: tables, fields and live figures."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from monarch.cli.output import age, duration, stdout
+from monarch.cli.overview import Line, overview, report_of
+from monarch.cli.screen import Column, bar, fields, paragraph, table
+from monarch.health import Health, Problem, State
+from monarch.registry import MountRecord, Registry
+from monarch.report import (
+    EpochReport,
+    Mode,
+    Quantiles,
+    StatusReport,
+    TierReport,
+    WarmProgress,
+    WritingReport,
+)
+from monarch.text import counted, escape_text
+from monarch.units import format_bytes
+
+WATCH_SECONDS = 2.0
+# Where nobody looks, a mount stays on its line whatever its length, for `grep` and `awk`.
+_FILE_COLUMNS = 100_000
+_BAR_CELLS = 20
+_SHOWN_LOST = 5
+_SHOWN_EPOCHS = 10
+
+
+def show(records: Registry, mountpoint: Path | None, *, watch: bool) -> None:
+    """Print the overview, or everything about one mount; with ``watch`` again and again."""
+    rates = _Rates()
+
+    def lines(width: int, ascii_only: bool) -> list[Text]:
+        if mountpoint is None:
+            return _overview_lines(overview(records), width, rates)
+        record = records.find(mountpoint)
+        return _detail_lines(report_of(record), record, width, ascii_only, rates)
+
+    console = stdout()
+    if watch:
+        _watch(lines, console)
+    else:
+        _print(console, lines(_width(console), _ascii_only(console)))
+
+
+def _width(console: Console) -> int:
+    return console.width if console.is_terminal else _FILE_COLUMNS
+
+
+def _ascii_only(console: Console) -> bool:
+    return not console.encoding.lower().startswith("utf")
+
+
+def _print(console: Console, lines: Iterable[Text]) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+Lines = Callable[[int, bool], list[Text]]
+
+
+def _watch(lines: Lines, console: Console) -> None:
+    """Show ``lines`` again and again: over each other in a terminal, else one after the other.
+
+    Ends with Ctrl-C, and when the reader of a pipe has gone.
+    """
+    try:
+        if not console.is_terminal:
+            while True:
+                seen = lines(_FILE_COLUMNS, _ascii_only(console))
+                # Not by rich, which ends the process when the reader has gone.
+                text = "\n".join(line.plain for line in seen)
+                sys.stdout.write(f"{time.strftime('%H:%M:%S')}\n{text}\n\n")
+                sys.stdout.flush()
+                if _reader_has_gone(WATCH_SECONDS):
+                    return
+        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                seen = lines(console.width, _ascii_only(console))
+                room = console.height - 1
+                if len(seen) > room:
+                    left = len(seen) - room + 1
+                    seen = [*seen[: room - 1], Text(f"({left} more lines in a higher window)")]
+                live.update(Group(*seen), refresh=True)
+                time.sleep(WATCH_SECONDS)
+    except (KeyboardInterrupt, BrokenPipeError):
+        # So one ends watching.
+        return
+
+
+def _reader_has_gone(patience_s: float) -> bool:
+    """Wait so long, or until nobody reads our output any more; whether that is so."""
+    output = select.poll()
+    # No event is asked for: errors are told always.
+    output.register(sys.stdout.fileno(), 0)
+    return bool(output.poll(patience_s * 1000))
+
+
+class _Rates:
+    """What has happened since the last look at a mount, in words; nothing at the first look."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, StatusReport]] = {}
+
+    def since_last_look(self, report: StatusReport) -> dict[str, str]:
+        """By name: what readers got, what the source gave, what was copied and flushed."""
+        now = time.monotonic()
+        then, before = self._seen.get(report.mountpoint, (now, report))
+        self._seen[report.mountpoint] = (now, report)
+        if before is report or before.pid != report.pid or now <= then:
+            return {}
+
+        def rate(value: Callable[[StatusReport], int | None]) -> float | None:
+            new, old = value(report), value(before)
+            return None if new is None or old is None else (new - old) / (now - then)
+
+        def of_bytes(value: Callable[[StatusReport], int | None]) -> str:
+            number = rate(value)
+            return "" if number is None else f"{format_bytes(number)}/s"
+
+        opens = rate(lambda r: r.opens)
+        copies = rate(lambda r: r.copies.done) or 0.0
+        drained = of_bytes(lambda r: r.writing.drained_bytes if r.writing is not None else None)
+        told = {
+            "opens": "" if opens is None else f"{opens:,.0f}/s",
+            "answered": of_bytes(lambda r: r.bytes),
+            "source": of_bytes(lambda r: r.source_totals.bytes),
+            "copies": f"{copies:,.0f}/s",
+            "flushed": drained,
+        }
+        return {name: words for name, words in told.items() if words}
+
+
+_NOT_COUNTED = "not counted"
+_HEALTH_STYLES: Mapping[State, str] = {"ok": "green", "degraded": "yellow", "failing": "bold red"}
+# Of a mount whose daemon gives no report.
+_STATE_STYLES = {"served": "red", "stale": "red", "leftover": "yellow"}
+
+_OVERVIEW = (
+    Column("mount point", shrinks=True),
+    Column("source", shrinks=True, drop=3),
+    Column("files", right=True, drop=4),
+    Column("resident", right=True),
+    Column("hits", right=True, drop=2),
+    Column("epoch", right=True, drop=7),
+    Column("copies", drop=5),
+    Column("health"),
+)
+_OVERVIEW_RATES = (
+    Column("answered", right=True, drop=6),
+    Column("from source", right=True, drop=1),
+)
+
+
+def _overview_lines(lines: Sequence[Line], width: int, rates: _Rates) -> list[Text]:
+    if not lines:
+        return [Text("no Monarch mounts; `monarch mount SOURCE MOUNTPOINT` makes one")]
+    rows: list[list[str | Text]] = []
+    remarks: list[Text] = []
+    looked: list[Mapping[str, str]] = [
+        rates.since_last_look(line.report) if line.report else {} for line in lines
+    ]
+    watched = any(looked)
+    for line, rate in zip(lines, looked, strict=True):
+        report, name = line.report, escape_text(line.seen.mountpoint)
+        if report is None:
+            record = line.seen.record
+            word = Text(line.state, style=_STATE_STYLES.get(line.seen.state, ""))
+            blank = [""] * (len(_OVERVIEW) - 3 + (len(_OVERVIEW_RATES) if watched else 0))
+            rows.append([name, escape_text(record.source) if record else "", *blank, word])
+            remarks += paragraph(f"{name}: {escape_text(line.trouble)}", width, indent="  ")
+            continue
+        rows.append(
+            [
+                name,
+                escape_text(report.source),
+                f"{report.snapshot.files:,}",
+                _percent(report.residency.fraction_files),
+                _percent(report.hit_ratio) if report.mode.counts_opens else _NOT_COUNTED,
+                str(report.epochs[-1].number) if report.epochs else "-",
+                _copies(report),
+                *([rate.get("answered", "-"), rate.get("source", "-")] if watched else []),
+                _health_word(report),
+            ]
+        )
+        for problem in report.health.problems:
+            remarks += paragraph(f"{name}: {escape_text(_told(problem))}", width, indent="  ")
+    columns = (*_OVERVIEW[:-1], *(_OVERVIEW_RATES if watched else ()), _OVERVIEW[-1])
+    return [*table(columns, rows, width), *remarks]
+
+
+def _detail_lines(
+    report: StatusReport, record: MountRecord, width: int, ascii_only: bool, rates: _Rates
+) -> list[Text]:
+    """Everything about one mount, what matters most first: a low window shows the top."""
+    up = duration(max(time.time() - report.started_ns / 1e9, 0))
+    rate = rates.since_last_look(report)
+    now = ", ".join(f"{name} {words}" for name, words in rate.items())
+    pairs: list[tuple[str, str]] = [
+        ("mount point", report.mountpoint),
+        ("source", report.source),
+        ("state", f"{report.state} for {up}, pid {report.pid}, version {report.version}"),
+        *([("now", now)] if now else []),
+        ("resident", _resident(report, ascii_only)),
+        *_fits(report),
+        (
+            "copies",
+            _copies(report) + f"; {report.copies.done:,} done, {report.copies.failed:,} failed",
+        ),
+        *(("warming", _warming(work)) for work in report.warming),
+        ("readers", _readers(report)),
+        ("source traffic", _source(report)),
+        ("saved", _saved(report)),
+        *_writing(report.writing),
+        ("datapath", _mode(report.mode)),
+        ("snapshot", _snapshot(report)),
+        ("memory", format_bytes(report.memory.rss_bytes)),
+        ("log", record.log),
+    ]
+    sections = [
+        [
+            *_health_lines(report.health, width),
+            *fields([(name, escape_text(value)) for name, value in pairs], width),
+        ],
+        _tiers(report.tiers, width, ascii_only),
+        _latency(report, width, ascii_only),
+    ]
+    if report.epochs:
+        sections.append(_epochs(report.epochs, width))
+    if report.errors:
+        kinds = sorted(report.errors.items(), key=lambda item: -item[1])
+        rows = [(escape_text(kind), f"{n:,}") for kind, n in kinds]
+        columns = (Column("error", shrinks=True), Column("count", right=True))
+        sections.append(table(columns, rows, width))
+    return [line for section in sections for line in (*section, Text())][:-1]
+
+
+def _health_lines(health: Health, width: int) -> list[Text]:
+    style = _HEALTH_STYLES[health.state]
+    lines = [Text(f"health: {health.state}", style=style)]
+    for problem in health.problems:
+        lines += paragraph(f"! {escape_text(_told(problem))}", width, indent="  ", style=style)
+        lines += [
+            Text(f"  {line.plain}") for line in paragraph(escape_text(problem.remedy), width - 2)
+        ]
+    return lines
+
+
+def _told(problem: Problem) -> str:
+    return f"{problem.what}, since {_moment(problem.since_ns)}"
+
+
+def _moment(ns: int) -> str:
+    """``12:04``, and the date with it if that is not today."""
+    then = datetime.fromtimestamp(ns / 1e9)
+    return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
+
+
+def _tiers(tiers: Sequence[TierReport], width: int, ascii_only: bool) -> list[Text]:
+    columns = (
+        Column("tier"),
+        Column("path", shrinks=True, drop=3),
+        Column("used", right=True),
+        Column("", drop=1),
+        Column("capacity", right=True),
+        Column("files", right=True, drop=2),
+        Column("opens", right=True, drop=5),
+        Column("reads", right=True, drop=6),
+        Column("answered", right=True, drop=4),
+        Column("state", shrinks=True, prose=True),
+    )
+    rows = [
+        (
+            tier.name,
+            escape_text(tier.path),
+            format_bytes(tier.used),
+            bar(tier.used / tier.capacity if tier.capacity else 1.0, 10, ascii_only=ascii_only),
+            format_bytes(tier.capacity),
+            f"{tier.files:,}",
+            _number(tier.opens),
+            _number(tier.reads),
+            _NOT_COUNTED if tier.bytes is None else format_bytes(tier.bytes),
+            "in service" if tier.in_service else f"out: {escape_text(tier.out_why)}",
+        )
+        for tier in tiers
+    ]
+    lines = table(columns, rows, width)
+    for tier in tiers:
+        if tier.others:
+            told = f"tier {tier.name} also holds copies of {', '.join(tier.others)}"
+            told += f": `monarch evict --tier {tier.path}` shows them"
+            lines += paragraph(escape_text(told), width, indent="  ")
+    return lines
+
+
+def _latency(report: StatusReport, width: int, ascii_only: bool) -> list[Text]:
+    names = ("open p50", "open p99", "read p50", "read p99")
+    columns = (Column("latency"), *(Column(name, right=True) for name in names))
+    opens = report.latency.open or {}
+    bound = "<=" if ascii_only else "≤"
+    rows = [
+        (name, *_quantiles(opens.get(name), bound), *_quantiles(read, bound))
+        for name, read in report.latency.read.items()
+    ]
+    return table(columns, rows, width)
+
+
+def _quantiles(quantiles: Quantiles | None, bound: str) -> tuple[str, str]:
+    if quantiles is None or not quantiles.count:
+        return "-", "-"
+    return _latency_word(quantiles.p50_s, bound), _latency_word(quantiles.p99_s, bound)
+
+
+def _latency_word(seconds: float | None, bound: str) -> str:
+    if seconds is None:
+        return "> 10 s"
+    if seconds < 0.001:
+        return f"{bound} {seconds * 1e6:.0f} us"
+    return f"{bound} {seconds * 1e3:.0f} ms" if seconds < 1 else f"{bound} {seconds:.0f} s"
+
+
+def _epochs(epochs: Sequence[EpochReport], width: int) -> list[Text]:
+    names = ("epoch", "opens", "hits", "hit ratio")
+    rows = [
+        (str(epoch.number), f"{epoch.opens:,}", f"{epoch.hits:,}", _percent(epoch.hit_ratio))
+        for epoch in epochs[-_SHOWN_EPOCHS:]
+    ]
+    return table([Column(name, right=True) for name in names], rows, width)
+
+
+def _mode(mode: Mode) -> str:
+    opens = ", open: none" if mode.open == "none" else ""
+    return f"{mode.datapath}{opens} ({mode.why})"
+
+
+def _snapshot(report: StatusReport) -> str:
+    snapshot = report.snapshot
+    stale = {True: "stale", False: "fresh", None: "not compared yet"}[snapshot.stale]
+    return (
+        f"{snapshot.files:,} files, {format_bytes(snapshot.bytes)}, {snapshot.entries:,} entries;"
+        f" {duration(snapshot.age_s)} old, {stale} (freshness {snapshot.freshness},"
+        f" {snapshot.checks:,} checks); {snapshot.file}, {format_bytes(snapshot.size_bytes)}"
+    )
+
+
+def _resident(report: StatusReport, ascii_only: bool) -> str:
+    residency, snapshot = report.residency, report.snapshot
+    line = bar(residency.fraction_bytes, _BAR_CELLS, ascii_only=ascii_only)
+    return (
+        f"{line} {_percent(residency.fraction_bytes)}: {residency.files:,} of {snapshot.files:,}"
+        f" files, {format_bytes(residency.bytes)} of {format_bytes(snapshot.bytes)};"
+        f" {residency.wanted:,} wanted"
+    )
+
+
+def _fits(report: StatusReport) -> Iterable[tuple[str, str]]:
+    """How much of the data set the tiers can hold, where that is not all of it."""
+    reserve = report.writing.reserve if report.writing is not None else 0
+    capacity = max(0, sum(tier.capacity for tier in report.tiers) - reserve)
+    if capacity < report.snapshot.bytes:
+        share = _percent(capacity / report.snapshot.bytes)
+        yield (
+            "fits",
+            f"{share} of the data set: the tiers hold {format_bytes(capacity)} of"
+            f" {format_bytes(report.snapshot.bytes)}, the rest is read from the source each time",
+        )
+
+
+def _warming(work: WarmProgress) -> str:
+    return (
+        f"{work.done:,} of {work.total:,} files, {format_bytes(work.bytes_done)} of"
+        f" {format_bytes(work.bytes_total)}, {work.refused:,} did not fit or failed;"
+        " `monarch warm MOUNTPOINT --cancel` stops it"
+    )
+
+
+def _readers(report: StatusReport) -> str:
+    if report.opens is None:
+        told = "opens and hits not counted (the kernel serves them)"
+    else:
+        told = (
+            f"{counted(report.opens, 'open', 'opens')}, {_percent(report.hit_ratio)} hits,"
+            f" {counted(report.handles.open_files or 0, 'file', 'files')} open"
+        )
+    if report.reads is None or report.bytes is None:
+        return f"{told}; reads not counted (the kernel reads copies itself)"
+    reads = f"{counted(report.reads, 'read', 'reads')}, {format_bytes(report.bytes)}"
+    return f"{told}; {reads} answered by the daemon"
+
+
+def _saved(report: StatusReport) -> str:
+    """What the source did not serve, as far as that is known."""
+    saved, residency = report.saved, report.residency
+    parts = []
+    if saved.opens is not None:
+        parts.append(counted(saved.opens, "open", "opens"))
+    if saved.bytes is not None:
+        parts.append(format_bytes(saved.bytes))
+    told = f"at least {', '.join(parts)} not served by the source; " if parts else ""
+    if report.snapshot.files and residency.files == report.snapshot.files:
+        return f"{told}all files are resident: later reads come from this node"
+    resident = counted(residency.files, "resident file", "resident files")
+    return f"{told}later reads of {resident} come from this node"
+
+
+def _source(report: StatusReport) -> str:
+    reader, copy = report.source_totals.reader, report.source_totals.copy
+    return (
+        f"{reader.opens:,} opens and {format_bytes(reader.bytes)} by readers,"
+        f" {copy.opens:,} opens and {format_bytes(copy.bytes)} by copies"
+    )
+
+
+def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
+    """What the source has not got yet, and what it has; nothing where nothing is written."""
+    if writing is None:
+        return
+    backlog = f"{counted(writing.files, 'file', 'files')}, {format_bytes(writing.bytes)}"
+    if not writing.operations:
+        told = "all is at the source"
+    elif not writing.files:
+        changes = counted(writing.operations, "change", "changes")
+        told = f"{changes} of names and attributes not at the source yet"
+    else:
+        told = f"{backlog} not at the source yet"
+    if writing.oldest_ns:
+        told += f", the oldest written {age(writing.oldest_ns)} ago"
+    if writing.trouble:
+        told += f"; it waits: {writing.trouble}"
+    yield "written", told
+    yield (
+        "drained",
+        f"{counted(writing.drained_files, 'file', 'files')}, {format_bytes(writing.drained_bytes)};"
+        f" {counted(writing.errors, 'error', 'errors')} of the source",
+    )
+    local = "this node's memory, which a power cut takes" if writing.in_memory else "this disk"
+    yield (
+        "written to",
+        f"tier {writing.tier}, {writing.directory}: {format_bytes(writing.held)} held,"
+        f" {format_bytes(writing.reserve)} reserved; fsync waits for"
+        f" {'the source' if writing.fsync == 'source' else local}",
+    )
+    yield "names", f"{writing.names:,} written since the snapshot, of {writing.names_max:,}"
+    if writing.lost:
+        shown = ", ".join(writing.lost[:_SHOWN_LOST])
+        more = ", ..." if len(writing.lost) > _SHOWN_LOST else ""
+        yield "lost", f"{counted(len(writing.lost), 'file', 'files')}: {shown}{more}"
+
+
+def _copies(report: StatusReport) -> str:
+    copies = report.copies
+    if not copies.running and not copies.queued:
+        return "idle"
+    return f"{copies.running:,} running, {copies.queued:,} queued"
+
+
+def _health_word(report: StatusReport) -> Text:
+    if report.state != "serving":
+        return Text(report.state)
+    state = report.health.state
+    return Text(state, style=_HEALTH_STYLES[state])
+
+
+def _number(value: int | None) -> str:
+    return _NOT_COUNTED if value is None else f"{value:,}"
+
+
+def _percent(ratio: float | None) -> str:
+    # 99.96 % must not read as complete.
+    return "-" if ratio is None else f"{int(ratio * 1000) / 10:g}%"
