@@ -101,6 +101,8 @@ def acting_as(credentials: Credentials | None) -> Iterator[None]:
         return
     groups, gid = os.getgroups(), _LIBC.setfsgid(_NO_ID) & 0xFFFFFFFF
     capabilities = _capabilities()
+    # Where that is refused nothing has changed, and nothing could be taken back.
+    _set_groups(credentials.groups)
     try:
         _take(credentials)
         yield
@@ -116,7 +118,6 @@ def acting_as(credentials: Credentials | None) -> Iterator[None]:
 
 
 def _take(credentials: Credentials) -> None:
-    _set_groups(credentials.groups)
     _set_id(_LIBC.setfsgid, credentials.gid)
     _set_id(_LIBC.setfsuid, credentials.uid)
     # That takes away the capabilities about files, but not the one to go beyond a quota, nor others

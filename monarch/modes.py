@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,10 @@ SMALL_FILE_BYTES = MiB
 _COPIES_IN_MEMORY = 2
 
 _CAP_SYS_ADMIN = 21
+# With these a thread of root takes the identity of a user.
+_OF_IDENTITY = {"CAP_SETGID": 6, "CAP_SETUID": 7}
+# With these it gives what was written the owner, the mode and the times that it has on the mount.
+_OF_OTHERS = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_FSETID": 4}
 _PASSTHROUGH_KERNEL = (6, 9)
 # Their listings never expired once cached; 6.13 has the correction.
 _STUCK_LISTINGS = ((6, 9), (6, 13))
@@ -40,21 +44,27 @@ BUILD_IT = "install gcc and the headers of Python, then install Monarch again"
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a machine and this process on it can do. ``release`` is the kernel's, in full."""
+    """What a machine and this process on it can do. ``release`` is the kernel's, in full.
+
+    ``lacking``: capabilities that root acts for other users with, and this process of root has not.
+    """
 
     built: bool
     release: str
     may_pass_through: bool
     memory_bytes: int
+    lacking: frozenset[str] = frozenset()
 
     @classmethod
     def here(cls) -> Abilities:
-        status = Path("/proc/self/status").read_text()
+        held = _effective_capabilities(Path("/proc/self/status").read_text())
+        wanted = {**_OF_IDENTITY, **_OF_OTHERS} if can_act_as_others() else {}
         return cls(
             built=datapath.built(),
             release=platform.release(),
-            may_pass_through=bool(_effective_capabilities(status) >> _CAP_SYS_ADMIN & 1),
+            may_pass_through=bool(held >> _CAP_SYS_ADMIN & 1),
             memory_bytes=memory_bytes(Path("/")),
+            lacking=frozenset(name for name, bit in wanted.items() if not held >> bit & 1),
         )
 
     @property
@@ -97,9 +107,11 @@ def choose(
     """The way reads take; ``capacity`` is what all tiers may take, in bytes.
 
     ``holds_written``: a tier has files that were written through an earlier mount. Raises FuseError
-    for a passthrough that cannot be had, UsageError for ``open: none`` where opens must be seen.
+    for what cannot be had on this machine, UsageError for ``open: none`` where opens must be seen.
     """
     check_possible(settings, abilities)
+    if holds_written:
+        check_may_drain(abilities)
     if holds_written and settings.open == "none":
         raise UsageError(
             "open: none is not possible: a tier has files that were written through an earlier"
@@ -150,17 +162,39 @@ def agreed(choice: Choice, state: DatapathState) -> Mode:
 
 def check_possible(settings: MountSettings, abilities: Abilities) -> None:
     """FuseError for ``datapath: passthrough`` where there is none, and for ``source_identity:
-    caller`` of a daemon that cannot act as others."""
+    caller`` and for writing of a daemon that cannot act as others."""
     if settings.source_identity == "caller" and not can_act_as_others():
         raise FuseError(
             "source_identity: caller is not possible: only root acts with the rights of others",
             hint="mount as root, or leave it out: the files are opened as the user who mounts",
         )
+    lacking = abilities.lacking & _OF_IDENTITY.keys()
+    if settings.source_identity == "caller" and lacking:
+        raise FuseError(
+            f"source_identity: caller is not possible: root is here without {_listed(lacking)}",
+            hint="let the container or the unit have what is missing, or leave it out",
+        )
+    if settings.absorbs:
+        check_may_drain(abilities)
     if settings.datapath == "passthrough" and (why := without_passthrough(abilities)):
         raise FuseError(
             f"datapath: passthrough is not possible: {why}",
             hint="set datapath: auto for the best there is here",
         )
+
+
+def check_may_drain(abilities: Abilities) -> None:
+    """FuseError for a daemon of root that would bring files home with wrong owners or modes."""
+    if abilities.lacking:
+        raise FuseError(
+            f"draining is not possible: root is here without {_listed(abilities.lacking)}, so what"
+            " users wrote would not come to the source as theirs",
+            hint="let the container or the unit have what is missing, or mount as an ordinary user",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def without_passthrough(abilities: Abilities) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -103,3 +104,29 @@ def test_the_groups_of_a_process_are_those_that_it_has_now() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.fault("U8")
+def test_an_identity_that_is_refused_is_an_error_and_the_process_lives_on(shared: Path) -> None:
+    program = f"""
+from monarch.credentials import Credentials, acting_as
+try:
+    with acting_as(Credentials(1001, 1001, (2000,))):
+        open({str(shared / "made")!r}, "w")
+except PermissionError:
+    print("refused")
+open({str(shared / "own")!r}, "w")
+"""
+    for less in ("-setuid", "-setgid", "-setuid,-setgid"):
+        done = subprocess.run(
+            [
+                *("setpriv", f"--bounding-set={less}", f"--inh-caps={less}"),
+                *(sys.executable, "-c", program),
+            ],
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+    assert not (shared / "made").exists()
+    assert (shared / "own").stat().st_uid == 0

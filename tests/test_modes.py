@@ -158,6 +158,29 @@ def test_a_passthrough_that_cannot_be_had_is_one_clear_line(machine: Abilities, 
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.fault("U8")
+def test_root_without_what_it_acts_for_others_with_neither_writes_nor_reads_as_callers() -> None:
+    def refused(asked: MountSettings, lacking: str, *, holds_written: bool = False) -> str:
+        machine = dataclasses.replace(NODE, lacking=frozenset({lacking}))
+        with pytest.raises(FuseError) as caught:
+            choose(asked, SMALL, machine, capacity=TiB, holds_written=holds_written)
+        return str(caught.value)
+
+    plain = settings()
+    writes = settings(write="absorb")
+    assert "draining is not possible: root is here without CAP_FOWNER" in refused(
+        writes, "CAP_FOWNER"
+    )
+    assert "CAP_SETGID" in refused(plain, "CAP_SETGID", holds_written=True)
+    caller = settings(source_identity="caller")
+    assert "source_identity: caller is not possible: root is here without CAP_SETUID" in refused(
+        caller, "CAP_SETUID"
+    )
+    for asked, lacking in ((caller, "CAP_CHOWN"), (plain, "CAP_SETUID")):
+        machine = dataclasses.replace(NODE, lacking=frozenset({lacking}))
+        choose(asked, SMALL, machine, capacity=TiB)
+
+
 @pytest.mark.parametrize(
     ("release", "cached"),
     [("6.8.12", True), ("6.9.0", False), ("6.12.41+deb13", False), ("6.13.0", True)],
@@ -194,6 +217,22 @@ def test_whoever_may_not_mount_may_not_pass_through() -> None:
         for capability in (21, 1)
     }
     assert told == {21: "False", 1: "True"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what it may do")
+def test_root_knows_what_it_lacks_for_acting_as_others() -> None:
+    ask = "from monarch.modes import Abilities; print(*sorted(Abilities.here().lacking))"
+
+    def told(*command: str) -> str:
+        done = subprocess.run(
+            [*command, sys.executable, "-c", ask], cwd=ROOT, check=True, capture_output=True
+        )
+        return done.stdout.decode().strip()
+
+    assert told() == ""
+    # CAP_SYS_ADMIN has nothing to do with it.
+    less = "-sys_admin,-chown,-setgid"
+    assert told("setpriv", f"--bounding-set={less}", f"--inh-caps={less}") == "CAP_CHOWN CAP_SETGID"
 
 
 def a_root(directory: Path, groups: str, limits: dict[str, str]) -> Path:

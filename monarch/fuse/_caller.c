@@ -114,9 +114,13 @@ bool caller_begin(const struct caller *caller, struct own_rights *own) {
         free(own->groups);
         return false;
     }
+    /* Where that is refused nothing has changed, and nothing could be taken back. */
+    if (!set_groups(caller->count, caller->groups)) {
+        free(own->groups);
+        return false;
+    }
     /* The user last: without it the thread may change the others. */
-    if (set_groups(caller->count, caller->groups) && set_group(caller->gid) &&
-        set_user(caller->uid))
+    if (set_group(caller->gid) && set_user(caller->uid))
         return true;
     caller_end(own);
     return false;

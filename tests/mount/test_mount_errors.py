@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -473,3 +474,40 @@ def test_a_source_that_the_user_may_not_read_is_told_with_the_remedy(
         assert (done.returncode, "Permission denied" in told) == (4, True)
         assert "mount as a user who may read it (this one is uid 65534)" in told
         assert "file system is mounted" not in told
+
+
+# -- capabilities ------------------------------------------------------------------------------
+
+
+@needs_root
+@pytest.mark.fault("U8")
+def test_root_without_its_capabilities_mounts_only_to_read(
+    monarch: MonarchCommand, source: Path, mnt: Path, state: Path
+) -> None:
+    """As in a container that has dropped them."""
+
+    def mount(*options: str) -> subprocess.CompletedProcess[str]:
+        less = "-chown,-fowner,-setgid"
+        return subprocess.run(
+            [
+                *("setpriv", f"--bounding-set={less}", f"--inh-caps={less}"),
+                *(sys.executable, "-m", "monarch", "mount", str(source), str(mnt)),
+                *("--state", str(state), "--tier", f"{monarch.directory}/tier:1MiB", *options),
+            ],
+            env=monarch.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    for option, words in (
+        ("write=absorb", "draining is not possible: root is here without CAP_CHOWN, CAP_FOWNER,"),
+        ("source_identity=caller", "caller is not possible: root is here without CAP_SETGID;"),
+    ):
+        done = mount("-o", option)
+        assert (done.returncode, words in one_line(done)) == (8, True), done.stderr
+        assert_nothing_is_left(monarch)
+    assert mount().returncode == 0
+    registered(monarch, mnt, source, state)
+    assert sorted(os.listdir(mnt)) == sorted(os.listdir(source))
