@@ -17,7 +17,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.settings import MountSettings
 from monarch.text import counted
 from monarch.tiers.source import Source
-from monarch.types import ROOT_INO, Progress
+from monarch.types import ROOT_INO, Progress, kept_ns
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _require_content(source: Source, snapshot: Snapshot) -> None:
     To believe it would throw away the snapshot, and every copy with it.
     """
     now, known = source.status(b""), snapshot.attributes(ROOT_INO)
-    untouched = (now.st_ino, now.st_mtime_ns) == (known.source_ino, known.mtime_ns)
+    untouched = (now.st_ino, kept_ns(now.st_mtime_ns)) == (known.source_ino, known.mtime_ns)
     if snapshot.entries > 1 and not untouched and not os.listdir(source.path):
         raise SourceError(
             f"source {os.fsdecode(source.path)!r} is empty, but its snapshot has"
@@ -188,7 +188,7 @@ def _other_source(snapshot: Snapshot, source: Source) -> str:
     """
     now, known = source.status(b""), snapshot.attributes(ROOT_INO)
     same_path = snapshot.source == os.path.abspath(source.path)
-    if now.st_ino == known.source_ino and (same_path or now.st_mtime_ns == known.mtime_ns):
+    if now.st_ino == known.source_ino and (same_path or kept_ns(now.st_mtime_ns) == known.mtime_ns):
         return ""
     if same_path:
         return "describes a directory that has been replaced since"

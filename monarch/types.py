@@ -18,15 +18,24 @@ ROOT_INO = Ino(1)
 # Above every number of a snapshot, whose table has 32 bits for it.
 WRITTEN_INO = Ino(1 << 32)
 
+# Snapshots and records keep times as 64 bits of ns, which end in the year 2262.
+_LEAST_NS, _MOST_NS = -(1 << 63), (1 << 63) - 1
+
 # How long work reports that it is going on: (done, total or None while unknown, words).
 Progress = Callable[[int, int | None, str], None]
+
+
+def kept_ns(time_ns: int) -> int:
+    """A time as it is kept and compared: what is beyond the end of 64 bits is told as that end."""
+    return max(_LEAST_NS, min(time_ns, _MOST_NS))
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What makes a source file the same file with the same bytes (faults S4).
 
-    ``size`` in bytes, times in ns since the epoch, ``source_ino`` as the source numbers it.
+    ``size`` in bytes, times in ns since the epoch (``kept_ns``), ``source_ino`` as the source
+    numbers it.
     """
 
     size: int

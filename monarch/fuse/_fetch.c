@@ -8,6 +8,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "_record.h"
+
 /* linux/openat2.h, which the machine that compiles may not have. */
 struct how {
     uint64_t flags, mode, resolve;
@@ -93,7 +95,7 @@ static int open_as(int root, const char *path, const struct caller *caller) {
 }
 
 static int64_t nanoseconds(struct statx_timestamp time) {
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+    return kept_ns(time.tv_sec, time.tv_nsec);
 }
 
 /* Not fstat: the time of access, which a read has just changed, may cost a call of the server. */

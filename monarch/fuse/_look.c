@@ -96,13 +96,8 @@ static struct list get_list(struct looking *looking, const char *name, const cha
     return list;
 }
 
-/* What is beyond the year 2262 is told as its end. */
 static uint64_t ns_of(struct timespec time) {
-    int64_t ns;
-    if (__builtin_mul_overflow((int64_t)time.tv_sec, SECOND_NS, &ns) ||
-        __builtin_add_overflow(ns, (int64_t)time.tv_nsec, &ns))
-        ns = time.tv_sec < 0 ? INT64_MIN : INT64_MAX;
-    return htole64((uint64_t)ns);
+    return htole64((uint64_t)kept_ns(time.tv_sec, time.tv_nsec));
 }
 
 static void look_at(struct looking *looking, const char *name, uint8_t *into, struct seen *seen) {

@@ -12,4 +12,13 @@ struct record {
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "record");
 
+/* A time as it is kept and compared. What is beyond the year 2262 is told as its end. */
+static inline int64_t kept_ns(int64_t seconds, int64_t nanoseconds) {
+    int64_t ns;
+    if (__builtin_mul_overflow(seconds, (int64_t)1000000000, &ns) ||
+        __builtin_add_overflow(ns, nanoseconds, &ns))
+        ns = seconds < 0 ? INT64_MIN : INT64_MAX;
+    return ns;
+}
+
 #endif

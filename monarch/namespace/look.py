@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from monarch import acl
 from monarch.namespace.schema import RECORD_BYTES, RECORD_STRUCT
-from monarch.types import Ino
+from monarch.types import Ino, kept_ns
 
 
 class Seen(NamedTuple):
@@ -64,8 +64,8 @@ def pack_record(status: os.stat_result, parent: Ino) -> bytes:
         status.st_nlink,
         0,
         status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
+        kept_ns(status.st_mtime_ns),
+        kept_ns(status.st_ctime_ns),
         status.st_ino,
         extra,
     )

@@ -17,7 +17,7 @@ from monarch.namespace.scan import Scan, printable
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.threads import batches
-from monarch.types import Ino, Progress
+from monarch.types import Ino, Progress, kept_ns
 
 # Directories that one thread asks for at a time. A tree with no more needs no thread.
 _BATCH = 64
@@ -55,7 +55,8 @@ def directories_changed(
                     now = lstat_beneath(root_fd, snapshot.path(ino))
                 except OSError:
                     return True
-                if (now.st_mtime_ns, now.st_ctime_ns) != (known.mtime_ns, known.ctime_ns):
+                times = kept_ns(now.st_mtime_ns), kept_ns(now.st_ctime_ns)
+                if times != (known.mtime_ns, known.ctime_ns):
                     return True
             return False
 

@@ -32,7 +32,7 @@ from monarch.acl import Acls
 from monarch.beneath import lstat_beneath, open_beneath
 from monarch.credentials import Credentials, acting_as
 from monarch.errors import SourceChanged, SourceError, source_remedy
-from monarch.types import Identity
+from monarch.types import Identity, kept_ns
 from monarch.units import MiB
 
 log = logging.getLogger(__name__)
@@ -129,11 +129,13 @@ def identity_now(fd: int) -> Identity:
     source_ino, size = struct.unpack_from("=QQ", buffer, 32)
     ctime_s, ctime_ns = struct.unpack_from("=qI", buffer, 96)
     mtime_s, mtime_ns = struct.unpack_from("=qI", buffer, 112)
-    return Identity(size, mtime_s * 10**9 + mtime_ns, ctime_s * 10**9 + ctime_ns, source_ino)
+    mtime_ns, ctime_ns = mtime_s * 10**9 + mtime_ns, ctime_s * 10**9 + ctime_ns
+    return Identity(size, kept_ns(mtime_ns), kept_ns(ctime_ns), source_ino)
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    return Identity(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    mtime_ns, ctime_ns = kept_ns(status.st_mtime_ns), kept_ns(status.st_ctime_ns)
+    return Identity(status.st_size, mtime_ns, ctime_ns, status.st_ino)
 
 
 class Source:

@@ -22,7 +22,7 @@ from monarch.namespace.overlay import Namespace
 from monarch.placement.controller import Controller
 from monarch.placement.residency import SOURCE, Residency
 from monarch.tiers.source import SourceFile, identity_now, identity_of
-from monarch.types import ROOT_INO, Attributes, Ino
+from monarch.types import ROOT_INO, Attributes, Ino, kept_ns
 from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
 
@@ -130,7 +130,7 @@ class Changes:
     def _is_held(self, known: Attributes, status: os.stat_result) -> bool:
         """Whether readers have other bytes open than the source has now; it is then outdated."""
         then = (known.size, known.mtime_ns, known.source_ino)
-        if (status.st_size, status.st_mtime_ns, status.st_ino) == then:
+        if (status.st_size, kept_ns(status.st_mtime_ns), status.st_ino) == then:
             return False
         binding = self._bindings.get(known.ino)
         if binding is None:
@@ -163,7 +163,8 @@ class Changes:
             known = self._names.attributes(known.parent)
             now = await self._inquiry.status(known.ino, self._names.path(known.ino))
             if now is not None:
-                return now.st_mtime_ns > known.mtime_ns or now.st_ctime_ns > known.ctime_ns
+                mtime_ns, ctime_ns = kept_ns(now.st_mtime_ns), kept_ns(now.st_ctime_ns)
+                return mtime_ns > known.mtime_ns or ctime_ns > known.ctime_ns
         return False
 
     async def _has_another_name(self, known: Attributes) -> bool:
@@ -250,8 +251,8 @@ def _refreshed(known: Attributes, status: os.stat_result, mode: int) -> Attribut
         uid=status.st_uid,
         gid=status.st_gid,
         size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        ctime_ns=status.st_ctime_ns,
+        mtime_ns=kept_ns(status.st_mtime_ns),
+        ctime_ns=kept_ns(status.st_ctime_ns),
         source_ino=status.st_ino,
         blocks=status.st_blocks,
         rdev=status.st_rdev,

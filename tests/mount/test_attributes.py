@@ -37,6 +37,26 @@ def test_times_modes_and_owners_are_those_of_the_source(
     assert_equal_trees(source, mounted.path)
 
 
+@pytest.mark.promise(122)
+def test_a_file_that_is_dated_beyond_the_year_2262_is_a_file_as_others(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    """Its time is told as the end of what 64 bits of ns reach; its copy is kept."""
+    source = tree({"small": 5000, "large": 5_000_000, "other": b"x"})
+    for name in ("small", "large"):
+        os.utime(source / name, ns=(0, 10_413_792_000_000_000_001))  # in 2300
+    mounted = monarch.mount(source)
+    for name in ("small", "large", "other"):
+        assert (mounted.path / name).read_bytes() == (source / name).read_bytes()
+        assert (mounted.path / name).stat().st_size == (source / name).stat().st_size
+    assert (mounted.path / "small").stat().st_mtime_ns == 2**63 - 1
+    wait_for_copies(mounted, 3)
+    with OpenCounter(source) as counter:
+        assert (mounted.path / "large").read_bytes() == (source / "large").read_bytes()
+        assert counter.count() == 1  # that of this test
+    assert not [p for p in account(mounted)["health"]["problems"] if p["kind"] == "files-changed"]
+
+
 @pytest.mark.promise(14)
 def test_a_hard_link_is_one_file_and_copied_once(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a/first": 3000, "other": b"x", "z/large": 5_000_000})

@@ -17,14 +17,17 @@ from monarch.namespace import look as look_module
 from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.namespace.look import Seen, look
-from monarch.namespace.refresh import refresh
+from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.schema import RECORD_BYTES
 from monarch.namespace.snapshot import Snapshot
+from monarch.tiers.source import Source, identity_now, identity_of
 from monarch.types import Ino
 from tests.equipment import slowfs
 
 PARENT = Ino(7)
 NO_ID = 0xFFFFFFFF
+# In the year 2300, which 64 bits of ns do not reach.
+FAR_NS = 10_413_792_000_000_000_001
 
 
 def an_acl(named: int) -> bytes:
@@ -38,10 +41,11 @@ def an_acl(named: int) -> bytes:
 def descriptor(tmp_path: Path) -> Iterator[int]:
     directory = tmp_path / "looked-at"
     directory.mkdir()
-    for name in ("plain", "named", "many", "closed", "before-1970", "first"):
+    for name in ("plain", "named", "many", "closed", "before-1970", "first", "far"):
         (directory / name).write_bytes(b"0123456789" * 1000)
     os.link(directory / "first", directory / "second")
     os.utime(directory / "before-1970", ns=(0, -1_500_000_001))
+    os.utime(directory / "far", ns=(0, FAR_NS))
     (directory / "below").mkdir()
     os.mkfifo(directory / "pipe")
     (directory / "link").symlink_to("nowhere")
@@ -69,6 +73,35 @@ def test_the_extension_sees_what_python_sees(descriptor: int) -> None:
     assert len(seen[b"closed"].access) == len(an_acl(1))
     assert seen[b"below"].inherited == an_acl(2)
     assert not records[-RECORD_BYTES:].strip(b"\0")
+
+
+@pytest.mark.promise(122)
+@pytest.mark.parametrize("fast", [True, False], ids=["extension", "python"])
+def test_a_scan_takes_files_that_are_dated_beyond_the_year_2262(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    if not fast:
+        monkeypatch.setattr(look_module, "_look", lambda: look_module._look_slowly)
+    source = tmp_path / "source"
+    (source / "directory").mkdir(parents=True)
+    (source / "far").write_bytes(b"x")
+    for path in (source / "far", source / "directory", source):
+        os.utime(path, ns=(0, FAR_NS))
+    assert (source / "far").stat().st_mtime_ns == FAR_NS
+    build(source, tmp_path / "snapshot")
+    with Snapshot.open(tmp_path / "snapshot") as snapshot:
+        ino = snapshot.resolve(b"far")
+        assert ino is not None
+        assert snapshot.attributes(ino).mtime_ns == 2**63 - 1
+        assert directories_changed(source, snapshot, jobs=1, patience_s=60) is False
+    opened = Source(os.fsencode(source))
+    file = opened.open(b"far")
+    assert identity_of(file.status) == identity_now(file.fd)
+    assert identity_of(file.status).mtime_ns == 2**63 - 1
+    file.release()
+    opened.close()
+    report = refresh(source, tmp_path / "snapshot")
+    assert (report.added, report.removed, report.changed) == (0, 0, 0)
 
 
 def test_devices_are_looked_at_alike() -> None:
