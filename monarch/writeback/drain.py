@@ -291,6 +291,10 @@ class Drain:
                 self._through.add(op.object)
             if seq in replay.done:
                 self._note(op, replay.done[seq])
+                if op.object in replay.staged:
+                    # These came after what is marked.
+                    ours = self._ours.get(op.object, frozenset())
+                    self._ours[op.object] = ours | replay.staged[op.object]
                 if self._queue:
                     self._done_beyond.add(seq)
                 else:
@@ -301,8 +305,6 @@ class Drain:
                 if op.object and op.mtime_ns is not None:
                     times = self._set_times.get(op.object, frozenset())
                     self._set_times[op.object] = times | {op.mtime_ns}
-        for number, inos in replay.staged.items():
-            self._ours[number] = self._ours.get(number, frozenset()) | inos
 
     def _begin_with(self, known: Known) -> None:
         self._known.update(known.known)
@@ -525,8 +527,8 @@ class Drain:
         entry.is_held = True
         self._held.append(entry)
         self._held_users.add(_user(op))
-        if op.object:
-            self._held_objects.add(op.object)
+        # What a rename replaces is to be known until that is done.
+        self._held_objects |= {op.object, op.over_object} - {0}
         if op.names() != (b"",):
             self._held_paths.add(op)
 
@@ -903,7 +905,9 @@ class Drain:
                 self._present.discard(number)
                 self._new.discard(number)
             case "rename" if number and number not in self._present:
-                self._over[number] = self._replaced(op)
+                # It may have another name, at which it has replaced something else.
+                over = dict.fromkeys((*self._over.get(number, ()), *self._replaced(op)))
+                self._over[number] = tuple(over)
                 if ours := self._ours.get(op.over_object):
                     self._ours[number] = self._ours.get(number, frozenset()) | ours
             case "rename" | "link" | "attr" | "xattr" if identity is not None and number:

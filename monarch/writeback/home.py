@@ -801,6 +801,10 @@ class Home:
                 raise
             with acting_as(by):
                 os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+        if now is not None and now.st_ino == there.st_ino and op.path != op.to:
+            # Of two names of one file the kernel has left both.
+            with suppress(FileNotFoundError), acting_as(by):
+                os.unlink(name, dir_fd=fd)
         return identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
 
     def attr(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:

@@ -447,7 +447,9 @@ class World:
 
     def _bury(self, node: Node) -> None:
         if node.object and not node.writers and not self.names(node):
+            by, self.by = self.by, None
             self.record(Op(kind="gone", object=node.object))
+            self.by = by
             self.journal.sync()
             self.objects.remove(node.object)
             node.object = 0

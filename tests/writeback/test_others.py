@@ -244,3 +244,24 @@ async def test_what_a_user_may_not_remove_is_not_replaced(shared: World, clock: 
         await until(lambda: drain.backlog().failures >= 1)
     assert (shared.source / "a").read_bytes() == b"old a"
     assert not list(shared.source.rglob(".monarch-*.link"))
+
+
+@pytest.mark.finding("D9")
+async def test_what_a_refused_rename_replaces_is_known_until_it_is_done(
+    shared: World, clock: Clock
+) -> None:
+    async with draining(shared) as drain:
+        shared.write(b"replaced", b"old")
+        shared.write(b"mine", b"new", synced=True)
+        await drain.wait(shared.last_seq)
+        os.chown(shared.source / "mine", 1002, 1002)
+        shared.by = MALLORY
+        # The sticky bit keeps the file of root in its place, until its user may do that.
+        refused = shared.rename(b"mine", b"replaced")
+        shared.by = ALICE
+        await drain.wait(shared.write(b"other", b"of another"))
+        assert not drain.is_done(refused)
+        shared.source.chmod(0o777)
+        await drain.settle()
+        assert drain.backlog().conflicts == 0
+    assert (shared.source / "replaced").read_bytes() == b"new"

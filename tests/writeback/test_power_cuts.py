@@ -12,7 +12,7 @@ import pytest
 import trio.testing
 
 from monarch.threads import Threads
-from monarch.tiers.source import Source
+from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
 from monarch.writeback.home import Expected, Home, Place
 from monarch.writeback.journal import Op, Replay
@@ -260,3 +260,51 @@ async def test_what_others_changed_is_known_by_a_journal_that_was_written_anew(
         assert drain.backlog().conflicts == 3
     for name in ("written", "removed", "replaced"):
         assert (world.source / name).read_bytes() == b"theirs"
+
+
+async def test_a_file_that_replaced_others_at_two_names_is_replaced_at_both(
+    world: World, clock: Clock
+) -> None:
+    world.write(b"n", b"never there")
+    world.link(b"n", b"m")
+    for name, to in ((b"n", b"a"), (b"m", b"d/a")):
+        world.rename(name, to)
+    for to in (b"a", b"d/a"):
+        world.write(b"new", b"new", synced=True)
+        world.rename(b"new", to)
+    await drained(world, world.kill())
+
+
+async def test_a_name_goes_that_is_renamed_to_another_of_its_file_at_the_source(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"n", b"there", synced=True)
+        world.link(b"n", b"m")
+        await drain.wait(world.last_seq)
+    # What has replaced that other name on the mount never came.
+    world.write(b"new", b"never there", synced=True)
+    world.rename(b"new", b"m")
+    world.rename(b"n", b"m")
+    await drained(world, world.kill())
+
+
+async def test_what_was_published_again_is_known_behind_a_rename_over_it(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"x", b"1")
+        await drain.wait(world.last_seq)
+    first = world.last_seq
+    older, there = world.tree[b"x"].object, identity_of((world.source / "x").lstat())
+    world.write(b"x", b"2")
+    world.write(b"y", b"never there", synced=True)
+    world.rename(b"y", b"x")
+    last = world.unlink(b"x")
+    # An earlier life has brought the second bytes, and could not mark that.
+    (world.source / "new").write_bytes(b"2")
+    (world.source / "new").rename(world.source / "x")
+    replay = world.kill()
+    done = {seq: there if seq == first else None for seq, _ in replay.ops if seq < last}
+    ours = frozenset({(world.source / "x").stat().st_ino})
+    await drained(world, replace(replay, done=done, staged={older: ours}))
