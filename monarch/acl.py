@@ -14,12 +14,15 @@ import os
 import struct
 from typing import Final, NamedTuple
 
-from monarch.beneath import open_beneath
+from monarch.beneath import kind_of_file_system, open_beneath
 
 ACCESS: Final = b"system.posix_acl_access"
 DEFAULT: Final = b"system.posix_acl_default"
 NAMES: Final = (ACCESS, DEFAULT)
 
+# FUSE_SUPER_MAGIC of statfs(2), and an attribute that any file system with attributes may have.
+_FUSE: Final = 0x65735546
+_ANY: Final = b"user.monarch"
 _VERSION = struct.pack("<I", 2)
 _ENTRY = struct.Struct("<HHI")
 _OWNER, _USER, _GROUP_OWNER, _GROUP, _MASK, _OTHERS = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
@@ -77,9 +80,20 @@ def narrowed(mode: int, acls: Acls) -> int:
 
 
 def are_known(directory_fd: int) -> bool:
-    """Whether the file system of an open directory has ACLs."""
+    """Whether the file system of an open directory has ACLs.
+
+    Of a FUSE file system without extended attributes the kernel tells that there is no list here,
+    not that there are none at all; it tells so of other attributes.
+    """
+    if kind_of_file_system(directory_fd) == _FUSE and not _has(directory_fd, _ANY):
+        return False
+    return _has(directory_fd, ACCESS)
+
+
+def _has(directory_fd: int, attribute: bytes) -> bool:
+    """Whether a file system has such attributes; this directory need not have one."""
     try:
-        os.getxattr(directory_fd, ACCESS)
+        os.getxattr(directory_fd, attribute)
     except OSError as error:
         return error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS)
     return True

@@ -29,6 +29,8 @@ _SEGMENT_BYTES = 4000
 
 _STEP = os.O_PATH | os.O_DIRECTORY
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
 
 def open_beneath(root_fd: int, path: bytes, flags: int) -> int:
     """Open ``path`` beneath ``root_fd``; ``b""`` and ``b"."`` are the root itself.
@@ -80,7 +82,7 @@ def lstat_beneath(root_fd: int, path: bytes) -> os.stat_result:
 
 @functools.cache
 def _syscall() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).syscall
+    function = _LIBC.syscall
     function.restype = ctypes.c_long
     function.argtypes = (
         ctypes.c_long,
@@ -152,3 +154,12 @@ def _raise_if_symlink(directory_fd: int, name: bytes) -> None:
     except OSError:
         return
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+
+
+def kind_of_file_system(fd: int) -> int:
+    """``f_type`` of statfs(2), 0 if it cannot be had."""
+    buffer = ctypes.create_string_buffer(256)
+    if _LIBC.fstatfs(fd, buffer) != 0:
+        return 0
+    kind: int = struct.unpack_from("=q", buffer)[0]
+    return kind & 0xFFFFFFFF

@@ -28,7 +28,6 @@ import logging
 import os
 import re
 import stat
-import struct
 import time
 import uuid
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from pathlib import Path
 import xxhash
 
 from monarch import points
+from monarch.beneath import kind_of_file_system
 from monarch.errors import TierError
 from monarch.footing import open_directory
 from monarch.tiers.lock import Lock
@@ -171,7 +171,7 @@ class Tier:
             opened.pop_all()
         self._mounted = os.path.ismount(path)
         # A read of memory never waits, and tmpfs cannot say so through RWF_NOWAIT.
-        self.in_memory = _kind_of_file_system(self._root) in _MEMORY
+        self.in_memory = kind_of_file_system(self._root) in _MEMORY
         self._generation = -1
         self._generation_name = ""
         # Whether the file system keeps a seal exactly; ``use`` finds out.
@@ -514,15 +514,6 @@ def keeps_seals(root: int) -> bool:
     finally:
         os.close(fd)
         os.unlink("stage/probe", dir_fd=root)
-
-
-def _kind_of_file_system(fd: int) -> int:
-    """``f_type`` of statfs(2), 0 if it cannot be had."""
-    buffer = ctypes.create_string_buffer(256)
-    if _LIBC.fstatfs(fd, buffer) != 0:
-        return 0
-    kind: int = struct.unpack_from("=q", buffer)[0]
-    return kind & 0xFFFFFFFF
 
 
 class _Listing:

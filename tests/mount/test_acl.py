@@ -288,12 +288,24 @@ def test_the_slow_way_of_reading_lists_finds_the_same(
         assert dict(lists_of(one)) == dict(lists_of(other)) != {}
 
 
+@pytest.mark.promise(123)
+@pytest.mark.parametrize("fast", [True, False], ids=["extension", "python"])
 def test_a_source_without_lists_is_asked_once_for_all_its_entries(
-    slow: SlowSource, tree: Tree, tmp_path: Path
+    source: Path, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:
-    tree({f"d{n}/f": b"" for n in range(50)})
-    told = build(slow.path, tmp_path / "snapshot")
+    """To ask for a list the kernel looks the name up again."""
+    directories = 50
+    tree({f"d{n:02}/f": b"" for n in range(directories)})
+    if not fast:
+        monkeypatch.setattr("monarch.namespace.look._look", lambda: _look_slowly)
+    # Here the kernel keeps no attributes: each look is a call that is counted.
+    with SlowSource(source, tmp_path / "without", attribute_s=0) as slow:
+        before = slow.counters()["getattr"]
+        told = build(slow.path, tmp_path / "snapshot")
+        looks = slow.counters()["getattr"] - before
     assert told.acls == 0
+    entries = 1 + 2 * directories
+    assert looks < 3 * entries + 10
 
 
 @pytest.mark.promise(20, 49)
