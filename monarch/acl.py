@@ -71,7 +71,7 @@ def with_mode(access: bytes, mode: int) -> bytes:
 
 
 def narrowed(mode: int, acls: Acls) -> int:
-    """The mode where nobody decides with the ACL: its group bits are the mask, which may promise
+    """The mode where the ACL is not used: its group bits are the mask, which may promise
     the group more than the ACL gives it."""
     for tag, bits, _ in _entries(acls.access) or ():
         if tag == _GROUP_OWNER:

@@ -199,7 +199,7 @@ class _Check:
             number = path.name.removesuffix(".part")
             known = number.isdecimal() and int(number) <= self._residency.entries
             if not (known and self._residency.is_copying(Ino(int(number)))):
-                await self._remove("stage", tier, path, "nobody is writing it")
+                await self._remove("stage", tier, path, "no process is writing it")
         for other in await run(contents.generations):
             if other != generation:
                 # The start has removed all that it did not adopt.

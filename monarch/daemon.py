@@ -133,7 +133,7 @@ def prepare(settings: MountSettings) -> MountSettings:
 
 def _clear_stale_mount(mountpoint: Path) -> None:
     if mountpoints.mount_at(mountpoint) is not None and mountpoints.is_dead(mountpoint):
-        # Whoever still has files open there keeps the errors that he has.
+        # Processes with files open there keep the errors that they have.
         mountpoints.unmount(mountpoint, lazy=True)
 
 

@@ -79,7 +79,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         MISSING: Kind("a copy is recorded, and gone", "its record is cleared"),
         SIZE: Kind("a copy has another size than was recorded", "it is removed"),
         DIGEST: Kind("a copy has other bytes than were recorded", "it is removed"),
-        SEAL: Kind("somebody has touched a copy, whose bytes are right", "it is sealed again"),
+        SEAL: Kind("a copy was touched, and its bytes are right", "it is sealed again"),
         UNREADABLE: Kind("the disk does not give a copy back", "it is removed"),
         VERSION: Kind("a copy is of another version than the snapshot's", "it is removed"),
         TIER: Kind("a copy lies in another tier than was recorded", "it is removed"),
@@ -133,7 +133,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
         "directory-mode": Kind("a directory is open to others", "it is closed to them (0700)"),
         "directory-owner": Kind(
-            "a directory belongs to somebody else", "chown it, or name another", mends=False
+            "a directory belongs to another user", "chown it, or name another", mends=False
         ),
         "registry": Kind("a mount is registered whose daemon is dead", "its record is removed"),
         "mount-dead": Kind("a mount is left whose daemon is dead", "it is unmounted"),
@@ -379,7 +379,7 @@ class _StateCheck:
         mountpoint = Path(note.mountpoint)
         if mountpoints.mount_at(mountpoint) is not None and mountpoints.is_dead(mountpoint):
             by = partial(mountpoints.unmount, mountpoint, lazy=True) if self._repair else None
-            what = "whoever looks there gets ENOTCONN"
+            what = "every access there fails with ENOTCONN"
             self._findings.mend("mount-dead", STATE, note.mountpoint, what, by=by)
 
     def _check_snapshot(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Remembers which written files lost their bytes, until somebody says that he knows.
+"""Remembers which written files lost their bytes, until the loss is acknowledged.
 
 In the state directory, so that neither a restart nor an unmount takes the alarm away unheard.
 """

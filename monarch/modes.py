@@ -226,7 +226,7 @@ def _without_opens(
     if holds_written:
         return False, "opens of files that were written through an earlier mount must be seen"
     if settings.source_identity == "caller":
-        return False, "source_identity: caller must know who opens"
+        return False, "source_identity: caller needs to know the opening process"
     if settings.snapshot.ttl_s is not None:
         return False, f"snapshot.freshness: {settings.snapshot.freshness} needs to see opens"
     if summary.unreadable:

@@ -42,7 +42,7 @@ class SeenMount:
         if self.state == "foreign":
             return (
                 "a mount of another user, or of another MONARCH_STATE_ROOT: `monarch status"
-                f" {where}` shows what it tells to everybody"
+                f" {where}` shows the numbers that every user may read"
             )
         return ""
 

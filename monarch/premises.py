@@ -261,8 +261,8 @@ class _TierLook:
         if os.path.islink(private):
             yield self._fail(
                 f"{private} is a symbolic link, which is not followed",
-                f"somebody may have planted it to see the copies: `ls -ld {private}`; remove it,"
-                " or choose a directory that only you can write",
+                f"another user may have planted it to see the copies: `ls -ld {private}`; remove"
+                " it, or choose a directory that only you can write",
             )
             return
         unusable = (

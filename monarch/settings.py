@@ -435,7 +435,7 @@ class MountSettings(Section):
     def _callers_are_seen(cls, value: str, fields: ValidationInfo) -> str:
         if value == "caller" and fields.data.get("open") == "none":
             raise ValueError(
-                "caller and open: none exclude each other, for who opens a file must be known;"
+                "caller and open: none exclude each other: the opening process must be known;"
                 " leave one of them out"
             )
         return value

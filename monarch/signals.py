@@ -36,7 +36,7 @@ def interruptible() -> Iterator[None]:
 def heed_all() -> None:
     """Have no ending signal ignored: for a daemon in a session of its own, which no terminal ends.
 
-    Whoever sends it one means it.
+    A signal that is sent to it is meant for it.
     """
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)

@@ -85,7 +85,7 @@ def tell_unreadable(snapshot: Snapshot) -> None:
 
 
 def tell_unknown_acls(snapshot: Snapshot) -> None:
-    """One line in the log if mode bits alone decide because nobody looked for lists."""
+    """One line in the log if mode bits alone decide because the snapshot was made without lists."""
     if snapshot.info().acls is None:
         log.warning(
             "the snapshot is of an older Monarch and has no access control lists: mode bits alone"
@@ -94,7 +94,7 @@ def tell_unknown_acls(snapshot: Snapshot) -> None:
 
 
 def _exists(path: Path) -> bool:
-    """Raises SnapshotError if nobody can tell, as where its file system is dead."""
+    """Raises SnapshotError if that cannot be found out, as on a dead file system."""
     try:
         return path.exists()
     except OSError as error:

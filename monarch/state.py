@@ -70,7 +70,7 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
 def require_private(state: Path) -> None:
     """Raises TierError for a directory with others' files, or one that others may enter.
 
-    It may be everybody's: nothing of it is changed. Raises OSError.
+    It may be shared by all users, so nothing of it is changed. Raises OSError.
     """
     what, another = f"state directory {os.fspath(state)!r}", "name a new directory with --state"
     names = os.listdir(state)
@@ -82,7 +82,7 @@ def require_private(state: Path) -> None:
     if mode & 0o077:
         raise TierError(
             f"{what} is open to other users (mode {mode:04o})",
-            hint=f"{another}, or, if nobody else uses it, run: chmod 700"
+            hint=f"{another}, or, if no other user needs it, run: chmod 700"
             f" {shlex.quote(os.fspath(state))}",
         )
 

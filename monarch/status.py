@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 # How often the daemon looks at itself. Seconds.
 _LOOK_S = 10.0
-# How old what everybody is told may be. Seconds.
+# How old the public numbers may be. Seconds.
 _SUMMARY_S = 1.0
 # So many lost files are named.
 _NAMED = 1000
@@ -123,7 +123,7 @@ class Status:
             await trio.sleep(_LOOK_S)
 
     def summary(self) -> bytes:
-        """Numbers for everybody who reaches the mount, as JSON: no name of a file is in it."""
+        """Numbers that every user of the mount may read, as JSON: no name of a file is in it."""
         now = time.monotonic()
         # Anybody may ask, in a loop, too.
         if now - self._summed_s > _SUMMARY_S:

@@ -343,7 +343,7 @@ def lost(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
     """Show the files that were written and whose bytes are gone.
 
     A power cut takes what was never fsynced; a disk that fails can take more. At the source each
-    is as it was before. The exit code is 1 if there are any that nobody has acknowledged.
+    is as it was before. The exit code is 1 if there are any that were not acknowledged.
     """
     record = Registry(state_root()).find(mountpoint)
     params = {"acknowledge": acknowledge}
@@ -373,7 +373,7 @@ def conflicts(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
 
     The source keeps what others wrote. What was written here lies beside it, under the name behind
     "kept as". The last conflicts of this mount are shown. The exit code is 1 if there are any that
-    nobody has acknowledged.
+    were not acknowledged.
     """
     record = Registry(state_root()).find(mountpoint)
     params = {"acknowledge": acknowledge}

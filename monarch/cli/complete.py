@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem
 
-# Nothing here may fail or wait for long: somebody has pressed the tab key.
+# Nothing here may fail or wait for long: a user has pressed the tab key.
 
 
 def directories(
@@ -60,7 +60,7 @@ def options(
 
 
 def default_configurations() -> list[Path]:
-    """Where the configuration is looked for when nobody names it, in this order."""
+    """The files that are searched for a mount when no configuration is named, in this order."""
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return [Path("/etc/monarch/monarch.yaml"), Path(home) / "monarch" / "monarch.yaml"]
 

@@ -1,4 +1,4 @@
-"""The status of a mount whose daemon another user runs: its root tells it to all who reach it."""
+"""The status of a mount that another user's daemon serves, read from an attribute of its root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANSWER_S = 5.0
 
 
 def public_status(place: Path) -> tuple[str, dict[str, Any]]:
-    """The mount point of the Monarch mount that holds ``place``, and what it tells to everybody.
+    """The mount point of the Monarch mount above ``place``, and the numbers that users may read.
 
     Raises NotMountedError if there is none, or its daemon is dead; MonarchError if it does not
     answer, or does not let us in.
@@ -47,7 +47,7 @@ def public_status(place: Path) -> tuple[str, dict[str, Any]]:
             raise NotMountedError(f"the daemon of {where} is dead", hint="mount it anew")
         raise MonarchError(
             f"{where} is a Monarch mount of another user: {answer.strerror}",
-            hint="ask as the user that mounted it; with allow_other it tells everybody",
+            hint="ask as the user that mounted it; with allow_other every user may ask",
         )
     try:
         told = json.loads(answer)

@@ -85,7 +85,7 @@ def fields(pairs: Sequence[tuple[str, str]], width: int) -> list[Text]:
 def paragraph(text: str, width: int, *, indent: str = "", style: str = "") -> list[Text]:
     """``text`` on as many lines as it takes; those after the first begin with ``indent``.
 
-    A long path stays whole, for it may be a part of a command that somebody copies.
+    A long path stays whole, for it may be a part of a command that is to be copied.
     """
     first, *others = _wrapped(text, max(width - len(indent), 20), whole=True)
     return [Text(first, style=style), *(Text(indent + line, style=style) for line in others)]

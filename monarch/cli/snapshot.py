@@ -70,7 +70,7 @@ def snapshot() -> None:
     "--mode",
     callback=_file_mode,
     metavar="MODE",
-    help="Who may read FILE, in octal: 0640, 0644. Default: as it is, a new one 0600.",
+    help="The mode of FILE in octal, such as 0640 or 0644. Default: as it is, a new one 0600.",
 )
 @_JOBS
 @_JSON

@@ -64,7 +64,7 @@ def status(mountpoint: Path | None, as_json: bool, watch: bool, check: bool) -> 
         )
     records = Registry(state_root())
     if mountpoint is not None and not watch and not _is_ours(records, mountpoint):
-        return _told_to_everybody(mountpoint, as_json=as_json, check=check)
+        return _public(mountpoint, as_json=as_json, check=check)
     if check:
         return _check(_chosen(records, mountpoint), as_json=as_json)
     if as_json:
@@ -89,7 +89,7 @@ def _is_ours(records: Registry, place: Path) -> bool:
     return True
 
 
-def _told_to_everybody(place: Path, *, as_json: bool, check: bool) -> int:
+def _public(place: Path, *, as_json: bool, check: bool) -> int:
     """Of a mount that another user's daemon serves, or that is in another state directory."""
     from monarch.cli.public_status import public_status, words
 

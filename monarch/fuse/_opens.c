@@ -207,8 +207,8 @@ bool opens_outdate(struct opens *opens, uint64_t ino) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
-    /* One that somebody is finding out about may become such a one. Nobody waits for that: he may
-     * wait for the source. */
+    /* An entry that is being settled may become such a copy. It is marked without waiting, since
+     * settling may wait for the source. */
     bool held =
         entry && (entry->tier > 0 || entry->kind == OPEN_CONTENT || entry->kind == OPEN_SETTLING);
     if (held)

@@ -588,8 +588,8 @@ static void do_write(struct thread *thread, struct in_header *request, size_t si
         else if (is_callers(error))
             refuse(thread, request, error);
         if (error == 0 && run) {
-            /* The disk is busy while the caller goes on, and who syncs the file has less to wait
-             * for. What fails is told to him. */
+            /* The disk works while the caller goes on, and a later fsync has less to wait for. It
+             * reports what fails here. */
             off_t from = (off_t)(in->offset + in->size - run);
             sync_file_range(file->fd, from, (off_t)run, SYNC_FILE_RANGE_WRITE);
         }

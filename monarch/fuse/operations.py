@@ -189,7 +189,7 @@ class Operations(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         reply, directory = pyfuse3.readdir_reply, Ino(fh)
         if start_id == 0 and self._filesystem.writing is not None:
-            # Who renames what he finds must not find it again for ever.
+            # A process that renames what it finds must not find it again for ever.
             self._list_ends[directory] = self._names.list_end(directory)
         end, start = self._list_ends.get(directory), max(0, start_id - _DOTS)
         children = self._names.list_from(directory, start, end=end)

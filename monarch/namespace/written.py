@@ -336,7 +336,7 @@ class Written:
         """The index before which all entries are that a directory has now.
 
         A listing that is begun now and continued to there ends, though names are added to the
-        directory as fast as they are read, as by who renames each file that he finds.
+        directory as fast as they are read, as by a process that renames each file that it finds.
         """
         listing = self._listings.get(ino)
         return ADDED_INDEX if listing is None else listing.end

@@ -91,7 +91,7 @@ def _judged(
         if digest.digest() != record.digest:
             return Verdict(DIGEST, "its bytes are not those that were recorded")
         if seals and not sealed:
-            return Verdict(SEAL, "somebody has touched it; its bytes are right")
+            return Verdict(SEAL, "it was touched; its bytes are right")
         return GOOD
     except OSError as error:
         return _refused(error)

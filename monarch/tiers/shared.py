@@ -140,7 +140,7 @@ def _rmdir(fd: int, name: str) -> None:
     try:
         os.rmdir(name, dir_fd=fd)
     except OSError as error:
-        # What somebody else has put there stays, and with it the directory.
+        # A foreign file stays, and with it the directory.
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
 

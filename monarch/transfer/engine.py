@@ -318,8 +318,8 @@ class Engine:
     def make_room(self, promote: Promote) -> Promote:
         """Remove the copies that a promotion takes the place of; what is left to be done of it.
 
-        Who waits before he submits it calls this before: a copy that was evicted may be made anew
-        meanwhile, and is then another.
+        A caller that waits before it submits the promotion calls this first: an evicted copy may be
+        made anew meanwhile, and is then another.
         """
         for victim in promote.evict:
             # Flights wait for what was removed before, so the room is free when it is written into.

@@ -103,8 +103,8 @@ class Changes:
             self._residency.mark_changed(ino)
             fresh = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
         elif self._may_be_half_read(ino):
-            # He must not find another end of the file than that of the version he has begun with:
-            # his next read fails.
+            # A reader must not find another end of the file than that of the version at which it
+            # began: its next read fails.
             first = not self._residency.is_changed(ino)
             self.forget_copy(ino)
             self._residency.mark_changed(ino)

@@ -735,9 +735,9 @@ class FileSystem:
     async def drop_damaged(self, ino: Ino, tier: int, error: OSError) -> bool:
         """Drop a copy that may have been read and is not what was recorded; False if it is gone.
 
-        Nobody shall read it again: who has it open goes on at the source, unless the kernel reads
-        for him. He would take an empty copy for the end of the file, so he keeps the damaged one
-        until he closes it.
+        It is not read again. A process that has it open goes on at the source, unless the kernel
+        reads for that process: it would take an empty copy for the end of the file, so it keeps the
+        damaged one until it closes the file.
         """
         fd = -1
         try:

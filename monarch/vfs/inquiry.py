@@ -203,7 +203,7 @@ class Inquiry:
         self._limiter.warning(
             log,
             f"source {number}",
-            "source: %s: %s; who asked for it got that error",
+            "source: %s: %s; the caller got that error",
             told,
             words,
         )

@@ -62,10 +62,10 @@ _WINDOW = 256
 _MOST_STAGED = 64
 # After a failure all rests: doubling from the first to the second. Seconds.
 _BACKOFF_S = (1.0, 60.0)
-# The longest pause while somebody waits for what is behind it. Seconds.
+# The longest pause while a caller waits for a change behind it. Seconds.
 _WAITED_S = 5.0
-# A content of a file that somebody writes is looked at so often, so far apart, before it is left to
-# the one that his close will record. Seconds.
+# A content of a file that is being written is looked at so often, so far apart, before it is left
+# to the one that the writer's close will record. Seconds.
 _LOOKS = 4
 _LOOK_S = 0.5
 # Two writes within a tick of the kernel's clock leave the same time of modification. Seconds.
@@ -102,8 +102,10 @@ class Contents(Protocol):
         ...
 
     def left_out(self, object: int) -> None:
-        """A content of it was left out, since somebody writes: his close must record another,
-        whether or not he writes any more."""
+        """A content was skipped because the file is being written.
+
+        The writer's next close must record a new content, even if nothing more is written.
+        """
         ...
 
     def published(self, object: int, path: bytes, identity: Identity) -> None:

@@ -283,7 +283,7 @@ class Home:
     def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
         """A descriptor of the empty staged file of an object whose bytes go to the source directly.
 
-        It belongs to the one who writes it. ``is_new``: the source has no such file; otherwise who
+        It belongs to the user who writes it. ``is_new``: the source has no such file; otherwise who
         may write that need not be allowed to make others beside it. Raises OSError.
         """
         place = Place("new" if is_new else "over", None, _creator(op))
@@ -361,7 +361,7 @@ class Home:
     def _require_writable(self, fd: int, name: bytes, op: Op) -> None:
         """Raises PermissionError if one of those who have written a file may not write it there.
 
-        Its owner may: nobody else could keep him from it.
+        The owner may do so: no other user could prevent it.
         """
         if op.by is None or not can_act_as_others():
             return
@@ -524,8 +524,8 @@ class Home:
         os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
 
     def _rename_over(self, part: bytes, name: bytes, fd: int, by: Credentials | None) -> None:
-        # Who may write a file may not be allowed to rename anything there. That he may write it has
-        # been found out.
+        # A user who may write a file may lack the right to rename anything there. That the user may
+        # write it has been found out.
         try:
             with acting_as(by):
                 os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
@@ -555,7 +555,7 @@ class Home:
         ):
             self._note_conflict(other, b"", "was changed there by others, and stays as it is")
             return
-        # A name of the file that was replaced leads to the new one, whoever has given it.
+        # A name of the file that was replaced leads to the new one, whichever user has given it.
         by = place.by if now is None else None
         with acting_as(by):
             self._link_over(fd, name, to_fd, to_name, op.object)
@@ -970,7 +970,7 @@ def _creator(op: Op) -> Credentials | None:
 
 
 def _is_given_away(op: Op) -> bool:
-    """Whether a file is to belong to another than the one who makes it at the source."""
+    """Whether a file is to belong to another user than the one who makes it at the source."""
     return op.by is not None and op.uid not in (None, op.by.uid)
 
 

@@ -180,7 +180,9 @@ def test_the_page_of_metrics_shows_the_state_and_every_kind(
 def test_a_source_that_answers_with_errors_is_failing_for_a_minute_and_one_line_of_the_log(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
 ) -> None:
-    monarch.expects_log(r"source: '0\d\d.jpg': Input/output error \(EIO\); who asked for it got")
+    monarch.expects_log(
+        r"source: '0\d\d.jpg': Input/output error \(EIO\); the caller got that error"
+    )
     content = files(30)
     tree(content)
     mounted = monarch.mount(slow.path)
