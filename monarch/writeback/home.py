@@ -852,13 +852,7 @@ class Home:
                 self._dress(fd, op)
             kind = stat.S_IFMT(status.st_mode)
             if kind in (stat.S_IFREG, stat.S_IFDIR):
-                # One that may not be read is left to the source to keep.
-                with suppress(PermissionError):
-                    itself = os.open(b"/proc/self/fd/%d" % fd, _SYNC_AGAIN)
-                    try:
-                        _sync(itself)
-                    finally:
-                        os.close(itself)
+                _sync_by_name(fd)
             return identity_of(os.fstat(fd))
         finally:
             os.close(fd)
@@ -1045,28 +1039,30 @@ def _status(fd: int, name: bytes) -> os.stat_result | None:
         return None
 
 
-def _sync(fd: int) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # A file system that has nothing to say to it, and a directory that may not be read.
-        if error.errno not in (*_NO_SYNC, errno.EBADF):
-            raise
-
-
 def _sync_directory(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (*_NO_SYNC, errno.EBADF):
+        if error.errno == errno.EBADF:
+            # One that its user may not list is open for names only.
+            _sync_by_name(fd)
+        elif error.errno not in _NO_SYNC:
             raise
-        # One that its user may not list is open for names only.
-        with suppress(PermissionError):
-            again = os.open(b"/proc/self/fd/%d" % fd, _DIRECTORY)
-            try:
-                _sync(again)
-            finally:
-                os.close(again)
+
+
+def _sync_by_name(fd: int) -> None:
+    """Sync what is open for its name only. One that may not be read is left to the source."""
+    try:
+        again = os.open(b"/proc/self/fd/%d" % fd, _SYNC_AGAIN)
+    except PermissionError:
+        return
+    try:
+        os.fsync(again)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(again)
 
 
 def _duplicate(fd: int, name: bytes, to_fd: int, part: bytes) -> None:
