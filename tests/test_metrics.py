@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -281,6 +282,32 @@ def test_three_hundred_idle_connections_take_no_thread_and_few_descriptors_and_a
             assert asked(port)[0] == 200
         assert threading.active_count() <= threads
         served = [c for c in us.net_connections("tcp") if c.laddr and c.laddr.port == port]
+        established = [c for c in served if c.status == psutil.CONN_ESTABLISHED]
+        assert len(established) <= metrics_page.MAX_CONNECTIONS
+
+
+@pytest.mark.fault("M16")
+@pytest.mark.finding("D12")
+def test_connections_that_were_reset_make_no_room_for_more_than_there_may_be(
+    metrics: Metrics,
+) -> None:
+    """A reset is heard of in its own way, and must not be counted as two that have gone."""
+    with page(metrics) as port, contextlib.ExitStack() as idle:
+        assert asked(port)[0] == 200
+        for number in range(40):
+            end = socket.create_connection(("127.0.0.1", port))
+            if number % 2:
+                end.sendall(b"GET /metr")
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.close()
+        assert asked(port)[0] == 200
+        for _ in range(100):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+        for _ in range(3):
+            assert asked(port)[0] == 200
+        served = [
+            c for c in psutil.Process().net_connections("tcp") if c.laddr and c.laddr.port == port
+        ]
         established = [c for c in served if c.status == psutil.CONN_ESTABLISHED]
         assert len(established) <= metrics_page.MAX_CONNECTIONS
 

@@ -684,6 +684,8 @@ assert prctl(38, unsigned(1), unsigned(0), unsigned(0), unsigned(0)) == 0
 assert prctl(22, unsigned(2), unsigned(ctypes.addressof(sock_fprog)), unsigned(0), unsigned(0)) == 0
 from tests.fuse.rig import rig
 from tests.fuse.wire import OPEN_IN, Op
+"""
+_OLD_AND_LINKED = """
 with rig(Path(sys.argv[1]), Path(sys.argv[2]), fetch_max=5000) as made:
     made.init()
     ino = made.ino("deep/er/file")
@@ -699,12 +701,55 @@ with rig(Path(sys.argv[1]), Path(sys.argv[2]), fetch_max=5000) as made:
     assert made.passed().opcode == Op.OPEN
     assert made.datapath.source_traffic().opens == 1
 """
+# The name of a directory is not one that a directory can have.
+_OLD_AND_FORGED = """
+import lmdb
+from monarch.namespace.build import build
+from monarch.namespace.schema import NAMES, seal, unseal
+from monarch.namespace.snapshot import Snapshot
+from monarch.namespace.trailer import append_trailer
+from tests.fuse import rig as module
+forged, inos = sys.argv[3].encode(), []
+def build_and_forge(source, file):
+    build(source, file)
+    with Snapshot.open(file) as snapshot:
+        inos.append(snapshot.resolve(b"deep/er/file"))
+    with lmdb.open(str(file), subdir=False, lock=False) as environment:
+        with environment.begin(write=True) as transaction:
+            blocks = [(key, bytes(value)) for key, value in transaction.cursor()]
+            for key, value in blocks:
+                if len(key) == len(NAMES) + 4 and key.startswith(NAMES):
+                    names = bytes(unseal(key, value, where=""))
+                    assert names.count(b"er") == 1
+                    transaction.put(key, seal(key, names.replace(b"er", forged)))
+    append_trailer(file, page_bytes=os.sysconf("SC_PAGE_SIZE"))
+module.build = build_and_forge
+with rig(Path(sys.argv[1]), Path(sys.argv[2]), fetch_max=5000) as made:
+    made.init()
+    assert made.snapshot.path(inos[0]) == b"deep/" + forged + b"/file"
+    made.send_open(inos[0])
+    assert made.passed().opcode == Op.OPEN
+    assert made.datapath.source_traffic().opens == 0
+"""
 
 
 @pytest.mark.finding("K1")
 def test_small_files_are_fetched_by_kernels_without_openat2(tree: Tree, tmp_path: Path) -> None:
     source = tree({"deep/er/file": 5000})
-    arguments = [sys.executable, "-c", _OLD, str(source), str(tmp_path)]
+    arguments = [sys.executable, "-c", _OLD + _OLD_AND_LINKED, str(source), str(tmp_path)]
+    subprocess.run(arguments, check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.finding("K1")
+@pytest.mark.fault("S9")
+@pytest.mark.parametrize("name", ["..", "/."])
+def test_without_openat2_a_name_that_is_none_leads_nowhere(
+    tree: Tree, tmp_path: Path, name: str
+) -> None:
+    """Of a snapshot that somebody has forged, which the datapath must survive."""
+    # Whoever takes such a name for what it means elsewhere finds a file there, and opens it.
+    source = tree(dict.fromkeys(("deep/er/file", "deep/file", "file"), 5000))
+    arguments = [sys.executable, "-c", _OLD + _OLD_AND_FORGED, str(source), str(tmp_path), name]
     subprocess.run(arguments, check=True, cwd=ROOT, timeout=60)
 
 
