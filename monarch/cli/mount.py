@@ -125,9 +125,16 @@ def mount(
 
 def _tell_of_a_missing_snapshot(settings: MountSettings) -> None:
     file = settings.snapshot.file
-    if file is not None and not os.path.lexists(file):
+    if file is None:
+        return
+    try:
+        os.lstat(file)
+    except FileNotFoundError:
         told = escape_text(os.fspath(file))
         _tell(f"snapshot {told} is not there: it is built there now, from a scan of the source")
+    except OSError:
+        # The mount itself reports it.
+        return
 
 
 def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> None:
