@@ -60,7 +60,8 @@ log = logging.getLogger(__name__)
 
 _NAME = "journal"
 _STAGED = "journal.part"
-_VERSION = 1
+# Version 2 names the user of each change; the Monarch that knows version 1 would make all as root.
+_VERSION = 2
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _DIGITS = 16
 
@@ -294,6 +295,10 @@ class Journal:
                     os.fsync(fd)
                 with suppress(FileNotFoundError):
                     (directory / _STAGED).unlink()
+                if read.version < _VERSION:
+                    old, fd = fd, _brought_up(path, content[: read.end])
+                    os.close(old)
+                    log.info("journal %s: is of version %d, now %d", path, read.version, _VERSION)
                 journal = cls(path, fd, boot, read)
                 journal._take_up(read)
             except BaseException:
@@ -606,6 +611,7 @@ class _Read:
     """What stands in a journal. ``end``: where the last good record ends, in bytes."""
 
     def __init__(self, token: str, source: bytes) -> None:
+        self.version = _VERSION
         self.token = token
         self.source = source
         self.next_seq = 1
@@ -666,6 +672,7 @@ class _Read:
                 hint="mount with the Monarch that wrote it",
             )
         read = cls(str(record["token"]), raw(record["source"]))
+        read.version = int(version)
         read.next_seq = int(record["seq"])
         read.next_object = int(record["object"])
         read.next_ino = int(record["ino"])
@@ -802,6 +809,29 @@ def _begin(fd: int, directory: Path, read: _Read) -> None:
         with _directory(path) as directory_fd:
             os.fsync(directory_fd)
     read.end = len(line)
+
+
+def _brought_up(path: Path, content: bytes) -> int:
+    """The journal of an older version as one of this, with the same records, opened.
+
+    Its first line stays as long as it was, for the records tell of places in the file.
+    """
+    first, _, others = content.partition(b"\n")
+    record = _parsed(first)
+    assert record is not None
+    staged = path.with_name(_STAGED)
+    fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(_line({**record, "monarch": _VERSION}) + others)
+        os.fsync(fd)
+        staged.rename(path)
+        with _directory(path.parent) as directory:
+            os.fsync(directory)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import subprocess
 import threading
@@ -173,19 +174,44 @@ def test_what_was_synced_is_not_lost_when_the_power_fails_but_damaged(directory:
         opened(directory, boot="two")
 
 
+def given_version(path: Path, version: int, *, torn: bytes = b"") -> None:
+    first, _, others = path.read_bytes().partition(b"\n")
+    record = {**json.loads(first[17:]), "monarch": version}
+    told = json.dumps(record, separators=(",", ":")).encode()
+    line = xxhash.xxh3_64_hexdigest(told).encode() + b" " + told + b"\n"
+    path.write_bytes(line + others + torn)
+
+
 def test_a_journal_of_a_newer_monarch_is_refused_and_not_touched(directory: Path) -> None:
     filled(directory, *EVERYTHING)
     path = directory / "journal"
-    lines = path.read_bytes().splitlines(keepends=True)
-    record = json.loads(lines[0][17:])
-    record["monarch"] += 1
-    told = json.dumps(record).encode()
-    lines[0] = xxhash.xxh3_64_hexdigest(told).encode() + b" " + told + b"\n"
-    path.write_bytes(b"".join(lines) + b"torn")
+    given_version(path, 3, torn=b"torn")
     before = path.read_bytes()
-    with pytest.raises(TierError, match="of version 2, this Monarch knows 1"):
+    with pytest.raises(TierError, match="of version 3, this Monarch knows 2"):
         opened(directory)
     assert path.read_bytes() == before
+
+
+@pytest.mark.promise(49)
+def test_a_journal_of_an_older_monarch_is_taken_over_and_then_closed_to_that(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older one would make as root what each user has done since."""
+    caplog.set_level(logging.INFO)
+    filled(directory, *EVERYTHING)
+    before = read(directory)
+    path = directory / "journal"
+    now = path.read_bytes()
+    given_version(path, 1, torn=b"torn")
+    journal, replay = opened(directory)
+    assert replay.ops == before.ops
+    assert path.read_bytes() == now
+    assert f"journal {path}: is of version 1, now 2" in caplog.text
+    journal.append(Op(kind="mkdir", path=b"later", ino=(1 << 33) + 9))
+    journal.sync()
+    journal.close()
+    assert read(directory).ops[:-1] == before.ops
+    assert os.listdir(directory) == ["journal"]
 
 
 def test_a_journal_of_another_source_is_refused(directory: Path) -> None:
