@@ -317,8 +317,10 @@ class Snapshot:
         info = self._info
         texts = [(self._names, info.entries), (self._links, info.symlinks)]
         texts.append((self._acls, 2 * info.acl_values))
+        inodes = self._inodes
         return (
-            all(_are_possible(records, first, info) for first, records in self.records())
+            all(len(inodes.block(n)) % RECORD.itemsize == 0 for n in range(len(inodes.views)))
+            and all(_are_possible(records, first, info) for first, records in self.records())
             and sum(len(rows) for _, rows in self.records()) == info.entries
             and all(
                 _are_strings(table.block(number), min(BLOCK, count - number * BLOCK))

@@ -256,8 +256,10 @@ def test_a_snapshot_of_somebody_else_leads_to_no_place_that_it_does_not_have(
         snapshot.file.unlink()
     for table, content in (
         (INODES, rows[:RECORD_BYTES]),
+        (INODES, rows[:-1]),
         (NAMES_TABLE, struct.pack("<2I", 8, 1 << 30)),
         (CHILDREN, struct.pack("<2I", 2, 1 << 30)),
+        (CHILDREN, b"odd"),
     ):
         was = given.read_bytes()
         with_value(given, key(table, 0), content)
