@@ -85,6 +85,7 @@ def umount(
     or 130.
     """
     path = Path(os.path.abspath(mountpoint))
+    shown = escape_text(os.fspath(path))
     registry = Registry(state_root())
     record = _record(registry, path)
     if mountpoints.mount_at(path) is None and record is None:
@@ -98,14 +99,14 @@ def umount(
             try:
                 _bring_home(record, timeout_s, quiet=as_json)
             except KeyboardInterrupt:
-                told = f"monarch: {path} stays mounted, and goes on draining"
+                told = f"monarch: {shown} stays mounted, and goes on draining"
                 remark(told)
                 return INTERRUPTED
         users = mountpoints.users_of(path) if lazy else []
         _unmount(path, record, lazy=lazy)
         if users:
             who = counted(len(users), "process uses", "processes use")
-            told = f"monarch: {path} is detached: {who} it still{_named(users)}"
+            told = f"monarch: {shown} is detached: {who} it still{_named(users)}"
             remark(told.replace(" by pid", ": pid"))
         if writes and record is not None and not lazy:
             _last_look(record, 0.0 if abandon else max(0.0, until - time.monotonic()))
@@ -121,7 +122,7 @@ def umount(
             stays = {"files": len(left.waiting), "bytes": left.bytes, "directory": record.absorbs}
         emit_json({"mountpoint": os.fspath(path), "unmounted": True, "stays": stays})
         return None
-    remark(f"monarch: {path} is unmounted")
+    remark(f"monarch: {shown} is unmounted")
     if left is not None and record is not None:
         told = f"monarch: {_told(left, record.absorbs)}"
         remark(told)

@@ -347,6 +347,19 @@ def test_umount_says_so_where_there_is_no_monarch_mount(
     assert (again.returncode, "is no Monarch mount" in one_line(again)) == (9, True)
 
 
+def test_umount_shows_any_mount_point_on_one_line(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source, mnt = tree({"a": 1}), tmp_path / "a\n\x1b[31m\udcff"
+    mnt.mkdir()
+    monarch(
+        "mount", str(source), str(mnt), "--state", f"{tmp_path}/state", "--tier", f"{tmp_path}/t"
+    )
+    done = monarch("umount", str(mnt))
+    assert done.stderr == f"monarch: {tmp_path}/a\\n\\x1b[31m\\xff is unmounted\n"
+    assert_nothing_is_left(monarch)
+
+
 @pytest.mark.parametrize("command", [["umount"], ["fusermount3", "-u"]])
 def test_the_system_s_own_umount_ends_the_daemon_cleanly(
     monarch: MonarchCommand, tree: Tree, command: list[str]
