@@ -224,7 +224,7 @@ def _read(path: Path) -> str:
         raise refused(f"cannot be read: {reason}; check its permissions") from None
     if len(content) > MAX_FILE_BYTES:
         limit = format_bytes(MAX_FILE_BYTES)
-        raise refused(f"is larger than {limit}, so it is no configuration; name another")
+        raise refused(f"is larger than {limit}, so it is no configuration; name another", 1)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

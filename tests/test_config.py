@@ -253,7 +253,7 @@ DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
     "not UTF-8": (b"mounts:\n  a: caf\xe9\n", "2: byte 0xe9 is not UTF-8"),
     "binary": (b"\x7fELF\x02\x01\x01\x00\x00", "1: character 127 is not text"),
     "control character": (b"mounts:\n  a: \x01\n", "2: character 1 is not text"),
-    "too large": ("#" * 300_000, " is larger than 256 KiB"),
+    "too large": ("#" * 300_000, "1: is larger than 256 KiB"),
     "deep": ("[" * 5000, "1: not YAML: deeper than 32"),
     "alias into itself": ("mounts: &a {a: *a}", "1: aliases lead into themselves"),
     "billion laughs": (
