@@ -86,7 +86,8 @@ def _watch(lines: Lines, console: Console) -> None:
                 sys.stdout.flush()
                 if _reader_has_gone(WATCH_SECONDS):
                     return
-        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        # On the terminal's alternate screen: no frame depends on how the one before was wrapped.
+        with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
                 seen = lines(console.width, _ascii_only(console))
                 room = console.height - 1
