@@ -913,11 +913,19 @@ class Drain:
                 if ours := self._ours.get(op.over_object):
                     self._ours[number] = self._ours.get(number, frozenset()) | ours
             case "rename" | "link" | "attr" | "xattr" if identity is not None and number:
+                self._renew(self._known.get(number), identity)
                 self._known[number] = identity
             case "rmdir":
                 self._made.pop(op.ino, None)
             case _ if identity is not None and op.ino:
+                self._renew(self._made.get(op.ino, op.was), identity)
                 self._made[op.ino] = identity
+
+    def _renew(self, before: Identity | None, now: Identity) -> None:
+        """A file was changed here that may wait, under another name, for what replaces it."""
+        for number, over in self._over.items():
+            if before in over:
+                self._over[number] = tuple(now if each == before else each for each in over)
 
     def _unstage(self, entry: _Entry) -> None:
         if entry.staged is not None:

@@ -275,6 +275,21 @@ async def test_a_file_that_replaced_others_at_two_names_is_replaced_at_both(
     await drained(world, world.kill())
 
 
+async def test_what_is_to_be_replaced_may_be_changed_here_by_its_other_name(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"n", b"there")
+        world.link(b"n", b"m")
+        await drain.wait(world.last_seq)
+    world.write(b"new", b"never there", synced=True)
+    world.rename(b"new", b"m")
+    world.utime(b"n", 10**18)
+    world.write(b"newer", b"there in the end", synced=True)
+    world.rename(b"newer", b"m")
+    await drained(world, world.kill())
+
+
 async def test_a_name_goes_that_is_renamed_to_another_of_its_file_at_the_source(
     world: World, clock: Clock
 ) -> None:
