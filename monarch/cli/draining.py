@@ -6,16 +6,17 @@ Nothing here changes what is written: who is interrupted, or gives up, leaves al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from monarch.cli.ask import ask
 from monarch.cli.output import age, progress_bar
 from monarch.registry import MountRecord
-from monarch.report import DrainProgress, DrainReport
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from monarch.report import DrainReport
 
 # The daemon tells several times a second how far it is; this long without a word, it hangs.
 SILENCE_S = 30.0
@@ -43,6 +44,10 @@ def drain(
 
     Raises NotMountedError if the daemon is dead or ends meanwhile, MonarchError if it is silent.
     """
+    # Imported here: a mount that is only read has nothing to drain when it is unmounted.
+    from monarch.cli.ask import ask
+    from monarch.report import DrainProgress, DrainReport
+
     with progress_bar(quiet=quiet, of_bytes=True) as advance:
 
         def on_progress(raw: dict[str, Any]) -> None:
