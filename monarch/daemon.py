@@ -337,8 +337,7 @@ class _Mount:
             )
         )
         readers = Readers(self._datapath)
-        newest_ns = max(int(rows["ctime_ns"].max()) for _, rows in snapshot.records())
-        doubts = Doubts(SourceClock(newest_ns, time.monotonic_ns()))
+        doubts = Doubts(SourceClock(snapshot.newest_ns(), time.monotonic_ns()))
         self._ward = Ward(
             tiers=tiers,
             keep_free=[

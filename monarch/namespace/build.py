@@ -312,6 +312,7 @@ class _Writer:
             scan_seconds=round(scan_seconds, 3),
             acls=totals.acls,
             acl_values=self._acl_values,
+            newest_ns=totals.newest_ns,
         )
         self._put(CURVE, totals.curve.astype("<u8").tobytes())
         self._put(META, encode_meta(info))
@@ -390,6 +391,7 @@ class _Totals:
         self.files = self.directories = self.symlinks = self.others = self.aliases = 0
         self.acls = 0
         self.largest = 0
+        self.newest_ns: int | None = None
         self.sizes = np.zeros(65, dtype=np.int64)
         self.curve = np.zeros(BUCKETS, dtype=np.uint64)
 
@@ -404,6 +406,8 @@ class _Totals:
         files = int(count(file))
         self.aliases += aliases
         self.acls += int(count(records["flags"] >> ACL_SHIFT))
+        newest_ns = int(records["ctime_ns"].max())
+        self.newest_ns = newest_ns if self.newest_ns is None else max(self.newest_ns, newest_ns)
         self.files += files
         self.directories += directories
         self.symlinks += symlinks

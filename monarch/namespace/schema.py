@@ -37,6 +37,7 @@ import xxhash
 
 from monarch.errors import NewerSnapshot, SnapshotError
 from monarch.text import escape_text
+from monarch.types import kept_ns
 
 VERSION: Final = 2
 # Version 1 has no access control lists: what the source had then is not known.
@@ -105,7 +106,8 @@ class SnapshotSummary:
     ``aliases`` further names of a hard-linked one, ``others`` devices, fifos and sockets.
     ``sizes`` counts files by the bit length of their size: (0, n) empty, (k, n) below ``1 << k``.
     ``acls`` counts entries with access control lists, None if nobody looked for them;
-    ``acl_values`` are the different ones.
+    ``acl_values`` are the different ones. ``newest_ns`` is the newest time of change of all
+    entries, None if an earlier Monarch built it.
     """
 
     id: str
@@ -126,6 +128,7 @@ class SnapshotSummary:
     scan_seconds: float
     acls: int | None = None
     acl_values: int = 0
+    newest_ns: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON can hold them; the source's bytes are percent-encoded."""
@@ -168,12 +171,14 @@ def _is_possible(told: SnapshotSummary) -> bool:
     numbers += itertools.chain(*told.sizes)
     name: Any = told.id
     seconds: Any = told.scan_seconds
+    newest: Any = told.newest_ns
     return (
         all(type(number) is int and number >= 0 for number in (told.entries, *parts, *numbers))
         and max(1, *parts) <= told.entries
         and isinstance(name, str)
         and re.fullmatch(r"[0-9a-f]{1,64}", name) is not None
         and isinstance(seconds, int | float)
+        and (newest is None or (type(newest) is int and newest == kept_ns(newest)))
     )
 
 

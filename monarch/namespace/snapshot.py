@@ -511,6 +511,12 @@ class Snapshot:
                 np.frombuffer(self._inodes.block(number), dtype=RECORD),
             )
 
+    def newest_ns(self) -> int:
+        """The newest time of change of all entries: the source's clock was there at least."""
+        if self._info.newest_ns is not None:
+            return self._info.newest_ns
+        return max(int(rows["ctime_ns"].max()) for _, rows in self.records())
+
     def aliases(self, ino: Ino) -> Iterator[Ino]:
         """The places of a file's names but the first; the first call passes over the table."""
         if self._aliases is None:

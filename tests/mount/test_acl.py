@@ -335,7 +335,7 @@ def make_older(file: Path) -> None:
     with lmdb.open(str(file), subdir=False, lock=False) as environment:
         with environment.begin(write=True) as transaction:
             told = json.loads(bytes(unseal(META, transaction.get(META), where="")))
-            del told["acls"], told["acl_values"]
+            del told["acls"], told["acl_values"], told["newest_ns"]
             transaction.put(META, seal(META, json.dumps({**told, "version": 1}).encode()))
             blocks = [(key, bytes(value)) for key, value in transaction.cursor()]
             for key, value in blocks:

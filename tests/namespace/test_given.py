@@ -220,6 +220,8 @@ def test_a_snapshot_of_somebody_else_may_say_anything_of_itself(
         {"entries": -1},
         {"entries": "many"},
         {"acl_values": 1 << 50},
+        {"newest_ns": "now"},
+        {"newest_ns": 1 << 63},
         {"sizes": [["many", None]]},
     ):
         with_value(given, META, json.dumps({**fields, **change}).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import struct
@@ -246,3 +247,27 @@ def test_an_entry_takes_at_most_120_bytes_of_disk(source: Path, taken: Taken) ->
     fixed = 65536 * 8 + 8 * 4096  # the curve, and pages that every snapshot has
     links = 8192 * 5
     assert (snapshot.file.stat().st_size - fixed - links) / snapshot.entries < 120
+
+
+def test_the_newest_time_of_change_is_known_without_reading_the_records(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is what a mount asks for; an earlier Monarch has not told it."""
+    with Snapshot.open(built) as snapshot:
+        newest_ns = max(int(rows["ctime_ns"].max()) for _, rows in snapshot.records())
+        told = snapshot.info()
+    passes = []
+    records = Snapshot.records
+    monkeypatch.setattr(Snapshot, "records", lambda self: passes.append(1) or records(self))
+    with Snapshot.open(built) as snapshot:
+        assert snapshot.newest_ns() == newest_ns
+    assert not passes
+    fields = {"version": 2, **told.as_json()}
+    del fields["newest_ns"]
+    with lmdb.open(str(built), subdir=False, lock=False) as environment:
+        with environment.begin(write=True) as transaction:
+            transaction.put(META, seal(META, json.dumps(fields).encode()))
+    append_trailer(built, page_bytes=os.sysconf("SC_PAGE_SIZE"))
+    with Snapshot.open(built) as snapshot:
+        assert snapshot.newest_ns() == newest_ns
+    assert passes
