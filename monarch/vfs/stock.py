@@ -266,8 +266,11 @@ class Stock:
                 gone.add(op.object)
         found = []
         for node in self._names.nodes():
-            if node.object in gone:
+            if node.object in gone and node.names:
                 self._read_at_source(node, self._drained[node.object])
+            elif node.object in gone:
+                # It was removed, maybe before the source had anything of it.
+                node.object = 0
             elif node.object:
                 self._inos[node.object] = node.ino
                 found.append(node)

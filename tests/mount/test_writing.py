@@ -250,6 +250,24 @@ def test_a_file_that_others_removed_while_it_was_written_is_made_again(
 
 
 @pytest.mark.promise(67)
+def test_what_was_removed_before_the_source_had_it_is_no_hindrance_to_the_next_mount(
+    monarch: MonarchCommand, absorbing: Mounted
+) -> None:
+    """The source has not changed, so the next mount goes by the same snapshot and the journal."""
+    names = [f"passing{number}" for number in range(5)]
+    for name in names:
+        (absorbing.path / name).write_bytes(b"for a moment")
+        (absorbing.path / name).unlink()
+    absorbing.umount()
+    again = monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    assert not set(names) & set(os.listdir(again.path))
+    (again.path / names[0]).write_bytes(b"to stay")
+    again.umount()
+    assert (absorbing.source / names[0]).read_bytes() == b"to stay"
+    assert not set(names[1:]) & set(os.listdir(absorbing.source))
+
+
+@pytest.mark.promise(67)
 def test_a_file_that_is_brought_again_keeps_its_names(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
