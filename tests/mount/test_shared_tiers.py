@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tempfile
@@ -125,6 +126,11 @@ def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
     wait_until(lambda: account(second)["tiers"][0]["others"] == [str(source)], "it is not known")
     shown = " ".join(monarch("status", str(second.path)).stdout.split())
     assert f"tier fast also holds copies of {source}: `monarch evict --tier {tier}` shows" in shown
+    file = monarch.directory / "monarch.yaml"
+    mount = f"source: {other}, mountpoint: {second.path}, state: {second.state}"
+    file.write_text(f"mounts: {{b: {{{mount}, tiers: ['{tier}:10MiB']}}}}\n")
+    checks = json.loads(monarch("doctor", "-c", str(file), "--json", check=False).stdout)
+    assert f"it also holds copies of {source}" in json.dumps(checks)
     lines = monarch("evict", "--tier", str(tier)).stdout.splitlines()
     assert sorted(line.partition(", last used")[0] for line in lines) == sorted(
         [f"{source}: 4 copies, 15.6 KiB", f"{other}: 8 copies, 23.4 KiB"]
