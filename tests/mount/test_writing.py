@@ -211,7 +211,7 @@ def test_times_that_were_set_make_nothing_new_of_a_drained_file(
     assert {(source / name).stat().st_ino for name in ("linked", "again")} == {before}
 
 
-@pytest.mark.promise(79)
+@pytest.mark.promise(79, 116)
 def test_what_another_snapshot_numbers_otherwise_is_not_mixed_up(
     monarch: MonarchCommand, tree: Tree
 ) -> None:

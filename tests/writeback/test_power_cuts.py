@@ -177,6 +177,7 @@ async def test_attributes_are_kept_of_a_file_whose_content_was_left_out(
     world.check_all_is_there()
 
 
+@pytest.mark.promise(116)
 async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def written_anew(world: World) -> Replay:
     return world.kill()
 
 
+@pytest.mark.promise(116)
 async def test_what_the_source_has_is_known_by_a_journal_that_was_written_anew(
     world: World, clock: Clock
 ) -> None:
@@ -241,6 +243,7 @@ async def test_what_the_source_has_is_known_by_a_journal_that_was_written_anew(
     assert (world.source / "new").stat().st_ino != ino
 
 
+@pytest.mark.promise(116)
 async def test_what_others_changed_is_known_by_a_journal_that_was_written_anew(
     world: World, clock: Clock
 ) -> None:
@@ -304,6 +307,7 @@ async def test_a_name_goes_that_is_renamed_to_another_of_its_file_at_the_source(
     await drained(world, world.kill())
 
 
+@pytest.mark.promise(116)
 async def test_what_was_published_again_is_known_behind_a_rename_over_it(
     world: World, clock: Clock
 ) -> None:
