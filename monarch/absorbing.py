@@ -193,9 +193,10 @@ def _renumbered(found: Replay) -> Replay:
     return replace(found, ops=tuple(ops))
 
 
-def _unfinished(ops: Sequence[Numbered], found: Replay, objects: Objects) -> Iterator[Numbered]:
+def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     """What the source has not got: changes, and the making of files that were open when their
     daemon was killed, under the names that they have by now."""
+    ops = found.ops
     made = {op.object for _, op in ops if op.kind in ("create", "take")}
     told = found.told()
     new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, n, told[n])}
@@ -314,7 +315,7 @@ class WriteSide:
     def _unfinished(self, snapshot_id: str) -> list[Numbered]:
         """What leads from a new snapshot to the tree: it knows what the source has got."""
         found, place = self._found, self.place
-        ops = [*_unfinished(found.ops, found, place.objects)]
+        ops = [*unfinished(found, place.objects)]
         if ops or found.done:
             known = self.drain.known_of(ops)
             place.journal.compact(ops, position=place.journal.position, known=known)

@@ -12,13 +12,14 @@ import os
 import random
 import stat
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import trio
 
+from monarch.absorbing import unfinished
 from monarch.credentials import Credentials
 from monarch.threads import Threads
 from monarch.tiers.source import Source, identity_of
@@ -82,11 +83,11 @@ def _node(path: bytes, seen: dict[int, Node]) -> Node:
     status = os.lstat(path)
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISDIR(status.st_mode):
-        return Node("dir", mode)
+        return Node("dir", mode, was=identity_of(status))
     if stat.S_ISLNK(status.st_mode):
-        return Node("symlink", 0, target=os.readlink(path))
+        return Node("symlink", 0, target=os.readlink(path), was=identity_of(status))
     if stat.S_ISFIFO(status.st_mode):
-        return Node("fifo", mode)
+        return Node("fifo", mode, was=identity_of(status))
     with open(path, "rb") as file:
         # The drain may have put another file there since.
         status = os.fstat(file.fileno())
@@ -505,6 +506,28 @@ class World:
         known = [node.object for node in self.tree.values() if node.object]
         self.objects.sweep(set(known))
         return replay
+
+    def look_anew(self) -> Replay:
+        """As ``kill``; the next mount makes a snapshot, and is killed as well."""
+        replay = self.kill()
+        with closing(Source(os.fsencode(self.source))) as source:
+            drain = drain_of(self, source, Threads(1, "drain", abandon=False))
+            drain.load(replay)
+        ops = [*unfinished(replay, self.objects)]
+        if any(op.kind == "rename" and not op.object for _, op in ops):
+            # What lies in a directory would be looked for at its new path.
+            return replay
+        known = drain.known_of(ops)
+        self.journal.compact(ops, position=self.journal.position, known=known)
+        self.first = read_tree(self.source)
+        kept = {op.object for _, op in ops} - {0}
+        made = {op.ino for _, op in ops if op.kind in ("mkdir", "symlink", "mknod")}
+        for path, node in self.tree.items():
+            if node.object not in kept:
+                # It is the source's from now on, with another number.
+                node.ino = node.ino if node.ino in made else next(_INOS)
+                node.object, node.was = 0, self.first[path].was if path in self.first else None
+        return self.kill()
 
     def cut_power(self, chance: random.Random) -> Replay:
         """The machine stops: of what was not synced the disk has some, or nothing, or rubbish.

@@ -233,6 +233,29 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
         shutil.rmtree(tmp_path / str(number))
 
 
+@pytest.mark.promise(116)
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_history_of_mounts_with_new_snapshots_ends_with_the_source_as_the_mount_was(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    pytestconfig: pytest.Config,
+    seed: int,
+) -> None:
+    for number in seeds(seed, pytestconfig):
+        world = prepared(tmp_path / str(number))
+        walk, chance = Walk(world, number), random.Random(number)
+        live = partial(life, world, walk, monkeypatch=monkeypatch, look=world.look)
+        for _ in range(8):
+            replay = world.look_anew() if chance.random() < 0.3 else world.kill()
+            await live(replay, steps=12, turn=chance.randrange(1, 40))
+            world.look()
+        assert not await live(world.kill(), steps=10, turn=10**9)
+        world.check_all_is_there()
+        world.journal.close()
+        shutil.rmtree(tmp_path / str(number))
+
+
 @pytest.mark.parametrize("seed", range(10))
 async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_goes_on(
     tmp_path: Path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -204,8 +205,9 @@ async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
 def written_anew(world: World) -> Replay:
     """A mount with a new snapshot writes the journal anew, and its daemon is killed at once."""
     replay = world.kill()
-    drain = drain_of(world, Source(os.fsencode(world.source)), Threads(1, "drain", abandon=False))
-    drain.load(replay)
+    with closing(Source(os.fsencode(world.source))) as source:
+        drain = drain_of(world, source, Threads(1, "drain", abandon=False))
+        drain.load(replay)
     ops = [(seq, op) for seq, op in replay.ops if seq not in replay.done]
     world.journal.compact(ops, position=world.journal.position, known=drain.known_of(ops))
     return world.kill()
