@@ -174,6 +174,9 @@ class WrittenFiles:
                 if was is not None and (was.size, was.mtime_ns) == (node.size, node.mtime_ns):
                     self._unwritten.add(node.object)
             self._stock.own(node)
+            if not node.names:
+                # The daemon was killed before it could remove what nobody has a name of.
+                self.leave(node)
 
     def record_unrecorded(self, found: Replay) -> None:
         """A daemon that was killed has not recorded what was open then: it is as it is."""

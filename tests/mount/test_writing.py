@@ -268,6 +268,22 @@ def test_what_was_removed_before_the_source_had_it_is_no_hindrance_to_the_next_m
 
 
 @pytest.mark.promise(67)
+def test_bytes_that_no_name_leads_to_are_gone_with_the_mount_after_a_kill(
+    monarch: MonarchCommand, absorbing: Mounted
+) -> None:
+    for name in ("one", "other"):
+        (absorbing.path / name).write_bytes(bytes(60_000))
+    (absorbing.path / "one").unlink()
+    absorbing.kill()
+    again = monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    again.umount()
+    assert (absorbing.source / "other").read_bytes() == bytes(60_000)
+    assert not (absorbing.source / "one").exists()
+    objects = list(again.tiers["fast"].glob("monarch/absorbed-*/??/*"))
+    assert len(objects) == 1, objects
+
+
+@pytest.mark.promise(67)
 def test_a_file_that_is_brought_again_keeps_its_names(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
