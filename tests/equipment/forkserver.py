@@ -219,14 +219,14 @@ def _become(request: dict[str, Any], output: list[int]) -> NoReturn:
 
 def _show_in_proc(case: str) -> None:
     """Write the variable into the environment that the kernel shows of this process."""
-    assert len(case) == len(_UNSET), "the case is as long as its place"
+    assert len(case) <= len(_UNSET), "the case is longer than its place"
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         memory.seek(start)
         wanted = f"{_VARIABLE}={_UNSET}".encode()
         at = memory.read(end - start).index(wanted)
         memory.seek(start + at + len(_VARIABLE) + 1)
-        memory.write(case.encode())
+        memory.write(case.encode() + b"\0" * (len(case) < len(_UNSET)))
 
 
 def _send(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> None:

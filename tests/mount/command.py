@@ -29,6 +29,13 @@ _ROOT = Path(__file__).parents[2]
 _NOBODY = 65534
 
 
+def bytecode_cache() -> dict[str, str]:
+    """Where compiled modules lie, for an environment that is made anew: an ordinary user cannot
+    write there, and would compile each module in each command."""
+    name = "PYTHONPYCACHEPREFIX"
+    return {name: os.environ[name]} if name in os.environ else {}
+
+
 def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
@@ -159,6 +166,7 @@ class Nobody:
                 "PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}",
                 "NO_COLOR": "1",
                 "MONARCH_TEST_CASE": self.case,
+                **bytecode_cache(),
             },
             cwd="/",
             stdin=subprocess.DEVNULL,
@@ -236,6 +244,7 @@ def _python() -> str:
             env={
                 "PATH": os.environ["PATH"],
                 "PYTHONPATH": f"{_ROOT}:{sysconfig.get_paths()['purelib']}",
+                **bytecode_cache(),
             },
             cwd="/",
             capture_output=True,
