@@ -22,7 +22,7 @@ import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import merge
@@ -768,9 +768,7 @@ class Drain:
         if not number:
             return Expected(seq=entry.seq, known=self._made.get(op.ino, op.was))
         known, over = self._known.get(number), self._over.get(number, ())
-        if known is not None:
-            times = self._set_times.get(number, ())
-            over = (*over, *(replace(known, mtime_ns=mtime_ns) for mtime_ns in times))
+        over = (*over, *self._as_set(number))
         return Expected(
             seq=entry.seq,
             known=known,
@@ -779,11 +777,18 @@ class Drain:
             is_made=number in self._new,
         )
 
+    def _as_set(self, number: int) -> Iterator[Identity]:
+        """What is known of an object's file, with each time that may have been set unmarked."""
+        if (known := self._known.get(number)) is not None:
+            for mtime_ns in self._set_times.get(number, ()):
+                yield replace(known, mtime_ns=mtime_ns)
+
     def _replaced(self, rename: Op) -> tuple[Identity, ...]:
         """What the source may have of the file that a rename on the mount has replaced."""
         made = self._made.get(rename.over_ino)
         found = [rename.over, self._known.get(rename.over_object), made]
-        return (*self._over.get(rename.over_object, ()), *(each for each in found if each))
+        over = (*self._over.get(rename.over_object, ()), *self._as_set(rename.over_object))
+        return (*over, *(each for each in found if each))
 
     async def _carry_out(self, batch: list[_Entry], steps: list[Step | None]) -> None:
         """Make a batch of changes and mark those that were made. Raises OSError of another."""

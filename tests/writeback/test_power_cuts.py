@@ -179,8 +179,9 @@ async def test_attributes_are_kept_of_a_file_whose_content_was_left_out(
 
 
 @pytest.mark.promise(116)
+@pytest.mark.parametrize("is_replaced", [False, True])
 async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
-    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
     world.write(b"n", b"1")
     world.utime(b"n", 10**18)
@@ -199,6 +200,9 @@ async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
         except BaseException as error:
             if not is_killed(error):
                 raise
+    if is_replaced:
+        world.write(b"new", b"3", synced=True)
+        world.rename(b"new", b"n")
     await drained(world, world.kill())
 
 
