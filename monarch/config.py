@@ -22,7 +22,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from monarch.errors import ConfigError
+from monarch.errors import ConfigError, MonarchError
 from monarch.places import default_tier, state_directory, state_root
 from monarch.settings import (
     LimitSettings,
@@ -476,7 +476,13 @@ def _resolved_remote(path: Path) -> Path:
     """
     found: list[Path] = []
     asking = threading.Thread(target=lambda: found.append(_resolved(path)), daemon=True)
-    asking.start()
+    try:
+        asking.start()
+    except RuntimeError:
+        raise MonarchError(
+            "no thread can be started: this user has as many processes as the limit allows",
+            hint="end some, or raise the limit (`ulimit -u`)",
+        ) from None
     asking.join(_PATIENCE_S)
     return found[0] if found else Path(os.path.normpath(path))
 

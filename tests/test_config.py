@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarch import config
-from monarch.errors import ConfigError
+from monarch.errors import ConfigError, MonarchError
 from monarch.places import MountedFileSystem, default_tier, mount_table, readable_name
 from monarch.settings import LimitSettings, MountSettings, Section, SnapshotSettings, TierSettings
 from monarch.units import GiB, KiB, MiB
@@ -715,3 +716,14 @@ def test_mounts_with_one_address_of_metrics_are_refused(tmp_path: Path) -> None:
     loaded(tmp_path, in_mount("metrics: {enabled: false}") + second)
     free = second.replace("enabled: true", 'enabled: true, address: "localhost:0"')
     loaded(tmp_path, in_mount('metrics: {enabled: true, address: "localhost:0"}') + free)
+
+
+def test_without_a_thread_to_be_had_a_mount_is_refused_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(MonarchError, match=r"no thread can be started.*ulimit -u"):
+        config.from_options(tmp_path / "source", tmp_path / "mnt")

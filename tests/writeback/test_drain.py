@@ -642,7 +642,8 @@ async def test_readers_of_the_source_go_first_until_somebody_waits_or_room_runs_
         pressed = True
         began = trio.current_time()
         await until(lambda: drain.backlog().ops == 0)
-        assert trio.current_time() - began < 2
+        # By the clock of the test, which also goes on while a thread writes.
+        assert trio.current_time() - began < 10
 
 
 async def test_the_drain_keeps_to_its_bandwidth(world: World, clock: Clock) -> None:
