@@ -285,6 +285,7 @@ class MonarchCommand:
     forked: bool = True
     mounted: list[Mounted] = field(default_factory=list)
     _expected: list[str] = field(default_factory=list)
+    _allowed: list[str] = field(default_factory=list)
 
     def __call__(
         self, *arguments: str, check: bool = True, timeout_s: float = _CLI_TIMEOUT_S
@@ -374,6 +375,10 @@ class MonarchCommand:
         """Allow, and demand, trouble in a daemon's log that matches the regular expression."""
         self._expected.append(pattern)
 
+    def allows_log(self, pattern: str) -> None:
+        """As ``expects_log``, for what only some runs have."""
+        self._allowed.append(pattern)
+
     def close(self) -> None:
         """End everything, then say what should not have been there."""
         problems = [*self._end_mounts(), *self._end_processes()]
@@ -425,6 +430,7 @@ class MonarchCommand:
             for line in path.read_text(errors="replace").splitlines():
                 matching = [pattern for pattern in self._expected if re.search(pattern, line)]
                 missing = [pattern for pattern in missing if pattern not in matching]
+                matching += [pattern for pattern in self._allowed if re.search(pattern, line)]
                 if not matching and trouble(line):
                     problems.append(f"{path.name}: {line}")
         problems += [f"nothing in the daemon's log matches {pattern!r}" for pattern in missing]

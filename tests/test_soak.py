@@ -102,7 +102,7 @@ def test_a_short_soak_reads_right_bytes_and_leaves_nothing(tmp_path: Path) -> No
     require_fuse()
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "scripts/soak"), "--minutes", "0.2", "--files", "120"),
+            *(sys.executable, str(ROOT / "scripts/soak"), "--minutes", "0.3", "--files", "120"),
             *("--turn", "4", "--sample", "0.5", "--directory", str(tmp_path)),
             *("--json", str(tmp_path / "soak.json"), "--modes", "relay,no_open"),
         ],
