@@ -44,14 +44,19 @@ async def until(holds: object, *, virtual_s: float = 300.0) -> None:
 
 @pytest.mark.finding("D1")
 async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock) -> None:
-    (shared.source / "out").mkdir(mode=0o750)
+    for name, owner in (("out", 0), ("own", 1001)):
+        (shared.source / name).mkdir(mode=0o750)
+        os.chown(shared.source / name, owner, owner)
     async with draining(shared) as drain:
         shared.by = ALICE
         shared.mkdir(b"out", 0o777)
+        # Made by the same user, but not by this mount.
+        shared.mkdir(b"own", 0o777)
         shared.mkdir(b"new", 0o1770)
         await drain.wait(shared.last_seq)
     out, new = (shared.source / name for name in ("out", "new"))
     assert (out.stat().st_uid, stat.S_IMODE(out.stat().st_mode)) == (0, 0o750)
+    assert stat.S_IMODE((shared.source / "own").stat().st_mode) == 0o750
     assert (new.stat().st_uid, stat.S_IMODE(new.stat().st_mode)) == (1001, 0o1770)
 
 
