@@ -239,6 +239,22 @@ def test_a_change_of_others_is_not_overwritten(monarch: MonarchCommand, tree: Tr
     assert problem["kind"] == "drain-conflict" and "own/" in problem["what"]
 
 
+@pytest.mark.fault("U7")
+@pytest.mark.promise(88)
+@pytest.mark.finding("D1")
+def test_a_write_of_another_user_takes_the_set_id_bit_and_is_brought(mounted: Mounted) -> None:
+    source = mounted.source
+    acts(ALICE, mounted.path / "own", "echo alice > program; chmod 4777 program")
+    drain(mounted)
+    assert stat.S_IMODE((source / "own/program").stat().st_mode) == 0o4777
+    assert acts(MALLORY, mounted.path / "own", "echo mallory >> program") == ""
+    drain(mounted)
+    assert (source / "own/program").read_text() == "alice\nmallory\n"
+    assert stat.S_IMODE((source / "own/program").stat().st_mode) == 0o777
+    # The owner's right is taken for the bit: the user who wrote may not change the mode.
+    assert kinds(mounted) == set()
+
+
 @pytest.mark.finding("D9")
 @pytest.mark.promise(81)
 @pytest.mark.fault("U4")

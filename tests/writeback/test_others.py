@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,38 @@ async def test_what_is_replaced_by_a_file_of_another_is_never_missing(
     assert looks >= 20
     assert (shared.source / "a").read_bytes() == b"19"
     assert not list(shared.source.rglob(".monarch-*"))
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(88)
+@pytest.mark.finding("D1")
+async def test_bytes_of_another_user_are_never_there_with_the_set_id_bit_of_the_owner(
+    shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+
+    def looking(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*args: Any, **kwargs: Any) -> None:
+            change(*args, **kwargs)
+            with suppress(FileNotFoundError):
+                mode = (shared.source / "program").stat().st_mode
+                seen.add(((shared.source / "program").read_bytes(), mode & stat.S_ISUID))
+
+        return changed
+
+    for change in ("chmod", "fchmod", "rename", "link"):
+        monkeypatch.setattr(home.os, change, looking(getattr(os, change)))
+    async with draining(shared) as drain:
+        shared.by = ALICE
+        shared.write(b"program", b"of alice")
+        shared.chmod(b"program", 0o4777)
+        # The kernel takes the bit, as the owner could, at the first write of another user.
+        shared.chmod(b"program", 0o777)
+        shared.by = MALLORY
+        shared.write(b"program", b"of mallory")
+        await until(lambda: drain.backlog().ops == 0)
+    assert (b"of mallory", 0) in seen
+    assert (b"of mallory", stat.S_ISUID) not in seen
 
 
 async def test_what_a_user_may_not_remove_is_not_replaced(shared: World, clock: Clock) -> None:
