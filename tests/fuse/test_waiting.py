@@ -299,7 +299,8 @@ def test_looking_after_those_that_wait_takes_what_was_interrupted_and_no_more(
         made.interrupt(unique)
     # Each look reads files of /proc to their end: twice.
     count, seconds = reads(2)
-    assert 2 * LOOK < count < (seconds + 1) * 2 * LOOK + 40
+    # On a busy machine looks that came late follow each other.
+    assert 2 * LOOK < count < (seconds + 3) * 2 * LOOK + 40
     slow.rules()
     assert {made.answer(unique).error for unique in waiting} == {0}
     assert made.datapath.state().waiting == 0

@@ -380,8 +380,12 @@ def test_a_mount_that_is_read_only_is_asked_for_nothing(
     # Not even for an answer: its daemon is stopped.
     os.kill(desk.mounted.pid, signal.SIGSTOP)
     ending = start(monarch, "umount", str(desk.mounted.path))
-    wait_until(lambda: str(desk.mounted.path) not in mounts(), "it is not unmounted")
-    os.kill(desk.mounted.pid, signal.SIGCONT)
+    try:
+        wait_until(
+            lambda: str(desk.mounted.path) not in mounts(), "it is not unmounted", timeout_s=40
+        )
+    finally:
+        os.kill(desk.mounted.pid, signal.SIGCONT)
     ending.communicate(timeout=30)
     assert ending.returncode == 0
 
