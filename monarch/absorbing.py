@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from monarch.threads import Threads
 from monarch.tiers.directory import PRIVATE, Space, Tier
 from monarch.tiers.lock import Lock
 from monarch.transfer.readers import Readers
-from monarch.types import WRITTEN_INO, Ino
+from monarch.types import WRITTEN_INO, Ino, file_now_ns
 from monarch.units import format_bytes
 from monarch.vfs.files import WrittenFiles
 from monarch.vfs.inquiry import Inquiry
@@ -325,7 +324,7 @@ class WriteSide:
     def _take_up(self, ops: list[Numbered]) -> None:
         """Show what was written in earlier mounts, and go on draining it."""
         found, place = self._found, self.place
-        replay(self._names, ops, now_ns=time.time_ns())
+        replay(self._names, ops, now_ns=file_now_ns())
         waiting = [(seq, op) for seq, op in ops if seq not in found.done]
         if waiting:
             log.info(

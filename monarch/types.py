@@ -8,6 +8,7 @@ frozen values, never a tuple of five or a dict.
 from __future__ import annotations
 
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType
@@ -23,6 +24,19 @@ _LEAST_NS, _MOST_NS = -(1 << 63), (1 << 63) - 1
 
 # How long work reports that it is going on: (done, total or None while unknown, words).
 Progress = Callable[[int, int | None, str], None]
+
+
+# clock_gettime(2): the clock of the last tick, which file systems stamp their files with.
+_CLOCK_REALTIME_COARSE = 5
+
+
+def file_now_ns() -> int:
+    """The time now in ns since the epoch, by the clock that local file systems take for files.
+
+    It is up to one tick (4 ms) behind ``time.time_ns``. A time of that clock would be later than
+    the time that the tier's file system gives to a file written just after it.
+    """
+    return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
 
 
 def kept_ns(time_ns: int) -> int:

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import stat
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -31,7 +30,7 @@ from monarch.placement.residency import SOURCE
 from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile
-from monarch.types import ROOT_INO, Identity, Ino
+from monarch.types import ROOT_INO, Identity, Ino, file_now_ns
 from monarch.units import KiB, MiB
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import FastWrites
@@ -541,7 +540,7 @@ class WrittenFiles:
         node = self._names.node(file.ino)
         if node is not None:
             node.size = max(node.size, size)
-            node.touch(time.time_ns())
+            node.touch(file_now_ns())
 
     async def set_times(self, node: Node, *, atime_ns: int, mtime_ns: int) -> None:
         file = self._open.get(node.ino)

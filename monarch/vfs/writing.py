@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import stat
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +24,7 @@ from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import NAME_BYTES, Node
 from monarch.tiers.directory import Space
 from monarch.tiers.source import Source, identity_of
-from monarch.types import Attributes, Identity, Ino
+from monarch.types import Attributes, Identity, Ino, file_now_ns
 from monarch.units import MiB
 from monarch.vfs.files import FULL, WrittenFiles
 from monarch.vfs.inquiry import Inquiry
@@ -154,7 +153,7 @@ class Writing:
                 mode=stat.S_IFREG | stat.S_IMODE(mode),
                 uid=by.uid,
                 gid=by.gid,
-                now_ns=time.time_ns(),
+                now_ns=file_now_ns(),
                 object=number,
             )
         except Refused:
@@ -193,7 +192,7 @@ class Writing:
             mode=mode,
             uid=by.uid,
             gid=by.gid,
-            now_ns=time.time_ns(),
+            now_ns=file_now_ns(),
             rdev=rdev,
             target=target,
         )
@@ -241,7 +240,7 @@ class Writing:
             self.files.record(await self.take(ino, empty=False, by=by))
         # Directories above may have got other names meanwhile.
         path, to = self.names.visible_path(ino), self.names.path_of(parent, name)
-        self.names.link(ino, parent, name, now_ns=time.time_ns())
+        self.names.link(ino, parent, name, now_ns=file_now_ns())
         self.files.note(
             Op(
                 kind="link",
@@ -259,7 +258,7 @@ class Writing:
         path = self._require_covered(parent, name)
         ino = self._known(parent, name)
         number, was = self._object_of(ino), self._known_at_source(ino)
-        node = self.names.unlink(parent, name, now_ns=time.time_ns())
+        node = self.names.unlink(parent, name, now_ns=file_now_ns())
         self.files.note(Op(kind="unlink", path=path, ino=ino, object=number, by=by, was=was))
         self._left(node)
 
@@ -271,7 +270,7 @@ class Writing:
         if not made_here:
             self._require_covered(parent, name)
         was = self._known_at_source(ino)
-        node = self.names.rmdir(parent, name, now_ns=time.time_ns())
+        node = self.names.rmdir(parent, name, now_ns=file_now_ns())
         self.files.note(Op(kind="rmdir", path=path, ino=ino, by=by, was=was))
         self._left(node)
 
@@ -304,7 +303,7 @@ class Writing:
         was, over = self._known_at_source(ino), self._known_at_source(replaced)
         over_object = self._object_of(replaced) if replaced is not None else 0
         renamed = self.names.rename(
-            parent, name, to_parent, to_name, flags=flags, now_ns=time.time_ns()
+            parent, name, to_parent, to_name, flags=flags, now_ns=file_now_ns()
         )
         if renamed is None:
             return
@@ -392,7 +391,7 @@ class Writing:
             gid=gid,
             atime_ns=atime_ns,
             mtime_ns=mtime_ns,
-            now_ns=time.time_ns(),
+            now_ns=file_now_ns(),
         )
         if node.object > 0 and (atime_ns is not None or mtime_ns is not None):
             await self.files.set_times(node, atime_ns=node.atime_ns, mtime_ns=node.mtime_ns)
@@ -450,7 +449,7 @@ class Writing:
         self._require_held(ino)
         if value is not None:
             self._require_memory(self.names.more_for_xattr(ino, name, value))
-        now_ns, was = time.time_ns(), self._known_at_source(ino)
+        now_ns, was = file_now_ns(), self._known_at_source(ino)
         if value is None:
             node = self.names.remove_xattr(ino, name, now_ns=now_ns)
         else:

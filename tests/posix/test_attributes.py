@@ -260,6 +260,16 @@ def test_writing_cutting_and_emptying_change_mtime_and_ctime(name: str) -> None:
         assert os.stat(name).st_mtime_ns > PAST
 
 
+def test_a_write_gives_a_file_the_same_mtime_and_ctime(name: str) -> None:
+    # As on a local file system: both are stamped by one clock, also just after a chmod.
+    for _ in range(20):
+        os.chmod(name, 0o640)
+        with opened(name, os.O_WRONLY) as fd:
+            os.write(fd, b"x")
+        status = os.stat(name)
+        assert status.st_mtime_ns == status.st_ctime_ns
+
+
 def test_a_file_that_is_open_tells_the_time_of_each_write(name: str) -> None:
     with opened(name, os.O_WRONLY) as fd:
         for _ in range(3):
