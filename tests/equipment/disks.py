@@ -33,6 +33,10 @@ def unavailable(kind: str = "ext4") -> str | None:
     return None
 
 
+# A disk after a power cut has the UUID of the disk before it, which may still be on its way out.
+_OPTIONS = {"xfs": ("nouuid",)}
+
+
 class Disk:
     """The disk in the file ``image``; ``mounted`` and ``cut`` are what it is for."""
 
@@ -48,7 +52,7 @@ class Disk:
     @contextmanager
     def mounted(self, at: Path, options: Sequence[str] = ()) -> Iterator[CuttableDisk]:
         at.mkdir(parents=True, exist_ok=True)
-        told = ",".join(("loop", *options))
+        told = ",".join(("loop", *_OPTIONS.get(self._type, ()), *options))
         subprocess.run(
             ["mount", "-t", self._type, "-o", told, str(self.image), str(at)], check=True
         )

@@ -60,7 +60,13 @@ def look(at: int, below: str) -> Tree:
 def _walk(fd: int, above: str, entries: dict[str, Entry], inodes: dict[str, int]) -> None:
     for name in sorted(os.listdir(fd)):
         path = f"{above}{name}"
-        if _note(fd, name, path, entries, inodes) == "directory":
+        try:
+            kind = _note(fd, name, path, entries, inodes)
+        except FileNotFoundError:
+            # A mount learns that others removed a file when it opens the file (promise 26).
+            assert name not in os.listdir(fd), f"{path} is listed, and there is no such file"
+            continue
+        if kind == "directory":
             below = os.open(name, _DIRECTORY, dir_fd=fd)
             try:
                 _walk(below, f"{path}/", entries, inodes)
