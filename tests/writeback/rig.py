@@ -225,7 +225,8 @@ class World:
         self.boot = boot
         self.on_disk: dict[int, bytes] = {}
         self.tree = read_tree(source)
-        self.first = read_tree(source)
+        # With the same inode numbers, as a mount has them of its snapshot.
+        self.first = copy.deepcopy(self.tree)
         # Which files each name has ever led to; those that were never without one.
         self.led_to: dict[bytes, set[Node]] = {}
         self.always = {path for path, node in self.tree.items() if node.kind == "file"}
@@ -527,6 +528,8 @@ class World:
                 # It is the source's from now on, with another number.
                 node.ino = node.ino if node.ino in made else next(_INOS)
                 node.object, node.was = 0, self.first[path].was if path in self.first else None
+            if path in self.first:
+                self.first[path].ino = node.ino
         return self.kill()
 
     def cut_power(self, chance: random.Random) -> Replay:
