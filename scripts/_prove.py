@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +26,8 @@ from tests.faults.protections import Protection, protections
 # when it has no pytest, and 2, a run that was interrupted, also that of a first failure with -x.
 _FAILED = re.compile(r"^(FAILED|ERROR) tests/\S+::", re.MULTILINE)
 _TAIL_LINES = 15
+# Where a protection against hanging is removed, its test may hang. Seconds.
+_LIMIT_S = 300
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,6 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     for number, protection in enumerate(chosen, start=1):
         title = f"{number}/{len(chosen)} {','.join(protection.rows)}: {protection.what}"
         done = _run_without(protection, options.workers)
+        if done is None:
+            console.print(f"[green]hangs, so it is needed[/]  {title}", highlight=False)
+            continue
         if done.returncode != 0 and _FAILED.search(done.stdout):
             console.print(f"[green]red, as it must be[/]  {title}", highlight=False)
             continue
@@ -59,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if green or not chosen else 0
 
 
-def _run_without(protection: Protection, workers: str) -> subprocess.CompletedProcess[str]:
+def _run_without(protection: Protection, workers: str) -> subprocess.CompletedProcess[str] | None:
+    """Run the tests of a protection without it; None if they do not end."""
     with tempfile.TemporaryDirectory(prefix="prove-") as name:
         checkout = Path(name) / "c"
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache"))
@@ -70,18 +77,37 @@ def _run_without(protection: Protection, workers: str) -> subprocess.CompletedPr
         file.write_text(text.replace(protection.text, protection.instead))
         if file.suffix in (".c", ".h"):
             _compile(checkout)
-        return subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-x", "-n", workers),
-                *("-p", "no:cacheprovider", "--basetemp", f"{name}/t", *protection.tests),
-            ],
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-x", "-n", workers),
+            *("-p", "no:cacheprovider", "--basetemp", f"{name}/t", *protection.tests),
+        ]
+        running = subprocess.Popen(
+            command,
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": str(checkout)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
+        try:
+            output, _ = running.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            _unmount_below(name)
+            running.communicate()
+            return None
+        return subprocess.CompletedProcess(command, running.returncode, output)
+
+
+def _unmount_below(directory: str) -> None:
+    """Take away what tests that were killed have mounted."""
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+        left = [line.split(" ")[1].replace(r"\040", " ") for line in mounts]
+    for path in reversed(left):
+        if path.startswith(f"{directory}/"):
+            subprocess.run(["umount", "-l", path], check=False)
 
 
 def _compile(checkout: Path) -> None:
