@@ -301,6 +301,8 @@ def test_looking_after_those_that_wait_takes_what_was_interrupted_and_no_more(
     # Each caller is looked at once when its signal comes. A look reads a file of /proc to its end:
     # twice.
     eventually(lambda: _own_reads() - before >= 2 * MANY, "all interrupts have come")
+    # Some of these were second looks: the last first ones come a little later.
+    reads(2)
     count, seconds = reads(2)
     assert 2 * LOOK < count < (seconds + 1) * 2 * LOOK + 40
     slow.rules()
