@@ -33,7 +33,7 @@ def unavailable(kind: str = "ext4") -> str | None:
     return None
 
 
-# A disk after a power cut has the UUID of the disk before it, which may still be on its way out.
+# The copy of an XFS disk has its UUID, and the original may still be mounted.
 _OPTIONS = {"xfs": ("nouuid",)}
 
 
@@ -52,9 +52,9 @@ class Disk:
     @contextmanager
     def mounted(self, at: Path, options: Sequence[str] = ()) -> Iterator[CuttableDisk]:
         at.mkdir(parents=True, exist_ok=True)
-        told = ",".join(("loop", *_OPTIONS.get(self._type, ()), *options))
+        every_option = ",".join(("loop", *_OPTIONS.get(self._type, ()), *options))
         subprocess.run(
-            ["mount", "-t", self._type, "-o", told, str(self.image), str(at)], check=True
+            ["mount", "-t", self._type, "-o", every_option, str(self.image), str(at)], check=True
         )
         try:
             yield CuttableDisk(at, self)

@@ -442,7 +442,7 @@ def test_descriptors_that_run_short_are_told_until_there_are_more(
     settled(mounted)
     before = resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE)
     with ExitStack() as held:
-        # Some tenth of them has to be enough to answer.
+        # The daemon needs more than the last three of forty descriptors to answer `status`.
         for _ in range(60):
             client = held.enter_context(socket.socket(socket.AF_UNIX))
             client.connect(os.fspath(mounted.state / "control.sock"))
