@@ -33,8 +33,8 @@ _CLOCK_REALTIME_COARSE = 5
 def file_now_ns() -> int:
     """The time now in ns since the epoch, by the clock that local file systems take for files.
 
-    It is up to one tick (4 ms) behind ``time.time_ns``. A time of ``time.time_ns`` could be later than
-    the time that the tier's file system gives to a file that is written just after it.
+    It is up to one tick (4 ms) behind ``time.time_ns``, whose time could be later than the time
+    that the tier's file system gives to a file that is written just after it.
     """
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
 
