@@ -163,24 +163,48 @@ def test_a_request_that_waits_for_a_minute_is_a_problem_unless_the_source_explai
     oldest_s: float, hangs: bool, kinds: list[str], tmp_path: Path
 ) -> None:
     told = Trouble("does not answer", 1, hangs=True) if hangs else None
-    parts: dict[str, Any] = {
-        "settings": SimpleNamespace(
-            mountpoint=Path("/mnt"), source=Path("/pfs"), source_identity="daemon"
-        ),
-        "tiers": [],
-        "residency": SimpleNamespace(unverified_files=lambda: 0),
-        "engine": SimpleNamespace(out_of_service=dict),
+    parts = _parts(tmp_path) | {
         "inquiry": SimpleNamespace(trouble=lambda: told),
-        "metrics": SimpleNamespace(errors=Counter(), changes=0, closed_files={}),
-        "watch": SimpleNamespace(changed_directories=0),
-        "logbook": SimpleNamespace(exceptions=0, path=tmp_path / "log", trouble=lambda: None),
-        "writing": None,
-        "lost": SimpleNamespace(names=[]),
         "requests": lambda: Requests(3, oldest_s),
-        "root": tmp_path,
     }
     found = symptoms.Symptoms(**parts, wall_ns=lambda: 10**18).problems()
     assert [problem.kind for problem in found] == kinds
     if kinds == ["requests-wait"]:
         assert found[0].since_ns == 10**18 - 61 * 10**9
         assert health_of(found).state == "failing"
+
+
+def test_the_memory_is_asked_for_once_a_second_however_often_somebody_looks(tmp_path: Path) -> None:
+    def leave(kib: int) -> None:
+        told = f"MemTotal:       1000000 kB\nMemAvailable:   {kib} kB\n"
+        (tmp_path / "proc" / "meminfo").write_text(told)
+
+    (tmp_path / "proc").mkdir()
+    moments = [100.0]
+    look = symptoms.Symptoms(**_parts(tmp_path), clock=lambda: moments[-1])
+    kinds = []
+    for kib, at in ((900_000, 100.0), (10_000, 100.9), (10_000, 101.1), (900_000, 102.2)):
+        moments.append(at)
+        leave(kib)
+        kinds.append([problem.kind for problem in look.problems()])
+    assert kinds == [[], [], ["memory-scarce"], []]
+
+
+def _parts(root: Path) -> dict[str, Any]:
+    """Of a mount at which nothing is wrong."""
+    return {
+        "settings": SimpleNamespace(
+            mountpoint=Path("/mnt"), source=Path("/pfs"), source_identity="daemon"
+        ),
+        "tiers": [],
+        "residency": SimpleNamespace(unverified_files=lambda: 0),
+        "engine": SimpleNamespace(out_of_service=dict),
+        "inquiry": SimpleNamespace(trouble=lambda: None),
+        "metrics": SimpleNamespace(errors=Counter(), changes=0, closed_files={}),
+        "watch": SimpleNamespace(changed_directories=0),
+        "logbook": SimpleNamespace(exceptions=0, path=root / "log", trouble=lambda: None),
+        "writing": None,
+        "lost": SimpleNamespace(names=[]),
+        "requests": lambda: Requests(0, 0.0),
+        "root": root,
+    }
