@@ -114,7 +114,7 @@ class Verbs:
                     hint="with `source_identity: caller` such a file is copied when a process reads"
                     " it that may",
                 )
-        report = WarmReport(total, bytes_total, work.refused, work.cancelled)
+        report = WarmReport(work.files, work.bytes, work.refused, work.cancelled)
         return report.to_dict()
 
     async def _bring_in(self, roots: list[Ino], work: _Warming) -> None:
@@ -138,7 +138,9 @@ class Verbs:
                 await trio.sleep(_LOOK_S / 10)
             if work.cancelled:
                 break
-            if self._filesystem.warm(ino):
+            if work.is_evicted(ino):
+                work.no_longer_asked(size)
+            elif self._filesystem.warm(ino):
                 arriving.append((ino, size))
             else:
                 work.refused += 1
@@ -154,7 +156,9 @@ class Verbs:
         waiting = []
         work.bytes_moving = 0
         for ino, size in arriving:
-            if self._residency.tier_of(ino) != SOURCE:
+            if work.is_evicted(ino):
+                work.no_longer_asked(size)
+            elif self._residency.tier_of(ino) != SOURCE:
                 work.files_done += 1
                 work.bytes_done += size
             elif self._residency.is_wanted(ino):
@@ -169,6 +173,8 @@ class Verbs:
     async def _evict(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         files = size = 0
         for seen, (ino, _size) in enumerate(self._files(self._roots(params))):
+            for work in self._warmings:
+                work.evicted(ino, entries=self._residency.entries)
             freed = self._residency.tier_of(ino) != SOURCE
             size += self._filesystem.evict(ino)
             files += freed
@@ -227,6 +233,21 @@ class _Warming:
         self.done = False
         self.failed = False
         self.cancelled = False
+        # One byte for each inode, as soon as there is an eviction.
+        self._evicted = bytearray()
+
+    def evicted(self, ino: Ino, *, entries: int) -> None:
+        """A person wants the file out of the tiers after it was asked for: it stays out."""
+        if not self._evicted:
+            self._evicted = bytearray(entries + 1)
+        self._evicted[ino] = True
+
+    def is_evicted(self, ino: Ino) -> bool:
+        return bool(self._evicted) and bool(self._evicted[ino])
+
+    def no_longer_asked(self, size: int) -> None:
+        self.files -= 1
+        self.bytes -= size
 
     def progress(self) -> WarmProgress:
         return WarmProgress(

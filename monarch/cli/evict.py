@@ -49,7 +49,8 @@ def evict(
 
     PATHs are files and directories inside the mount, or relative to it; without any, everything.
     One PATH in the mount can be given without the MOUNTPOINT. The files stay readable, from the
-    source; those open now are read from their copy until they are closed.
+    source; those open now are read from their copy until they are closed. A copy under way is
+    dropped, and a `monarch warm` that goes on leaves them out.
 
     With --tier, the copies of sources that are not mounted. What is written and not at its source
     yet stays.

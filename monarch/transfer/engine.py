@@ -96,7 +96,8 @@ class Flight:
     """One copy under way. ``content`` is what a reader fetched, ``file`` what a reader has open.
 
     ``copied`` bytes are in the tier's stage so far. ``young`` as of ``Records.put``.
-    ``is_left``: its tier hangs, and nobody waits for what comes of it.
+    ``is_left``: its tier hangs, and nobody waits for what comes of it. ``is_evicted``: the copy is
+    dropped as soon as it is complete.
     """
 
     promote: Promote
@@ -105,6 +106,7 @@ class Flight:
     file: SourceFile | None = None
     young: bool = False
     is_left: bool = False
+    is_evicted: bool = False
     copied: int = 0
 
     @property
@@ -664,8 +666,11 @@ class Engine:
         self._metrics.promoted(promote.tier, promote.size)
         self._ward.copy_arrived(promote.tier)
         self._rest_s = _BACKOFF_S[0]
-        if self._names.attributes(promote.ino).identity != flight.identity:
+        if (
+            flight.is_evicted
             # The file changed after its bytes were read, and a reader has noticed meanwhile.
+            or self._names.attributes(promote.ino).identity != flight.identity
+        ):
             self._controller.dropped(promote.ino, promote.size)
             self.remove_copy(promote.ino, promote.tier)
 

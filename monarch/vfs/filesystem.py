@@ -71,7 +71,12 @@ _LONGEST_PAUSE_S = 600.0
 
 
 class Flight(Protocol):
-    """A copy under way, as far as a reader cares: bytes or an open file it may share."""
+    """A copy under way, as far as a reader cares: bytes or an open file it may share.
+
+    The copy is dropped when it is complete if ``is_evicted`` was set.
+    """
+
+    is_evicted: bool
 
     @property
     def identity(self) -> Identity: ...
@@ -718,7 +723,13 @@ class FileSystem:
     # -- what people ask for -------------------------------------------------------------------
 
     def evict(self, ino: Ino) -> int:
-        """Give the space of a copy back; its bytes, 0 if there was none. Readers go on."""
+        """Give the space of a copy back; its bytes, 0 if there was none. Readers go on.
+
+        A copy under way is dropped when it is complete. One that waits for its turn is not made.
+        """
+        if (flight := self._movement.flight(ino)) is not None:
+            flight.is_evicted = True
+        self._residency.unwant(ino)
         tier = self._residency.tier_of(ino)
         if (binding := self._bindings.get(ino)) is not None:
             # Whoever has the file open does not bring it back.

@@ -444,6 +444,37 @@ def test_an_evicted_file_gives_its_space_back_and_is_read_from_the_source(
     accounts_agree(mounted)
 
 
+@pytest.mark.promise(112)
+def test_what_is_evicted_while_it_is_warmed_stays_out(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = {f"{where}/{n}": contents(f"{where}{n}", 9000) for where in "ab" for n in range(8)}
+    tree(content)
+    options = ["limits.copy_workers=1,limits.inline_max=4096"]
+    mounted = monarch.mount(slow.path, options=options)
+    slow.rules("hang * .*")
+    told: list[dict[str, Any]] = []
+    arguments = (mounted.state / "control.sock", "warm", {"wait": True})
+    asking = threading.Thread(target=lambda: told.append(call(*arguments, timeout=None)))
+    asking.start()
+    wait_until(lambda: slow.counters()["hanging"] > 0, "a copy is under way")
+    under_way = account(mounted)["copies"]
+    assert under_way["running"] == 1
+    # The copy under way, those that wait for a worker, and those that were not asked for yet.
+    assert 0 < under_way["queued"] < 15
+    monarch("evict", str(mounted.path), "a")
+    slow.rules()
+    asking.join()
+    kept = {name for name in content if name.startswith("b/")}
+    assert told == [{"files": 8, "bytes": 8 * 9000, "refused": 0, "cancelled": False}]
+    settled(mounted)
+    assert set(resident(mounted, content)) == kept
+    accounts_agree(mounted)
+    epoch(mounted, content)
+    settled(mounted)
+    assert set(resident(mounted, content)) == set(content)
+
+
 @pytest.mark.promise(5, 41)
 @pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_evicted_while_it_is_open_and_mapped_is_read_to_its_end(
