@@ -129,8 +129,9 @@ def test_while_every_call_of_the_source_hangs_who_needs_none_goes_on(
     with ExitStack() as stack:
         stack.callback(slow.rules)
         waiting = {name: Reader(mounted.path / name) for name in cold}
-        wait_until(lambda: slow.counters()["hanging"] > 0, "the source was asked")
-        wait_until(_stays(lambda: slow.counters()["hanging"]), "as many wait as may")
+        # The small files are fetched by the datapath where there is one, the two large by Python.
+        waiting_calls = 4 if monarch.mode == "python" else 4 + 2
+        wait_until(lambda: slow.counters()["hanging"] == waiting_calls, "as many wait as may")
         before = calls(slow)
         with epochs_by_four(mounted, content) as ended:
             wait_until(lambda: ended() >= 8, "four readers go on")
@@ -149,7 +150,7 @@ def test_while_every_call_of_the_source_hangs_who_needs_none_goes_on(
     accounts_agree(mounted)
 
 
-def _stays(number: Callable[[], int], times: int = 20) -> Callable[[], bool]:
+def _stays(number: Callable[[], int], times: int) -> Callable[[], bool]:
     """Whether a number was the same at the last ``times`` looks."""
     seen: list[int] = []
 
