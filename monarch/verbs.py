@@ -92,13 +92,17 @@ class Verbs:
                 work.cancelled = True
             return {"cancelled": len(self._warmings)}
         roots = self._roots(params)
-        total = bytes_total = 0
-        for _ino, size in self._files(roots):
-            total, bytes_total = total + 1, bytes_total + size
-            if total % _STRIDE == 0:
-                await trio.sleep(0)
-        work = _Warming(total, bytes_total)
+        work = _Warming()
+        # What is evicted or cancelled while the files are counted counts, too.
         self._warmings.append(work)
+        try:
+            for _ino, size in self._files(roots):
+                work.files, work.bytes = work.files + 1, work.bytes + size
+                if work.files % _STRIDE == 0:
+                    await trio.sleep(0)
+        except BaseException:
+            self._warmings.remove(work)
+            raise
         self._background(partial(self._bring_in, roots, work))
         if params.get("wait") is True:
             while not work.done:
@@ -133,7 +137,9 @@ class Verbs:
         """Ask for each file as soon as the engine has a place for it, and see them arrive."""
         arriving: list[tuple[Ino, int]] = []
         for ino, size in self._files(roots):
-            while not (self._filesystem.has_place_to_warm() or work.cancelled):
+            while not (
+                work.cancelled or work.is_evicted(ino) or self._filesystem.has_place_to_warm()
+            ):
                 arriving = self._arrived(arriving, work)
                 await trio.sleep(_LOOK_S / 10)
             if work.cancelled:
@@ -208,8 +214,15 @@ class Verbs:
             if ino is None:
                 raise UsageError(f"no such file in the mount: {path!r}")
             found.append(ino)
-        # The whole mount makes all else superfluous; a path named twice counts once.
-        return [ROOT_INO] if ROOT_INO in found else sorted(set(found))
+        # What is named twice, or is in a directory that is named too, counts once.
+        roots = set(found)
+        return sorted(ino for ino in roots if roots.isdisjoint(self._above(ino)))
+
+    def _above(self, ino: Ino) -> Iterator[Ino]:
+        """The directories that a file or directory is in, up to the root."""
+        while ino != ROOT_INO:
+            ino = self._names.attributes(ino).parent
+            yield ino
 
     def _files(self, roots: list[Ino]) -> Iterator[tuple[Ino, int]]:
         for root in roots:
@@ -222,9 +235,9 @@ class Verbs:
 class _Warming:
     """How far a ``warm`` has got."""
 
-    def __init__(self, files: int, size: int) -> None:
-        self.files = files
-        self.bytes = size
+    def __init__(self) -> None:
+        self.files = 0
+        self.bytes = 0
         self.files_done = 0
         self.bytes_done = 0
         self.bytes_moving = 0

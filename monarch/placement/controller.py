@@ -10,9 +10,11 @@ once, how it went. An item's way, and what is held for it meanwhile:
                               '--abandoned--> source
 
 A reservation is held exactly while an item is copying, so that what only waits for its turn keeps
-no other item out. The wanted mark is kept until the item is resident, is given up, or its turn
-comes and there is no room for it: then it is as if it had not been opened yet. What somebody has
-open at the source is offered again from time to time, since no first open of it may come for days.
+no other item out. The wanted mark is kept until the item is resident, is given up, is evicted, or
+its turn comes and there is no room for it: then it is as if it had not been opened yet. A copy
+under way without the mark is of no use to anybody, unless somebody asks for it again before it
+ends. What somebody has open at the source is offered again from time to time, since no first open
+of it may come for days.
 """
 
 from __future__ import annotations
@@ -109,6 +111,10 @@ class Controller:
             return None
         return self._promote(item, forced=True)
 
+    def is_wanted(self, ino: Ino) -> bool:
+        """Whether a copy of it, when it is complete, is to be kept."""
+        return self._residency.is_wanted(ino)
+
     def next_wanted(self, lookup: Callable[[Ino], Item | None]) -> Promote | None:
         """The next item that waits for its turn, round robin; None when there is none.
 
@@ -156,6 +162,7 @@ class Controller:
 
     def _promote(self, item: Item, *, forced: bool) -> Promote | None:
         if self._residency.is_copying(item.ino):
+            self._residency.want(item.ino, forced=forced)
             return None
         placement = self._policy.choose(item, self._ledger, forced=forced)
         if placement is None:

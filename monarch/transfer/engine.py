@@ -96,8 +96,7 @@ class Flight:
     """One copy under way. ``content`` is what a reader fetched, ``file`` what a reader has open.
 
     ``copied`` bytes are in the tier's stage so far. ``young`` as of ``Records.put``.
-    ``is_left``: its tier hangs, and nobody waits for what comes of it. ``is_evicted``: the copy is
-    dropped as soon as it is complete.
+    ``is_left``: its tier hangs, and nobody waits for what comes of it.
     """
 
     promote: Promote
@@ -106,7 +105,6 @@ class Flight:
     file: SourceFile | None = None
     young: bool = False
     is_left: bool = False
-    is_evicted: bool = False
     copied: int = 0
 
     @property
@@ -337,8 +335,15 @@ class Engine:
         content: bytes | memoryview | None = None,
         file: SourceFile | None = None,
     ) -> bool:
-        """Take a promotion, or put it back as wanted; never waits. ``file`` is retained."""
+        """Take a promotion, or put it back as wanted; never waits. ``file`` is retained.
+
+        One that was evicted since it was decided upon is given up.
+        """
         promote = self.make_room(promote)
+        if not self._controller.is_wanted(promote.ino):
+            # Evicted while the source was asked for it.
+            self._controller.abandoned(promote.item, promote.tier, retry=False)
+            return False
         size = len(content) if content is not None else 0
         if len(self._flights) >= _QUEUE_LIMIT or self._held_bytes + size > self._limits.buffer_max:
             self._controller.deferred(promote)
@@ -495,8 +500,13 @@ class Engine:
                 self._failed(flight, tier_error(error.errno, error.strerror))
 
     async def _has_room(self, flight: Flight, tier: Tier) -> bool:
-        """Whether there is room for a copy, and what was to be removed is; else it is given up."""
+        """Whether there is room for a copy that is still wanted, and what was to be removed is
+        removed; else it is given up.
+        """
         await self._removals[tier.number].wait()
+        if not flight.is_left and not self._controller.is_wanted(flight.ino):
+            self._give_up(flight, retry=False)
+            return False
         try:
             if await self._ward.take_room(tier, flight.promote.size):
                 return True
@@ -527,6 +537,10 @@ class Engine:
         self._doubts.fetched(ino, flight.identity, since_ns=time.monotonic_ns())
         async with self._stage(tier, ino) as staged:
             await self._copy_bytes(flight, file, staged, tier)
+            if not self._controller.is_wanted(ino):
+                if not flight.is_left:
+                    self._give_up(flight, retry=False)
+                return
             await self._source_threads.run(check_unchanged, file, flight.identity)
             flight.young = self._doubts.by_bytes(ino, flight.identity)
             await self._ward.call(tier, commit, tier, self._records, staged, flight)
@@ -535,7 +549,10 @@ class Engine:
     async def _copy_bytes(
         self, flight: Flight, file: SourceFile, staged: Staged, tier: Tier
     ) -> None:
-        """Write a file's bytes in order. While no reader waits, pieces of it are read ahead."""
+        """Write a file's bytes in order. While no reader waits, pieces of it are read ahead.
+
+        The rest of a file that is evicted meanwhile is not read.
+        """
         size = flight.promote.size
         reading: deque[_Piece] = deque()
         offset = done = 0
@@ -558,7 +575,7 @@ class Engine:
                 piece = reading.popleft()
                 self._let_go(piece)
                 done += 1
-                if turn.size < piece.count:
+                if turn.size < piece.count or not self._controller.is_wanted(flight.ino):
                     # It is shorter than it was: what is behind does not matter any more.
                     break
         finally:
@@ -662,12 +679,13 @@ class Engine:
             self._undo(flight)
             return
         self._forget(flight)
+        is_wanted = self._controller.is_wanted(promote.ino)
         self._controller.committed(promote.item, promote.tier)
         self._metrics.promoted(promote.tier, promote.size)
         self._ward.copy_arrived(promote.tier)
         self._rest_s = _BACKOFF_S[0]
         if (
-            flight.is_evicted
+            not is_wanted
             # The file changed after its bytes were read, and a reader has noticed meanwhile.
             or self._names.attributes(promote.ino).identity != flight.identity
         ):

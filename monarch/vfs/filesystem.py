@@ -71,12 +71,7 @@ _LONGEST_PAUSE_S = 600.0
 
 
 class Flight(Protocol):
-    """A copy under way, as far as a reader cares: bytes or an open file it may share.
-
-    The copy is dropped when it is complete if ``is_evicted`` was set.
-    """
-
-    is_evicted: bool
+    """A copy under way, as far as a reader cares: bytes or an open file it may share."""
 
     @property
     def identity(self) -> Identity: ...
@@ -725,10 +720,8 @@ class FileSystem:
     def evict(self, ino: Ino) -> int:
         """Give the space of a copy back; its bytes, 0 if there was none. Readers go on.
 
-        A copy under way is dropped when it is complete. One that waits for its turn is not made.
+        A copy under way is given up, and one that waits for its turn is not made.
         """
-        if (flight := self._movement.flight(ino)) is not None:
-            flight.is_evicted = True
         self._residency.unwant(ino)
         tier = self._residency.tier_of(ino)
         if (binding := self._bindings.get(ino)) is not None:
@@ -812,11 +805,11 @@ class FileSystem:
     def warm(self, ino: Ino) -> bool:
         """Bring a file in; False if no tier has room for it."""
         attributes = self.names.attributes(ino)
-        if self._residency.tier_of(ino) != SOURCE or self._residency.is_copying(ino):
+        if self._residency.tier_of(ino) != SOURCE:
             return True
         promote = self._controller.warm(self._item(attributes))
         if promote is None:
-            return False
+            return self._residency.is_copying(ino)
         self._metrics.closed_files.discard(ino)
         self._movement.submit(promote, attributes.identity)
         return True

@@ -475,6 +475,87 @@ def test_what_is_evicted_while_it_is_warmed_stays_out(
     assert set(resident(mounted, content)) == set(content)
 
 
+@pytest.mark.promise(112)
+def test_what_is_evicted_and_asked_for_again_while_it_is_copied_stays(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    content = {name: contents(name, 9000) for name in ("warmed", "read", "left", "queued")}
+    tree(content)
+    options = ["limits.copy_workers=3,limits.inline_max=4096"]
+    mounted = monarch.mount(slow.path, options=options)
+    slow.rules("hang * .*")
+    monarch("warm", str(mounted.path))
+    wait_until(lambda: account(mounted)["copies"]["running"] == 3, "copies are under way")
+    wait_until(lambda: slow.counters()["hanging"] >= 1, "the source hangs")
+    monarch("evict", str(mounted.path))
+    assert account(mounted)["residency"]["wanted"] == 0
+    told: list[dict[str, Any]] = []
+    arguments = (mounted.state / "control.sock", "warm", {"paths": ["warmed"], "wait": True})
+    asking = threading.Thread(target=lambda: told.append(call(*arguments, timeout=None)))
+    asking.start()
+    reading = threading.Thread(target=read_through, args=[mounted.path / "read"])
+    reading.start()
+    wait_until(lambda: account(mounted)["residency"]["wanted"] == 2, "both are asked for")
+    slow.rules()
+    asking.join()
+    reading.join()
+    settled(mounted)
+    assert told == [{"files": 1, "bytes": 9000, "refused": 0, "cancelled": False}]
+    assert set(resident(mounted, content)) == {"warmed", "read"}
+    accounts_agree(mounted)
+
+
+@pytest.mark.promise(112)
+@pytest.mark.modes(*OPENS_ARE_TOLD)
+def test_a_file_evicted_while_its_open_waits_for_the_source_stays_out(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    tree({"file": contents("file", 9000)})
+    mounted = monarch.mount(slow.path, options=["limits.inline_max=4096"])
+    slow.rules("hang * .*")
+    reading = threading.Thread(target=read_through, args=[mounted.path / "file"])
+    reading.start()
+    wait_until(lambda: slow.counters()["hanging"] > 0, "the open hangs")
+    wait_until(lambda: account(mounted)["residency"]["wanted"] == 1, "a copy is decided upon")
+    monarch("evict", str(mounted.path), "file")
+    slow.rules()
+    reading.join()
+    settled(mounted)
+    assert resident(mounted, ["file"]) == {}
+    accounts_agree(mounted)
+
+
+@pytest.mark.promise(112)
+def test_copies_that_are_evicted_before_their_turn_are_not_read(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
+) -> None:
+    content = {f"{where}/{n}": contents(f"{where}{n}", 9000) for where in "ab" for n in range(8)}
+    tree(content)
+    options = ["limits.copy_workers=1,limits.inline_max=4096"]
+    mounted = monarch.mount(slow.path, options=options)
+    calls()
+    slow.rules("hang * .*")
+    # A path named twice, once as a part of the other, counts once.
+    monarch("warm", str(mounted.path), "a", "a/0", "a/0")
+    told: list[dict[str, Any]] = []
+    arguments = (mounted.state / "control.sock", "warm", {"paths": ["b", "b/0"], "wait": True})
+    asking = threading.Thread(target=lambda: told.append(call(*arguments, timeout=None)))
+    asking.start()
+    wait_until(lambda: account(mounted)["copies"]["queued"] == 4, "a copy is under way")
+    (first, second) = account(mounted)["warming"]
+    assert (first["total"], second["total"]) == (8, 8)
+    monarch("evict", str(mounted.path))
+    # Nobody waits for the source on account of what nobody wants.
+    asking.join()
+    assert told == [{"files": 0, "bytes": 0, "refused": 0, "cancelled": False}]
+    assert account(mounted)["warming"] == []
+    slow.rules()
+    settled(mounted)
+    assert resident(mounted, content) == {}
+    assert calls()["read_bytes"] <= 9000
+    accounts_agree(mounted)
+
+
 @pytest.mark.promise(5, 41)
 @pytest.mark.modes(*OPENS_ARE_TOLD)
 def test_a_file_evicted_while_it_is_open_and_mapped_is_read_to_its_end(
