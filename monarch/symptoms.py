@@ -44,9 +44,9 @@ _SCARCE_SHARE = 0.9
 _ANSWERED_S = 60.0
 # How old the list of the processes that use a detached mount may be. Seconds. All of /proc is read.
 _USERS_S = 5.0
-# How old what the kernel said of the memory and of the mount table may be. Seconds. The files that
-# tell it cost half of a status report.
-_KERNEL_S = 1.0
+# How old what the kernel said of the memory may be. Seconds. The files that tell it cost a third of
+# a status report.
+_MEMORY_S = 1.0
 _SHOWN_PIDS = 10
 # A machine that has less than this share of its memory left, and less than so much, is short.
 _LEAST_AVAILABLE_SHARE = 0.02
@@ -81,9 +81,9 @@ class Symptoms:
         self._mount_id: int | None = None
         self._users: Sequence[int] = ()
         self._users_seen_s = -math.inf
-        # What the looks at the kernel's files found, and when.
-        self._of_kernel: list[Problem] = []
-        self._kernel_seen_s = -math.inf
+        # What the last look at the memory found, and when that was.
+        self._memory: list[Problem] = []
+        self._memory_seen_s = -math.inf
         self._source = os.fspath(settings.source)
         self._as_caller = settings.source_identity == "caller"
         self._tiers = tiers
@@ -124,23 +124,18 @@ class Symptoms:
         for look in (
             self._of_source,
             self._of_requests,
+            self._of_mount,
             self._of_closed_files,
             self._of_writing,
             self._of_our_own_making,
             self._of_copies,
             self._of_log,
-            self._of_kernel_files,
+            self._of_memory,
             self._of_descriptors,
             self._of_changes,
         ):
             for problem in look():
                 yield "", problem
-
-    def _of_kernel_files(self) -> Sequence[Problem]:
-        now = self._clock()
-        if now - self._kernel_seen_s > _KERNEL_S:
-            self._kernel_seen_s, self._of_kernel = now, [*self._of_mount(), *self._of_memory()]
-        return self._of_kernel
 
     def _of_mount(self) -> Iterator[Problem]:
         """That it was taken away while files were open; not before it was made."""
@@ -357,7 +352,13 @@ class Symptoms:
                 f"make room or repair the disk: `df {self._logbook.path}`; reads are served",
             )
 
-    def _of_memory(self) -> Iterator[Problem]:
+    def _of_memory(self) -> Sequence[Problem]:
+        now = self._clock()
+        if now - self._memory_seen_s > _MEMORY_S:
+            self._memory_seen_s, self._memory = now, list(self._memory_scarce())
+        return self._memory
+
+    def _memory_scarce(self) -> Iterator[Problem]:
         remedy = (
             "the daemon may be killed, and reads with it: end what takes the memory, raise the"
             " limit, or make a tier in memory smaller"
