@@ -133,8 +133,12 @@ def write(
     if not target.parent.is_dir():
         raise _cannot_write(target, f"there is no directory {target.parent}")
     sweep_stages(target)
-    part, held = _stage(target)
+    # Unique, because another node may be building the same file on a shared file system.
+    part = target.with_name(f"{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+    held = -1
+    # Begun before the file is there: Ctrl-C comes between any two lines.
     try:
+        held = _stage(part, target)
         writer = _Writer(part)
         try:
             for batch in scan.batches():
@@ -154,7 +158,8 @@ def write(
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
-        os.close(held)
+        if held >= 0:
+            os.close(held)
     if progress is not None:
         progress(writer.entries, writer.entries, "entries")
 
@@ -172,14 +177,13 @@ def require_outside(root_fd: int, source: bytes, target: Path) -> None:
                 )
 
 
-def _stage(target: Path) -> tuple[Path, int]:
-    """A new empty file beside ``target``, and a descriptor that holds the lock on it.
+def _stage(part: Path, target: Path) -> int:
+    """Make the empty file ``part``; a descriptor that holds the lock on it.
 
     The kernel drops the lock when its process dies, however that is: ``sweep_stages`` tells by it.
+    Raises SnapshotError.
     """
     while True:
-        # Unique, because another node may be building the same file on a shared file system.
-        part = target.with_name(f"{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
             held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -188,7 +192,7 @@ def _stage(target: Path) -> tuple[Path, int]:
         with contextlib.suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(held).st_nlink:
-            return part, held
+            return held
         # Another build took it for a dead one's before it was locked.
         os.close(held)
 
