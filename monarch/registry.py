@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from monarch.text import escape_text
 
 log = logging.getLogger(__name__)
 
+# As many as the kernel follows in one path.
+_MOST_LINKS = 40
 # A record is a few paths; anything longer was not written by us.
 _MAX_RECORD_BYTES = 64 * 1024
 
@@ -102,8 +105,9 @@ class Registry:
 
         Raises NotMountedError if there is none.
         """
-        wanted = os.path.abspath(path)
-        matching = [r for r in self.all() if _is_inside(wanted, r.mountpoint)]
+        records = self.all()
+        wanted = real_path(path, [record.mountpoint for record in records])
+        matching = [r for r in records if _is_inside(wanted, r.mountpoint)]
         if not matching:
             raise NotMountedError(
                 f"{escape_text(str(path))} is not in a Monarch mount",
@@ -114,6 +118,31 @@ class Registry:
     def _file(self, mountpoint: str) -> Path:
         digest = hashlib.sha256(os.fsencode(os.path.abspath(mountpoint))).hexdigest()
         return self._directory / f"{digest[:32]}.json"
+
+
+def real_path(path: Path | str, mountpoints: Collection[str] = ()) -> str:
+    """``path`` without symbolic links, as the kernel's table of mounts has it.
+
+    What lies in one of ``mountpoints`` is taken by its name alone: a mount may hang.
+    """
+    done, rest = "/", os.path.abspath(path).split("/")[:0:-1]
+    links = 0
+    while rest:
+        part = rest.pop()
+        here = os.path.normpath(os.path.join(done, part))
+        if here in mountpoints:
+            return os.path.normpath(os.path.join(here, *reversed(rest)))
+        try:
+            target = os.readlink(here) if links < _MOST_LINKS else ""
+        except OSError:
+            target = ""
+        if target:
+            links += 1
+            rest.extend(reversed(target.split("/")))
+            done = "/" if target.startswith("/") else done
+        else:
+            done = here
+    return done
 
 
 def alive(record: MountRecord) -> bool:

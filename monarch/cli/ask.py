@@ -14,7 +14,7 @@ from monarch import registry
 from monarch.control.client import call
 from monarch.errors import MonarchError, NotMountedError, UsageError
 from monarch.places import state_root
-from monarch.registry import MountRecord, Registry
+from monarch.registry import MountRecord, Registry, real_path
 from monarch.report import Report
 from monarch.text import escape_text
 
@@ -57,7 +57,7 @@ def mount_and_paths(place: Path, paths: Sequence[str]) -> tuple[MountRecord, lis
     Raises NotMountedError, and UsageError for a place in a mount with more paths.
     """
     record = Registry(state_root()).find(place)
-    full = os.path.abspath(place)
+    full = real_path(place, [record.mountpoint])
     if full == record.mountpoint:
         return record, inside(record, paths)
     if paths:
@@ -78,7 +78,7 @@ def inside(record: MountRecord, paths: Sequence[str]) -> list[str]:
     root = record.mountpoint
     relative = []
     for path in paths or [root]:
-        full = os.path.normpath(os.path.join(root, path))
+        full = real_path(os.path.join(root, path), [root])
         if full != root and not full.startswith(root.rstrip("/") + "/"):
             raise UsageError(
                 f"{escape_text(path)} is outside the mount {escape_text(root)}",

@@ -16,7 +16,7 @@ from monarch.cli.output import emit_json, progress_bar, say, stdout
 from monarch.errors import LockedError, MonarchError, NotMountedError, UsageError
 from monarch.fsck import check_state
 from monarch.places import state_root
-from monarch.registry import MountRecord, Registry, alive
+from monarch.registry import MountRecord, Registry, alive, real_path
 from monarch.report import Finding, FsckProgress, FsckReport
 from monarch.state import NOTE, read_note
 from monarch.text import counted, escape_text
@@ -98,7 +98,7 @@ def _record(registry: Registry, place: Path) -> MountRecord | None:
         record = registry.find(place)
     except NotMountedError:
         return None
-    if os.path.abspath(place) != record.mountpoint:
+    if real_path(place, [record.mountpoint]) != record.mountpoint:
         raise UsageError(
             f"{escape_text(os.fspath(place))} is in the mount {escape_text(record.mountpoint)}",
             hint=f"fsck checks a mount as a whole: monarch fsck {escape_text(record.mountpoint)}",
@@ -115,7 +115,7 @@ def _state(place: Path) -> Path:
     root = state_root()
     for state in sorted(root.iterdir()) if root.is_dir() else ():
         with suppress(MonarchError):
-            if read_note(state).mountpoint == os.fspath(path):
+            if read_note(state).mountpoint in (os.fspath(path), real_path(path)):
                 return state
     if os.path.isdir(path) and any(path.glob("residency-*")):
         return path

@@ -19,6 +19,7 @@ from monarch.cli import complete
 from monarch.cli.output import Scanning, progress_bar, remark
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.places import state_directory
+from monarch.registry import real_path
 from monarch.settings import MountSettings
 from monarch.text import escape_text
 from monarch.types import Progress
@@ -99,6 +100,9 @@ def mount(
     Comes back when the mount answers. The first mount of a source builds a snapshot of its names.
     """
     settings = _settings(source_or_name, mountpoint, file, tiers, snapshot, state, options)
+    # As the kernel's table of mounts will have it: /data may be a link to /raid.
+    real = {"mountpoint": Path(real_path(settings.mountpoint))}
+    settings = settings.model_copy(update=real)
     # The daemon is imported here, so that a mistake above is told in no time.
     from monarch import daemon
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from monarch.errors import MonarchError, NotMountedError
-from monarch.fuse.mountpoint import monarch_above
+from monarch.fuse.mountpoint import FS_TYPE, monarch_above, mounts
+from monarch.registry import real_path
 from monarch.text import escape_text
 from monarch.timeouts import within
 from monarch.units import format_bytes
@@ -24,7 +25,8 @@ def public_status(place: Path) -> tuple[str, dict[str, Any]]:
     Raises NotMountedError if there is none, or its daemon is dead; MonarchError if it does not
     answer, or does not let us in.
     """
-    mountpoint = monarch_above(os.path.abspath(place))
+    ours = [os.fsdecode(mounted.mountpoint) for mounted in mounts() if mounted.type == FS_TYPE]
+    mountpoint = monarch_above(real_path(place, ours))
     if not mountpoint:
         raise NotMountedError(
             f"{escape_text(os.fspath(place))} is not in a Monarch mount",

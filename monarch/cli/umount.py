@@ -27,7 +27,7 @@ from monarch.errors import (
 )
 from monarch.fuse import mountpoint as mountpoints
 from monarch.places import state_root
-from monarch.registry import MountRecord, Registry, alive
+from monarch.registry import MountRecord, Registry, alive, real_path
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
@@ -84,9 +84,9 @@ def umount(
     the timeout, or Ctrl-C ends it, the mount stays as it is, and goes on. The exit code is then 13,
     or 130.
     """
-    path = Path(os.path.abspath(mountpoint))
-    shown = escape_text(os.fspath(path))
     registry = Registry(state_root())
+    path = Path(real_path(mountpoint, [record.mountpoint for record in registry.all()]))
+    shown = escape_text(os.fspath(path))
     record = _record(registry, path)
     if mountpoints.mount_at(path) is None and record is None:
         raise NotMountedError(

@@ -334,6 +334,40 @@ def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
     assert ended_cleanly(made.state)
 
 
+@pytest.mark.promise(110)
+def test_a_mount_has_the_name_that_links_lead_to_as_well(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source = tree({"d/a": b"content"})
+    real, linked, link = tmp_path / "real" / "mnt", tmp_path / "linked" / "mnt", tmp_path / "link"
+    real.mkdir(parents=True)
+    linked.parent.symlink_to("real")
+    link.symlink_to(linked)
+    names = (real, linked, link)
+    for name in names:
+        tier = f"{tmp_path / 'tier'}:10MiB"
+        made = monarch("mount", str(source), str(name), "--tier", tier)
+        assert f"{source} is at {real}," in made.stderr
+        try:
+            assert str(real) in mounts()
+            told = [json.loads(monarch("status", str(one), "--json").stdout) for one in names]
+            assert {(each["pid"], each["mountpoint"]) for each in told} == {
+                (told[0]["pid"], str(real))
+            }
+            for one in names:
+                monarch("warm", str(one / "d" / "a"), "--wait")
+                evicted = json.loads(monarch("evict", str(one), str(link / "d"), "--json").stdout)
+                assert evicted["files"] == 1
+                assert monarch("fsck", str(one)).returncode == 0
+            with (name / "d" / "a").open("rb"):
+                busy = monarch("umount", str(name), check=False)
+                assert (busy.returncode, f"pid {os.getpid()}" in busy.stderr) == (10, True)
+        finally:
+            monarch("umount", str(name))
+        assert str(real) not in mounts()
+        assert_nothing_is_left(monarch)
+
+
 @pytest.mark.fault("I2")
 def test_umount_says_so_where_there_is_no_monarch_mount(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
