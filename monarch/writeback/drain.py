@@ -38,7 +38,17 @@ from monarch.threads import Threads
 from monarch.transfer.throttle import TokenBucket
 from monarch.types import Identity
 from monarch.units import MiB
-from monarch.writeback.home import Conflict, Expected, Folders, Home, Outcome, Place, Step
+from monarch.writeback.home import (
+    Conflict,
+    Expected,
+    Folders,
+    Home,
+    Outcome,
+    Place,
+    Step,
+    is_shared,
+    shared,
+)
 from monarch.writeback.journal import Journal, Known, Replay
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op, above
@@ -239,7 +249,8 @@ class Drain:
         # and has no object, by its number there.
         self._known: dict[int, Identity] = {}
         self._made: dict[int, Identity] = {}
-        # What was made on the mount and is given up: nothing more of it goes to the source.
+        # What was made on the mount and is given up, or is at the source under another name only:
+        # nothing more of it goes to the source.
         self._given_up: set[int] = set()
         # Objects of files that were made on the mount, and what renames on the mount have replaced
         # by one of them.
@@ -316,6 +327,7 @@ class Drain:
             self._ours[number] = self._ours.get(number, frozenset()) | inos
         self._new |= known.new
         self._present |= known.present
+        self._given_up |= known.given_up
 
     def known_of(self, ops: Iterable[tuple[int, Op]]) -> Known:
         """What a journal that is written anew with ``ops`` alone must tell of the source."""
@@ -331,6 +343,7 @@ class Drain:
             ours=_of(self._ours, numbers),
             new=frozenset(self._new & numbers),
             present=frozenset(self._present & numbers),
+            given_up=frozenset(self._given_up & inos),
         )
 
     def put(self, seq: int, op: Op) -> None:
@@ -922,8 +935,14 @@ class Drain:
                 self._known[number] = identity
             case "rmdir":
                 self._made.pop(op.ino, None)
+            case "mkdir" | "symlink" | "mknod" if identity is None and op.strict:
+                # The name is another's at the source: what comes behind it is not about that.
+                self._given_up.add(op.ino)
             case _ if identity is not None and op.ino:
-                self._renew(self._made.get(op.ino, op.was), identity)
+                before = self._made.get(op.ino, op.was)
+                if before is not None and is_shared(before):
+                    identity = shared(identity)
+                self._renew(before, identity)
                 self._made[op.ino] = identity
 
     def _renew(self, before: Identity | None, now: Identity) -> None:

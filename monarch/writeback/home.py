@@ -183,6 +183,19 @@ class Folders:
 
 Step = Callable[[Folders], "Identity | None"]
 
+# The time of change in the identity of a directory that others had made at the source before one of
+# that name was made on the mount. No source tells such a time; some tell 0 of all.
+_SHARED_NS = -1
+
+
+def shared(identity: Identity) -> Identity:
+    """The identity of a directory of others, which stands for one that was made on the mount."""
+    return replace(identity, ctime_ns=_SHARED_NS)
+
+
+def is_shared(identity: Identity) -> bool:
+    return identity.ctime_ns == _SHARED_NS
+
 
 def _is_owner(directory: int, by: Credentials | None) -> bool:
     return by is not None and os.fstat(directory).st_uid == by.uid
@@ -626,13 +639,13 @@ class Home:
             if not stat.S_ISDIR(there.st_mode):
                 raise
             # A life that ended before it could say so has made it.
-            owner = by.uid if by is not None else os.geteuid()
             is_ours = not op.strict or (
-                there.st_uid == owner and stat.S_IMODE(there.st_mode) & ~stat.S_ISGID == 0o700
+                there.st_uid == _uid(by) and stat.S_IMODE(there.st_mode) & ~stat.S_ISGID == 0o700
             )
         if is_ours:
             self._dress_directory(fd, name, op, by)
-        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+        identity = identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+        return identity if is_ours else shared(identity)
 
     def _dress_directory(self, fd: int, name: bytes, op: Op, by: Credentials | None) -> None:
         """As ``_dress_name``; a set-group-ID bit that the directory has from above stays.
@@ -658,7 +671,8 @@ class Home:
         except FileExistsError:
             with suppress(OSError):
                 if os.readlink(name, dir_fd=fd) == op.to:
-                    return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+                    there = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    return identity_of(there) if there.st_uid == _uid(by) else None
             name = self._beside(name, expected.seq)
             with suppress(FileExistsError), acting_as(by):
                 os.symlink(op.to, name, dir_fd=fd)
@@ -676,11 +690,11 @@ class Home:
                 os.mknod(name, kind | 0o600, op.rdev, dir_fd=fd)
         except FileExistsError:
             there = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            owner = by.uid if by is not None else os.geteuid()
             same = (stat.S_IFMT(there.st_mode), there.st_rdev) == (kind, op.rdev)
-            if not same or there.st_uid != owner or stat.S_IMODE(there.st_mode) != 0o600:
+            is_own = same and there.st_uid == _uid(by)
+            if not is_own or stat.S_IMODE(there.st_mode) != 0o600:
                 self._note_conflict(op.path, b"", "was made there by others, and stays as it is")
-                return identity_of(there) if same else None
+                return identity_of(there) if is_own else None
         except OSError as error:
             if error.errno not in _NOT_TAKEN or error.errno == errno.EACCES:
                 raise
@@ -841,21 +855,36 @@ class Home:
             if op.strict and expected is not None and not expected.is_same(status, strict=True):
                 self._note_conflict(op.path, b"", "was replaced there by others: it stays as it is")
                 return None
-            if expected is not None and by is not None and by.uid not in (0, status.st_uid):
-                given = (op.mode, op.uid, op.gid)
-                if any(value is not None for value in given):
-                    self._note_conflict(
-                        op.path, b"", "is another user's there: its mode and owner stay"
-                    )
-                    return None
-            with acting_as(by):
-                self._dress(fd, op)
+            if expected is None:
+                with acting_as(by):
+                    self._dress(fd, op)
+            elif not self._dress_as(fd, op, by, expected.known):
+                return None
             kind = stat.S_IFMT(status.st_mode)
             if kind in (stat.S_IFREG, stat.S_IFDIR):
                 _sync_by_name(fd)
             return identity_of(os.fstat(fd))
         finally:
             os.close(fd)
+
+    def _dress_as(
+        self, fd: int, op: Op, by: Credentials | None, known: Identity | None = None
+    ) -> bool:
+        """Make a change of a file that is there with the rights of a user; whether it belongs to
+        whom it has to. ``known`` is what is known of it."""
+        uid = os.fstat(fd).st_uid
+        is_given = any(value is not None for value in (op.mode, op.uid, op.gid))
+        is_others = by is not None and by.uid not in (0, uid)
+        if by is not None and by.is_root and uid != 0 and known is not None and is_shared(known):
+            # Access control lists are among the extended attributes.
+            is_given, is_others = is_given or bool(op.xattrs), True
+        if is_given and is_others:
+            why = "is another user's there: its mode and owner stay"
+            self._note_conflict(op.path, b"", why)
+            return False
+        with acting_as(by):
+            self._dress(fd, op)
+        return True
 
     def _dress(self, fd: int, op: Op) -> None:
         # This way leads to what the descriptor is of, and ends there, even if it is a link.
@@ -961,6 +990,11 @@ def _creator(op: Op) -> Credentials | None:
     if op.by is not None or op.uid is None or not can_act_as_others():
         return op.by
     return Credentials(op.uid, op.uid if op.gid is None else op.gid)
+
+
+def _uid(by: Credentials | None) -> int:
+    """Whose what is made as ``by`` is."""
+    return by.uid if by is not None else os.geteuid()
 
 
 def _is_given_away(op: Op) -> bool:

@@ -84,6 +84,7 @@ class Known:
     the file replace, which stands there still; ``ours``, the source's numbers of files that may
     have got its name; ``new``: it was made on the mount; ``present``: the source has it under its
     names. ``made``: what the source has of what has no object, by its number on the mount.
+    ``given_up``: numbers of what was made on the mount and is not at the source under its name.
     """
 
     known: Mapping[int, Identity] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Known:
     ours: Mapping[int, frozenset[int]] = field(default_factory=dict)
     new: frozenset[int] = frozenset()
     present: frozenset[int] = frozenset()
+    given_up: frozenset[int] = frozenset()
 
     def record(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -102,6 +104,7 @@ class Known:
             "ours": [[number, ino] for number, inos in self.ours.items() for ino in sorted(inos)],
             "new": sorted(self.new),
             "present": sorted(self.present),
+            "given_up": sorted(self.given_up),
         }
 
     @classmethod
@@ -120,6 +123,7 @@ class Known:
             ours=ours,
             new=frozenset(record["new"]),
             present=frozenset(record["present"]),
+            given_up=frozenset(record.get("given_up", ())),
         )
 
 

@@ -303,3 +303,97 @@ async def test_what_a_refused_rename_replaces_is_known_until_it_is_done(
         await drain.settle()
         assert drain.backlog().conflicts == 0
     assert (shared.source / "replaced").read_bytes() == b"new"
+
+
+def owned(world: World, name: str, mode: int) -> None:
+    """Give what is at the source to Alice."""
+    os.chown(world.source / name, 1001, 1001, follow_symlinks=False)
+    if not (world.source / name).is_symlink():
+        (world.source / name).chmod(mode)
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(159)
+@pytest.mark.parametrize("end", ["none", "killed", "compacted"])
+async def test_what_another_has_under_the_name_of_what_was_made_here_is_not_touched(
+    shared: World, clock: Clock, end: str
+) -> None:
+    for name in ("file", "removed"):
+        (shared.source / name).write_bytes(b"of alice")
+    for name in ("pipe", "removed-pipe"):
+        os.mkfifo(shared.source / name)
+    (shared.source / "link").symlink_to("a")
+    names = ("file", "removed", "link", "pipe", "removed-pipe")
+    for name in names:
+        owned(shared, name, 0o600)
+
+    def as_root() -> None:
+        shared.by = ROOT
+        for name in (b"file", b"link"):
+            node = shared.tree[name]
+            shared.record(Op(kind="attr", path=name, ino=node.ino, uid=1002, gid=1002))
+        shared.chmod(b"pipe", 0o666)
+        shared.unlink(b"removed")
+        shared.unlink(b"removed-pipe")
+
+    async with draining(shared) as drain:
+        shared.by = MALLORY
+        for name in (b"file", b"removed", b"link"):
+            shared.symlink(name, b"a")
+        for name in (b"pipe", b"removed-pipe"):
+            shared.mknod(name)
+        await drain.wait(shared.last_seq)
+        if end == "none":
+            as_root()
+            await drain.wait(shared.last_seq)
+    if end != "none":
+        shared.drain = None
+        as_root()
+        replay = shared.kill() if end == "killed" else shared.look_anew()
+        async with draining(shared, replay) as drain:
+            await drain.settle()
+    found = {name: os.lstat(shared.source / name) for name in names}
+    assert {status.st_uid for status in found.values()} == {1001}
+    assert stat.S_IMODE(found["pipe"].st_mode) == 0o600
+    assert os.readlink(next(shared.source.glob("file.monarch-conflict-*"))) == "a"
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(159)
+@pytest.mark.parametrize("end", ["none", "killed", "compacted"])
+async def test_root_gives_no_right_in_the_directory_of_another_that_is_shared(
+    shared: World, clock: Clock, end: str
+) -> None:
+    for name in ("mode", "list", "moved"):
+        (shared.source / name).mkdir()
+        owned(shared, name, 0o700)
+
+    def as_root() -> None:
+        shared.by = ROOT
+        shared.chmod(b"mode", 0o777)
+        ino = shared.tree[b"list"].ino
+        shared.record(Op(kind="xattr", path=b"list", ino=ino, xattrs={b"user.list": b"all"}))
+        shared.record(Op(kind="attr", path=b"list", ino=ino, uid=1002, gid=1002))
+
+    async with draining(shared) as drain:
+        shared.by = MALLORY
+        for name in (b"mode", b"list", b"moved"):
+            shared.mkdir(name, 0o755)
+        await drain.wait(shared.last_seq)
+        shared.by = ROOT
+        shared.rename(b"moved", b"there")
+        shared.chmod(b"there", 0o777)
+        await drain.wait(shared.last_seq)
+        if end == "none":
+            as_root()
+            await drain.wait(shared.last_seq)
+    if end != "none":
+        shared.drain = None
+        as_root()
+        replay = shared.kill() if end == "killed" else shared.look_anew()
+        async with draining(shared, replay) as drain:
+            await drain.settle()
+    for name in ("mode", "list", "there"):
+        status = (shared.source / name).stat()
+        assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o700), name
+        assert os.listxattr(shared.source / name) == []
