@@ -788,6 +788,8 @@ class Drain:
             ours=self._ours.get(number, frozenset()),
             over=over,
             is_made=number in self._new,
+            # Not if a rename has taken it away there, until its content comes.
+            was_there=number in self._known and number not in self._over,
         )
 
     def _as_set(self, number: int) -> Iterator[Identity]:

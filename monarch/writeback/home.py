@@ -79,6 +79,8 @@ class Expected:
     at its path. ``ours``: inode numbers of files that may have got their name in an earlier life
     that did not record it. ``over``: what renames on the mount have replaced. ``is_made``: the file
     was made on the mount, so its owner and mode are as the kernel let them become there.
+    ``was_there``: the source has had it under its name; if that leads elsewhere, others have done
+    it.
     """
 
     seq: int = 0
@@ -86,6 +88,7 @@ class Expected:
     ours: frozenset[int] = frozenset()
     over: tuple[Identity, ...] = ()
     is_made: bool = False
+    was_there: bool = False
 
     def is_it(self, found: os.stat_result, *, strict: bool, version: bool = False) -> bool:
         """Whether ``found`` is what may be replaced; with ``version``, as it is known."""
@@ -449,6 +452,9 @@ class Home:
             finally:
                 os.close(it)
             raise OSError(_CHANGED_MEANWHILE, "what was to be replaced at the source is gone")
+        if expected.was_there and place.kind in ("new", "conflict") and _is_given_away(op):
+            # Who removed a program, or replaced it, has taken its rights back.
+            op = replace(op, mode=None if op.mode is None else op.mode & ~_SPECIAL_BITS)
         if place.by is None and not (expected.is_made or op.by is None):
             op = replace(op, uid=None, gid=None, mode=(op.mode or 0) & ~_SPECIAL_BITS)
         # Only root has set these.

@@ -397,3 +397,51 @@ async def test_root_gives_no_right_in_the_directory_of_another_that_is_shared(
         status = (shared.source / name).stat()
         assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o700), name
         assert os.listxattr(shared.source / name) == []
+
+
+@pytest.mark.fault("U7")
+@pytest.mark.promise(160)
+async def test_bytes_of_root_do_not_bring_back_a_program_whose_owner_has_removed_it(
+    shared: World, clock: Clock
+) -> None:
+    async with draining(shared) as drain:
+        shared.by, shared.owner = ALICE, 1001
+        for name in (b"there", b"removed", b"replaced", b"left-out"):
+            shared.write(name, b"of alice")
+            shared.chmod(name, 0o4755)
+        await drain.wait(shared.last_seq)
+        for name in (b"a", b"d/a"):
+            owned(shared, os.fsdecode(name), 0o4755)
+            shared.tree[name].mode = 0o4755
+        for name in ("replaced", "d/a"):
+            (shared.source / "another").write_bytes(b"of others")
+            (shared.source / "another").rename(shared.source / name)
+        for name in ("removed", "a"):
+            (shared.source / name).unlink()
+        shared.by = ROOT
+        for name in (b"there", b"removed", b"replaced", b"a", b"d/a"):
+            node = shared.begin(name)
+            shared.store(node, b"of")
+            shared.content(node)
+            shared.store(node, b"of root")
+            shared.setxattr(name, b"user.kind", b"program")
+            shared.end(node)
+        await drain.wait(shared.last_seq)
+        # What the mount has renamed behind a content that was left out is not missed there.
+        node = shared.begin(b"left-out")
+        shared.store(node, b"a half")
+        shared.content(node)
+        shared.rename(b"left-out", b"renamed")
+        shared.store(node, b"of root")
+        await drain.wait(shared.last_seq)
+        shared.end(node)
+        await drain.wait(shared.last_seq)
+    kept = list(shared.source.rglob("*.monarch-conflict-*"))
+    # One for each content.
+    assert len(kept) == 4
+    for path in (shared.source / "removed", shared.source / "a", *kept):
+        status = path.stat()
+        assert path.read_bytes() == b"of root"
+        assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o755)
+    for name in ("there", "renamed"):
+        assert stat.S_IMODE((shared.source / name).stat().st_mode) == 0o4755, name
