@@ -542,6 +542,7 @@ def test_copies_that_are_evicted_before_their_turn_are_not_read(
     asking = threading.Thread(target=lambda: told.append(call(*arguments, timeout=None)))
     asking.start()
     wait_until(lambda: account(mounted)["copies"]["queued"] == 4, "a copy is under way")
+    wait_until(lambda: len(account(mounted)["warming"]) == 2, "both are under way")
     (first, second) = account(mounted)["warming"]
     assert (first["total"], second["total"]) == (8, 8)
     monarch("evict", str(mounted.path))
