@@ -52,11 +52,11 @@ class _Again:
             case "create" | "mkdir" | "symlink" | "mknod":
                 node = self._make(op.path)
                 for other in op.paths:
-                    self._name_again(node, other)
+                    self._name_again(node.ino, other)
             case "take" | "content":
                 self._content()
             case "link":
-                self._link()
+                self._name_again(self._require(op.path), op.to)
             case "unlink":
                 if self._names.resolve(op.path) is not None:
                     self._names.unlink(*self._place(op.path), now_ns=self._now_ns)
@@ -122,15 +122,15 @@ class _Again:
             ino=Ino(op.ino) if op.ino >= WRITTEN_INO else None,
         )
 
-    def _name_again(self, node: Node, path: bytes) -> None:
-        """Give another name to what was made; the snapshot may know it as a file of the source."""
+    def _name_again(self, ino: Ino, path: bytes) -> None:
+        """Give a file another name; the snapshot may know the name as a file of the source."""
         parent, name = self._place(path)
         found = self._names.lookup(parent, name)
-        if found == node.ino:
+        if found == ino:
             return
         if found is not None:
             self._names.unlink(parent, name, now_ns=self._now_ns)
-        self._names.link(node.ino, parent, name, now_ns=self._now_ns)
+        self._names.link(ino, parent, name, now_ns=self._now_ns)
 
     def _content(self) -> None:
         op = self._op
@@ -143,12 +143,6 @@ class _Again:
             self._names.have_xattrs(node, given)
             if op.mtime_ns is not None:
                 node.mtime_ns = op.mtime_ns
-
-    def _link(self) -> None:
-        parent, name = self._place(self._op.to)
-        ino = self._require(self._op.path)
-        if self._names.lookup(parent, name) != ino:
-            self._names.link(ino, parent, name, now_ns=self._now_ns)
 
     def _rename(self) -> None:
         op = self._op

@@ -9,6 +9,8 @@ import pytest
 
 from monarch.namespace.overlay import Namespace
 from monarch.types import ROOT_INO, Attributes, Ino
+from monarch.vfs.replay import replay
+from monarch.writeback.ops import Op
 from tests.namespace.conftest import Taken
 
 
@@ -101,3 +103,15 @@ def test_what_was_gone_may_come_back(names: Namespace) -> None:
 def test_the_root_stays(names: Namespace) -> None:
     with pytest.raises(ValueError, match="root"):
         names.forget(ROOT_INO)
+
+
+@pytest.mark.promise(67)
+def test_a_link_that_the_source_has_already_is_made_again_of_the_file_that_the_journal_names(
+    names: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first file was replaced at the source, and the second is still a link of the one before.
+    records = [(1, Op(kind="link", path=b"a", to=b"b")), (2, Op(kind="link", path=b"a", to=b"new"))]
+    replay(names, records, now_ns=1)
+    assert caplog.messages == []
+    assert ino_of(names, b"a") == ino_of(names, b"b") == ino_of(names, b"new")
+    assert sorted(name for _, name in listed(names)) == [b"a", b"b", b"c", b"d", b"dir", b"new"]
