@@ -284,10 +284,12 @@ def test_a_file_that_stays_open_while_a_tier_is_full_is_copied_when_it_has_room_
         comes_back(mounted)
         wait_until(lambda: len(copies(mounted)["fast"]) == 2, "both are copied")
         settled(mounted)
-        # Evicted by a person, and nobody brings it back who has it open.
+        # Evicted by a person, and nobody brings it back who has it open. Without opens a reader of
+        # the first byte that has paused, as on a busy machine, is taken for one that opens anew.
         monarch("evict", str(mounted.path), "before")
         time.sleep(1)
-        assert resident(mounted, ["before", "during"]) == {"during": "fast"}
+        if monarch.mode != "no_open":
+            assert resident(mounted, ["before", "during"]) == {"during": "fast"}
     # None without opens, where there is no release to wait for either.
     wait_until(lambda: not account(mounted)["handles"]["open_files"], "the releases arrived")
     assert read_through(mounted.path / "during") == contents("during", size)
