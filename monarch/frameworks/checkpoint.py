@@ -3,17 +3,19 @@
 Two phases, as in CheckFreq (Mohan, Phanishayee and Chidambaram, FAST 2021): a thread copies the
 state into host memory while the next iteration goes on, and the gate ``before_update`` holds the
 update of the weights until that is done; then the thread writes it to storage. ``interval.py`` says
-how often, ``shelf.py`` how it is written, ``layout.py`` what a state may be.
+how often, ``shelf.py`` how it is written, ``layout.py`` what a state may be, ``group.py`` what
+several ranks tell each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -21,8 +23,9 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.interval import Interval
-from monarch.frameworks.layout import Capture, Octets, UpdatedOnly, trailer
+from monarch.frameworks.group import Group, PartSet, directory_of, ranks_in, sets_of
+from monarch.frameworks.interval import FIRST_INTERVAL, Interval
+from monarch.frameworks.layout import Capture, Octets, Parts, UpdatedOnly, trailer
 from monarch.frameworks.shelf import (
     PIECE_BYTES,
     Checkpoint,
@@ -31,10 +34,12 @@ from monarch.frameworks.shelf import (
     Shelf,
     Verified,
     durability,
+    entry_of,
     list_checkpoints,
     load,
     name_of,
     prune,
+    serial_of,
     verify,
 )
 from monarch.order import ResumableSampler
@@ -42,6 +47,8 @@ from monarch.order import ResumableSampler
 __all__ = [
     "Checkpointer",
     "CheckpointWarning",
+    "Group",
+    "Parts",
     "Restored",
     "UpdatedOnly",
     "Checkpoint",
@@ -54,6 +61,9 @@ __all__ = [
 
 Batch = TypeVar("Batch")
 
+# Of so many sets that may not be complete yet the ranks tell each other.
+_MOST_TOLD = 8
+
 
 class CheckpointWarning(RuntimeWarning):
     """A checkpoint was not saved, or one that was saved cannot be used. The training goes on."""
@@ -61,7 +71,9 @@ class CheckpointWarning(RuntimeWarning):
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A state that was saved after ``step`` updates. The order of its data is set already."""
+    """A state that was saved after ``step`` updates. The order of its data is set already.
+
+    ``state`` is a ``Parts`` if another number of ranks saved it."""
 
     checkpoint: Checkpoint
     step: int
@@ -90,9 +102,12 @@ class Checkpointer:
                 sampler.consumed(len(batch))
                 checkpointer.after_update(state_of_the_run)
 
-    All calls come from one thread; of several ranks one has a Checkpointer. A checkpoint that is
-    due while ``max_in_flight`` are being written is taken as soon as one of these is done: training
-    waits for no storage.
+    All calls come from one thread. Of several ranks one has a Checkpointer, or all have one of the
+    same directory and a ``group``: then they save and restore the same steps.
+
+    Training waits for no storage: a checkpoint that is due while ``max_in_flight`` are being
+    written is left out with ``every`` (the next one is due ``every`` updates later), otherwise put
+    off until one of these is done, and with a ``group`` put off until that is so at every rank.
 
     A checkpoint that cannot be written harms none that was; the next step warns (CheckpointWarning,
     once until one succeeds), ``last_error`` has the reason, and ``close()`` raises the first.
@@ -109,12 +124,17 @@ class Checkpointer:
         keep_every: int | Literal["epoch"] | None = None,
         durable: Literal["local", "source"] = "local",
         order: ResumableSampler | None = None,
-        allocate: Callable[[int], Octets] = allocate,
+        group: Group | None = None,
+        allocate: Callable[[int], Octets] | None = None,
     ) -> None:
         """``p``: the share of the run's time that checkpoints may cost; from it, and from what they
-        are seen to cost, follows how often they are taken, unless ``every`` (iterations) says so.
+        are seen to cost, follows how often they are taken, unless ``every`` says so: after each
+        update whose number is a multiple of it.
 
-        ``max_in_flight`` copies of the state are kept in host memory, each from ``allocate``.
+        ``group``: the ranks that save together, each its part, in ``directory/rank-RANK``.
+        ``after_update``, ``save`` and ``restore`` are then called by all of them.
+        ``max_in_flight`` copies of the state are kept in host memory, each from ``allocate``, or
+        from what the state of the run has under that name (``TorchState``).
         ``keep_last`` and ``keep_every`` as in ``prune``. ``durable``: what a checkpoint on a
         Monarch mount must be before older ones are removed. ``order``: its state is saved with
         every checkpoint and restored with it.
@@ -132,6 +152,7 @@ class Checkpointer:
         self._durable: Literal["local", "source"] = durable
         self._order = order
         self._allocate = allocate
+        self._is_met = False
         # Buffers that nobody uses; of the right size from the first checkpoint on.
         self._buffers = [np.empty(0, np.uint8) for _ in range(max_in_flight)]
         self._slots = max_in_flight
@@ -159,15 +180,27 @@ class Checkpointer:
         self._age = 0
         self._late = False
 
-        self._shelf = Shelf(Path(directory))
+        self._group = group
+        # Agreed between the ranks when they last asked each other.
+        self._agreed = FIRST_INTERVAL
+        # The checksums of this rank's parts of sets, by name, that not all ranks are known to have;
+        # and of sets that all have, of all ranks, until a manifest has them.
+        self._written: dict[str, str] = {}
+        self._commits: dict[str, tuple[str, ...]] = {}
+
+        self._root = Path(directory)
+        self._shelf = Shelf(directory_of(self._root, group.rank) if group else self._root)
         self._serial = self._shelf.next_serial()
+        self._token = self._shelf.token
         for trouble in self._shelf.troubles:
             warnings.warn(trouble, CheckpointWarning, stacklevel=2)
 
     @property
     def interval(self) -> int:
         """How many iterations lie between two checkpoints now."""
-        return self._every or self._interval.iterations
+        if self._every:
+            return self._every
+        return self._agreed if self._group else self._interval.iterations
 
     @property
     def last_error(self) -> BaseException | None:
@@ -182,7 +215,8 @@ class Checkpointer:
 
     def durable(self, step: int) -> Durable | None:
         """Where the bytes of the newest checkpoint of ``step`` are, on a Monarch mount: ``none``,
-        ``local`` or ``source``; None on any other. Raises CheckpointError if there is none.
+        ``local`` or ``source``; None on any other. Raises CheckpointError if there is none, OSError
+        if the mount cannot say it.
         """
         names = [each.name for each in self._shelf.checkpoints if each.step == step]
         if not names:
@@ -217,13 +251,16 @@ class Checkpointer:
         this returns, but those that only the update of the weights changes (``UpdatedOnly``, and
         what the adapter of a framework knows to be such) behind the next iteration.
 
-        Raises CheckpointError if ``before_update`` was not called, TypeError for a state that a
-        checkpoint cannot hold, and what ``state`` raises.
+        Raises CheckpointError if ``before_update`` was not called, ranks are at different steps, or
+        the state needs a ``group``, TypeError for a state that a checkpoint cannot hold, and what
+        ``state`` raises. A ``TorchState`` that no checkpoint can hold is told at the first call.
         """
         now_s = time.monotonic()
         if not self._gate_passed:
             raise CheckpointError("before_update() comes before each update of the weights")
         self._gate_passed = False
+        if not self._is_met:
+            self._meet(state)
         self._tell()
         self.step += 1
         self._age += 1
@@ -235,26 +272,29 @@ class Checkpointer:
                     visible_s=self._visible_s,
                     quiet=self._quiet,
                 )
-            is_due = self._age >= self.interval
-            buffer = self._buffers.pop() if is_due and self._buffers else None
-            self._late |= is_due and buffer is None
         self._visible_s = 0.0
-        if buffer is not None:
-            self._begin(state, buffer)
+        # With several ranks ``state`` may call them all together: all come here, or none.
+        begins = self._is_due() and self._may_begin()
+        if begins:
+            self._begin(state, self._buffers.pop())
         with self._changed:
             self._quiet = len(self._buffers) == self._slots
         self._visible_s = time.monotonic() - now_s
         self._began_s = now_s
-        return buffer is not None
+        return begins
 
     def save(self, state: object) -> Checkpoint:
-        """A checkpoint now, after those in flight; returns when it is on storage.
+        """A checkpoint now, after those in flight; returns when it is on storage, at every rank.
 
-        Raises OSError if it could not be written, TypeError as ``after_update``.
+        Raises OSError if it could not be written, CheckpointError if another rank's could not,
+        TypeError as ``after_update``.
         """
         self._tell()
         with self._changed:
             self._changed.wait_for(lambda: len(self._buffers) > 0)
+        if self._group is not None:
+            self._agree("save")
+        with self._changed:
             buffer = self._buffers.pop()
         try:
             capture, checkpoint = self._capture(state)
@@ -262,40 +302,48 @@ class Checkpointer:
             capture.copy_now(buffer)
             capture.copy_deferred(buffer)
             checkpoint = self._persist(capture, checkpoint, buffer)
+        except BaseException as error:
+            if self._group is not None and isinstance(error, Exception):
+                with contextlib.suppress(CheckpointError):
+                    self._agree("saved", error=f"{error}; step {self.step} is not saved")
+            raise
         finally:
             self._give_back(buffer)
+        if self._group is not None:
+            self._agree("saved")
+            checkpoint = self._record_commits(checkpoint)
         self._age, self._late = 0, False
         if self._began_s is not None:
             # No part of an iteration.
             self._began_s, self._visible_s = time.monotonic(), 0.0
         return checkpoint
 
-    def restore(self) -> Restored | None:
-        """The newest checkpoint that is whole, None if none was ever saved here. Sets ``step``, and
-        the state of ``order``.
+    def restore(self, step: int | None = None) -> Restored | None:
+        """The newest checkpoint that is whole, at every rank, or the newest of ``step``; None if
+        none was ever saved here. Sets ``step``, and the state of ``order``.
 
-        Warns of those that are newer and damaged. Raises CheckpointError if all are damaged, or the
-        order is one of other data.
+        Warns of those that are newer and damaged, or not complete. Raises CheckpointError if none
+        is left, there is none of ``step``, or the order is one of other data.
         """
-        for checkpoint in reversed(self._shelf.checkpoints):
+        if self._group is not None:
+            return self._restore_set(self._group, step)
+        wanted = [c for c in self._shelf.checkpoints if step is None or c.step == step]
+        if not wanted and (others := ranks_in(self._root)):
+            raise CheckpointError(
+                f"{os.fspath(self._root)!r} has the checkpoints of {len(others)} ranks",
+                hint="give the Checkpointer of each rank the group; it may be another number",
+            )
+        for checkpoint in reversed(wanted):
             try:
                 facts, state = load(self._shelf.directory, checkpoint)
             except CheckpointError as error:
                 warnings.warn(f"{error}; the one before is tried", CheckpointWarning, stacklevel=2)
                 continue
-            if self._order is not None and facts.get("order") is not None:
-                self._order.load_state_dict(facts["order"])
             self._believed.add(checkpoint.name)
-            self.step = checkpoint.step
-            return Restored(
-                checkpoint, checkpoint.step, checkpoint.epoch, checkpoint.consumed, state
-            )
-        if self._shelf.checkpoints:
-            raise CheckpointError(
-                f"no checkpoint in {os.fspath(self._shelf.directory)!r} is whole",
-                hint="bring one back from elsewhere, or begin anew in another directory",
-            )
-        return None
+            return self._taken_up(checkpoint, facts, state)
+        if not wanted and step is None:
+            return None
+        raise self._nothing_left(step)
 
     def close(self) -> None:
         """Waits until nothing is being written. Raises CheckpointError, from the first error, if
@@ -329,6 +377,133 @@ class Checkpointer:
                 raise
             # The training's own error is the one to be seen.
             warnings.warn(str(failed), CheckpointWarning, stacklevel=2)
+
+    def _restore_set(self, group: Group, step: int | None) -> Restored | None:
+        """What all ranks can restore, agreed between them."""
+        told = group.exchange("restore", step, parts=[*map(asdict, self._parts(group))])
+        parts = [entry_of(part) for each in told for part in each["parts"]]
+        sets = [each for each in sets_of(parts) if step is None or each.step == step]
+        for each in sets:
+            trouble, read = "", None
+            if not each.is_complete:
+                trouble = f"{each.name}: not all of its {each.ranks} parts are there"
+            else:
+                try:
+                    read = self._read_set(group, each)
+                except CheckpointError as error:
+                    trouble = str(error)
+            answers = group.exchange("restore", each.name, trouble=trouble)
+            troubles = [f"rank {r}: {a['trouble']}" for r, a in enumerate(answers) if a["trouble"]]
+            if troubles or read is None:
+                warnings.warn(
+                    f"{troubles[0]}; the one before is tried", CheckpointWarning, stacklevel=3
+                )
+                continue
+            if each.ranks == group.size:
+                self._believed.add(each.name)
+                self._commits[each.name] = tuple(each.parts[r].xxh3 for r in range(each.ranks))
+            return self._taken_up(each.parts[min(group.rank, each.ranks - 1)], *read)
+        if step is None and not any(each.digests for each in sets):
+            # None was ever complete, as far as anybody knows.
+            return None
+        raise self._nothing_left(step)
+
+    def _parts(self, group: Group) -> Iterator[Checkpoint]:
+        """Those of this rank; and by rank 0 those of ranks that are no more."""
+        yield from self._shelf.checkpoints
+        if group.rank:
+            return
+        for rank in [rank for rank in ranks_in(self._root) if rank >= group.size]:
+            for listed in list_checkpoints(directory_of(self._root, rank)):
+                yield listed.checkpoint
+
+    def _read_set(self, group: Group, found: PartSet) -> tuple[dict[str, Any], Any]:
+        """The facts and the state of this rank. Raises CheckpointError."""
+        if found.ranks == group.size:
+            return load(self._shelf.directory, found.parts[group.rank])
+        read = [
+            load(directory_of(self._root, rank), found.parts[rank], mapped=True)
+            for rank in range(found.ranks)
+        ]
+        facts = read[min(group.rank, found.ranks - 1)][0]
+        return facts, Parts(tuple(state for _, state in read), group.rank, group.size)
+
+    def _taken_up(self, checkpoint: Checkpoint, facts: dict[str, Any], state: Any) -> Restored:
+        if self._order is not None and facts.get("order") is not None:
+            self._order.load_state_dict(facts["order"])
+        self.step = checkpoint.step
+        self._age, self._late = 0, False
+        return Restored(checkpoint, checkpoint.step, checkpoint.epoch, checkpoint.consumed, state)
+
+    def _nothing_left(self, step: int | None) -> CheckpointError:
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        whole = "whole" if self._group is None else "whole at every rank"
+        return CheckpointError(
+            f"{which} in {os.fspath(self._root)!r} is {whole}",
+            hint="bring one back from elsewhere, or begin anew in another directory",
+        )
+
+    def _meet(self, state: object) -> None:
+        """What there is to know of the state of the run, at the first update."""
+        check = getattr(state, "check", None)
+        if check is not None:
+            check(together=self._group is not None)
+        if self._allocate is None:
+            self._allocate = getattr(state, "allocate", None)
+        self._is_met = True
+
+    def _is_due(self) -> bool:
+        """Of this update, by what every rank knows."""
+        if self._every:
+            put_off = self._group is not None and self._late
+            return put_off or self.step % self._every == 0
+        return self._age >= self.interval
+
+    def _may_begin(self) -> bool:
+        """Whether there is room for the copy, at every rank; and it is still due by all."""
+        if self._group is None:
+            begins = bool(self._buffers)
+        else:
+            begins = self._agree("after_update")
+            if not self._is_due():
+                return False
+        self._late |= not begins
+        return begins
+
+    def _agree(self, call: str, error: str = "") -> bool:
+        """Ask the other ranks: whether all have room; what else they tell is noted."""
+        assert self._group is not None
+        with self._changed:
+            told: dict[str, object] = {
+                "free": bool(self._buffers),
+                "interval": self._interval.iterations,
+                "every": self._every,
+                "serial": self._serial,
+                "token": self._shelf.token,
+                "written": dict(self._written),
+            }
+        heard = self._group.exchange(call, self.step, error=error, **told)
+        if {other["every"] for other in heard} != {self._every}:
+            raise CheckpointError("the ranks have different numbers for `every`")
+        with self._changed:
+            self._agreed = max(other["interval"] for other in heard)
+            self._serial = max(other["serial"] for other in heard)
+            self._token = heard[0]["token"]
+            written = [other["written"] for other in heard]
+            for name in [n for n in self._written if all(n in other for other in written)]:
+                self._commits[name] = tuple(other[name] for other in written)
+                # A set before it of which a part is missing never gets complete.
+                for older in [n for n in self._written if serial_of(n) <= serial_of(name)]:
+                    del self._written[older]
+        return all(other["free"] for other in heard)
+
+    def _record_commits(self, checkpoint: Checkpoint) -> Checkpoint:
+        with self._shelving:
+            with self._changed:
+                commits, self._commits = self._commits, {}
+            self._shelf.commit(commits)
+            self._thin_out()
+        return replace(checkpoint, digests=commits[checkpoint.name])
 
     def _begin(self, state: Callable[[], object], buffer: Octets) -> None:
         try:
@@ -394,7 +569,7 @@ class Checkpointer:
             serial = self._serial
             self._serial += 1
         checkpoint = Checkpoint(
-            name=name_of(self.step, serial),
+            name=name_of(self.step, serial, self._token),
             size=0,
             xxh3="",
             step=self.step,
@@ -402,6 +577,8 @@ class Checkpointer:
             consumed=order.consumed if order else 0,
             saved_ns=time.time_ns(),
             serial=serial,
+            rank=self._group.rank if self._group else 0,
+            ranks=self._group.size if self._group else 1,
         )
         facts = {
             "step": checkpoint.step,
@@ -409,30 +586,56 @@ class Checkpointer:
             "consumed": checkpoint.consumed,
             "saved_ns": checkpoint.saved_ns,
             "serial": serial,
+            "rank": checkpoint.rank,
+            "ranks": checkpoint.ranks,
             "order": order.to_json() if order else None,
         }
-        return Capture(state, facts), checkpoint
+        capture = Capture(state, facts)
+        if capture.is_sharded and self._group is None:
+            raise CheckpointError(
+                "the state is one of several ranks, each of which has a part of its arrays",
+                hint="every rank needs a Checkpointer(..., group=monarch.frameworks.torch.group())",
+            )
+        return capture, checkpoint
 
     def _fitting(self, buffer: Octets, capture: Capture) -> Octets:
-        return buffer if len(buffer) >= capture.nbytes else self._allocate(capture.nbytes)
+        if len(buffer) >= capture.nbytes:
+            return buffer
+        return (self._allocate or allocate)(capture.nbytes)
 
     def _persist(self, capture: Capture, checkpoint: Checkpoint, buffer: Octets) -> Checkpoint:
         pieces = capture.pieces(buffer, PIECE_BYTES)
         part, size, xxh3 = self._shelf.stage(checkpoint.name, pieces, end=trailer)
         written = replace(checkpoint, size=size, xxh3=xxh3)
         with self._shelving:
-            self._shelf.publish(part, written)
-            self._last_error = None
+            with self._changed:
+                commits, self._commits = self._commits, {}
             try:
-                self._shelf.thin_out(
-                    keep_last=self._keep_last,
-                    keep_every=self._keep_every,
-                    durable=self._durable,
-                    believed=self._believed,
-                )
-            except OSError as error:
-                self._untold = f"old checkpoints were not removed: {error}; the next does it"
+                self._shelf.publish(part, written, commits)
+            except BaseException:
+                with self._changed:
+                    self._commits = {**commits, **self._commits}
+                raise
+            self._last_error = None
+            if self._group is not None:
+                with self._changed:
+                    self._written[written.name] = written.xxh3
+                    # Sets of which another rank could not save its part are given up.
+                    while len(self._written) > _MOST_TOLD + self._slots:
+                        del self._written[next(iter(self._written))]
+            self._thin_out()
         return written
+
+    def _thin_out(self) -> None:
+        try:
+            self._shelf.thin_out(
+                keep_last=self._keep_last,
+                keep_every=self._keep_every,
+                durable=self._durable,
+                believed=self._believed,
+            )
+        except OSError as error:
+            self._untold = f"old checkpoints were not removed: {error}; the next does it"
 
     def _give_back(self, buffer: Octets) -> None:
         with self._changed:

@@ -2,18 +2,26 @@
 
 A state is a nest of dicts, lists and tuples of numbers, strings, bytes, None, numpy arrays and the
 arrays of a framework (``Leaf``). Everything but the bytes of its arrays goes into a header, JSON;
-the bytes lie one after another, each array at a multiple of 64. Nothing in a file is ever run as
-code, so a checkpoint of somebody else can be looked at.
+the bytes lie one after another. Nothing in a file is ever run as code, so a checkpoint of somebody
+else can be looked at.
 
-A file: magic, the header's length as u64, the header, zeros up to a multiple of 4096, the arrays,
-the XXH3 (64 bits) of all that as u64, magic. All little-endian.
+A file is one of safetensors: the header's length as u64, the header, the arrays without gaps, all
+little-endian. Each array is a tensor there, named by its place in the state (``model.0.weight``);
+what the format has no type for is one of bytes. ``__metadata__`` has under ``monarch`` the nest
+itself. Arrays come in the order of their alignment, so that each can be used in place, and begin at
+a multiple of 4096. The last tensor, ``monarch.xxh3``, is the XXH3 (64 bits) of all bytes before it
+as u64, and a magic word.
+
+Files of earlier versions are read, too: magic, the header's length as u64, the header, zeros up to
+a multiple of 4096, the arrays, each at a multiple of 64, the XXH3 of all that as u64, magic.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,17 +31,31 @@ import xxhash
 
 from monarch.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 
 Octets = npt.NDArray[np.uint8]
 
-_MAGIC = b"MONARCHk"
+_MAGIC_1 = b"MONARCHk"
+_BEGINNING = b'{"__meta'
 _END = b"MONARCHe"
 _LENGTH = struct.Struct("<Q")
 _PAGE_BYTES = 4096
-_ALIGNMENT = 64
 TRAILER_BYTES = _LENGTH.size + len(_END)
-_HEAD_BYTES = len(_MAGIC) + _LENGTH.size
+_HEAD_BYTES = 16
+# What claims to have a longer one is something else.
+_MOST_HEADER_BYTES = 1 << 30
+_TRAILER = "monarch.xxh3"
+
+# The types of safetensors, by numpy's names and by PyTorch's.
+_SAFETENSORS = {
+    **{"?": "BOOL", "|b1": "BOOL", "|u1": "U8", "|i1": "I8", "<u2": "U16", "<i2": "I16"},
+    **{"<u4": "U32", "<i4": "I32", "<u8": "U64", "<i8": "I64"},
+    **{"<f2": "F16", "<f4": "F32", "<f8": "F64"},
+    **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16"},
+    **{"uint32": "U32", "int32": "I32", "uint64": "U64", "int64": "I64"},
+    **{"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
 
 
 @runtime_checkable
@@ -42,7 +64,8 @@ class Leaf(Protocol):
 
     ``kind`` names the framework, ``dtype`` is its own name of the type of the elements.
     ``deferred``: only the update of the weights changes it, so it may be copied behind the next
-    iteration; any other is copied before the training goes on.
+    iteration; any other is copied before the training goes on. One of which each rank has a part
+    also has a ``shard``, the Shard that this part is.
     """
 
     @property
@@ -61,6 +84,14 @@ class Leaf(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of an array of shape ``whole`` that begins at ``start``; one number a dimension."""
+
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A framework's array as it comes out of a checkpoint; its adapter makes it one again."""
 
@@ -68,6 +99,19 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     octets: Octets
+    shard: Shard | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The states that all ranks saved, by rank, for one of a run that has another number of them.
+
+    ``rank`` of ``size``: whose it is now. ``TorchState.load`` takes it.
+    """
+
+    states: tuple[Any, ...]
+    rank: int
+    size: int
 
 
 class UpdatedOnly:
@@ -118,17 +162,38 @@ class Capture:
 
     def __init__(self, state: object, facts: Mapping[str, object]) -> None:
         """``facts``: what else the header says; JSON."""
+        found: list[tuple[str, Leaf]] = []
+        tree = self._node(state, "state", "", found)
+        self.is_sharded = any(_shard_of(leaf) for _, leaf in found)
+        arrays: list[list[object]] = []
+        tensors: dict[str, object] = {}
+        names: list[str] = []
+        taken = {"__metadata__", _TRAILER}
+        for path, leaf in found:
+            names.append(_name(path, taken))
+            taken.add(names[-1])
+            arrays.append([names[-1], leaf.kind, leaf.dtype, list(leaf.shape)])
+            if shard := _shard_of(leaf):
+                arrays[-1] += [list(shard.whole), list(shard.start)]
+        # Without gaps each begins where its elements may, if those before it are of larger ones.
+        order = sorted(range(len(found)), key=lambda n: -_alignment(found[n][1]))
         self._leaves: list[tuple[int, Leaf]] = []
         self._end = 0
-        tree = self._node(state, "state")
-        arrays = [
-            [leaf.kind, leaf.dtype, list(leaf.shape), offset, leaf.nbytes]
-            for offset, leaf in self._leaves
-        ]
-        header = {"version": VERSION, **facts, "state": tree, "arrays": arrays}
+        for n in order:
+            leaf = found[n][1]
+            self._leaves.append((self._end, leaf))
+            tensors[names[n]] = _tensor(leaf, self._end)
+            self._end += leaf.nbytes
+        tensors[_TRAILER] = {
+            "dtype": "U8",
+            "shape": [TRAILER_BYTES],
+            "data_offsets": [self._end, self._end + TRAILER_BYTES],
+        }
+        own = {"version": VERSION, **facts, "state": tree, "arrays": arrays}
+        header = {"__metadata__": {"monarch": json.dumps(own, separators=(",", ":"))}, **tensors}
         told = json.dumps(header, separators=(",", ":")).encode()
-        self._head = _MAGIC + _LENGTH.pack(len(told)) + told
-        self._head += bytes(-len(self._head) % _PAGE_BYTES)
+        told += b" " * (-(_LENGTH.size + len(told)) % _PAGE_BYTES)
+        self._head = _LENGTH.pack(len(told)) + told
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +220,7 @@ class Capture:
             if leaf.deferred == deferred and leaf.nbytes:
                 leaf.copy_into(buffer[offset : offset + leaf.nbytes])
 
-    def _node(self, value: object, place: str) -> object:
+    def _node(self, value: object, place: str, path: str, found: list[tuple[str, Leaf]]) -> object:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, dict):
@@ -164,19 +229,20 @@ class Capture:
                 where = f"{place}[{key!r}]"
                 if not _is_key(key):
                     raise TypeError(f"{where}: a checkpoint cannot hold this key")
-                pairs.append([self._node(key, where), self._node(inner, where)])
+                named = self._node(key, where, "", [])
+                pairs.append([named, self._node(inner, where, f"{path}.{key}", found)])
             return {"dict": pairs}
-        if type(value) is list:
-            return [self._node(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
-        if type(value) is tuple:
-            return {"tuple": [self._node(inner, f"{place}[{i}]") for i, inner in enumerate(value)]}
+        if type(value) in (list, tuple):
+            assert isinstance(value, list | tuple)
+            inner_nodes = [
+                self._node(inner, f"{place}[{i}]", f"{path}.{i}", found)
+                for i, inner in enumerate(value)
+            ]
+            return inner_nodes if isinstance(value, list) else {"tuple": inner_nodes}
         if isinstance(value, complex) and not isinstance(value, np.generic):
             return {"complex": [value.real, value.imag]}
-        leaf = _leaf_of(value, place)
-        offset = self._end
-        self._end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._leaves.append((offset, leaf))
-        return {"array": len(self._leaves) - 1}
+        found.append((path, _leaf_of(value, place)))
+        return {"array": len(found) - 1}
 
 
 def parse(content: Octets) -> tuple[dict[str, Any], Any]:
@@ -188,31 +254,65 @@ def parse(content: Octets) -> tuple[dict[str, Any], Any]:
     inner = memory[: max(0, len(memory) - TRAILER_BYTES)]
     if trailer(xxhash.xxh3_64_intdigest(inner)) != memory[len(inner) :]:
         raise CheckpointError("it is damaged, or not whole")
-    header = parse_header(bytes(inner[:_HEAD_BYTES]), lambda end: bytes(inner[_HEAD_BYTES:end]))
-    head_bytes = _HEAD_BYTES + _LENGTH.unpack_from(inner, len(_MAGIC))[0]
-    first = -(-head_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    head, first = _header(bytes(inner[:_HEAD_BYTES]), lambda to: bytes(inner[_HEAD_BYTES:to]))
     body = content[first : len(inner)]
     try:
-        arrays = [_array(body, *told) for told in header.pop("arrays")]
-        return header, _value(header.pop("state"), arrays)
+        arrays = [_array(body, **told) for told in _arrays(head)]
+        facts = dict(head[0])
+        del facts["arrays"]
+        return facts, _value(facts.pop("state"), arrays)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"its header makes no sense ({error})") from error
 
 
 def parse_header(head: bytes, read: Callable[[int], bytes]) -> dict[str, Any]:
-    """The header, from the first 16 bytes of a file. ``read(end)``: those from there to ``end``."""
-    if len(head) != _HEAD_BYTES or not head.startswith(_MAGIC):
+    """The header's facts, from the first 16 bytes of a file. ``read(end)``: those from there to
+    ``end``. Raises CheckpointError."""
+    return _header(head, read)[0][0]
+
+
+# What Monarch says, and what safetensors says of each tensor; the latter is empty in version 1.
+_Header = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _header(head: bytes, read: Callable[[int], bytes]) -> tuple[_Header, int]:
+    """The header, and where the arrays begin."""
+    is_first = head.startswith(_MAGIC_1)
+    length = _LENGTH.unpack_from(head, 8 if is_first else 0)[0] if len(head) == _HEAD_BYTES else 0
+    if not length or length > _MOST_HEADER_BYTES or not (is_first or head.endswith(_BEGINNING)):
         raise CheckpointError("it is not a checkpoint")
-    told = read(_HEAD_BYTES + _LENGTH.unpack_from(head, len(_MAGIC))[0])
+    tensors: dict[str, Any] = {}
     try:
-        header = json.loads(told)
-        version = header["version"]
+        if is_first:
+            end = _HEAD_BYTES + length
+            own = json.loads(read(end))
+            first = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+        else:
+            first = _LENGTH.size + length
+            tensors = json.loads(head[_LENGTH.size :] + read(first))
+            own = json.loads(tensors["__metadata__"]["monarch"])
+        version = own["version"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"its header makes no sense ({error})") from error
-    if version != VERSION:
+    if version != (1 if is_first else VERSION):
         raise CheckpointError(f"it has version {version}, this Monarch knows {VERSION}")
-    assert isinstance(header, dict)
-    return header
+    return (own, tensors), first
+
+
+def _arrays(header: _Header) -> Iterator[dict[str, Any]]:
+    """The arguments of ``_array`` for each array."""
+    own, tensors = header
+    for told in own["arrays"]:
+        if not tensors:
+            kind, dtype, shape, offset, nbytes = told
+            yield {"kind": kind, "dtype": dtype, "shape": shape, "begin": offset, "nbytes": nbytes}
+            continue
+        name, kind, dtype, shape, *shard = told
+        begin, end = tensors[name]["data_offsets"]
+        yield {
+            **{"kind": kind, "dtype": dtype, "shape": shape, "begin": begin, "nbytes": end - begin},
+            "shard": Shard(*map(tuple, shard)) if shard else None,
+        }
 
 
 def trailer(digest: int) -> bytes:
@@ -249,11 +349,47 @@ def _dtype_name(array: npt.NDArray[Any]) -> str:
     return array.dtype.str
 
 
+def _shard_of(leaf: Leaf) -> Shard | None:
+    shard: Shard | None = getattr(leaf, "shard", None)
+    return shard
+
+
+def _name(path: str, taken: Container[str]) -> str:
+    """A name for the array at ``path`` that no other one has."""
+    # A lone half of a surrogate pair is nothing that others can read.
+    name = path.removeprefix(".").encode("utf-8", "replace").decode() or "state"
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _alignment(leaf: Leaf) -> int:
+    itemsize = leaf.nbytes // max(1, math.prod(leaf.shape)) or 1
+    return itemsize & -itemsize
+
+
+def _tensor(leaf: Leaf, begin: int) -> dict[str, object]:
+    """What safetensors says of it."""
+    known = _SAFETENSORS.get(leaf.dtype) if leaf.kind != "bytes" else "U8"
+    return {
+        "dtype": known or "U8",
+        "shape": list(leaf.shape) if known else [leaf.nbytes],
+        "data_offsets": [begin, begin + leaf.nbytes],
+    }
+
+
 def _array(
-    body: Octets, kind: str, dtype: str, shape: list[int], offset: int, nbytes: int
+    body: Octets,
+    *,
+    kind: str,
+    dtype: str,
+    shape: list[int],
+    begin: int,
+    nbytes: int,
+    shard: Shard | None = None,
 ) -> object:
-    octets = body[offset : offset + nbytes]
-    if offset < 0 or len(octets) != nbytes:
+    octets = body[begin : begin + nbytes]
+    if begin < 0 or len(octets) != nbytes:
         raise ValueError("an array beyond the end")
     if kind == "bytes":
         return octets.tobytes()
@@ -261,7 +397,7 @@ def _array(
         return octets.view(np.dtype(dtype)).reshape(shape)
     if kind == "scalar":
         return octets.view(np.dtype(dtype))[0]
-    return Stored(kind, dtype, tuple(shape), octets)
+    return Stored(kind, dtype, tuple(shape), octets, shard)
 
 
 def _value(node: Any, arrays: list[object]) -> Any:

@@ -1,9 +1,10 @@
 """A directory of checkpoints: written so that no crash leaves a torn one, listed, thinned out.
 
-A checkpoint is written under a temporary name, synced, and renamed to ``step-STEP-SERIAL.ckpt``,
-which no other ever had; then the ``manifest`` that names it is exchanged in the same way. So what
-the manifest names was whole and durable before, and a crash in between leaves a whole file without
-an entry, which is entered at the next start.
+A checkpoint is written under a temporary name, synced, and renamed to
+``step-STEP-SERIAL-TOKEN.ckpt``, which no other ever had: the token is the writer's own. Then the
+``manifest`` that names it is exchanged in the same way. So what the manifest names was whole and
+durable before, and a crash in between leaves a whole file without an entry, which is entered at the
+next start.
 
 The manifest has a line for each checkpoint, oldest first: the XXH3 of the rest in 16 hexadecimal
 digits, a blank, JSON. Removing goes the other way: first the entry, then the file.
@@ -13,27 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import xxhash
 
-from monarch.errors import CheckpointError, LockedError
+from monarch.errors import CheckpointError
 from monarch.frameworks.layout import TRAILER_BYTES, Octets, parse, parse_header, trailer
+from monarch.frameworks.owner import Owner
 from monarch.units import MiB
 
 MANIFEST = "manifest"
-_LOCK = "lock"
 _VERSION = 1
-_NAME = re.compile(r"step-(\d+)-(\d+)\.ckpt")
+# Those of earlier versions have no token.
+_NAME = re.compile(r"step-(\d+)-(\d+)(-[0-9a-f]{8})?\.ckpt")
 _PART = re.compile(r"\..+\.part")
 # A thread that comes back from a checksum or a write waits for Python's lock, up to 5 ms each time
 # beside a busy trainer, so there are few of them.
@@ -43,10 +44,11 @@ DURABLE = "user.monarch.durable"
 # ``none``: only in memory; ``local``: on the node's own storage; ``source``: where the mount's
 # source is. None: not on a Monarch mount, so as durable as that file system's fsync.
 Durable = Literal["none", "local", "source"]
+_DURABLE: dict[bytes, Durable] = {b"none": "none", b"local": "local", b"source": "source"}
 _ENOUGH = {"local": ("local", "source", None), "source": ("source", None)}
 
-# Each is a reason to go on without a lock: this file system has none.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+# What a file system says that has no such attribute: it is none of Monarch's, or has no attributes.
+_NOT_MONARCH = (errno.ENODATA, errno.ENOTSUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Checkpoint:
 
     ``step``: updates of the weights; ``epoch``, ``consumed``: how far the data order had come;
     ``saved_ns``: the wall clock's time; ``serial``: rises with each checkpoint of the directory.
+    ``rank`` of ``ranks``: whose part of a set it is; ``digests``: the ``xxh3`` of all its parts,
+    empty until every rank's is known to be on storage.
     """
 
     name: str
@@ -65,6 +69,14 @@ class Checkpoint:
     consumed: int
     saved_ns: int
     serial: int
+    rank: int = 0
+    ranks: int = 1
+    digests: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> bool:
+        """It is not a part of a set of which others may be missing."""
+        return self.ranks == 1 or bool(self.digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +106,17 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
     path = Path(directory)
     listed = []
     for checkpoint in reversed(_read_manifest(path).checkpoints):
+        durable: Durable | None = None
         try:
             complete = os.stat(path / checkpoint.name).st_size == checkpoint.size
         except OSError:
             complete = False
-        listed.append(Listed(checkpoint, complete, durability(path / checkpoint.name)))
+        else:
+            try:
+                durable = durability(path / checkpoint.name)
+            except OSError:
+                durable = "none"
+        listed.append(Listed(checkpoint, complete, durable))
     return listed
 
 
@@ -119,7 +137,8 @@ def prune(
     """Remove old checkpoints and return them, oldest first; ``dry_run``: only say which.
 
     Kept are the newest ``keep_last`` that are whole, all that are newer than these, and with
-    ``keep_every`` the newest of each epoch, or of each so many steps. Nothing is removed unless one
+    ``keep_every`` the newest of each epoch, or of each so many steps. A part of a set counts only
+    when all parts are known to be on storage. Nothing is removed unless one
     of the whole ones is as durable as ``durable``. Raises LockedError while a trainer uses the
     directory (it removes old ones itself), CheckpointError, OSError, ValueError.
     """
@@ -134,16 +153,29 @@ def prune(
 
 
 def durability(path: Path) -> Durable | None:
-    """What a Monarch mount says of the file's bytes; None where nobody says anything."""
+    """What a Monarch mount says of the file's bytes; None on any other file system.
+
+    Raises OSError if the mount cannot say it.
+    """
     try:
-        told = os.getxattr(path, DURABLE).decode("ascii", "replace")
+        told = os.getxattr(path, DURABLE)
+    except OSError as error:
+        if error.errno in _NOT_MONARCH:
+            return None
+        raise
+    # What is not known is not relied on.
+    return _DURABLE.get(told, "none")
+
+
+def _is_durable(path: Path, wanted: Literal["local", "source"]) -> bool:
+    try:
+        return durability(path) in _ENOUGH[wanted]
     except OSError:
-        return None
-    return told if told in ("none", "local", "source") else None  # type: ignore[return-value]
+        return False
 
 
 def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
-    """Read the file once, piece by piece."""
+    """Read the file once, piece by piece, from storage rather than from the page cache."""
     try:
         fd = os.open(directory / checkpoint.name, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -151,6 +183,8 @@ def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
     except OSError as error:
         return Verified(checkpoint, "unreadable", str(error.strerror))
     try:
+        # What the kernel still has of the file was never read from where it is kept.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         digest = xxhash.xxh3_64()
         size = 0
         for piece in _pieces(fd):
@@ -167,12 +201,20 @@ def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
     return Verified(checkpoint, "whole", "")
 
 
-def load(directory: Path, checkpoint: Checkpoint) -> tuple[dict[str, Any], Any]:
-    """The header's facts and the state. Raises CheckpointError unless every byte is as written."""
+def load(
+    directory: Path, checkpoint: Checkpoint, *, mapped: bool = False
+) -> tuple[dict[str, Any], Any]:
+    """The header's facts and the state; ``mapped``: its arrays are pages of the file, not memory.
+
+    Raises CheckpointError unless every byte is as written.
+    """
+    path = directory / checkpoint.name
     try:
-        content = _whole(directory / checkpoint.name)
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint.name}: {error.strerror}") from error
+        # A private map: who changes an array changes no file.
+        content = np.memmap(path, np.uint8, "c") if mapped else _whole(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{checkpoint.name}: {why}") from error
     if xxhash.xxh3_64_hexdigest(content.data) != checkpoint.xxh3:
         raise CheckpointError(f"{checkpoint.name}: its bytes do not have its checksum")
     try:
@@ -200,8 +242,9 @@ class Shelf:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._lock_fd = _locked(directory)
-        _HELD.add(self)
+        # Part of the names, so that no two writers ever give the same.
+        self.token = os.urandom(4).hex()
+        self._owner = Owner(directory, self.token)
         try:
             manifest = _read_manifest(directory)
             self._checkpoints = manifest.checkpoints
@@ -255,16 +298,22 @@ class Shelf:
             raise
         return part, size, digest.hexdigest()
 
-    def publish(self, part: Path, checkpoint: Checkpoint) -> None:
+    def publish(
+        self,
+        part: Path,
+        checkpoint: Checkpoint,
+        commits: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> None:
         """Name the staged file ``part`` and enter it. Durable when this returns.
 
-        Raises OSError, and then the manifest is as it was, or names the new one as well.
+        ``commits``: the digests of earlier sets, by name, recorded in the same exchange. Raises
+        OSError, and then the manifest is as it was, or names the new one as well.
         """
         path = self.directory / checkpoint.name
         try:
             os.replace(part, path)
             _sync_directory(self.directory)
-            after = [*self._checkpoints, checkpoint]
+            after = [*_committed(self._checkpoints, commits), checkpoint]
             self._exchange(sorted(after, key=lambda each: each.serial))
         except BaseException:
             _remove(part)
@@ -274,6 +323,10 @@ class Shelf:
                 if checkpoint.name not in {each.name for each in found}:
                     _remove(path)
             raise
+
+    def commit(self, commits: Mapping[str, tuple[str, ...]]) -> None:
+        """Record the digests of sets, by name, so that they count. Durable when this returns."""
+        self._exchange(_committed(self._checkpoints, commits))
 
     def thin_out(
         self,
@@ -296,12 +349,10 @@ class Shelf:
 
     def release(self) -> None:
         """Let another one write. May be called twice."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            _HELD.discard(self)
-            self._lock_fd = -1
+        self._owner.release()
 
     def _exchange(self, checkpoints: list[Checkpoint]) -> None:
+        self._owner.confirm()
         lines = [json.dumps({"version": _VERSION})]
         lines += [json.dumps(asdict(each), separators=(",", ":")) for each in checkpoints]
         content = b"".join(map(_line, lines))
@@ -331,6 +382,12 @@ class Shelf:
             self._exchange(after)
 
 
+def _committed(
+    checkpoints: Iterable[Checkpoint], commits: Mapping[str, tuple[str, ...]]
+) -> list[Checkpoint]:
+    return [replace(c, digests=commits.get(c.name, c.digests)) for c in checkpoints]
+
+
 @dataclass(slots=True)
 class _Manifest:
     checkpoints: list[Checkpoint]
@@ -351,7 +408,7 @@ def _read_manifest(directory: Path) -> _Manifest:
                 raise ValueError("damaged")
             told = json.loads(text)
             if number > 1:
-                found.checkpoints.append(_entry(told))
+                found.checkpoints.append(entry_of(told))
                 continue
             version = told["version"]
         except (KeyError, TypeError, ValueError):
@@ -365,7 +422,7 @@ def _read_manifest(directory: Path) -> _Manifest:
     return found
 
 
-def _entry(told: dict[str, Any]) -> Checkpoint:
+def entry_of(told: dict[str, Any]) -> Checkpoint:
     """Raises KeyError, TypeError, ValueError. A name leads to nowhere but the directory."""
     name, xxh3 = str(told["name"]), str(told["xxh3"])
     if not _NAME.fullmatch(name):
@@ -379,6 +436,9 @@ def _entry(told: dict[str, Any]) -> Checkpoint:
         consumed=int(told["consumed"]),
         saved_ns=int(told["saved_ns"]),
         serial=int(told["serial"]),
+        rank=int(told.get("rank", 0)),
+        ranks=int(told.get("ranks", 1)),
+        digests=tuple(map(str, told.get("digests", ()))),
     )
 
 
@@ -407,13 +467,15 @@ def _superfluous(
         return []
     whole: list[Checkpoint] = []
     for checkpoint in newest_first:
+        if not checkpoint.counts:
+            continue
         known = checkpoint.name in believed
         if known or verified(directory, checkpoint).state == "whole":
             believed.add(checkpoint.name)
             whole.append(checkpoint)
         if len(whole) == keep_last:
             break
-    safe = any(durability(directory / c.name) in _ENOUGH[durable] for c in whole)
+    safe = any(_is_durable(directory / c.name, durable) for c in whole)
     if len(whole) < keep_last or not safe:
         return []
     oldest_kept = whole[-1].serial
@@ -429,7 +491,7 @@ def _newest_of_each(
     if every != "epoch" and every < 1:
         raise ValueError("keep_every is a number of steps, or 'epoch'")
     newest: dict[int, Checkpoint] = {}
-    for each in checkpoints:
+    for each in (one for one in checkpoints if one.counts):
         newest[each.epoch if every == "epoch" else each.step // every] = each
     return newest.values()
 
@@ -452,13 +514,19 @@ def _examined(directory: Path, name: str) -> Checkpoint:
     inner.update(end)
     try:
         known = {"name": name, "size": status.st_size, "xxh3": inner.hexdigest()}
-        return _entry({**header, **known})
+        return entry_of({**header, **known})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its header makes no sense ({error})") from error
 
 
-def name_of(step: int, serial: int) -> str:
-    return f"step-{step:08d}-{serial:06d}.ckpt"
+def serial_of(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[2])
+
+
+def name_of(step: int, serial: int, token: str) -> str:
+    return f"step-{step:08d}-{serial:06d}-{token}.ckpt"
 
 
 def _pieces(fd: int, size: int | None = None) -> Iterator[memoryview]:
@@ -508,33 +576,3 @@ def _remove(path: Path) -> None:
     """What cannot be removed now is found again at the next start."""
     with contextlib.suppress(OSError):
         os.unlink(path)
-
-
-def _locked(directory: Path) -> int:
-    """A descriptor that holds the directory, or -1 where the file system has no locks."""
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if error.errno in _NO_LOCKS:
-            return -1
-        if error.errno == errno.EWOULDBLOCK:
-            raise LockedError(
-                f"{os.fspath(directory)!r} is in use by another trainer",
-                hint="wait until it ends, or name another directory",
-            ) from None
-        raise
-    return fd
-
-
-# Workers that a trainer forks outlive its death by a while, and would hold its lock so long.
-_HELD: weakref.WeakSet[Shelf] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for shelf in list(_HELD):
-        shelf.release()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

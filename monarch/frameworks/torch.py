@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.layout import Octets, Stored
+from monarch.frameworks.group import Group
+from monarch.frameworks.layout import Octets, Parts, Shard, Stored
 
 KIND = "torch"
 
@@ -31,6 +34,9 @@ class Tensor:
     kind = KIND
 
     def __init__(self, tensor: torch.Tensor, *, deferred: bool) -> None:
+        self.shard = shard_of(tensor)
+        if self.shard is not None:
+            tensor = cast(Any, tensor).to_local()
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             raise TypeError(f"a checkpoint cannot hold a tensor of layout {tensor.layout}")
         self._tensor = tensor.detach()
@@ -55,6 +61,41 @@ class Tensor:
                 stream.wait_event(self._ready)
                 host.copy_(self._tensor, non_blocking=True)
             stream.synchronize()
+
+
+def shard_of(tensor: torch.Tensor) -> Shard | None:
+    """Which part of it this rank has; None for a tensor that is not one of several ranks.
+
+    Raises TypeError for one whose parts are not slices of consecutive rows, columns and so on.
+    """
+    kind = type(tensor)
+    if not kind.__module__.startswith("torch.distributed"):
+        return None
+    if kind.__name__ != "DTensor":
+        raise TypeError(
+            f"a checkpoint cannot hold a {kind.__name__}; shard the model with fully_shard (FSDP2),"
+            " or save a full state_dict"
+        )
+    start, size = [0] * tensor.dim(), list(tensor.shape)
+    mesh = cast(Any, tensor).device_mesh
+    place = mesh.get_coordinate()
+    for n, placement in enumerate(cast(Any, tensor).placements):
+        if placement.is_replicate():
+            continue
+        if type(placement).__name__ != "Shard" or place is None:
+            raise TypeError(
+                f"a checkpoint cannot hold a DTensor that is placed as {type(placement).__name__};"
+                " shard it in one way only (fully_shard alone), or save its full_tensor()"
+            )
+        # As torch.chunk, of what the dimensions of the mesh before this one have left.
+        dim = placement.dim
+        share = -(-size[dim] // mesh.size(n))
+        begin = min(size[dim], place[n] * share)
+        start[dim] += begin
+        size[dim] = min(share, size[dim] - begin)
+    if tuple(size) != tuple(cast(Any, tensor).to_local().shape):
+        raise TypeError(f"a checkpoint cannot hold a DTensor of uneven parts, {tensor.shape}")
+    return Shard(tuple(tensor.shape), tuple(start))
 
 
 def leaves(state: Any, *, deferred: bool = False) -> Any:
@@ -87,6 +128,31 @@ def pinned(size: int) -> Octets:
     """Host memory that a GPU copies into without a detour: ``Checkpointer(allocate=pinned)``."""
     buffer: Octets = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
     return buffer
+
+
+def group(process_group: dist.ProcessGroup | None = None) -> Group:
+    """The ranks of ``process_group``, or of the whole job, as ``Checkpointer(group=...)`` takes
+    them. All of them call it; they tell each other a few bytes by gloo, whatever else they use.
+    """
+    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    # One of its own: nothing of the training's is waited for, and no GPU.
+    own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    size = dist.get_world_size(own)
+
+    def gather(content: torch.Tensor) -> list[torch.Tensor]:
+        answers = [torch.empty_like(content) for _ in range(size)]
+        dist.all_gather(answers, content, group=own)
+        return answers
+
+    def all_gather(message: bytes) -> list[bytes]:
+        lengths = [int(each) for each in gather(torch.tensor([len(message)]))]
+        padded = bytearray(message.ljust(max(lengths)))
+        answers = gather(torch.frombuffer(padded, dtype=torch.uint8))
+        return [
+            each.numpy().tobytes()[:length] for each, length in zip(answers, lengths, strict=True)
+        ]
+
+    return Group(dist.get_rank(own), size, all_gather)
 
 
 class TorchState:
@@ -124,19 +190,165 @@ class TorchState:
         """Put everything back, bit for bit. Raises CheckpointError if other things were saved, and
         what PyTorch raises for a model or an optimizer of another shape.
         """
-        told = tensors(state)
-        if not isinstance(told, dict) or set(told) != {"model", "optimizer", "others", "random"}:
-            raise CheckpointError("the checkpoint is not one of a TorchState")
-        if set(told["others"]) != set(self._others):
-            raise CheckpointError(
-                f"the checkpoint has {_names(told['others'])} beside model and optimizer, "
-                f"the run {_names(self._others)}"
-            )
-        self._model.load_state_dict(told["model"])
-        self._optimizer.load_state_dict(told["optimizer"])
+        parts = state.states if isinstance(state, Parts) else (state,)
+        for part in parts:
+            if not isinstance(part, dict) or set(part) != _NAMES:
+                raise CheckpointError("the checkpoint is not one of a TorchState")
+            if set(part["others"]) != set(self._others):
+                raise CheckpointError(
+                    f"the checkpoint has {_names(part['others'])} beside model and optimizer, "
+                    f"the run {_names(self._others)}"
+                )
+        model = _fitted([part["model"] for part in parts], self._model.state_dict(), "model")
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        like = {"state": dict(enumerate(map(_LikeParameter, parameters)))}
+        optimizer = _fitted([part["optimizer"] for part in parts], like, "optimizer")
+        others = {
+            name: _fitted([part["others"][name] for part in parts], other.state_dict(), name)
+            for name, other in self._others.items()
+        }
+        self._model.load_state_dict(model)
+        self._optimizer.load_state_dict(optimizer)
         for name, other in self._others.items():
-            other.load_state_dict(told["others"][name])
-        _set_random_state(told["random"])
+            other.load_state_dict(others[name])
+        rank = state.rank if isinstance(state, Parts) else 0
+        _set_random_state(tensors(parts[rank % len(parts)]["random"]))
+        if rank >= len(parts):
+            # No two ranks may draw the same numbers.
+            _jump_random_state(rank)
+
+    def check(self, *, together: bool) -> None:
+        """Raises CheckpointError, TypeError for a model that cannot be saved by these ranks."""
+        shards = [shard_of(each) for each in self._model.state_dict().values()]
+        if any(shards) and not together:
+            raise CheckpointError(
+                "the model is one of several ranks, each of which has a part of its parameters",
+                hint="every rank needs a Checkpointer(..., group=monarch.frameworks.torch.group())",
+            )
+
+    @property
+    def allocate(self) -> Callable[[int], Octets] | None:
+        """Memory for the copies: pinned if any parameter is on a GPU, else whatever there is."""
+        return pinned if any(map(_is_on_gpu, self._model.parameters())) else None
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_cuda)
+
+
+_NAMES = {"model", "optimizer", "others", "random"}
+
+
+class _LikeParameter:
+    """What the optimizer keeps of a parameter, by any name, is placed as the parameter itself."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+
+    def get(self, _name: object) -> torch.Tensor:
+        return self._parameter
+
+
+def _fitted(told: Sequence[Any], like: Any, where: str) -> Any:
+    """What the parts ``told`` are together, placed on the ranks as ``like`` is.
+
+    Raises CheckpointError if they are not parts of one, or not the same where they should be.
+    """
+    first = told[0]
+    if isinstance(first, Stored) and first.kind == KIND:
+        return _fitted_tensor(told, like if isinstance(like, torch.Tensor) else None, where)
+    if isinstance(first, dict):
+        if any(not isinstance(each, dict) or each.keys() != first.keys() for each in told):
+            raise _differ(where)
+        inner = like if isinstance(like, dict | _LikeParameter) else {}
+        return {
+            key: _fitted([each[key] for each in told], inner.get(key), f"{where}[{key!r}]")
+            for key in first
+        }
+    if type(first) in (list, tuple):
+        if any(type(each) is not type(first) or len(each) != len(first) for each in told):
+            raise _differ(where)
+        members = like if isinstance(like, list | tuple) and len(like) == len(first) else first
+        return type(first)(
+            _fitted([each[n] for each in told], members[n], f"{where}[{n}]")
+            for n in range(len(first))
+        )
+    if any(type(each) is not type(first) or not np.array_equal(each, first) for each in told[1:]):
+        raise _differ(where)
+    return first
+
+
+def _fitted_tensor(told: Sequence[Any], like: torch.Tensor | None, where: str) -> torch.Tensor:
+    if any(not isinstance(each, Stored) or each.dtype != told[0].dtype for each in told):
+        raise _differ(where)
+    shard = told[0].shard
+    whole = shard.whole if shard else told[0].shape
+    wanted = None
+    if like is not None and tuple(like.shape) == whole:
+        wanted = shard_of(like)
+    if wanted is None and shard is None:
+        if any(each.octets.tobytes() != told[0].octets.tobytes() for each in told[1:]):
+            raise _differ(where)
+        return cast(torch.Tensor, tensors(told[0]))
+    if wanted is None or like is None:
+        return _assembled(told, whole, (0,) * len(whole), whole, where)
+    local = cast(Any, like).to_local()
+    made = _assembled(told, whole, wanted.start, tuple(local.shape), where)
+    from torch.distributed.tensor import DTensor
+
+    placed: torch.Tensor = DTensor.from_local(
+        made.to(local.device),
+        cast(Any, like).device_mesh,
+        cast(Any, like).placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return placed
+
+
+def _assembled(
+    told: Sequence[Stored],
+    whole: tuple[int, ...],
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    where: str,
+) -> torch.Tensor:
+    """The slice of ``shape`` that begins at ``start``, from the parts that have some of it."""
+    made = torch.empty(shape, dtype=getattr(torch, told[0].dtype))
+    parts = {(each.shard.start if each.shard else (0,) * len(whole)): each for each in told}
+    copied = 0
+    for begin, part in parts.items():
+        if (part.shard.whole if part.shard else part.shape) != whole:
+            raise _differ(where)
+        spans = [
+            (max(s, b), min(s + n, b + m))
+            for s, n, b, m in zip(start, shape, begin, part.shape, strict=True)
+        ]
+        if any(low >= high for low, high in spans):
+            continue
+        here = tuple(slice(lo - s, hi - s) for (lo, hi), s in zip(spans, start, strict=True))
+        there = tuple(slice(lo - b, hi - b) for (lo, hi), b in zip(spans, begin, strict=True))
+        made[here] = tensors(part)[there]
+        copied += made[here].numel()
+    if copied != made.numel():
+        raise CheckpointError(f"{where}: the parts in the checkpoint are not the whole of it")
+    return made
+
+
+def _differ(where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} differs between the ranks that saved it",
+        hint="go on with as many ranks as saved it",
+    )
+
+
+def _jump_random_state(rank: int) -> None:
+    """Other random numbers, which follow from those that would come, and from the rank."""
+    seed = int(torch.randint(1 << 62, ())) ^ (rank * 0x9E3779B97F4A7C15 >> 2)
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
+    random.seed(seed)
 
 
 def _random_state() -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_none_is_begun_beside
         begun = [update(checkpointer, state) for _ in range(7)]
         assert begun == [False, True] + [False] * 5
         storage.may_write.set()
-        # The one that was due is taken as soon as there is room.
+        # Those that were due meanwhile are left out.
         for _ in range(10_000):
             if update(checkpointer, state):
                 break

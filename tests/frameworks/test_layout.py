@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import OrderedDict, namedtuple
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.layout import Capture, Stored, UpdatedOnly, parse, trailer
+from monarch.frameworks.layout import Capture, Shard, Stored, UpdatedOnly, parse, trailer
 
 
 def file_of(state: object, **facts: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -180,3 +181,91 @@ def test_a_file_that_nobody_here_wrote_is_refused(header: bytes, complaint: str)
     content += trailer(xxhash.xxh3_64_intdigest(content))
     with pytest.raises(CheckpointError, match=complaint):
         parse(np.frombuffer(bytearray(content), np.uint8))
+
+
+def container(own: object, **tensors: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A file of safetensors that says of itself what it likes."""
+    text = json.dumps({"__metadata__": {"monarch": json.dumps(own)}, **tensors}).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(8)
+    content += trailer(xxhash.xxh3_64_intdigest(content))
+    return np.frombuffer(bytearray(content), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("own", "tensors", "complaint"),
+    [
+        ({"version": 3}, {}, "version 3"),
+        ({"version": 2}, {}, "makes no sense"),
+        ([], {}, "makes no sense"),
+        ({"version": 2, "arrays": [["w", "numpy", "<f8", [1]]], "state": 1}, {}, "no sense"),
+        (
+            {"version": 2, "arrays": [["w", "numpy", "<f8", [9]]], "state": {"array": 0}},
+            {"w": {"data_offsets": [0, 72]}},
+            "beyond",
+        ),
+    ],
+)
+def test_a_file_of_safetensors_that_nobody_here_wrote_is_refused(
+    own: object, tensors: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(CheckpointError, match=complaint):
+        parse(container(own, **tensors))
+
+
+@pytest.mark.promise(164)
+def test_a_file_of_an_earlier_version_is_read() -> None:
+    header = {
+        **{"version": 1, "step": 7, "state": {"dict": [["w", {"array": 0}], ["b", {"array": 1}]]}},
+        "arrays": [["numpy", "<f4", [3], 0, 12], ["torch", "bfloat16", [2], 64, 4]],
+    }
+    text = json.dumps(header).encode()
+    content = b"MONARCHk" + len(text).to_bytes(8, "little") + text
+    content += bytes(-len(content) % 4096)
+    content += np.arange(3, dtype="<f4").tobytes() + bytes(52) + b"abcd" + bytes(60)
+    content += trailer(xxhash.xxh3_64_intdigest(content))
+    facts, found = parse(np.frombuffer(bytearray(content), np.uint8))
+    assert facts == {"version": 1, "step": 7}
+    assert found["w"].tolist() == [0, 1, 2] and found["w"].dtype == np.float32
+    assert (found["b"].kind, found["b"].dtype, found["b"].shape) == ("torch", "bfloat16", (2,))
+    assert found["b"].octets.tobytes() == b"abcd"
+
+
+class Part(Foreign):
+    shard = Shard((5,), (3,))
+
+
+@pytest.mark.promise(164)
+def test_others_read_the_arrays_as_safetensors() -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    arrays = {
+        **{kind: np.arange(6).astype(kind).reshape(2, 3) for kind in ("u1", "i2", "f2", "f8", "?")},
+        "scalar": np.float32(2.5),
+        "list": [np.ones(3, "f4"), np.zeros(0, "i8")],
+        "no type of its own": np.ones(2, "c16"),
+        "swapped": np.ones(3, ">i4"),
+        "text": np.array(["ab"]),
+        "bytes": b"abc",
+        # Places whose names would be the same, and names that the format needs itself.
+        "a": {"b": np.full(1, 1, "i4"), "": np.ones(1)},
+        "a.b": np.full(1, 2, "i4"),
+        "__metadata__": np.ones(1),
+        "monarch.xxh3": np.ones(1),
+        "half of a pair \ud800": np.ones(1),
+        "part": Part(),
+    }
+    content = file_of({**arrays, "number": 5})
+    found = safetensors.load(content.tobytes())
+    for kind in ("u1", "i2", "f2", "f8", "?"):
+        assert same(found[kind], arrays[kind])
+    assert found["scalar"].shape == () and found["scalar"] == 2.5
+    assert found["list.0"].tolist() == [1, 1, 1] and found["list.1"].shape == (0,)
+    assert found["bytes"].tobytes() == b"abc"
+    assert found["no type of its own"].tobytes() == np.ones(2, "c16").tobytes()
+    assert sorted([found["a.b"].tolist(), found["a.b_"].tolist()]) == [[1], [2]]
+    assert found["part"].tolist() == [7, 7]
+    # And this is still what Monarch reads.
+    _, back = parse(content)
+    assert back["part"].shard == Part.shard
+    for name in arrays.keys() - {"part"}:
+        assert same(back[name], arrays[name])
+    assert all(back[name].flags.aligned for name in ("i2", "f8", "swapped", "no type of its own"))

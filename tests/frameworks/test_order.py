@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tracemalloc
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -25,10 +27,15 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def by_definition(seed: int, epoch: int, count: int) -> list[int]:
-    """Fisher and Yates with splitmix64, one number after the other."""
+def by_definition(seed: int, epoch: int, count: int, algorithm: int) -> list[int]:
+    """With splitmix64, one number after the other."""
     golden = 0x9E3779B97F4A7C15
     key = mix(mix(seed + golden) + (epoch + 1) * golden)
+    if algorithm == 2:
+        # Sorted by the draws' upper bits, then by number.
+        bits = max(0, count - 1).bit_length()
+        return sorted(range(count), key=lambda i: (mix(key + (i + 1) * golden) >> bits, i))
+    # Fisher and Yates.
     order = list(range(count))
     for i in range(count - 1, 0, -1):
         j = mix(key + (i + 1) * golden) * (i + 1) >> 64
@@ -37,31 +44,69 @@ def by_definition(seed: int, epoch: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "epoch", "expected"),
+    ("algorithm", "seed", "epoch", "expected"),
     [
-        (0, 0, [2, 5, 0, 4, 3, 7, 9, 8, 1, 6]),
-        (0, 1, [0, 5, 8, 3, 9, 2, 1, 4, 7, 6]),
-        (1, 0, [9, 7, 4, 3, 8, 6, 5, 2, 1, 0]),
+        (1, 0, 0, [2, 5, 0, 4, 3, 7, 9, 8, 1, 6]),
+        (1, 0, 1, [0, 5, 8, 3, 9, 2, 1, 4, 7, 6]),
+        (1, 1, 0, [9, 7, 4, 3, 8, 6, 5, 2, 1, 0]),
+        (2, 0, 0, [0, 7, 8, 2, 5, 9, 4, 6, 3, 1]),
+        (2, 0, 1, [6, 0, 4, 5, 2, 7, 9, 1, 8, 3]),
+        (2, 1, 0, [9, 8, 7, 4, 2, 0, 3, 6, 5, 1]),
     ],
 )
-def test_an_order_never_changes(seed: int, epoch: int, expected: list[int]) -> None:
-    assert epoch_permutation(seed, epoch, 10).tolist() == expected
+def test_an_order_never_changes(algorithm: int, seed: int, epoch: int, expected: list[int]) -> None:
+    assert epoch_permutation(seed, epoch, 10, algorithm=algorithm).tolist() == expected
 
 
-def test_the_order_of_a_million_never_changes() -> None:
-    order = epoch_permutation(7, 3, 1_000_000)
-    assert xxhash.xxh3_64_hexdigest(order.astype("<i8").tobytes()) == "464e08617babd750"
+@pytest.mark.parametrize(
+    ("algorithm", "digest"), [(1, "464e08617babd750"), (2, "7d4fb7c74e142e30")]
+)
+def test_the_order_of_a_million_never_changes(algorithm: int, digest: str) -> None:
+    order = epoch_permutation(7, 3, 1_000_000, algorithm=algorithm)
+    assert xxhash.xxh3_64_hexdigest(order.astype("<i8").tobytes()) == digest
 
 
-@given(st.integers(-(1 << 70), 1 << 70), st.integers(0, 1 << 40), st.integers(0, 300))
-def test_the_fast_way_is_the_definition(seed: int, epoch: int, count: int) -> None:
-    order = epoch_permutation(seed, epoch, count).tolist()
-    assert order == by_definition(seed, epoch, count)
+@given(
+    st.integers(-(1 << 70), 1 << 70),
+    st.integers(0, 1 << 40),
+    st.integers(0, 300),
+    st.integers(1, 2),
+)
+def test_the_fast_way_is_the_definition(seed: int, epoch: int, count: int, algorithm: int) -> None:
+    order = epoch_permutation(seed, epoch, count, algorithm=algorithm).tolist()
+    assert order == by_definition(seed, epoch, count, algorithm)
     assert sorted(order) == list(range(count))
 
 
-def test_every_sample_comes_to_every_place_equally_often() -> None:
-    places = Counter((i, j) for e in range(4000) for i, j in enumerate(epoch_permutation(1, e, 5)))
+def test_ten_million_samples_take_100_mb_and_each_is_there_once() -> None:
+    count = 10_000_000
+    tracemalloc.start()
+    try:
+        shares = [
+            ResumableSampler(count, seed=1, rank=r, world_size=w) for r, w in ((0, 1), (3, 4))
+        ]
+        for sampler in shares:
+            tracemalloc.reset_peak()
+            indices = iter(sampler)
+            first = list(islice(indices, 100_000))
+            assert len(set(first)) == len(first)
+            assert tracemalloc.get_traced_memory()[1] < 100e6
+            del indices
+    finally:
+        tracemalloc.stop()
+    order = epoch_permutation(1, 0, count)
+    seen = np.zeros(count, np.bool_)
+    seen[order] = True
+    assert seen.all()
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_every_sample_comes_to_every_place_equally_often(algorithm: int) -> None:
+    places = Counter(
+        (i, j)
+        for e in range(4000)
+        for i, j in enumerate(epoch_permutation(1, e, 5, algorithm=algorithm).tolist())
+    )
     # 800 expected; five standard deviations are 127.
     assert len(places) == 25 and all(673 < count < 927 for count in places.values())
 
@@ -116,7 +161,9 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(batch: int) -> None:
                 if not batches[0]:
                     break
             state = ranks[0].state_dict()
-        assert Counter(used) == Counter(range(count)), crash
+        # Each once, but for those that fill up the last round of three.
+        again = Counter(used) - Counter(range(count))
+        assert set(used) == set(range(count)) and again.total() <= 2, crash
 
 
 def test_what_workers_fetch_ahead_is_not_consumed() -> None:
@@ -187,9 +234,12 @@ def test_other_data_are_refused_in_one_line_and_nothing_changes() -> None:
 def test_a_state_of_a_newer_monarch_or_of_something_else_is_refused() -> None:
     state = ResumableSampler(10, seed=1).state_dict()
     assert OrderState.from_json(state).to_json() == state
-    with pytest.raises(CheckpointError, match="version 2"):
-        OrderState.from_json({**state, "version": 2})
-    for change in ({"epoch": -1}, {"consumed": 11}, {"seed": "1"}, {"N": None}, {"version": "1"}):
+    with pytest.raises(CheckpointError, match="version 3"):
+        OrderState.from_json({**state, "version": 3})
+    for change in (
+        *({"epoch": -1}, {"consumed": 11}, {"seed": "1"}, {"N": None}, {"version": "1"}),
+        *({"algorithm": 3}, {"algorithm": None}),
+    ):
         with pytest.raises(CheckpointError, match="not the state"):
             OrderState.from_json({**state, **change})
 
@@ -197,3 +247,71 @@ def test_a_state_of_a_newer_monarch_or_of_something_else_is_refused() -> None:
 def test_names_that_run_into_each_other_have_another_fingerprint() -> None:
     assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"]) != fingerprint([b"a", b"b", b"c"])
     assert fingerprint(["a"]) == fingerprint([b"a"])
+
+
+@pytest.mark.promise(166)
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_rank_has_as_many_batches_as_torchs_own_sampler_gives_it(drop_last: bool) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    from torch.utils.data import BatchSampler, DistributedSampler
+
+    for count, world_size in ((1001, 2), (1000, 3), (1000, 4), (5, 8), (3, 8), (0, 2), (7, 7)):
+        used: list[int] = []
+        batches = set()
+        for rank in range(world_size):
+            own = ResumableSampler(
+                count, seed=1, rank=rank, world_size=world_size, drop_last=drop_last
+            )
+            torchs = DistributedSampler(
+                range(count), world_size, rank, shuffle=False, drop_last=drop_last
+            )
+            share = list(own)
+            assert len(own) == len(share) == len(torchs)
+            if count:
+                # The same samples of the order are given, and given again.
+                order = epoch_permutation(1, 0, count)
+                assert share == [order[place] for place in torchs]
+            batches.add(len(list(BatchSampler(own, 16, drop_last=False))))
+            used += share
+        assert len(batches) == 1
+        again = Counter(used) - Counter(range(count))
+        if drop_last:
+            assert not again and count - len(used) < world_size
+        elif count:
+            assert set(used) == set(range(count))
+            assert len(used) - count < world_size
+
+
+@pytest.mark.promise(166)
+def test_frameworks_may_set_the_epoch_and_a_run_that_goes_on_stays_where_it_was() -> None:
+    sampler = ResumableSampler(10, seed=1)
+    sampler.set_epoch(2)
+    assert list(sampler) == epoch_permutation(1, 2, 10).tolist()
+    sampler.consumed(4)
+    again = ResumableSampler(10, seed=1)
+    again.load_state_dict(sampler.state_dict())
+    again.set_epoch(2)
+    assert list(again) == epoch_permutation(1, 2, 10).tolist()[4:]
+    again.set_epoch(3)
+    assert (again.epoch, again.state.consumed, len(again)) == (3, 0, 10)
+    with pytest.raises(ValueError, match="epoch -1"):
+        again.set_epoch(-1)
+
+
+@pytest.mark.promise(166)
+def test_a_run_begun_with_an_earlier_algorithm_keeps_its_orders() -> None:
+    told = {
+        **{"version": 1, "seed": 5, "epoch": 3, "consumed": 4, "N": 10, "world_size": 2},
+        "fingerprint": "",
+    }
+    sampler = ResumableSampler(10, seed=1)
+    sampler.load_state_dict(told)
+    assert list(sampler) == epoch_permutation(5, 3, 10, algorithm=1).tolist()[4:]
+    # Also when it is saved and restored once more, and in the epochs that follow.
+    again = ResumableSampler(10, seed=1)
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    again.next_epoch()
+    assert list(again) == epoch_permutation(5, 4, 10, algorithm=1).tolist()
+    with pytest.raises(ValueError, match="not 3"):
+        epoch_permutation(1, 0, 10, algorithm=3)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -322,6 +324,40 @@ def test_old_ones_stay_until_one_that_is_kept_is_durable_enough(
         assert checkpointer.durable(20) == told
         with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
             checkpointer.durable(7)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOTCONN, errno.EACCES, errno.ENODATA])
+def test_a_mount_that_cannot_say_how_durable_a_file_is_lets_no_old_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    save(tmp_path, 10, 20)
+
+    def fails(*_: object) -> bytes:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "getxattr", fails)
+    prune(tmp_path, keep_last=1)
+    # A file system that knows of no such attribute is none of Monarch's.
+    assert steps(tmp_path) == ([20] if error == errno.ENODATA else [20, 10])
+    told = list_checkpoints(tmp_path)[0].durable
+    assert told == (None if error == errno.ENODATA else "none")
+
+
+def test_what_is_read_back_before_old_ones_go_is_not_what_the_kernel_still_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10, 20)
+    calls: list[str] = []
+
+    class Told:
+        def __getattr__(self, name: str) -> Any:
+            if name in ("posix_fadvise", "preadv"):
+                calls.append(name)
+            return getattr(os, name)
+
+    monkeypatch.setattr(shelf, "os", Told())
+    assert [each.step for each in prune(tmp_path, keep_last=1)] == [10]
+    assert calls[0] == "posix_fadvise" and "preadv" in calls
 
 
 def test_an_empty_directory_has_nothing_and_says_so(tmp_path: Path) -> None:

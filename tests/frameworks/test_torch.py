@@ -118,3 +118,47 @@ def test_a_state_of_another_run_is_refused() -> None:
     saved = {"model": {}, "optimizer": {}, "others": {"average": {}}, "random": {}}
     with pytest.raises(CheckpointError, match=r"has average beside .* the run scheduler"):
         state.load(saved)
+
+
+@pytest.mark.promise(164)
+def test_others_read_the_tensors_of_a_run(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer, scheduler = run()
+    train(model, optimizer, scheduler, 2)
+    model.more = torch.nn.Parameter(torch.randn(3, 5).to(torch.bfloat16))
+    state = adapter.TorchState(model=model, optimizer=optimizer, scheduler=scheduler)
+    with Checkpointer(tmp_path) as checkpointer:
+        saved = checkpointer.save(state())
+    found = safetensors.load_file(tmp_path / saved.name)
+    for name, value in model.state_dict().items():
+        assert found[f"model.{name}"].dtype == value.dtype
+        assert torch.equal(found[f"model.{name}"], value)
+    exp_avg = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(found["optimizer.state.0.exp_avg"], exp_avg)
+
+
+def test_the_copies_of_a_model_on_a_gpu_are_made_in_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, _ = run()
+    state = adapter.TorchState(model=model, optimizer=optimizer)
+    assert state.allocate is None
+    asked = []
+
+    def pinned(size: int) -> Any:
+        asked.append(size)
+        return np.empty(size, np.uint8)
+
+    monkeypatch.setattr(adapter, "pinned", pinned)
+    monkeypatch.setattr(adapter, "_is_on_gpu", lambda tensor: True)
+
+    def update(**options: Any) -> None:
+        with Checkpointer(tmp_path, every=1, **options) as checkpointer:
+            checkpointer.before_update()
+            checkpointer.after_update(state)
+
+    update()
+    assert len(asked) == 1
+    # Who gives other memory gets that.
+    update(allocate=lambda size: np.empty(size, np.uint8))
+    assert len(asked) == 1

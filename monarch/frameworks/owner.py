@@ -1,0 +1,312 @@
+"""Who writes into a directory of checkpoints: one trainer, on one node or on several.
+
+On one node a lock of the file ``lock`` says so, and goes with the process. Other nodes see the file
+``owner``: it names the holder, is made so that it fails where there is one, and its times are
+renewed every 15 seconds. One that was not renewed for 60 seconds, by the file system's own clock,
+or by ours while we watch it, is not in force any more; nor is one of a process of this machine that
+is gone. Nodes that do not see each other's files, as below two mounts that absorb, are not kept
+apart so: their mounts tell (``writeback/lease.py``), and the names of their files differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from monarch.errors import LockedError
+from monarch.registry import process_started
+
+LOCK = "lock"
+OWNER = "owner"
+RENEW_S = 15.0
+# An owner that was not renewed for so long is not in force any more. Seconds.
+STALE_S = 60.0
+# How often one that may be is looked at.
+_LOOK_S = 1.0
+_LARGEST = 4096
+
+# Each is a reason to go on without a lock, or a link: this file system has none.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+
+_FLAGS_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """As its file tells. ``started`` in clock ticks, ``namespace`` that of its process numbers."""
+
+    token: str
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    content: bytes
+    renewed_ns: int
+
+
+class Owner:
+    """This process as the one writer of ``directory``.
+
+    Raises LockedError, naming the other one, if there is one; that may take the 60 seconds after
+    which one of another node is not in force. OSError.
+    """
+
+    def __init__(self, directory: Path, token: str) -> None:
+        self._directory = directory
+        self._path = directory / OWNER
+        self._part = directory / f".{OWNER}-{token}.part"
+        me = _Holder(
+            token=token,
+            host=socket.gethostname(),
+            boot=_boot(),
+            namespace=_namespace(),
+            pid=os.getpid(),
+            started=process_started(os.getpid()) or 0,
+        )
+        self._me = me
+        self._mine = json.dumps(asdict(me)).encode()
+        self._ending = threading.Event()
+        self._lock_fd = self._locked()
+        try:
+            while not self._make():
+                self._remove_stale()
+        except BaseException:
+            self._unlock()
+            raise
+        _HELD.add(self)
+        threading.Thread(target=self._renew, name="checkpoints-owner", daemon=True).start()
+
+    def confirm(self) -> None:
+        """Raises LockedError if another one took the directory over, OSError."""
+        seen = _look(self._path)
+        if seen is None and self._make():
+            # Somebody removed it; nobody else has it.
+            return
+        seen = _look(self._path)
+        if seen is None or seen.content != self._mine:
+            raise self._refused(seen)
+
+    def release(self) -> None:
+        """Let another one write. May be called twice."""
+        if self not in _HELD:
+            return
+        self._ending.set()
+        with contextlib.suppress(OSError):
+            seen = _look(self._path)
+            if seen is not None and seen.content == self._mine:
+                os.unlink(self._path)
+        self.forget()
+
+    def forget(self) -> None:
+        """Release what a process has that is not the owner, but was forked off it."""
+        _HELD.discard(self)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _locked(self) -> int:
+        """A descriptor that holds the lock of this node, or -1 where there are no locks."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._directory / LOCK, flags, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in _NO_LOCKS:
+                return -1
+            if error.errno == errno.EWOULDBLOCK:
+                raise self._refused(_look(self._path)) from None
+            raise
+        return fd
+
+    def _make(self) -> bool:
+        """Whether the owner is this one now; False if there is one."""
+        try:
+            fd = os.open(self._part, _FLAGS_NEW, 0o666)
+            try:
+                os.write(fd, self._mine)
+                os.fsync(fd)
+                self._now_ns = os.fstat(fd).st_mtime_ns
+            finally:
+                os.close(fd)
+            try:
+                os.link(self._part, self._path)
+            except FileExistsError:
+                # On NFS the answer to a link that was made may be lost, and it is tried again.
+                return os.stat(self._part).st_nlink == 2
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._make_without_link()
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(self._part)
+
+    def _make_without_link(self) -> bool:
+        try:
+            fd = os.open(self._path, _FLAGS_NEW, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, self._mine)
+        finally:
+            os.close(fd)
+        return True
+
+    def _remove_stale(self) -> None:
+        """Returns when the owner that was found is gone. Raises LockedError if it is in force."""
+        seen = _look(self._path)
+        if seen is None:
+            return
+        holder = _parse(seen.content)
+        if holder is not None and (holder.boot, holder.namespace) == (
+            self._me.boot,
+            self._me.namespace,
+        ):
+            if _lives(holder):
+                raise self._refused(seen)
+        else:
+            self._watch(seen)
+        self._remove(seen)
+
+    def _remove(self, stale: _Seen) -> None:
+        """Remove the owner if it is still ``stale``; of several that want to, one does."""
+        mark = xxhash.xxh3_64_hexdigest(stale.content)
+        void = self._directory / f".{OWNER}-{mark}.part"
+        try:
+            os.link(self._path, void)
+        except FileNotFoundError:
+            return
+        except FileExistsError:
+            self._wait_for(void)
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            return
+        try:
+            linked = _look(void)
+            # Another one may have taken it over before it was linked.
+            if linked is not None and linked.content == stale.content:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(void)
+
+    def _wait_for(self, void: Path) -> None:
+        """Another one is removing the owner, or died when it did."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._now_ns - os.lstat(void).st_ctime_ns > STALE_S * 1e9:
+                os.unlink(void)
+                return
+        time.sleep(_LOOK_S / 10)
+
+    def _watch(self, seen: _Seen) -> None:
+        """Returns when ``seen`` was not renewed for long enough."""
+        age_s = (self._now_ns - seen.renewed_ns) / 1e9
+        left_s = STALE_S - age_s if age_s >= 0 else STALE_S
+        until_s = time.monotonic() + left_s
+        while time.monotonic() < until_s:
+            time.sleep(min(_LOOK_S, left_s))
+            if _look(self._path) != seen:
+                raise self._refused(_look(self._path))
+
+    def _renew(self) -> None:
+        while not self._ending.wait(RENEW_S):
+            # What fails now is tried again, and seen before the next checkpoint is entered.
+            with contextlib.suppress(OSError):
+                fd = os.open(self._path, _FLAGS_READ)
+                try:
+                    if os.read(fd, _LARGEST) == self._mine:
+                        os.utime(fd)
+                finally:
+                    os.close(fd)
+
+    def _refused(self, seen: _Seen | None) -> LockedError:
+        holder = _parse(seen.content) if seen else None
+        who = f": process {holder.pid} on {holder.host}" if holder else ""
+        return LockedError(
+            f"{os.fspath(self._directory)!r} is in use by another trainer{who}",
+            hint="wait until it ends, or name another directory; "
+            f"{OWNER} there is void {STALE_S:.0f} s after it was last renewed",
+        )
+
+
+def _look(path: Path) -> _Seen | None:
+    try:
+        fd = os.open(path, _FLAGS_READ)
+    except FileNotFoundError:
+        return None
+    try:
+        return _Seen(os.read(fd, _LARGEST), os.fstat(fd).st_mtime_ns)
+    finally:
+        os.close(fd)
+
+
+def _parse(content: bytes) -> _Holder | None:
+    """None for what nobody here wrote."""
+    try:
+        told = json.loads(content)
+        return _Holder(
+            token=str(told["token"]),
+            # It is shown.
+            host=ascii(str(told["host"]))[1:-1][:64],
+            boot=str(told["boot"]),
+            namespace=str(told["namespace"]),
+            pid=int(told["pid"]),
+            started=int(told["started"]),
+        )
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _lives(holder: _Holder) -> bool:
+    """Whether a holder of this machine is still there."""
+    if holder.pid == os.getpid():
+        return holder.token in {each._me.token for each in _HELD}
+    return process_started(holder.pid) == holder.started
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+# Workers that a trainer forks outlive its death by a while, and would hold its lock so long.
+_HELD: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for owner in list(_HELD):
+        owner.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
