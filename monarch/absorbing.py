@@ -4,6 +4,8 @@
         lock                           held while a daemon uses it
         journal                        every operation, in its order (writeback/journal.py)
         XX/NUMBER                      the bytes of the files that were written
+        reserve                        room for what must go on when the disk is full
+        doubtful/                      what a power cut has left of some (writeback/doubtful.py)
 
 What was not drained when a mount ended is found by the next one that has the tier, even if that
 mount cannot be written any more.
@@ -16,6 +18,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -44,11 +47,16 @@ from monarch.vfs.room import Room
 from monarch.vfs.served import FastWrites
 from monarch.vfs.stock import Stock
 from monarch.vfs.writing import Writing
+from monarch.writeback.commits import Commits
+from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.drain import Drain
 from monarch.writeback.home import Home
-from monarch.writeback.journal import Journal, Replay, Told
+from monarch.writeback.journal import Journal, Replay, Told, look
+from monarch.writeback.lease import RENEW_S, Lease
 from monarch.writeback.losses import Numbered, names_of
 from monarch.writeback.objects import Objects
+from monarch.writeback.ops import Op
+from monarch.writeback.reserve import Reserve
 from monarch.writeback.survey import survey
 
 log = logging.getLogger(__name__)
@@ -57,8 +65,17 @@ PREFIX = "absorbed-"
 _SNAPSHOT = "snapshot"
 # How long small files may wait for the drain while more of them come. Seconds.
 _HOLD_S = 5.0
-# Calls of the absorbing tier at the same time: opening, writing beside the fast path, fsync.
+# How long the end of a mount waits for a source to take the lease back. Seconds.
+_RELEASE_S = 5.0
+# Calls of the absorbing tier at the same time: opening, writing beside the fast path; fsync.
 _TIER_THREADS = 16
+_SYNC_THREADS = 32
+# How often the journal's length is looked at, and when again after it could not be written anew.
+# Seconds.
+_JOURNAL_LOOK_S = 5.0
+_JOURNAL_PAUSE_S = 600.0
+# How long the end waits for the tier's disk. Seconds.
+_LAST_COMMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,8 @@ class Absorbing:
     journal: Journal
     objects: Objects
     found: Replay
+    doubtful: Doubtful
+    reserve: Reserve
 
 
 def directory_of(tier: Path, source: Path) -> Path:
@@ -111,9 +130,20 @@ def absorbing(settings: MountSettings, tiers: Sequence[Tier], state: Path) -> Ab
             hint="make room there, or name another with writeback.tier",
         ) from error
     journal = Journal.open(directory, source=os.fsencode(settings.source))
-    objects = Objects(directory)
+    objects = Objects(directory, unsynced=journal.doubtful)
     found = journal.replay()
-    return Absorbing(chosen, directory, lock, journal, objects, found)
+    doubtful = Doubtful(directory)
+    doubtful.keep(found.doubted)
+    reserve = Reserve(directory)
+    reserve.make()
+    return Absorbing(chosen, directory, lock, journal, objects, found, doubtful, reserve)
+
+
+def make_room(settings: MountSettings) -> None:
+    """Have what a mount needs of a full tier: the reserve of what is written there is given up."""
+    for tier in settings.tiers:
+        if Reserve(directory_of(tier.path, settings.source)).give_up_if_full():
+            log.warning("tier %s is full: what it has in reserve is given up", tier.path)
 
 
 def _locked(directory: Path, settings: MountSettings) -> Lock:
@@ -176,6 +206,32 @@ def know_snapshot(directory: Path, snapshot_id: str) -> None:
     staged.rename(directory / _SNAPSHOT)
 
 
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """Changes of earlier mounts that the source has not got, and the id of the snapshot over which
+    their journal leads to the tree."""
+
+    operations: int
+    snapshot_id: str
+
+
+def undone(settings: MountSettings) -> Undone | None:
+    """What earlier mounts have left in the tiers of a mount; None if the source has it all.
+
+    Raises TierError if a journal cannot be read.
+    """
+    for tier in settings.tiers:
+        directory = directory_of(tier.path, settings.source)
+        with suppress(OSError):
+            if not (directory / "journal").exists():
+                continue
+            found = look(directory).replay()
+            left = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
+            if left:
+                return Undone(len(left), snapshot_known(directory))
+    return None
+
+
 def _renumbered(found: Replay) -> Replay:
     """``found`` with numbers below 0 for what an older snapshot had, by which a new one has others.
 
@@ -193,28 +249,36 @@ def _renumbered(found: Replay) -> Replay:
 
 
 def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
-    """What the source has not got: changes, and the making of files that were open when their
-    daemon was killed, under the names that they have by now."""
+    """What leads to the tree from what the source has: the changes that it has not got, and before
+    them the files whose bytes it lacks, under the names that they had when the first of these was
+    made. Of files that were open when their daemon was killed nothing need be recorded."""
     ops = found.ops
     made = {op.object for _, op in ops if op.kind in ("create", "take")}
     told = found.told()
     new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, n, told[n])}
-    names = names_of(ops, new)
-    latest = {
-        n: replace(op, path=names[n][0], paths=tuple(names[n]) if len(names[n]) > 1 else ())
-        for _, op in ops
-        if (n := op.object) in names and op.kind in ("create", "take")
-    }
-    for _, op in ops:
-        if op.kind == "attr" and op.object in latest:
+    new |= {op.object for seq, op in ops if op.kind == "content" and seq not in found.done}
+    names = names_of([(seq, op) for seq, op in ops if seq in found.done], new)
+    first: dict[int, Op] = {}
+    for seq, op in ops:
+        if seq not in found.done or op.object not in names:
+            continue
+        if op.kind in ("create", "take"):
+            paths = names[op.object]
+            more = tuple(paths) if len(paths) > 1 else ()
+            first[op.object] = replace(op, path=paths[0], paths=more)
+        elif op.kind in ("attr", "xattr", "content") and op.object in first:
             given = {name: getattr(op, name) for name in ("mode", "uid", "gid")}
-            told_of = {name: value for name, value in given.items() if value is not None}
-            latest[op.object] = replace(latest[op.object], **told_of)
+            now = {name: value for name, value in given.items() if value is not None}
+            known = dict(op.xattrs)
+            if op.kind != "content":
+                known = {**first[op.object].xattrs, **known}
+            xattrs = {name: value for name, value in known.items() if value is not None}
+            first[op.object] = replace(first[op.object], **now, xattrs=xattrs)
     for seq, op in ops:
         if seq not in found.done:
             yield seq, op
-        elif op.kind in ("create", "take") and op.object in latest:
-            yield seq, latest[op.object]
+        elif op.kind in ("create", "take") and op.object in first:
+            yield seq, first[op.object]
 
 
 def _differs(objects: Objects, number: int, told: Told) -> bool:
@@ -242,6 +306,7 @@ class WriteSide:
         residency: Residency,
         fast: FastWrites | None,
         taken: Callable[[Ino], None],
+        look_again: Callable[[Ino], Awaitable[None]],
         evict: Callable[[Ino], int],
         evicted: Callable[[], Awaitable[None]],
     ) -> None:
@@ -253,6 +318,19 @@ class WriteSide:
         self._is_abandoned = False
         # Of their own, for what they wait for must hold up nobody who reads.
         self._threads = Threads(_TIER_THREADS, "absorb", abandon=True)
+        self._lease_threads = Threads(1, "lease", abandon=True)
+        # A mount that is read-only brings what earlier ones have left, and absorbs nothing new.
+        self.lease = (
+            Lease.acquire(
+                inquiry.source,
+                token=place.journal.token,
+                patterns=settings.absorbs,
+                mountpoint=os.fspath(settings.mountpoint),
+                shared=settings.writeback.shared,
+            )
+            if settings.absorbs
+            else None
+        )
         drain_threads = Threads(settings.writeback.workers + 2, "drain", abandon=True)
         home = Home(inquiry.source, place.journal.token)
         stock = self.stock = Stock(names)
@@ -279,8 +357,10 @@ class WriteSide:
             inquiry=inquiry,
             make_room=self._make_room,
             threads=self._threads,
+            sync_threads=Threads(_SYNC_THREADS, "fsync", abandon=True),
             tier=place.tier.number,
             fast=fast,
+            look_again=look_again,
         )
         self.room = Room(
             tier=place.tier,
@@ -292,6 +372,7 @@ class WriteSide:
             look=self._look,
             evict=evict,
             evicted=evicted,
+            kept=lambda: place.doubtful.held,
         )
         is_new = snapshot_known(place.directory) != snapshot_id
         found = self._found = _renumbered(place.found) if is_new else place.found
@@ -310,6 +391,13 @@ class WriteSide:
             space=self.room.told,
         )
         self._take_up(ops)
+        self._commits = Commits(
+            place.directory,
+            journal=place.journal,
+            objects=place.objects,
+            contents=stock,
+            interval_s=settings.writeback.commit,
+        )
 
     def _unfinished(self, snapshot_id: str) -> list[Numbered]:
         """What leads from a new snapshot to the tree: it knows what the source has got."""
@@ -317,7 +405,16 @@ class WriteSide:
         ops = [*unfinished(found, place.objects)]
         if ops or found.done:
             known = self.drain.known_of(ops)
-            place.journal.compact(ops, position=place.journal.position, known=known)
+            try:
+                # Whoever ends in between leaves a journal that belongs to no snapshot before.
+                know_snapshot(place.directory, "")
+                place.journal.compact(ops, position=place.journal.position, known=known)
+            except OSError as error:
+                raise TierError(
+                    f"tier {os.fspath(place.tier.path)!r}: the journal of what was written cannot"
+                    f" be written anew: {error.strerror}",
+                    hint="make room there: nothing that was written is lost",
+                ) from error
         know_snapshot(place.directory, snapshot_id)
         return ops
 
@@ -333,7 +430,7 @@ class WriteSide:
                 "is" if len(waiting) == 1 else "are",
             )
         self.files.take_up(ops, found.done)
-        place.objects.sweep({op.object for _, op in ops})
+        place.objects.sweep({op.object for _, op in ops} | found.doubted.keys())
         self.files.record_unrecorded(found)
 
     def _is_pressed(self) -> bool:
@@ -344,11 +441,56 @@ class WriteSide:
         return await self.room.make(size)
 
     async def _look(self) -> Space:
-        return await self._threads.run(self.place.tier.space)
+        return await self._threads.run(self._look_at_disk)
+
+    def _look_at_disk(self) -> Space:
+        self.place.reserve.make()
+        return self.place.tier.space()
+
+    async def _keep_journal_short(self) -> None:
+        """Have what does not matter any more left out of the journal, until cancelled."""
+        journal, threads = self.place.journal, Threads(1, "journal", abandon=True)
+        while True:
+            await trio.sleep(_JOURNAL_LOOK_S)
+            # It is no help to a disk that is full: it needs room first.
+            if not (journal.is_long and journal.has_room()):
+                continue
+            try:
+                forget = await threads.run(journal.shorten)
+            except OSError as error:
+                log.warning("the journal cannot be shortened: %s", error.strerror)
+                await trio.sleep(_JOURNAL_PAUSE_S)
+            else:
+                forget()
+
+    async def discard(self, numbers: Sequence[int]) -> None:
+        """Give up what a power cut has left of objects. Raises TierError."""
+        for number in numbers:
+            try:
+                await self._threads.run(self.place.doubtful.discard, number)
+            except OSError as error:
+                raise TierError(
+                    f"tier {self.place.tier.name!r}: {error.strerror}",
+                    hint=f"what is kept lies in {os.fspath(self.place.doubtful.directory)}",
+                ) from error
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """What goes on beside the answers."""
-        return {"drain": self.drain.run, "writing": self.files.run, "room": self.room.run}
+        return {
+            "drain": self.drain.run,
+            "writing": self.files.run,
+            "mending": self.files.mend,
+            "commits": self._commits.run,
+            "room": self.room.run,
+            "journal": self._keep_journal_short,
+            "lease": self._renew_lease,
+        }
+
+    async def _renew_lease(self) -> None:
+        while True:
+            await trio.sleep(RENEW_S)
+            if self.lease is not None:
+                await self._lease_threads.run(self.lease.renew)
 
     def abandon(self) -> None:
         """Have ``finish`` end now, or, if it has not begun, at once."""
@@ -369,9 +511,24 @@ class WriteSide:
                 format_bytes(backlog.bytes),
                 self.place.tier.name,
             )
+        # What nobody has fsynced is to be there when the machine starts again.
+        with trio.move_on_after(_LAST_COMMIT_S, shield=True) as patience:
+            await self._commits.commit()
+        if patience.cancelled_caught:
+            log.warning(
+                "tier %s has not synced all that was written within %d s: what was not fsynced may"
+                " not survive the machine",
+                self.place.tier.name,
+                _LAST_COMMIT_S,
+            )
+        if self.lease is not None:
+            release = partial(self.lease.release, undrained=self.drain.last_seq > 0)
+            with trio.move_on_after(_RELEASE_S, shield=True):
+                await self._lease_threads.run(release)
 
     def close(self) -> None:
         with suppress(OSError):
             self.place.journal.sync()
+        self._commits.close()
         self.place.journal.close()
         self.place.lock.release()

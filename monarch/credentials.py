@@ -45,6 +45,8 @@ class Credentials:
 
 
 ROOT = Credentials(0, 0)
+# Of a user's number so many bits have room beside an inode number.
+USER_BITS = (1 << 24) - 1
 
 
 def credentials_of(pid: int, uid: int, gid: int) -> Credentials:

@@ -31,7 +31,7 @@ import trio
 
 from monarch import ending, points, signals
 from monarch import log as log_setup
-from monarch.absorbing import WriteSide, absorbing
+from monarch.absorbing import WriteSide, absorbing, make_room
 from monarch.checkup import Checkup
 from monarch.control.server import Server
 from monarch.errors import MonarchError, TierError
@@ -80,6 +80,7 @@ from monarch.verbs import Verbs
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import Inquiry
 from monarch.watch import SecondLook, Watch
+from monarch.writeback import lease
 from monarch.written_verbs import WrittenVerbs
 
 if TYPE_CHECKING:
@@ -171,11 +172,15 @@ def run(
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
             with signals.interruptible():
-                snapshot, just_built = snapshot_for(settings, state, source, refreshed, progress)
+                if settings.absorbs:
+                    lease.prepare(source)
+                snapshot, just_built, put_off = snapshot_for(
+                    settings, state, source, refreshed, progress
+                )
             cleanup.callback(snapshot.close)
             tell_unreadable(snapshot)
             tell_unknown_acls(snapshot)
-            parts = _Parts(settings, state, source, threads, snapshot, just_built, logbook)
+            parts = _Parts(settings, state, source, threads, snapshot, just_built, put_off, logbook)
             _run_loop(parts, ready)
         except MonarchError as error:
             log.error("%s", error)
@@ -215,7 +220,8 @@ def _give_memory_back() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a mount is made of and outlives it. ``just_built``: the snapshot is of this moment."""
+    """What a mount is made of and outlives it. ``just_built``: the snapshot is of this moment;
+    ``put_off``: why it is not the one that was asked for."""
 
     settings: MountSettings
     state: Path
@@ -223,6 +229,7 @@ class _Parts:
     source_threads: Threads
     snapshot: Snapshot
     just_built: bool
+    put_off: str
     logbook: Logbook
 
 
@@ -258,6 +265,7 @@ class _Mount:
         self._settings = settings
         self._state = state
         self._started_ns = time.time_ns()
+        make_room(settings)
         self._hierarchy = Hierarchy(
             settings.tiers,
             state,
@@ -320,6 +328,8 @@ class _Mount:
         )
         for remark in self._remarks:
             log.info("%s", remark)
+        if parts.put_off:
+            self._remarks.append(parts.put_off)
         self._datapath = (
             None
             if choice.datapath == "python"
@@ -388,6 +398,7 @@ class _Mount:
                 residency=self._residency,
                 fast=self._datapath,
                 taken=self._taken,
+                look_again=self._look_again_at,
                 evict=self._evict,
                 evicted=self._engine.removed,
             )
@@ -472,6 +483,8 @@ class _Mount:
             datapath=self._datapath,
         )
         lost = Lost(state)
+        if place is not None:
+            lost.hear(op.path for op in place.found.lost)
         self._written_verbs = WrittenVerbs(names=names, side=self._writing, lost=lost)
         self._status = Status(
             settings=settings,
@@ -500,6 +513,7 @@ class _Mount:
                 writing=self._writing,
                 lost=lost,
                 requests=self._requests,
+                put_off=parts.put_off,
             ),
             requests=self._requests,
         )
@@ -521,6 +535,9 @@ class _Mount:
         """A file of the source is written: its copy is of another version."""
         if ino <= self.filesystem.names.entries:
             self.filesystem.changes.forget_copy(ino)
+
+    async def _look_again_at(self, ino: Ino) -> None:
+        await self.filesystem.changes.look_again(ino)
 
     def _evict(self, ino: Ino) -> int:
         return self.filesystem.evict(ino)

@@ -48,6 +48,9 @@ POINTS = frozenset(
         "journal-synced",
         "journal-staged",
         "journal-compacted",
+        # What nobody has fsynced is synced with all else of its file system, and that is recorded.
+        "commit-synced",
+        "commit-recorded",
         # The drain: a content is written beside its name at the source, synced, renamed, its other
         # names linked; a change is made there, and marked as done.
         "drain-staged",

@@ -416,11 +416,30 @@ class ConflictsReport(Report):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptReport:
+    """What a power cut has left of a file that was never synced. ``path`` in the mount, empty if it
+    is not known; ``size`` in bytes, ``recorded`` as it was told last, at ``written_ns``, 0 if it
+    was not. ``file`` has the bytes."""
+
+    number: int
+    path: str
+    size: int
+    recorded: int
+    written_ns: int
+    found_ns: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
 class LostReport(Report):
-    """Files that were written and whose bytes are gone; ``acknowledged``: the alarm is over."""
+    """Files that were written and whose bytes are gone; ``acknowledged``: the alarm is over.
+
+    ``kept`` is what is left of files, the oldest loss first.
+    """
 
     files: list[str]
     acknowledged: bool
+    kept: list[KeptReport] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ def _pattern(value: str) -> str:
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=_LARGEST)]
 # Beyond a year somebody means "for ever".
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=366 * 86400)]
+CommitInterval = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=300)]
 PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
 # A thread each; beyond this it is a slip of the keyboard.
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1, le=4096)]
@@ -317,6 +318,16 @@ class WritebackSettings(Section):
         default=True,
         description="Read each file back from the source and compare digests before it gets its"
         " name there.",
+    )
+    commit: CommitInterval = Field(
+        default=5.0,
+        description="How often all that was written is synced in the tier, fsynced or not: a crash"
+        " of the machine takes what nobody fsynced in that time. At most 5m; 0: only at the end.",
+    )
+    shared: bool = Field(
+        default=False,
+        description="Let this mount absorb writes although another mount, on any node, absorbs them"
+        " for the same paths. Otherwise the second one is refused.",
     )
     end_timeout: Duration = Field(
         default=60.0,

@@ -6,11 +6,13 @@ import errno
 import logging
 import os
 from pathlib import Path
+from typing import NamedTuple
 
+from monarch.absorbing import Undone, undone
 from monarch.errors import NewerSnapshot, SnapshotError, SourceError
 from monarch.modes import memory_bytes
 from monarch.namespace.build import build, sweep_stages
-from monarch.namespace.given import own_copy, remove_other_copies
+from monarch.namespace.given import copy_of, own_copy, read_id, remove_other_copies
 from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.schema import damaged
 from monarch.namespace.snapshot import Snapshot
@@ -29,17 +31,88 @@ _MEMORY_SHARE = 64
 _TOLD = 5
 
 
+class Chosen(NamedTuple):
+    """The snapshot to serve from. ``just_built``: it was made or brought up to date just now.
+    ``put_off``: why it is not the one that was asked for, empty if it is."""
+
+    snapshot: Snapshot
+    just_built: bool
+    put_off: str = ""
+
+
 def snapshot_for(
     settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
-) -> tuple[Snapshot, bool]:
-    """The snapshot to serve from, and whether it was made or brought up to date just now.
+) -> Chosen:
+    """The snapshot to serve from: a file in ``state``, its own or a copy of the one that was given.
 
-    It is a file in ``state``: its own, or a copy of the one that was given.
+    While the source has not got all that earlier mounts have taken, it is the one that they had:
+    what they have done leads from its names to theirs, and not from others.
     """
     given = settings.snapshot.file
     path = given or state / "snapshot.lmdb"
     if given is None:
         sweep_stages(path)
+    left = undone(settings)
+    kept = _kept(left, state) if left is not None else None
+    if left is not None and kept is not None:
+        if _other_source(kept, source):
+            kept.close()
+        else:
+            if not refreshed:
+                _require_content(source, kept)
+            return _put_off(settings, kept, left, is_asked=refreshed)
+    return Chosen(*_renewed(settings, state, source, refreshed, progress))
+
+
+def _kept(left: Undone, state: Path) -> Snapshot | None:
+    """The snapshot that a journal belongs to, if it is still in ``state``."""
+    for path in (state / "snapshot.lmdb", copy_of(left.snapshot_id, state)):
+        try:
+            if left.snapshot_id and path.exists():
+                snapshot = _checked(path)
+                if snapshot.id == left.snapshot_id:
+                    return snapshot
+                snapshot.close()
+        except NewerSnapshot:
+            raise
+        except (SnapshotError, OSError) as error:
+            log.warning("the snapshot that what is written belongs to cannot be used: %s", error)
+    log.warning(
+        "the snapshot is gone that %s of earlier mounts belong to; their names are looked for in"
+        " another",
+        counted(left.operations, "change", "changes"),
+    )
+    return None
+
+
+def _put_off(settings: MountSettings, kept: Snapshot, left: Undone, *, is_asked: bool) -> Chosen:
+    given = settings.snapshot.file
+    if given is not None:
+        is_asked = is_asked or read_id(given) != kept.id
+    elif not is_asked and settings.snapshot.freshness != "never":
+        jobs = settings.snapshot.jobs
+        if directories_changed(settings.source, kept, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S):
+            log.info(
+                "directories changed at the source since the snapshot; it is renewed by the first"
+                " mount that finds all drained, %s of earlier mounts to go",
+                counted(left.operations, "change", "changes"),
+            )
+    if not is_asked:
+        return Chosen(kept, False)
+    why = (
+        f"the names are still those of the last mount's snapshot: the source has not got"
+        f" {counted(left.operations, 'change', 'changes')} that belong to it; when"
+        f" `monarch ckpt wait {settings.mountpoint}` says that all is there, mount again"
+    )
+    log.warning("%s", why)
+    return Chosen(kept, False, why)
+
+
+def _renewed(
+    settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
+) -> tuple[Snapshot, bool]:
+    given = settings.snapshot.file
+    path = given or state / "snapshot.lmdb"
     if _exists(path):
         try:
             if refreshed:

@@ -216,7 +216,7 @@ class Status:
             errors=backlog.failures,
             trouble=backlog.trouble or "",
             reserve=side.room.reserve,
-            held=side.stock.bytes,
+            held=side.stock.bytes + side.place.doubtful.held,
             lost=[os.fsdecode(name) for name in self._lost.names[:_NAMED]],
             in_memory=side.place.tier.in_memory,
             names=side.writing.names_held,

@@ -48,6 +48,7 @@ _USERS_S = 5.0
 # a status report.
 _MEMORY_S = 1.0
 _SHOWN_PIDS = 10
+_SHOWN_HOLDERS = 3
 # A machine that has less than this share of its memory left, and less than so much, is short.
 _LEAST_AVAILABLE_SHARE = 0.02
 _LEAST_AVAILABLE = GiB
@@ -72,6 +73,7 @@ class Symptoms:
         writing: WriteSide | None,
         lost: Lost,
         requests: Callable[[], Requests],
+        put_off: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
         root: Path = Path("/"),
@@ -96,6 +98,7 @@ class Symptoms:
         self._writing = writing
         self._lost = lost
         self._requests = requests
+        self._put_off = put_off
         self._clock = clock
         self._wall_ns = wall_ns
         self._root = root
@@ -217,10 +220,12 @@ class Symptoms:
         side, mountpoint = self._writing, self._mountpoint
         if self._lost.names:
             names = self._lost.names
+            left = len(side.place.doubtful.list()) if side is not None else 0
+            aside = f"; what is left of {left:,} is kept aside" if left else ""
             yield Problem(
                 "written-lost",
                 f"{counted(len(names), 'written file has', 'written files have')} lost their bytes:"
-                f" {os.fsdecode(names[0])}{', ...' if len(names) > 1 else ''}",
+                f" {os.fsdecode(names[0])}{', ...' if len(names) > 1 else ''}{aside}",
                 0,
                 f"`monarch ckpt lost {mountpoint}` lists them; at the source each is as it was"
                 " before. With --acknowledge this alarm ends",
@@ -238,6 +243,16 @@ class Symptoms:
                 " that is full, at the source's; what was fsynced is safe, and writing goes on as"
                 " soon as one of them has room",
             )
+        if unsynced := side.files.unsynced():
+            yield Problem(
+                "fsync-failed",
+                f"{counted(len(unsynced), 'file', 'files')} could not be synced:"
+                f" {os.fsdecode(unsynced[0])!r}: nobody knows what the disk of tier"
+                f" {side.place.tier.name} has of it",
+                0,
+                "write it again, from its start, or close it: then it is written anew as it is"
+                " read, or read from the source. `dmesg` tells what is wrong with the disk",
+            )
         if not side.writing.names_free:
             held, most = side.writing.names_held, side.writing.names_max
             yield Problem(
@@ -249,6 +264,7 @@ class Symptoms:
                 f" ckpt wait {mountpoint}`), unmount and mount again: the snapshot has it then; or"
                 " raise `writeback.names_max`, 3 KiB of memory each",
             )
+        yield from self._of_other_writers(side)
         backlog = side.drain.backlog()
         if backlog.conflict is not None:
             conflict, count = backlog.conflict, backlog.conflicts
@@ -264,6 +280,19 @@ class Symptoms:
                 f" keep one, remove the other; `monarch ckpt conflicts {mountpoint}` lists the last"
                 " of them. With --acknowledge this alarm ends, and so it does with the mount",
             )
+        if dropped := side.drain.dropped_xattrs():
+            files = len({path for path, _ in dropped})
+            (path, name), why = dropped.popitem()
+            yield Problem(
+                "attributes-dropped",
+                "the source has not taken all extended attributes of"
+                f" {counted(files, 'file', 'files')}: {os.fsdecode(path)!r},"
+                f" {os.fsdecode(name)}: {why}",
+                0,
+                "remove some of them (`setfattr -x`), or set smaller ones;"
+                f" `monarch ckpt conflicts {mountpoint} --acknowledge` ends this alarm, and so does"
+                " the end of the mount",
+            )
         if backlog.trouble:
             kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
             yield Problem(
@@ -274,6 +303,30 @@ class Symptoms:
                 f" all is kept in {os.fspath(side.place.directory)} and tried again by itself;"
                 " what the source never will take can be copied elsewhere on the mount and removed"
                 " there",
+            )
+
+    def _of_other_writers(self, side: WriteSide) -> Iterator[Problem]:
+        lease = side.lease
+        if lease is None:
+            return
+        if lease.others:
+            told = ", ".join(holder.words() for holder in lease.others[:_SHOWN_HOLDERS])
+            yield Problem(
+                "other-writer",
+                f"the same paths of {self._source} are written through"
+                f" {counted(len(lease.others), 'other mount', 'other mounts')}: {told}",
+                0,
+                "unmount one of them, or let each write paths of its own (`absorb`); what both"
+                " write is kept beside as a conflict, and never overwritten",
+            )
+        if lease.was_lost:
+            yield Problem(
+                "lease-lost",
+                "this mount's lease at the source was gone, or could not be renewed in time:"
+                " another mount may have begun to write the same paths",
+                0,
+                f"`monarch ckpt conflicts {self._mountpoint}` tells whether both have written; it"
+                " ends with the mount",
             )
 
     def _of_tier(self, tier: Tier) -> Iterator[Problem]:
@@ -393,6 +446,14 @@ class Symptoms:
             )
 
     def _of_changes(self) -> Iterator[Problem]:
+        if self._put_off:
+            yield Problem(
+                "snapshot-behind",
+                self._put_off,
+                0,
+                f"wait with `monarch ckpt wait {self._mountpoint}`, `monarch umount"
+                f" {self._mountpoint}`, and mount again; nothing is lost meanwhile",
+            )
         refresh = f"`monarch umount {self._mountpoint}` and mount again with --refresh"
         if changes := self._metrics.changes:
             yield Problem(

@@ -58,6 +58,10 @@ class Identity:
     source_ino: int
 
 
+# The size in an identity of which the inode number alone is known.
+ANY_SIZE = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Attributes:
     """What ``stat`` tells of one entry. ``blocks`` are 512-byte units, as in ``st_blocks``.

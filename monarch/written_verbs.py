@@ -21,11 +21,13 @@ from monarch.report import (
     ConflictsReport,
     DrainProgress,
     DrainReport,
+    KeptReport,
     LostReport,
     WrittenFile,
     WrittenFiles,
     WrittenTotals,
 )
+from monarch.writeback.doubtful import Kept
 from monarch.writeback.drain import Backlog, Drain
 
 # Of one part of a long answer, in bytes, and files between two looks at other work.
@@ -147,14 +149,18 @@ class WrittenVerbs:
             await trio.sleep(_LOOK_S)
 
     async def _tell_lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
-        """The files whose bytes are gone; ``acknowledge`` ends the alarm."""
-        if self._side is not None:
-            self._lost.hear(self._side.drain.backlog().lost)
+        """The files whose bytes are gone; ``acknowledge`` ends the alarm. What is kept of those
+        that ``discard`` names by their numbers is removed."""
+        kept: list[KeptReport] = []
+        if (side := self._side) is not None:
+            self._lost.hear(side.drain.backlog().lost)
+            await side.discard(_numbers(params.get("discard", [])))
+            kept = [_kept(each) for each in side.place.doubtful.list()[:_NAMED]]
         names = [os.fsdecode(name) for name in self._lost.names[:_NAMED]]
         acknowledged = params.get("acknowledge") is True
         if acknowledged:
             self._lost.acknowledge()
-        return LostReport(names, acknowledged).to_dict()
+        return LostReport(names, acknowledged, kept).to_dict()
 
     async def _tell_conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """What met changes of others at the source; ``acknowledge`` ends the alarm."""
@@ -227,6 +233,24 @@ class _Course:
         size = _done(begun.bytes, now.bytes, drained)
         self._files, self._bytes = max(self._files, files), max(self._bytes, size)
         return DrainProgress(self._files, begun.files, self._bytes, begun.bytes, now.trouble or "")
+
+
+def _numbers(given: object) -> list[int]:
+    if not isinstance(given, list) or not all(isinstance(each, int) for each in given):
+        raise UsageError("discard must be a list of numbers")
+    return given
+
+
+def _kept(kept: Kept) -> KeptReport:
+    return KeptReport(
+        number=kept.number,
+        path=os.fsdecode(kept.path),
+        size=kept.size,
+        recorded=kept.recorded,
+        written_ns=kept.written_ns,
+        found_ns=kept.found_ns,
+        file=os.fspath(kept.file),
+    )
 
 
 def _done(total: int, left: int, drained: int) -> int:

@@ -211,6 +211,15 @@ def tree(source: Path) -> Tree:
     return fill
 
 
+# Where a source has the leases of mounts that write it.
+LEASES = ".monarch-leases.part"
+
+
+def names_in(source: Path) -> list[str]:
+    """What is in a source's root, but for the leases of mounts that write it."""
+    return sorted(name for name in os.listdir(source) if name != LEASES)
+
+
 def contents(name: str, size: int) -> bytes:
     """``size`` bytes that are the same for the same name, and differ between names."""
     seed = (name + "\n").encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,18 +17,26 @@ from monarch.cli import complete
 from monarch.cli.ask import ask, inside
 from monarch.cli.draining import SILENCE_S, drain, seconds, waiting
 from monarch.cli.output import age, duration, emit_json, progress_bar, remark, say, stdout
-from monarch.errors import MonarchError, NotDrainedError, UsageError
+from monarch.errors import MonarchError, NotDrainedError, TierError, UsageError
 from monarch.frameworks.shelf import MANIFEST, Listed, list_checkpoints, prune
 from monarch.places import state_root
 from monarch.registry import MountRecord, Registry
-from monarch.report import ConflictsReport, LostReport, WrittenFile, WrittenFiles, WrittenTotals
+from monarch.report import (
+    ConflictsReport,
+    KeptReport,
+    LostReport,
+    WrittenFile,
+    WrittenFiles,
+    WrittenTotals,
+)
 from monarch.sides import Compared, compare
 from monarch.text import counted, escape_text
 from monarch.timeouts import within
-from monarch.units import format_bytes
+from monarch.units import MiB, format_bytes
 
 INTERRUPTED = 130
 _WRONG = 1
+_COPY_BYTES = 8 * MiB
 # A manifest is read through the mount: from the node's disk, or from a source that may hang.
 _PATIENCE_S = 10.0
 # What a checkpointer keeps beside the checkpoints.
@@ -333,29 +342,111 @@ def gc(
     epilog="""\b
 Examples:
   monarch ckpt lost /mnt/data
+  monarch ckpt lost /mnt/data --recover ckpt/step-100 --to /scratch/step-100
+  monarch ckpt lost /mnt/data --discard ckpt/step-100
   monarch ckpt lost /mnt/data --acknowledge
 """
 )
 @_MOUNT
 @click.option("--acknowledge", is_flag=True, help="It is known now: `monarch status` is ok again.")
+@click.option(
+    "--recover",
+    metavar="PATH|NUMBER",
+    help="Copy what is kept of this file, the newest if there are several, to the file --to names.",
+)
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Where --recover writes; it must not exist.",
+)
+@click.option("--discard", metavar="PATH|NUMBER", help="Give up what is kept of this file.")
+@click.option("--discard-all", is_flag=True, help="Give up all that is kept.")
 @_JSON
-def lost(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
-    """Show the files that were written and whose bytes are gone.
+def lost(
+    mountpoint: Path,
+    acknowledge: bool,
+    recover: str | None,
+    to: Path | None,
+    discard: str | None,
+    discard_all: bool,
+    as_json: bool,
+) -> int:
+    """Show the files that were written and whose bytes are gone, and what is left of them.
 
     A power cut takes what was never fsynced; a disk that fails can take more. At the source each
-    is as it was before. The exit code is 1 if there are any that were not acknowledged.
+    is as it was before. What a power cut has left is kept in the tier, whole or not: it can be
+    copied from there, or given up. The exit code is 1 if files were lost and not acknowledged.
     """
+    if (recover is None) != (to is None):
+        raise UsageError("--recover needs --to, and --to needs --recover")
     record = Registry(state_root()).find(mountpoint)
-    params = {"acknowledge": acknowledge}
+
+    params: dict[str, Any] = {"acknowledge": acknowledge}
     report = ask(record, "lost", params, answer=LostReport, timeout=SILENCE_S)
+    if recover is not None and to is not None:
+        kept = _kept_of(report, record, recover)[-1]
+        count = _recover(kept, to)
+        if not as_json:
+            say(f"{format_bytes(count)} of {_kept_name(kept)} are in {escape_text(os.fspath(to))}")
+    given_up = report.kept if discard_all else []
+    if discard is not None:
+        given_up = _kept_of(report, record, discard)
+    if given_up:
+        params["discard"] = [kept.number for kept in given_up]
+        # As long as the removal of large files takes.
+        report = ask(record, "lost", params, answer=LostReport, timeout=None)
     if as_json:
         emit_json(report.to_dict())
-    else:
+    elif recover is None:
         for name in report.files:
             say(escape_text(name))
-        if not report.files:
+        for kept in report.kept:
+            short = f" of {format_bytes(kept.recorded)}" if kept.recorded > kept.size else ""
+            when = f"written {age(kept.written_ns)} ago, lost {age(kept.found_ns)} ago"
+            say(
+                f"kept: {kept.number}  {_kept_name(kept)}  {format_bytes(kept.size)}{short}, {when}"
+            )
+        if not (report.files or report.kept):
             say("nothing is lost")
     return _WRONG if report.files and not report.acknowledged else 0
+
+
+def _kept_name(kept: KeptReport) -> str:
+    return escape_text(kept.path) or "a file whose name is not known"
+
+
+def _kept_of(report: LostReport, record: MountRecord, wanted: str) -> list[KeptReport]:
+    """What is kept of a file, by its path or its number, the oldest first. Raises UsageError."""
+    found = [kept for kept in report.kept if str(kept.number) == wanted]
+    if not found:
+        (path,) = inside(record, [wanted])
+        found = [kept for kept in report.kept if kept.path == path]
+    if not found:
+        hint = f"`monarch ckpt lost {escape_text(record.mountpoint)}` lists what is kept"
+        raise UsageError(f"nothing is kept of {escape_text(wanted)}", hint=hint)
+    return found
+
+
+def _recover(kept: KeptReport, to: Path) -> int:
+    """Copy what is kept to a new file; how many bytes. Raises UsageError, TierError."""
+    try:
+        source = os.open(kept.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        told = f"{escape_text(kept.file)}: {error.strerror}"
+        raise TierError(told, hint="run it as the user of the mount's daemon") from error
+    with open(source, "rb") as kept_file:
+        try:
+            with to.open("xb") as file:
+                shutil.copyfileobj(kept_file, file, _COPY_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+                return file.tell()
+        except OSError as error:
+            told = f"{escape_text(os.fspath(to))}: {error.strerror}"
+            raise UsageError(
+                told, hint="name a new file in a place with room, with --to"
+            ) from error
 
 
 @ckpt.command(

@@ -72,6 +72,10 @@ enum {
 /* File handles that are ours: pyfuse3's are inode numbers. */
 #define HANDLE_FAST (1ull << 63)
 #define HANDLE_BOUND (1ull << 62)
+/* Writes of it do not go through the kernel's pages, so the kernel sends no FSYNC after them. */
+#define HANDLE_DIRECT (1ull << 61)
+/* In the handle of a write that Python gets: it is to be safe when it is answered. */
+#define WRITE_SYNC (1ull << 60)
 /* Where a read that Python answers has its place in the table of the pending, behind the inode. */
 #define TOKEN_SHIFT 40
 #define INO_MASK ((1ull << TOKEN_SHIFT) - 1)

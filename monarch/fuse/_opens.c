@@ -307,6 +307,7 @@ struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd,
         __atomic_store_n(&entry->content, NULL, __ATOMIC_RELEASE);
         entry->written = file;
         entry->changes = entry->run_start = entry->run_end = 0;
+        entry->lowest = UINT64_MAX;
         entry->held = true;
         entry->users++;
         __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
@@ -371,11 +372,27 @@ void opens_unuse(struct written *file) {
         written_free(file);
 }
 
-void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino) {
+/* Under the stripe's lock. */
+static void lower(struct open_inode *entry, uint64_t offset) {
+    if (offset < entry->lowest)
+        entry->lowest = offset;
+}
+
+void opens_changing(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
     struct opens_stripe *stripe = stripe_with(opens, entry);
     pthread_mutex_lock(&stripe->lock);
     if (entry->ino == ino)
+        lower(entry, offset);
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    if (entry->ino == ino) {
         entry->changes++;
+        lower(entry, offset);
+    }
     pthread_mutex_unlock(&stripe->lock);
 }
 
@@ -386,6 +403,7 @@ uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino
     pthread_mutex_lock(&stripe->lock);
     if (entry->ino == ino) {
         entry->changes++;
+        lower(entry, offset);
         if (offset != entry->run_end)
             entry->run_start = offset;
         entry->run_end = offset + size;
@@ -447,6 +465,17 @@ uint64_t opens_changes(struct opens *opens, uint64_t ino) {
     uint64_t changes = entry && entry->held ? entry->changes : 0;
     pthread_mutex_unlock(&stripe->lock);
     return changes;
+}
+
+uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    uint64_t lowest = entry && entry->held ? entry->lowest : UINT64_MAX;
+    if (entry && entry->held && forget)
+        entry->lowest = UINT64_MAX;
+    pthread_mutex_unlock(&stripe->lock);
+    return lowest;
 }
 
 bool opens_is_passed(struct opens *opens, uint64_t ino) {

@@ -67,6 +67,7 @@ struct open_inode {
     struct written *leaving;     /* taken away, and somebody still uses it */
     struct waiters waiters;      /* for it to be settled; _waiting.c's, under its lock */
     uint64_t changes;            /* made through it since Python bound it */
+    uint64_t lowest;             /* offset that was changed since Python asked; UINT64_MAX: none */
     uint64_t run_start, run_end; /* what was written one after another, and not told of yet */
 };
 
@@ -149,8 +150,11 @@ struct open_inode *opens_created(struct opens *opens, uint64_t ino);
 /* A share of a written inode's file; NULL if there is none now. */
 struct written *opens_use(struct opens *opens, struct open_inode *entry, uint64_t ino);
 void opens_unuse(struct written *file);
-/* Counts a change of the file. */
-void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino);
+/* Bytes from ``offset`` on are about to be changed. Who counts the change tells it once more: what
+ * was asked for in between may be older than the change. */
+void opens_changing(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset);
+/* Counts a change of the file from ``offset`` on. */
+void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset);
 /* Counts a write. Once many bytes were written one after another, up to the end of this write, they
  * are told, and the next are counted anew; else 0. */
 uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
@@ -161,6 +165,9 @@ bool opens_unbind(struct opens *opens, uint64_t ino);
 bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier);
 /* The changes made since it was bound. */
 uint64_t opens_changes(struct opens *opens, uint64_t ino);
+/* The lowest offset that was changed since it was bound, or since this was asked with ``forget``;
+ * UINT64_MAX if none was. */
+uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget);
 /* Whether the kernel reads it by itself. */
 bool opens_is_passed(struct opens *opens, uint64_t ino);
 /* How far a reader has gone through an open file from its start, in bytes. */

@@ -439,6 +439,14 @@ static PyObject *datapath_written(Datapath *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(opens_changes(&self->path->opens, ino));
 }
 
+static PyObject *datapath_lowest(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    int forget;
+    if (!PyArg_ParseTuple(args, "Kp", &ino, &forget))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(opens_lowest(&self->path->opens, ino, forget));
+}
+
 static PyObject *datapath_is_passed(Datapath *self, PyObject *args) {
     unsigned long long ino;
     if (!PyArg_ParseTuple(args, "K", &ino))
@@ -683,6 +691,7 @@ static PyMethodDef methods[] = {
     {"unbind", (PyCFunction)datapath_unbind, METH_VARARGS, NULL},
     {"rebind", (PyCFunction)datapath_rebind, METH_VARARGS, NULL},
     {"written", (PyCFunction)datapath_written, METH_VARARGS, NULL},
+    {"lowest", (PyCFunction)datapath_lowest, METH_VARARGS, NULL},
     {"is_passed", (PyCFunction)datapath_is_passed, METH_VARARGS, NULL},
     {"outdate", (PyCFunction)datapath_outdate, METH_VARARGS, NULL},
     {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},

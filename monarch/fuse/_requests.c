@@ -233,6 +233,8 @@ struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t w
     } else if (kind == OPEN_WRITTEN) {
         /* A close writes back what was changed in memory, and tells of what could not be. */
         out.open_flags = wanted & (FOPEN_KEEP_CACHE | FOPEN_DIRECT_IO);
+        if (wanted & FOPEN_DIRECT_IO)
+            out.fh |= HANDLE_DIRECT;
     } else {
         out.open_flags = FOPEN_NOFLUSH | (wanted & FOPEN_KEEP_CACHE);
     }
@@ -563,6 +565,14 @@ static int write_all(int fd, const uint8_t *data, size_t size, uint64_t offset) 
     return 0;
 }
 
+/* Whether a write must be safe when it is answered: RWF_DSYNC through a handle for which the kernel
+ * sends no FSYNC. Of a handle of Python's own it is not known whether it is one. */
+static bool must_sync(const struct write_in *in) {
+    if (!(in->flags & O_DSYNC))
+        return false;
+    return in->fh & HANDLE_FAST ? in->fh & HANDLE_DIRECT : (in->flags & O_ACCMODE) == O_WRONLY;
+}
+
 static void do_write(struct thread *thread, struct in_header *request, size_t size) {
     struct datapath *path = thread->path;
     struct write_in *in = (struct write_in *)(request + 1);
@@ -575,9 +585,14 @@ static void do_write(struct thread *thread, struct in_header *request, size_t si
         refuse(thread, request, EBADF);
         return;
     }
-    struct written *file;
-    struct open_inode *entry = use_written(path, in->fh, request->nodeid, &file);
+    bool synced = must_sync(in);
+    struct written *file = NULL;
+    struct open_inode *entry = NULL;
+    /* How it becomes safe only Python knows. */
+    if (!synced)
+        entry = use_written(path, in->fh, request->nodeid, &file);
     if (file) {
+        opens_changing(&path->opens, entry, request->nodeid, in->offset);
         int error = write_all(file->fd, (const uint8_t *)(in + 1), in->size, in->offset);
         /* Counted before anybody can know that it is done, and if it is done by half. */
         uint64_t run =
@@ -597,7 +612,7 @@ static void do_write(struct thread *thread, struct in_header *request, size_t si
         if (error == 0 || is_callers(error))
             return;
     }
-    in->fh = request->nodeid;
+    in->fh = request->nodeid | (synced ? WRITE_SYNC : 0);
     pass_on(thread, request);
 }
 
@@ -615,10 +630,11 @@ static void do_fallocate(struct thread *thread, const struct in_header *request,
     int error = EOPNOTSUPP;
     if (file) {
         off_t offset = (off_t)in->offset, length = (off_t)in->length;
+        opens_changing(&path->opens, entry, request->nodeid, in->offset);
         do
             error = fallocate(file->fd, (int)in->mode, offset, length) ? errno : 0;
         while (error == EINTR && !LOAD(path->stopping));
-        opens_changed(&path->opens, entry, request->nodeid);
+        opens_changed(&path->opens, entry, request->nodeid, in->offset);
         opens_unuse(file);
     }
     refuse(thread, request, error == ENOSYS ? EOPNOTSUPP : error);
@@ -655,14 +671,15 @@ static void do_lseek(struct thread *thread, const struct in_header *request, siz
         answer(thread, request, &out, sizeof out);
 }
 
-/* pyfuse3's file handles are inode numbers. */
+/* pyfuse3's file handles are inode numbers. It does not say who asks, so the handle does: as many
+ * bits of the user's number as there is room for. */
 static void do_sync(struct thread *thread, struct in_header *request, size_t size) {
     struct fsync_in *in = (struct fsync_in *)(request + 1);
     if (size < sizeof *in) {
         refuse(thread, request, EINVAL);
         return;
     }
-    in->fh = request->nodeid;
+    in->fh = (uint64_t)request->uid << TOKEN_SHIFT | request->nodeid;
     pass_on(thread, request);
 }
 

@@ -33,6 +33,7 @@ _TABLES = {INODES: 0, NAMES: 1, CHILDREN: 2}
 # by which the read is answered (_datapath.c, TOKEN_SHIFT).
 _TOKEN_SHIFT = 40
 _INO_MASK = (1 << _TOKEN_SHIFT) - 1
+_WRITE_SYNC = 1 << 60
 # Threads that wait for requests. More of them than processors, since some wait for disks.
 _THREADS_PER_CPU = 2
 _MAX_THREADS = 32
@@ -55,8 +56,16 @@ def built() -> bool:
 
 
 def split_handle(fh: int) -> tuple[Ino, int]:
-    """The inode number of a read, and the token to answer it by, 0 if pyfuse3 is to answer."""
+    """The inode number of a read, and the token to answer it by, 0 if pyfuse3 is to answer.
+
+    Of an fsync: and the low bits of the number of the user who asks.
+    """
     return Ino(fh & _INO_MASK), fh >> _TOKEN_SHIFT
+
+
+def split_write_handle(fh: int) -> tuple[Ino, bool]:
+    """The inode number of a write, and whether it must be safe when it is answered."""
+    return Ino(fh & _INO_MASK), bool(fh & _WRITE_SYNC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +264,14 @@ class Datapath:
         Each change is counted when it is done, before its caller can know.
         """
         return int(self._native.written(ino))
+
+    def lowest(self, ino: Ino, *, forget: bool) -> int:
+        """The lowest offset of a written inode at which bytes were changed past Python since it was
+        bound, or since that was asked with ``forget``; 2**64 - 1 if there is none.
+
+        What is changed is told before and after: if it was asked in between, it is told again.
+        """
+        return int(self._native.lowest(ino, forget))
 
     def is_passed(self, ino: Ino) -> bool:
         """Whether the kernel reads an open inode by itself, and will until all have closed it."""

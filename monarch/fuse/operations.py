@@ -24,7 +24,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 from monarch import acl, points
 from monarch.credentials import Credentials, credentials_of
 from monarch.errors import MonarchError
-from monarch.fuse.datapath import Datapath, split_handle
+from monarch.fuse.datapath import Datapath, split_handle, split_write_handle
 from monarch.log import Limiter
 from monarch.report import Requests
 from monarch.text import errno_words
@@ -219,7 +219,7 @@ class Operations(pyfuse3.Operations):
         by = _caller(ctx) if writes else Credentials(ctx.uid, ctx.gid)
         keep_cache = await self._filesystem.open(Ino(inode), flags, by)
         mode = self._names.attributes(Ino(inode)).mode
-        return FileInfo(fh=inode, keep_cache=keep_cache, direct_io=_is_direct(flags, mode))
+        return FileInfo(fh=inode, keep_cache=keep_cache, direct_io=self._is_direct(flags, mode))
 
     @_answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -241,20 +241,45 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[FileInfo, EntryAttributes]:
         by = _caller(ctx)
         made = await self._writing.create(Ino(parent_inode), name, mode=mode, by=by)
-        direct_io = _is_direct(flags, made.mode)
+        direct_io = self._is_direct(flags, made.mode)
         return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
+
+    def _is_direct(self, flags: int, mode: int) -> bool:
+        """Whether writes of an open need not fill the kernel's pages on their way here.
+
+        Who only writes reads and maps nothing through it; for others the kernel forgets its pages.
+        It would not take away the rights of such a file, though, which a write by others ends. Nor
+        does it send an fsync after a write that asks for that (RWF_DSYNC), of which only the
+        datapath hears; with O_DSYNC or O_SYNC all do, and one fsync each is better than one each
+        MiB.
+        """
+        return (
+            self._datapath is not None
+            and flags & (os.O_ACCMODE | os.O_DSYNC) == os.O_WRONLY
+            and not mode & (stat.S_ISUID | stat.S_ISGID)
+        )
 
     @_answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self._writing.files.write(Ino(fh), off, buf)
+        ino, is_synced = split_write_handle(fh)
+        written = await self._writing.files.write(ino, off, buf)
+        if is_synced:
+            await self._writing.sync(ino, None)
+        return written
 
     @_answered
     async def fsync(self, fh: int, datasync: bool) -> None:
-        await self._writing.sync(Ino(fh))
+        ino, asks = self._who_syncs(fh)
+        await self._writing.sync(ino, asks)
 
     @_answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        await self._writing.sync_names()
+        ino, asks = self._who_syncs(fh)
+        await self._writing.sync_directory(ino, asks)
+
+    def _who_syncs(self, fh: int) -> tuple[Ino, int | None]:
+        """The inode, and the low bits of the number of the user who asks, None if not known."""
+        return (Ino(fh), None) if self._datapath is None else split_handle(fh)
 
     # -- changes of names --------------------------------------------------------------------------
 
@@ -273,7 +298,7 @@ class Operations(pyfuse3.Operations):
         if stat.S_IFMT(mode) in (0, stat.S_IFREG):
             made = await self._writing.make_file(parent, name, mode=mode, by=by)
         else:
-            made = self._writing.make(parent, name, mode=mode, by=by, rdev=rdev)
+            made = await self._writing.make(parent, name, mode=mode, by=by, rdev=rdev)
         return _entry(made)
 
     @_answered
@@ -281,7 +306,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        made = self._writing.make(Ino(parent_inode), name, mode=mode, by=_caller(ctx))
+        made = await self._writing.make(Ino(parent_inode), name, mode=mode, by=_caller(ctx))
         return _entry(made)
 
     @_answered
@@ -289,7 +314,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext
     ) -> EntryAttributes:
         mode = stat.S_IFLNK | 0o777
-        made = self._writing.make(
+        made = await self._writing.make(
             Ino(parent_inode), name, mode=mode, by=_caller(ctx), target=target
         )
         return _entry(made)
@@ -398,15 +423,6 @@ class Operations(pyfuse3.Operations):
 def _caller(ctx: RequestContext) -> Credentials:
     """Who asks for a change; the process waits for its answer, so it is still there."""
     return credentials_of(ctx.pid, ctx.uid, ctx.gid)
-
-
-def _is_direct(flags: int, mode: int) -> bool:
-    """Whether writes of an open need not fill the kernel's pages on their way here.
-
-    Who only writes reads and maps nothing through it; for others the kernel forgets its pages. It
-    would not take away the rights of such a file, though, which a write by others ends.
-    """
-    return flags & os.O_ACCMODE == os.O_WRONLY and not mode & (stat.S_ISUID | stat.S_ISGID)
 
 
 def _entry(attributes: Attributes) -> EntryAttributes:

@@ -31,12 +31,26 @@ def own_copy(given: Path, directory: Path) -> Path:
     SnapshotError if ``given`` cannot be used, TierError if ``directory`` has no room for a copy.
     """
     with opened(given) as file:
-        meta = unseal(META, read_value(file, META, given), where=str(given))
-        summary = decode_meta(bytes(meta), where=str(given))
-        copy = directory / f"{_PREFIX}{summary.id}{_SUFFIX}"
+        copy = copy_of(_id(file, given), directory)
         if not copy.exists():
             _copy(file, given, copy)
     return copy
+
+
+def copy_of(snapshot_id: str, directory: Path) -> Path:
+    """Where the copy of a given snapshot is in ``directory``, if it is there."""
+    return directory / f"{_PREFIX}{snapshot_id}{_SUFFIX}"
+
+
+def read_id(given: Path) -> str:
+    """The identity of a snapshot of which nothing else is needed. Raises SnapshotError."""
+    with opened(given) as file:
+        return _id(file, given)
+
+
+def _id(file: int, given: Path) -> str:
+    meta = unseal(META, read_value(file, META, given), where=str(given))
+    return decode_meta(bytes(meta), where=str(given)).id
 
 
 def remove_other_copies(directory: Path, kept: Path) -> None:

@@ -91,6 +91,8 @@ class Node:
     target: bytes = b""
     object: int = 0
     xattrs: dict[bytes, bytes] = field(default_factory=dict)
+    # Whether those that the source had are among them.
+    has_source_xattrs: bool = False
     names: dict[tuple[Ino, bytes], None] = field(default_factory=dict)
     keeps_mode: bool = False
     keeps_owner: bool = False
@@ -565,6 +567,26 @@ class Written:
         directory.touch(now_ns)
         return node
 
+    def hide(self, parent: Ino, name: bytes, *, now_ns: int) -> None:
+        """Take a name from whatever has it, a directory with what is in it too. Raises Refused.
+
+        For what was done before and is done again where others have put something since.
+        """
+        node, directory = self.take(self._require(parent, name)), self.take(parent)
+        self._remove(parent, name)
+        self._lose(node, parent, name, now_ns)
+        if node.is_dir:
+            _discount(directory)
+
+    def take_all(self, ino: Ino) -> None:
+        """Take a directory and all that is beneath it, which then is where that is."""
+        self.take(ino)
+        for _, _, attributes in list(self._entries(ino, 0, None)):
+            if attributes.is_dir:
+                self.take_all(attributes.ino)
+            else:
+                self.take(attributes.ino)
+
     def rename(
         self,
         parent: Ino,
@@ -574,12 +596,14 @@ class Written:
         *,
         flags: int = 0,
         now_ns: int,
+        is_again: bool = False,
     ) -> Renamed | None:
         """Give an inode another name, in place of whoever has that.
 
         None if both are names of one inode: nothing happens then. Raises Refused; EXDEV for a
         directory of the snapshot: what is in it is found at the source by the path that it has, so
-        whoever moves it is to copy it, as between file systems.
+        whoever moves it is to copy it, as between file systems. Not if it ``is_again``: it was made
+        on the mount, and the snapshot knows it since; all beneath it is taken (``take_all``).
         """
         if flags & ~RENAME_NOREPLACE:
             raise Refused(errno.EINVAL)
@@ -600,7 +624,7 @@ class Written:
                 raise Refused(errno.ENOTDIR if is_dir else errno.EISDIR)
             if is_dir:
                 self._require_empty(existing)
-        if is_dir and ino < WRITTEN_INO:
+        if is_dir and ino < WRITTEN_INO and not is_again:
             raise Refused(errno.EXDEV)
 
         node, directory, to_directory = self.take(ino), self.take(parent), self.take(to_parent)

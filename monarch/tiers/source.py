@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -193,6 +194,10 @@ class Source:
         """The access control lists of an entry, none if its file system has no such thing."""
         return self.at_root(acl.read_beneath, path)
 
+    def xattrs(self, path: bytes) -> dict[bytes, bytes]:
+        """The extended attributes of a directory that anybody may set. Raises OSError."""
+        return self.at_root(self._with_rights, _xattrs_beneath, path)
+
     def open(self, path: bytes) -> SourceFile:
         """One open and one fstat. Raises OSError, or SourceChanged if it is no regular file."""
         fd = self._opened(path)
@@ -304,6 +309,21 @@ class Source:
             return False
         with os.scandir(fd) as entries:
             return not self._known or any((e.name, e.inode()) in self._known for e in entries)
+
+
+def _xattrs_beneath(root: int, path: bytes) -> dict[bytes, bytes]:
+    fd = open_beneath(root, path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    found: dict[bytes, bytes] = {}
+    try:
+        # A descriptor of this kind has attributes only by its path.
+        where = b"/proc/self/fd/%d" % fd
+        with suppress(OSError):
+            for name in os.listxattr(where):
+                if name.startswith("user."):
+                    found[os.fsencode(name)] = os.getxattr(where, name)
+    finally:
+        os.close(fd)
+    return found
 
 
 def read_whole(fd: int, identity: Identity) -> Fetched:

@@ -19,10 +19,11 @@ from monarch.errors import SourceError
 from monarch.log import Limiter
 from monarch.metrics import Metrics
 from monarch.namespace.overlay import Namespace
+from monarch.namespace.written import Node
 from monarch.placement.controller import Controller
 from monarch.placement.residency import SOURCE, Residency
 from monarch.tiers.source import SourceFile, identity_now, identity_of
-from monarch.types import ROOT_INO, Attributes, Ino, kept_ns
+from monarch.types import ROOT_INO, Attributes, Ino, file_now_ns, kept_ns
 from monarch.vfs.handles import Binding
 from monarch.vfs.inquiry import Inquiry
 
@@ -79,7 +80,10 @@ class Changes:
         others may open it than before, EIO if the source denies what it must have.
         """
         if self._names.is_written(ino):
-            # What the source has of it comes from here.
+            node = self._names.node(ino)
+            # What the source has of others comes from here.
+            if node is not None and node.is_file and node.names and not node.object:
+                await self._look_again_at(node)
             return
         known = self._names.attributes(ino)
         status = await self._inquiry.status(ino, self._names.path(ino))
@@ -122,6 +126,42 @@ class Changes:
         if (mode, status.st_uid, status.st_gid, acls) != access:
             # The kernel let the caller in by what it knew: told this, it looks at the mode anew.
             raise SourceError(f"{self._inquiry.told(ino)}: access changed", errno=errno.ESTALE)
+
+    async def _look_again_at(self, node: Node) -> None:
+        """The same for a file that was written here, and is read from the source by now."""
+        ino, path = node.ino, self._names.visible_path(node.ino)
+        status = await self._inquiry.status(ino, path)
+        if status is None and not await self._can_be_gone(node.attributes):
+            raise self._inquiry.failed(ino, errno.EIO)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            parents = {parent for parent, _ in node.names}
+            for parent, name in list(node.names):
+                self._names.unlink(parent, name, now_ns=file_now_ns())
+            for parent in parents:
+                self._names_changed(parent)
+            self._metrics.changed()
+            raise self._gone(ino)
+        acls = await self._inquiry.acls(ino, path)
+        known, access = node.attributes, (node.mode, node.uid, node.gid)
+        # The source has all that was set here, and others have changed it.
+        node.keeps_mode = node.keeps_owner = node.keeps_times = False
+        fresh = _refreshed(known, status, self._shown_mode(status, acls))
+        self._names.refresh(ino, fresh, acls)
+        if (known.size, known.mtime_ns, known.source_ino) != (
+            node.size,
+            node.mtime_ns,
+            node.source_ino,
+        ):
+            self._metrics.changed()
+            self._limiter.warning(
+                log,
+                "written",
+                "%r was changed at the source since it was written here",
+                os.fsdecode(path),
+            )
+        self._attributes_changed(ino)
+        if (node.mode, node.uid, node.gid) != access:
+            raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
 
     def _shown_mode(self, status: os.stat_result, acls: Acls) -> int:
         """The mode to show: narrower if the kernel was not told to decide with the lists."""

@@ -29,7 +29,7 @@ from monarch.namespace.written import Node
 from monarch.placement.residency import SOURCE
 from monarch.text import errno_words
 from monarch.threads import Threads
-from monarch.tiers.source import SourceFile
+from monarch.tiers.source import SourceFile, identity_of
 from monarch.types import ROOT_INO, Identity, Ino, file_now_ns
 from monarch.units import KiB, MiB
 from monarch.vfs.inquiry import Inquiry
@@ -55,6 +55,11 @@ _QUIET_S = 2.0
 _LOOK_S = 0.5
 # How long the bytes of a file stay that no name leads to, for who was about to open it. Seconds.
 _NAMELESS_S = 1.0
+# When a file whose fsync has failed is written anew, and how long after that once more, up to the
+# second. Seconds.
+_MEND_S = (1.0, 60.0)
+# So often a file that changes at the source is opened there.
+_LOOKS_AT_SOURCE = 3
 # So many directories and other files without bytes here are known when their names are gone.
 _BARE_KEPT = 4096
 # What the disk is to blame for, and not who asks.
@@ -80,8 +85,10 @@ class WrittenFiles:
         inquiry: Inquiry,
         make_room: Callable[[int], Awaitable[bool]],
         threads: Threads,
+        sync_threads: Threads,
         tier: int,
         fast: FastWrites | None,
+        look_again: Callable[[Ino], Awaitable[None]],
     ) -> None:
         self._names = names
         self._stock = stock
@@ -92,8 +99,13 @@ class WrittenFiles:
         self._make_room = make_room
         self._inquiry = inquiry
         self._threads = threads
+        # Of their own: as many fsyncs as there are threads would hold up all that opens a file.
+        self._sync_threads = sync_threads
         self._tier = tier
         self._fast = fast
+        self._look_again = look_again
+        # Of which the kernel may have pages of another version than the source has.
+        self._outdated: set[Ino] = set()
         # A daemon with one identity does all as that: no change has to say by whom it was made.
         self._acts_as_others = can_act_as_others()
         # Who has written last to the file of each object, or taken it.
@@ -108,6 +120,12 @@ class WrittenFiles:
         # How often something written was refused, and with what the last time.
         self.failures = 0
         self.failure = ""
+        # When objects whose sync has failed are written anew, and how long after that once more.
+        self._mend_s: dict[int, tuple[float, float]] = {}
+        # What was done and the journal had no room for, in order; files whose bytes are to be
+        # recorded when it has.
+        self._unnoted: list[Op] = []
+        self._unrecorded: dict[Ino, None] = {}
         # Whether the journal has failed: nothing can be changed until the next mount.
         self.is_broken = False
 
@@ -117,26 +135,76 @@ class WrittenFiles:
     def note(self, op: Op) -> int:
         """Write down what was done, and have the source told; its number in the journal.
 
-        Raises Refused if the journal does not take it. Nothing more is done to names then: the
-        tree is one change ahead of what will be known of it.
+        Raises Refused if the journal does not take it: the tree is one change ahead of what is
+        known of it then. Of a full disk it is noted when there is room, before all that comes
+        behind it; after another failure nothing more is done to names.
         """
         if self._acts_as_others:
             op = replace(op, strict=True)
         else:
             op = replace(op, strict=True, by=None, also=())
+        if self._unnoted:
+            self.note_unnoted()
         try:
+            if self._unnoted:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             seq = self._journal.append(op)
         except OSError as error:
             number = error.errno or errno.EIO
-            if not self.is_broken:
+            if number in FULL:
+                # What comes later is noted behind it; what the bytes are, as they are by then.
+                if op.kind == "content":
+                    self._unrecorded[Ino(op.ino)] = None
+                else:
+                    self._unnoted.append(op)
+            elif not self.is_broken:
                 log.error("the journal cannot be written: %s; remount", errno_words(number))
-            self.is_broken = True
+                self.is_broken = True
             self._note_failure(number)
             raise Refused(number) from error
+        return self._noted(seq, op)
+
+    def _noted(self, seq: int, op: Op) -> int:
         if op.object and op.kind != "gone":
             self._stock.noted(op.object, seq)
         self._drain.put(seq, op)
         return seq
+
+    def note_unnoted(self) -> None:
+        """Write down what a full disk did not take, as far as it does now."""
+        while self._unnoted:
+            op = self._unnoted[0]
+            try:
+                seq = self._journal.append(op)
+            except OSError:
+                return
+            del self._unnoted[0]
+            self._noted(seq, op)
+            if op.kind == "gone":
+                self._sync_threads.start(_remove, self._journal, self._objects, op.object)
+        while self._unrecorded and self._journal.has_room():
+            node = self._names.node(next(iter(self._unrecorded)))
+            if node is not None and node.object and node.names:
+                file = self._open.get(node.ino)
+                try:
+                    if file is not None:
+                        self._record_open(file, node)
+                    else:
+                        self._record(node, size=node.size, synced=False)
+                except Refused:
+                    return
+            del self._unrecorded[next(iter(self._unrecorded))]
+
+    async def require_room(self) -> None:
+        """Before a change that takes room of the journal's disk. Raises Refused, ENOSPC."""
+        if not self._unnoted and self._journal.has_room():
+            return
+        if await self._make_room(_OBJECT_BYTES):
+            self.note_unnoted()
+            if not self._unnoted and self._journal.has_room():
+                return
+        self._note_failure(errno.ENOSPC)
+        raise Refused(errno.ENOSPC)
 
     def durable(self, node: Node) -> bytes:
         """How safe the bytes are: ``none``, ``local`` or ``source``."""
@@ -149,6 +217,8 @@ class WrittenFiles:
         is_done = self._drain.is_done(self._stock.last(node.object))
         if is_done and not (file is not None and file.is_through):
             return b"source"
+        if self._objects.failure(node.object):
+            return b"none"
         return b"local" if synced else b"none"
 
     def take_up(self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]) -> None:
@@ -197,8 +267,14 @@ class WrittenFiles:
             self.release(node.ino)
 
     def is_only_here(self, node: Node) -> bool:
-        """Whether the bytes of a file are safe here, and not at the source as they are."""
-        return self.durable(node) == b"local"
+        """Whether bytes of a file were made safe here that the source has not got under its name.
+
+        What was written to it since then may not be safe.
+        """
+        number = node.object
+        if self._stock.is_safe_only_here(number):
+            return True
+        return self._stock.content(number)[1] and not self._drain.is_done(self._stock.last(number))
 
     def let_drained_go(self, size: int) -> int:
         """Remove objects that are at the source and nobody has open, the oldest first.
@@ -245,7 +321,7 @@ class WrittenFiles:
 
     async def sync_object(self, number: int, fd: int) -> None:
         """Until the bytes of an object are safe that nobody has open yet."""
-        await self._ask(self._objects.sync, number, fd)
+        await self._ask_sync(self._objects.sync, number, fd)
 
     async def stage(
         self, path: bytes, number: int, *, by: tuple[Credentials, ...], is_new: bool
@@ -273,7 +349,7 @@ class WrittenFiles:
         self._stock.own(node)
         # What of it was safe here is safe there.
         await self._inquiry.ask(node.ino, os.fsync, fd)
-        self._threads.start(_remove, self._journal, self._objects, node.object)
+        self._sync_threads.start(_remove, self._journal, self._objects, node.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
     def opened(self, node: Node, fd: int, *, created: bool, by: Credentials | None) -> None:
@@ -324,14 +400,46 @@ class WrittenFiles:
             self._fast.bind_written(ino, file.fd, tier=self._tier, create=False)
 
     async def _opened_at_source(self, ino: Ino) -> SourceFile:
-        """What is at the source of a file whose object was let go of. Raises SourceError."""
+        """What is at the source of a file whose object was let go of: the version that it is now.
+
+        Raises SourceError, ENOENT if others have removed it.
+        """
         source = self._inquiry.source
+        for _ in range(_LOOKS_AT_SOURCE):
+            with suppress(SourceChanged):
+                file = await self._inquiry.ask(ino, source.open, self._names.visible_path(ino))
+                known = self._names.at_source(ino)
+                if known is None or identity_of(file.status) == known.identity:
+                    return file
+                file.release()
+            await self.look_again(ino)
+        raise SourceChanged("changes all the time")
+
+    async def look_again(self, ino: Ino) -> None:
+        """The source has another version of a file than is known. Raises SourceError, as
+        ``Changes.look_again``."""
+        if self._names.is_written(ino):
+            # It, or a directory above, may have got a name that the source does not know yet.
+            await self._drain.settle_path(self._names.visible_path(ino))
+            self._outdated.add(ino)
         try:
-            return await self._inquiry.ask(ino, source.open, self._names.visible_path(ino))
-        except SourceChanged:
-            # A directory above may have got another name that the source does not know yet.
-            await self._drain.come_to_rest()
-        return await self._inquiry.ask(ino, source.open, self._names.visible_path(ino))
+            await self._look_again(ino)
+        except SourceError as error:
+            node = self._names.node(ino)
+            if node is not None and not node.names:
+                self.leave(node)
+            if error.errno == errno.ENOENT:
+                # Whoever found its name looks it up anew, and may make it.
+                raise Refused(errno.ESTALE) from error
+            raise
+
+    def is_outdated(self, ino: Ino) -> bool:
+        """Whether the kernel's pages of a file that was opened are to go. Asked once."""
+        try:
+            self._outdated.remove(ino)
+        except KeyError:
+            return False
+        return True
 
     def _opened_home(self, node: Node, home: SourceFile) -> None:
         self._open[node.ino] = WrittenFile(node, home.fd, fast=None, home=home)
@@ -404,6 +512,7 @@ class WrittenFiles:
     def forget(self, node: Node) -> None:
         """A file that no name leads to and nobody has open."""
         number, node.object = node.object, 0
+        self._outdated.discard(node.ino)
         self._names.forget_node(node.ino)
         if number:
             self.remove(number)
@@ -425,7 +534,7 @@ class WrittenFiles:
         # Without that it stays, and the next mount sweeps it.
         with suppress(Refused):
             self.note(Op(kind="gone", object=number))
-            self._threads.start(_remove, self._journal, self._objects, number)
+            self._sync_threads.start(_remove, self._journal, self._objects, number)
 
     def close(self) -> None:
         """The mount is gone: record what was open, as its last close would have."""
@@ -451,7 +560,7 @@ class WrittenFiles:
         if self._fast is None and node is not None:
             # The kernel leaves that to us, and does not say who writes.
             self._names.drop_privileges(node)
-        async with self._changing(file):
+        async with self._changing(file, offset):
             written = await self._with_room(file, len(content), _write_all, content, offset)
             if file.is_through:
                 self._grown(file, offset + written)
@@ -461,8 +570,10 @@ class WrittenFiles:
         await self.open(node, by=by)
         try:
             file = self._open[node.ino]
-            async with self._changing(file):
+            async with self._changing(file, size):
                 await self._with_room(file, 0, os.ftruncate, size)
+                if size == 0:
+                    self._objects.forget_failure(file.object)
                 if file.is_through:
                     node.size = 0
                     self._grown(file, size)
@@ -470,9 +581,11 @@ class WrittenFiles:
             self.release(node.ino)
 
     @asynccontextmanager
-    async def _changing(self, file: WrittenFile) -> AsyncIterator[None]:
+    async def _changing(self, file: WrittenFile, offset: int) -> AsyncIterator[None]:
+        """While bytes of it are changed from ``offset`` on."""
         async with file.turn:
             # Counted before and after: who looks meanwhile sees that it changes.
+            file.touch(offset)
             file.changes += 1
             try:
                 yield
@@ -481,6 +594,7 @@ class WrittenFiles:
                     self._note_failure(error.errno)
                 raise
             finally:
+                file.touch(offset)
                 file.changes += 1
 
     def _note_failure(self, number: int) -> None:
@@ -583,13 +697,11 @@ class WrittenFiles:
         if file.home is not None:
             return 0
         count = file.count()
-        if file.is_through:
-            known = self._names.node(ino)
-            size = known.size if known is not None else 0
-            await self._on(file, os.fsync)
-        else:
-            size = os.fstat(file.fd).st_size
-            await self._ask(self._objects.sync, file.object, file.fd)
+        try:
+            size = await self._sync_bytes(file)
+        except (Refused, SourceError) as error:
+            self._note_unsynced(file, error.errno or errno.EIO)
+            raise
         node = self._names.node(ino)
         if node is None or not node.names or self._open.get(ino) is not file:
             return 0
@@ -602,9 +714,90 @@ class WrittenFiles:
         self._keep_status(node, file)
         return self._record(node, size=size, synced=True)
 
+    async def _sync_bytes(self, file: WrittenFile) -> int:
+        """Its size. Raises Refused or SourceError, again and again once that was so."""
+        if not file.is_through:
+            size = os.fstat(file.fd).st_size
+            await self._ask_sync(self._objects.sync, file.object, file.fd)
+            return size
+        if failure := self._objects.failure(file.object):
+            raise Refused(failure)
+        node = self._names.node(file.ino)
+        size = node.size if node is not None else 0
+        await self._on(file, os.fsync)
+        return size
+
+    def _note_unsynced(self, file: WrittenFile, number: int) -> None:
+        """Nobody knows what the disk has of a file: that stays so until all of it is written anew.
+
+        The kernel tells of it once and counts as written then what it could not write.
+        """
+        if number == errno.ENOMEM:
+            # There was no thread for it.
+            return
+        self._objects.note_failure(file.object, number)
+        if file.object not in self._mend_s:
+            self._mend_s[file.object] = (trio.current_time(), _MEND_S[0])
+            path = os.fsdecode(self._names.visible_path(file.ino))
+            log.error(
+                "%r: fsync failed: %s; it fails until all who have the file open have closed"
+                " it, and it could be written anew",
+                path,
+                errno_words(number),
+            )
+
+    def unsynced(self) -> list[bytes]:
+        """Paths of files whose fsync has failed, and which were not written anew since."""
+        nodes = (self._stock.node(number) for number in sorted(self._objects.failed))
+        return [self._names.visible_path(node.ino) for node in nodes if node and node.names]
+
+    async def mend(self) -> None:
+        """Have files whose fsync has failed written anew, until cancelled."""
+        while True:
+            await trio.sleep(_LOOK_S)
+            if self._objects.failed or self._mend_s:
+                await self._mend()
+
+    async def _mend(self) -> None:
+        """Have objects whose sync has failed, and that nobody has open, written anew.
+
+        What is at the source is read from there.
+        """
+        now = trio.current_time()
+        failed = self._objects.failed
+        for number in self._mend_s.keys() - failed:
+            del self._mend_s[number]
+        for number in failed:
+            node = self._stock.node(number)
+            at_s, pause_s = self._mend_s.get(number, (now, _MEND_S[0]))
+            if node is None or not node.names or now < at_s or self._stock.is_through(number):
+                continue
+            ino = node.ino
+            if ino in self._open or ino in self._opening:
+                continue
+            if self._stock.is_drained(number) and self._drain.is_done(self._stock.last(number)):
+                self._leave(node)
+                continue
+            self._mend_s[number] = (now + pause_s, min(2 * pause_s, _MEND_S[1]))
+            # Who opens it meanwhile waits.
+            opening = self._opening[ino] = trio.Event()
+            try:
+                await self._ask_sync(self._objects.rewrite, number)
+            except Refused as error:
+                log.warning(
+                    "%r cannot be written anew: %s",
+                    os.fsdecode(self._names.visible_path(ino)),
+                    errno_words(error.errno),
+                )
+            else:
+                log.info("%r was written anew", os.fsdecode(self._names.visible_path(ino)))
+            finally:
+                del self._opening[ino]
+                opening.set()
+
     async def sync_journal(self) -> None:
         """Make safe what the journal holds by now."""
-        await self._ask(self._journal.sync)
+        await self._ask_sync(self._journal.sync)
 
     def record(self, node: Node) -> None:
         """Record what is new in an open file that has a name; an empty new one is that, too."""
@@ -627,6 +820,8 @@ class WrittenFiles:
         if writers:
             self._writers[node.object] = writers[-1]
         by = self._writers.get(node.object)
+        # What was open when its daemon was killed may have been changed anywhere.
+        intact = min(file.lowest(forget=True), size) if file is not None else 0
         op = Op(
             kind="content",
             path=self._names.visible_path(node.ino),
@@ -637,6 +832,7 @@ class WrittenFiles:
             atime_ns=node.atime_ns,
             mtime_ns=node.mtime_ns,
             size=size,
+            intact=intact,
             paths=tuple(self._names.visible_paths(node.ino)),
             xattrs=dict(node.xattrs),
             synced=synced,
@@ -654,6 +850,7 @@ class WrittenFiles:
         """Record what is open, was written and is quiet now, until cancelled."""
         while True:
             await trio.sleep(_LOOK_S)
+            self.note_unnoted()
             self._forget_nameless(trio.current_time() - _NAMELESS_S)
             for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
                 self._leave(node)
@@ -671,8 +868,16 @@ class WrittenFiles:
                             self._record_open(file, written)
 
     async def _ask(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        return await self._ask_in(self._threads, function, *args)
+
+    async def _ask_sync(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        return await self._ask_in(self._sync_threads, function, *args)
+
+    async def _ask_in(
+        self, threads: Threads, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
         try:
-            return await self._threads.run(function, *args)
+            return await threads.run(function, *args)
         except OSError as error:
             number = error.errno or errno.EIO
             # That the tier is full is no failure before the source is full as well.

@@ -250,8 +250,7 @@ class FileSystem:
             # Whoever found its name looks it up anew: another file may have it.
             raise Refused(errno.ESTALE)
         if self._is_written(ino) or flags & (os.O_ACCMODE | os.O_TRUNC):
-            await self._open_written(ino, flags, by)
-            return True
+            return await self._open_written(ino, flags, by)
         started = time.perf_counter()
         if self._account is not None:
             self._account.note_opens()
@@ -272,7 +271,8 @@ class FileSystem:
     def _is_written(self, ino: Ino) -> bool:
         return self.writing is not None and self.writing.has(ino)
 
-    async def _open_written(self, ino: Ino, flags: int, by: Credentials) -> None:
+    async def _open_written(self, ino: Ino, flags: int, by: Credentials) -> bool:
+        """Whether the kernel may keep its pages."""
         if self.writing is None:
             raise Refused(errno.EROFS)
         passed = self._fast is not None and self._fast.is_passed(ino)
@@ -280,6 +280,7 @@ class FileSystem:
             # They read a copy, or the source, and would not see what is written.
             raise Refused(errno.ETXTBSY)
         await self.writing.open(ino, flags, by)
+        return not self.writing.files.is_outdated(ino)
 
     def _count_open(self, binding: Binding, started: float) -> None:
         self._metrics.opened(binding.tier, time.perf_counter() - started)

@@ -1,8 +1,10 @@
 """What the journal tells, done again over the snapshot when a mount begins.
 
-A snapshot that was made since knows what had come to the source by then, so an operation may find
-done what it was to do. That is no error; anything else is told and left to the drain, which does at
-the source what the record says.
+Over the snapshot that the journal belongs to, all is as it was. Another one, of a mount that has
+lost that, has what had come to the source by then and what others have done there: an operation may
+find done what it was to do, a directory gone, or others' names in its way. What was written wins:
+directories that are missing are made again, as the drain makes them at the source, what is in the
+way is not shown, and what still does not fit is told and left to the drain.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.overlay import Namespace
@@ -26,16 +29,24 @@ _TOLD = 5
 
 
 def replay(names: Namespace, ops: Iterable[tuple[int, Op]], *, now_ns: int) -> None:
-    """Bring ``names`` to what they were when the last of ``ops`` was done."""
+    """Bring ``names`` to what they were when the last of ``ops`` was done.
+
+    A record that does not fit is told and left out: nothing in a journal keeps a mount from coming
+    up.
+    """
     failed = 0
     for seq, op in ops:
         try:
             _Again(names, op, now_ns).do()
-        except MonarchError as error:
+        except Exception as error:
             failed += 1
             if failed <= _TOLD:
-                told = os.fsdecode(op.path)
-                log.warning("record %d (%s of %r) does not fit: %s", seq, op.kind, told, error)
+                # Of an error that is no answer of the tree, it is of use where it came from.
+                log.warning(
+                    "record %d (%s of %r) does not fit: %s",
+                    *(seq, op.kind, os.fsdecode(op.path), str(error) or repr(error)),
+                    exc_info=not isinstance(error, MonarchError),
+                )
     if failed > _TOLD:
         log.warning("%d more records do not fit", failed - _TOLD)
 
@@ -48,6 +59,8 @@ class _Again:
 
     def do(self) -> None:
         op = self._op
+        if op.object and op.kind in ("rename", "link", "unlink", "attr", "xattr"):
+            self._have_object()
         match op.kind:
             case "create" | "mkdir" | "symlink" | "mknod":
                 node = self._make(op.path)
@@ -56,7 +69,7 @@ class _Again:
             case "take" | "content":
                 self._content()
             case "link":
-                self._name_again(self._require(op.path), op.to)
+                self._name_again(self._linked(), op.to)
             case "unlink":
                 if self._names.resolve(op.path) is not None:
                     self._names.unlink(*self._place(op.path), now_ns=self._now_ns)
@@ -79,16 +92,43 @@ class _Again:
                 ino = self._require(op.path)
                 for name, value in op.xattrs.items():
                     if value is None:
-                        self._names.remove_xattr(ino, name, now_ns=self._now_ns)
+                        # One of the source's own is not known here.
+                        with suppress(Refused):
+                            self._names.remove_xattr(ino, name, now_ns=self._now_ns)
                     else:
                         self._names.set_xattr(ino, name, value, now_ns=self._now_ns)
             case "gone":
                 pass
 
     def _place(self, path: bytes) -> tuple[Ino, bytes]:
-        """The directory of a name. Raises Refused if it is not there."""
+        """The directory of a name; it is made if it is not there."""
         directory, _, name = path.rpartition(b"/")
-        return self._require(directory), name
+        return self._directory(directory), name
+
+    def _directory(self, path: bytes) -> Ino:
+        found = self._names.resolve(path)
+        if found is not None and self._names.attributes(found).is_dir:
+            return found
+        above, name = self._place(path)
+        if found is not None:
+            self._names.hide(above, name, now_ns=self._now_ns)
+        like = self._names.attributes(above)
+        made = self._names.make(
+            above,
+            name,
+            mode=stat.S_IFDIR | (like.mode & 0o777),
+            uid=like.uid,
+            gid=like.gid,
+            now_ns=self._now_ns,
+        )
+        return made.ino
+
+    def _have_object(self) -> None:
+        """The file has an object, though the snapshot tells of it: what a later name of it leads
+        to at the source may be another file until then."""
+        ino = self._names.resolve(self._op.path)
+        if ino is not None and self._names.attributes(ino).is_file:
+            self._names.take(ino).object = self._op.object
 
     def _require(self, path: bytes) -> Ino:
         ino = self._names.resolve(path)
@@ -107,8 +147,8 @@ class _Again:
         if found is not None:
             if kind == stat.S_IFDIR and self._names.attributes(found).is_dir:
                 return self._names.change(found, now_ns=self._now_ns)
-            self._names.unlink(parent, name, now_ns=self._now_ns)
-        return self._names.make(
+            self._names.hide(parent, name, now_ns=self._now_ns)
+        node = self._names.make(
             parent,
             name,
             mode=kind | stat.S_IMODE(mode or 0o600),
@@ -119,8 +159,22 @@ class _Again:
             target=op.to if op.kind == "symlink" else b"",
             object=op.object,
             # Others have removed what an older snapshot had.
-            ino=Ino(op.ino) if op.ino >= WRITTEN_INO else None,
+            ino=Ino(op.ino) if self._is_free(op.ino) else None,
         )
+        self._have_xattrs(node)
+        return node
+
+    def _is_free(self, ino: int) -> bool:
+        return ino >= WRITTEN_INO and self._names.node(Ino(ino)) is None
+
+    def _have_xattrs(self, node: Node) -> None:
+        given = {name: value for name, value in self._op.xattrs.items() if value is not None}
+        self._names.have_xattrs(node, given)
+
+    def _linked(self) -> Ino:
+        """What gets another name; the source may have that alone by now."""
+        found = self._names.resolve(self._op.path)
+        return self._require(self._op.to) if found is None else found
 
     def _name_again(self, ino: Ino, path: bytes) -> None:
         """Give a file another name; the snapshot may know the name as a file of the source."""
@@ -129,32 +183,38 @@ class _Again:
         if found == ino:
             return
         if found is not None:
-            self._names.unlink(parent, name, now_ns=self._now_ns)
+            self._names.hide(parent, name, now_ns=self._now_ns)
         self._names.link(ino, parent, name, now_ns=self._now_ns)
 
     def _content(self) -> None:
         op = self._op
         ino = self._names.resolve(op.path)
+        if ino is not None and not self._names.attributes(ino).is_file:
+            # Others have put something else there.
+            ino = None
         node = self._make(op.path) if ino is None else self._names.take(ino)
         node.object = op.object
+        if op.kind == "content" or op.xattrs:
+            self._have_xattrs(node)
         if op.kind == "content":
             node.size = op.size
-            given = {name: value for name, value in op.xattrs.items() if value is not None}
-            self._names.have_xattrs(node, given)
             if op.mtime_ns is not None:
                 node.mtime_ns = op.mtime_ns
+        for other in op.paths:
+            self._name_again(node.ino, other)
 
     def _rename(self) -> None:
-        op = self._op
-        if self._names.resolve(op.path) is None and self._names.resolve(op.to) is not None:
+        op, names = self._op, self._names
+        ino, existing = names.resolve(op.path), names.resolve(op.to)
+        if ino is None:
+            # Done at the source already; or others have removed what it is of, and what is to
+            # come beneath it makes it again.
             return
-        self._take_object()
+        is_dir = names.attributes(ino).is_dir
         parent, name = self._place(op.path)
         to_parent, to_name = self._place(op.to)
-        self._names.rename(parent, name, to_parent, to_name, flags=0, now_ns=self._now_ns)
-
-    def _take_object(self) -> None:
-        """The file has an object, though the snapshot tells of it."""
-        if self._op.object:
-            node = self._names.take(self._require(self._op.path))
-            node.object = self._op.object
+        if existing not in (None, ino) and (is_dir or names.attributes(existing).is_dir):
+            names.hide(to_parent, to_name, now_ns=self._now_ns)
+        if is_dir:
+            names.take_all(ino)
+        names.rename(parent, name, to_parent, to_name, flags=0, now_ns=self._now_ns, is_again=True)

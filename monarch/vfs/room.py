@@ -35,7 +35,8 @@ _STRIDE = 64
 class Room:
     """``look`` finds out in a thread what the tier's disk has; ``evict`` drops a copy.
 
-    ``reserve`` in bytes, None for twice the largest file and a share of the tier.
+    ``kept``: what else lies there that was written, in bytes. ``reserve`` in bytes, None for twice
+    the largest file and a share of the tier.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Room:
         look: Callable[[], Awaitable[Space]],
         evict: Callable[[Ino], int],
         evicted: Callable[[], Awaitable[None]],
+        kept: Callable[[], int],
     ) -> None:
         self._tier = tier
         self._reserve = reserve
@@ -60,6 +62,7 @@ class Room:
         self._look = look
         self._evict = evict
         self._evicted = evicted
+        self._kept = kept
         self.space = tier.space()
 
     @property
@@ -87,7 +90,7 @@ class Room:
         """Let go of what has been drained beyond the reserve, and of copies that are in the way."""
         number, reserve = self._tier.number, self.reserve
         self._files.let_drained_go(self._stock.drained_bytes - reserve)
-        written = self._stock.bytes
+        written = self._stock.bytes + self._kept()
         self._ledger.hold(number, max(reserve, written))
         wanted = max(0, reserve - written) - self.space.available
         await self._drop_copies(max(wanted, -self._ledger.room(number)))

@@ -6,7 +6,10 @@ come to the source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import trio
@@ -15,11 +18,16 @@ from monarch.credentials import Credentials
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.tiers.source import SourceFile
-from monarch.types import Identity, Ino
+from monarch.types import ROOT_INO, Identity, Ino
 from monarch.vfs.served import FastWrites
+from monarch.writeback.losses import names_of
 from monarch.writeback.ops import Op
 
+log = logging.getLogger(__name__)
+
 _BLOCK = 512
+# An offset that no file has.
+UNTOUCHED = 2**64 - 1
 
 
 class WrittenFile:
@@ -30,7 +38,7 @@ class WrittenFile:
     ``is_left_out``: its last content was not published, there must be another. ``changes`` counts
     those to its bytes made beside the fast path; ``recorded`` is how many there
     were in all when its content was recorded last. Who changes bytes beside the fast path holds
-    ``turn``.
+    ``turn``. ``touched_from`` is the lowest offset that they have changed since then.
     """
 
     __slots__ = (
@@ -46,7 +54,7 @@ class WrittenFile:
             "node",
             "object",
         ),
-        *("quiet_s", "recorded", "seen", "turn", "users", "writers"),
+        *("quiet_s", "recorded", "seen", "touched_from", "turn", "users", "writers"),
     )
 
     def __init__(
@@ -66,6 +74,7 @@ class WrittenFile:
         # The users who have opened it for writing, the first one first.
         self.writers: dict[Credentials, None] = {}
         self.changes = 0
+        self.touched_from = UNTOUCHED
         self.recorded = 0
         self.seen = 0
         self.quiet_s = 0.0
@@ -74,6 +83,20 @@ class WrittenFile:
     def count(self) -> int:
         """How often its bytes were changed since it was opened."""
         return self.changes + (self._fast.written(self.ino) if self._fast is not None else 0)
+
+    def touch(self, offset: int) -> None:
+        """Bytes from there on are about to be changed beside the fast path, or were."""
+        self.touched_from = min(self.touched_from, offset)
+
+    def lowest(self, *, forget: bool = False) -> int:
+        """The lowest offset at which its bytes were changed since this was asked with ``forget``,
+        as it is when its content is recorded."""
+        lowest = self.touched_from
+        if self._fast is not None:
+            lowest = min(lowest, self._fast.lowest(self.ino, forget=forget))
+        if forget:
+            self.touched_from = UNTOUCHED
+        return lowest
 
     @property
     def is_changed(self) -> bool:
@@ -92,12 +115,20 @@ class Stock:
         self._sizes: dict[int, int] = {}
         # The last content of each object: its number in the journal, and whether it was synced.
         self._contents: dict[int, tuple[int, bool]] = {}
+        # Those that were not synced.
+        self._unsynced: dict[int, int] = {}
         # What was done last to the file of each, by its number in the journal.
         self._last: dict[int, int] = {}
         # Those that had no room here any more: beside which path they are staged at the source.
         self._through: dict[int, bytes] = {}
+        # Those of which bytes were synced that the source has not got.
+        self._safe_only_here: set[int] = set()
         # Those that are at the source as they are here, and as what, the longest there first.
         self._drained: dict[int, Identity] = {}
+        # What earlier mounts have left and the tree does not show: objects that have a name by the
+        # journal, with it, and numbers of what has none. Their records are drained all the same.
+        self.unshown: dict[int, bytes] = {}
+        self._unshown_inos: frozenset[int] = frozenset()
         self.bytes = 0
         self.drained_bytes = 0
         self.largest = 0
@@ -105,14 +136,18 @@ class Stock:
     # -- what the drain asks and tells -------------------------------------------------------------
 
     def is_dead(self, object: int) -> bool:
-        """Whether it has no name any more."""
-        node = self._node(object)
-        return node is None or not node.names
+        """Whether it has no name any more: by the journal, for the tree may not know it."""
+        node = self.node(object)
+        if node is None:
+            return object not in self.unshown
+        return not node.names
 
     def is_removed(self, ino: int) -> bool:
         """Whether an inode that was made or changed here has no name any more."""
         node = self._names.node(Ino(ino))
-        return node is None or not node.names
+        if node is None:
+            return ino > 0 and ino not in self._unshown_inos
+        return not node.names
 
     def is_written(self, object: int) -> bool:
         """Whether somebody has it open and has changed it since it was recorded.
@@ -122,6 +157,11 @@ class Stock:
         file = self.open.get(object)
         return file is not None and (file.is_changed or file.is_through)
 
+    def lowest(self, object: int) -> int:
+        """The lowest offset at which its bytes were changed since its content was recorded."""
+        file = self.open.get(object)
+        return UNTOUCHED if file is None else file.lowest()
+
     def left_out(self, object: int) -> None:
         """A content of it was not published since somebody writes: there must be another one."""
         if (file := self.open.get(object)) is not None:
@@ -130,6 +170,7 @@ class Stock:
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded last."""
         self._forget_drained(object)
+        self._safe_only_here.discard(object)
         if object in self._sizes:
             self._drained[object] = identity
             self.drained_bytes += self._sizes[object]
@@ -141,6 +182,10 @@ class Stock:
             for number, file in self.open.items()
             if (file.is_changed or number not in self._contents) and not self.is_dead(number)
         }
+
+    def is_drained(self, number: int) -> bool:
+        """Whether the source has its bytes as they were recorded last."""
+        return number in self._drained
 
     def is_through(self, number: int) -> bool:
         """Whether its bytes are in a staged file at the source, or came from one."""
@@ -156,12 +201,13 @@ class Stock:
 
     def arrived(self, busy: Container[Ino]) -> list[Node]:
         """Files that went to the source directly and are there under their names by now."""
-        nodes = [self._node(number) for number in self._through if number in self._drained]
+        nodes = [self.node(number) for number in self._through if number in self._drained]
         return [node for node in nodes if node is not None and node.ino not in busy]
 
     # -- what is kept ------------------------------------------------------------------------------
 
-    def _node(self, number: int) -> Node | None:
+    def node(self, number: int) -> Node | None:
+        """The file of an object."""
         ino = self._inos.get(number)
         node = self._names.node(ino) if ino is not None else None
         return node if node is not None and node.object == number else None
@@ -177,8 +223,41 @@ class Stock:
     def record(self, number: int, seq: int, *, synced: bool) -> None:
         """A content was recorded: what the source has is older."""
         self._forget_drained(number)
-        self._contents[number] = (seq, synced)
+        self._hold_content(number, seq, synced=synced)
         self._last[number] = seq
+        if synced:
+            self._safe_only_here.add(number)
+
+    def is_safe_only_here(self, number: int) -> bool:
+        """Whether bytes of it were synced that the source has not got, whatever came after them."""
+        return number in self._safe_only_here
+
+    def _hold_content(self, number: int, seq: int, *, synced: bool) -> None:
+        self._contents[number] = (seq, synced)
+        if synced:
+            self._unsynced.pop(number, None)
+        else:
+            self._unsynced[number] = seq
+
+    # -- what the commits ask and tell -------------------------------------------------------------
+
+    def unsynced(self) -> dict[int, int]:
+        """The last content of each object that is not known to be on the tier's disk."""
+        return {
+            number: seq for number, seq in self._unsynced.items() if number not in self._through
+        }
+
+    def is_being_written(self) -> bool:
+        """Whether somebody has changed bytes that no record tells of yet."""
+        return any(file.is_changed for file in self.open.values())
+
+    def synced(self, contents: Mapping[int, int]) -> None:
+        """These contents are on the disk by now."""
+        for number, seq in contents.items():
+            if number in self._contents and number not in self._drained:
+                self._safe_only_here.add(number)
+            if self._unsynced.get(number) == seq:
+                self._hold_content(number, seq, synced=True)
 
     def own(self, node: Node) -> None:
         """The object of a file, with its size as it is now."""
@@ -196,8 +275,10 @@ class Stock:
         self._forget_drained(number)
         self.bytes -= self._sizes.pop(number, 0)
         self._contents.pop(number, None)
+        self._unsynced.pop(number, None)
         self._last.pop(number, None)
         self._through.pop(number, None)
+        self._safe_only_here.discard(number)
         self._inos.pop(number, None)
 
     def _forget_drained(self, number: int) -> None:
@@ -219,7 +300,7 @@ class Stock:
         for number in list(self._drained):
             if freed >= size:
                 return
-            node = self._node(number)
+            node = self.node(number)
             if node is not None and node.ino not in busy and is_done(self.last(number)):
                 freed += self._sizes[number]
                 yield node
@@ -245,7 +326,7 @@ class Stock:
         self._names.refresh(node.ino, now)
 
     def take_up(
-        self, ops: Iterable[tuple[int, Op]], done: Mapping[int, Identity | None]
+        self, ops: Sequence[tuple[int, Op]], done: Mapping[int, Identity | None]
     ) -> list[Node]:
         """What earlier mounts have left: the files that have objects by what ``ops`` tell.
 
@@ -256,10 +337,13 @@ class Stock:
             if op.object:
                 self._last[op.object] = seq
             if op.kind == "content":
-                self._contents[op.object] = (seq, op.synced)
+                self._hold_content(op.object, seq, synced=op.synced)
                 self._drained.pop(op.object, None)
+                if op.synced:
+                    self._safe_only_here.add(op.object)
                 if (identity := done.get(seq)) is not None:
                     self._drained[op.object] = identity
+                    self._safe_only_here.discard(op.object)
             elif op.kind == "through":
                 self._through[op.object] = op.path
             elif op.kind == "gone":
@@ -267,13 +351,41 @@ class Stock:
         found = []
         for node in self._names.nodes():
             if node.object in gone and node.names:
-                self._read_at_source(node, self._drained[node.object])
-            elif node.object in gone:
+                identity = self._drained.get(node.object)
+                if identity is not None:
+                    self._read_at_source(node, identity)
+            if node.object in gone:
                 # It was removed, maybe before the source had anything of it.
                 node.object = 0
-            elif node.object:
+            if node.object:
                 self._inos[node.object] = node.ino
                 found.append(node)
-        for number in self._drained.keys() - {node.object for node in found}:
+            elif not node.names and node.ino != ROOT_INO:
+                # Nobody has it open.
+                self._names.forget_node(node.ino)
+        known = {node.object for node in found}
+        for number in self._drained.keys() - known:
             del self._drained[number]
+        self._know_unshown(ops, known | gone)
+        self._safe_only_here &= known
         return found
+
+    def _know_unshown(self, ops: Sequence[tuple[int, Op]], known: Container[int]) -> None:
+        """Find what has a name by the journal and not in the tree."""
+        objects = {op.object for _, op in ops if op.object not in known} - {0}
+        self.unshown = {number: names[0] for number, names in names_of(ops, objects).items()}
+        for number in self.unshown:
+            log.warning(
+                "%r, which an earlier mount has written, has no place among the names of the source"
+                " now: it is brought there all the same",
+                os.fsdecode(self.unshown[number]),
+            )
+        count: Counter[int] = Counter()
+        for _, op in ops:
+            if not op.object and op.kind in ("mkdir", "symlink", "mknod", "link"):
+                count[op.ino] += 1
+            elif op.kind in ("unlink", "rmdir") and not op.object:
+                count[op.ino] -= 1
+            elif op.kind == "rename" and not op.over_object:
+                count[op.over_ino] -= 1
+        self._unshown_inos = frozenset(ino for ino in +count if self._names.node(Ino(ino)) is None)

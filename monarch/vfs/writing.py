@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import trio
 
@@ -39,6 +38,8 @@ _OURS = b"user.monarch."
 _KEPT = (b"user.", b"trusted.")
 _LARGEST_XATTR = 64 * 1024
 _TURN = 8 * MiB
+# So often a file that changes at the source is brought.
+_BRINGS = 3
 
 
 class Writing:
@@ -137,6 +138,7 @@ class Writing:
         if self.names.lookup(parent, name) is not None:
             raise Refused(errno.EEXIST)
         self._require_memory(NAME_BYTES)
+        await self.files.require_room()
         number = self._take_number()
         is_here = True
         try:
@@ -166,7 +168,7 @@ class Writing:
             await self.files.go_on_there(node, fd)
         return self.names.attributes(node.ino)
 
-    def make(
+    async def make(
         self,
         parent: Ino,
         name: bytes,
@@ -186,6 +188,9 @@ class Writing:
             raise Refused(errno.EPERM)
         if self.names.lookup(parent, name) is None:
             self._require_memory(NAME_BYTES + len(target))
+            await self.files.require_room()
+            # Directories above may have got other names meanwhile.
+            path = self.names.path_of(parent, name)
         node = self.names.make(
             parent,
             name,
@@ -236,6 +241,7 @@ class Writing:
         self._require_covered(parent, name)
         self._require_node_covered(ino)
         self._require_memory(NAME_BYTES)
+        await self.files.require_room()
         if self.names.attributes(ino).is_file:
             self.files.record(await self.take(ino, empty=False, by=by))
         # Directories above may have got other names meanwhile.
@@ -294,6 +300,7 @@ class Writing:
             raise Refused(errno.EXDEV)
         ino = self._known(parent, name)
         self._require_held(ino)
+        await self.files.require_room()
         if self.names.attributes(ino).is_file:
             self.files.record(await self.take(ino, empty=False, by=by))
         await self._make_replacement_safe(ino, self.names.lookup(to_parent, to_name))
@@ -379,6 +386,7 @@ class Writing:
         if mode is None and uid is None and gid is None and atime_ns is None and mtime_ns is None:
             return self.names.attributes(ino)
         self._require_held(ino)
+        await self.files.require_room()
         was = self._known_at_source(ino)
         # Only owners change modes. Of others it is the kernel that does: it takes the set-ID bits
         # from a program into which they write.
@@ -444,11 +452,16 @@ class Writing:
             raise Refused(errno.EOPNOTSUPP)
         if self.names.attributes(ino).is_file:
             await self.take(ino, empty=False, by=by)
+        elif self.names.attributes(ino).is_dir:
+            await self._have_xattrs_of_source(ino, path)
+        # It, or a directory above, may have got another name meanwhile.
+        path = self.names.visible_path(ino)
         if value is not None and len(value) > _LARGEST_XATTR:
             raise Refused(errno.E2BIG)
         self._require_held(ino)
         if value is not None:
             self._require_memory(self.names.more_for_xattr(ino, name, value))
+            await self.files.require_room()
         now_ns, was = file_now_ns(), self._known_at_source(ino)
         if value is None:
             node = self.names.remove_xattr(ino, name, now_ns=now_ns)
@@ -465,6 +478,22 @@ class Writing:
                 was=was,
             )
         )
+
+    async def _have_xattrs_of_source(self, ino: Ino, path: bytes) -> None:
+        """Know those of a directory that the source has, as an earlier mount may have set them."""
+        node = self.names.node(ino)
+        if self.names.at_source(ino) is None or (node is not None and node.has_source_xattrs):
+            return
+        try:
+            found = await self._inquiry.ask(ino, self._inquiry.source.xattrs, path)
+        except SourceChanged:
+            # It has another name there, or is gone.
+            found = {}
+        self._require_held(ino)
+        node = self.names.take(ino)
+        if not node.has_source_xattrs:
+            node.has_source_xattrs = True
+            self.names.have_xattrs(node, found | node.xattrs)
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -526,6 +555,7 @@ class Writing:
 
     async def _take(self, ino: Ino, *, empty: bool, keep: bool, by: Credentials) -> Node:
         self._require_held(ino)
+        await self.files.require_room()
         number = self._take_number()
         fd = await self.files.create(number)
         staged = -1
@@ -537,14 +567,14 @@ class Writing:
                 path = self.names.visible_path(ino)
                 staged = await self.files.stage(path, number, by=(by,), is_new=False)
                 xattrs = await self._bring(ino, staged, empty=empty)
+            if staged < 0 and not empty:
+                await self.files.sync_object(number, fd)
         except BaseException:
             for opened in (fd, staged):
                 if opened >= 0:
                     self.files.close_later(opened)
             self.files.remove(number)
             raise
-        if staged < 0 and not empty:
-            await self.files.sync_object(number, fd)
         path, was = self.names.visible_path(ino), self._known_at_source(ino)
         node = self.names.take(ino)
         node.object = number
@@ -559,6 +589,7 @@ class Writing:
                 ino=ino,
                 object=number,
                 mode=node.mode,
+                xattrs=dict(node.xattrs),
                 by=by,
                 was=was,
             )
@@ -574,38 +605,42 @@ class Writing:
 
     async def _bring(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:
         """Raises SourceError."""
-        is_ours = self.names.is_written(ino)
-        identity = (self.names.at_source(ino) or self.names.attributes(ino)).identity
-        path = self.names.visible_path(ino) if is_ours else self.names.path(ino)
-        source = self._inquiry.source
-        try:
-            return await self._inquiry.ask(ino, _bring, source, path, identity, fd, empty)
-        except SourceChanged:
-            if not is_ours:
-                raise
-        # A directory above, or the file itself, has got or lost a name here that the source did not
-        # know of yet, and when it did, that changed what it tells of the file.
-        await self._drain.come_to_rest()
-        path = self.names.visible_path(ino)
-        status = await self._inquiry.status(ino, path)
-        if status is None or not _is_same(identity, identity_of(status)):
-            raise SourceChanged("not the version that is known")
-        return await self._inquiry.ask(ino, _bring, source, path, identity_of(status), fd, empty)
+        source, attempts = self._inquiry.source, 0
+        while True:
+            attempts += 1
+            identity = (self.names.at_source(ino) or self.names.attributes(ino)).identity
+            is_ours = self.names.is_written(ino)
+            path = self.names.visible_path(ino) if is_ours else self.names.path(ino)
+            try:
+                return await self._inquiry.ask(ino, _bring, source, path, identity, fd, empty)
+            except SourceChanged:
+                if attempts == _BRINGS:
+                    raise
+            await self.files.look_again(ino)
 
-    async def sync(self, ino: Ino) -> None:
-        """What fsync promises: the file is safe, here or at the source as configured."""
+    async def sync(self, ino: Ino, user: int | None) -> None:
+        """What fsync promises: the file is safe, here or at the source as configured, and so is
+        all that was done to names; ``user`` is who asks, as ``Drain.wait_for`` has it."""
         while True:
             seq = await self.files.sync(ino) if self.files.is_open(ino) else 0
-            await self.sync_names()
-            if not (self._waits_for_source and seq):
+            await self.files.sync_journal()
+            if not self._waits_for_source:
                 return
-            await self._drain.wait(seq)
-            if not self.files.is_left_out(ino):
-                return
+            if seq:
+                await self._drain.wait(seq)
+            if not (seq and self.files.is_left_out(ino)):
+                break
+        await self._wait_for_names(ino, user)
 
-    async def sync_names(self) -> None:
+    async def sync_directory(self, ino: Ino, user: int | None) -> None:
         """All that was done to names is safe."""
         await self.files.sync_journal()
+        if self._waits_for_source:
+            await self._wait_for_names(ino, user)
+
+    async def _wait_for_names(self, ino: Ino, user: int | None) -> None:
+        path, number = self.names.visible_path(ino), self._object_of(ino)
+        await self._drain.wait_for(path, object=number, user=user)
 
     def _take_number(self) -> int:
         self._next_object += 1
@@ -614,10 +649,6 @@ class Writing:
 
 class _NoRoomError(Exception):
     """The tier is full."""
-
-
-def _is_same(then: Identity, now: Identity) -> bool:
-    return replace(then, ctime_ns=now.ctime_ns) == now
 
 
 def _bring(
@@ -633,10 +664,11 @@ def _bring(
     try:
         if identity_of(file.status) != identity:
             raise SourceChanged("not the version that the snapshot tells of")
+        os.ftruncate(fd, 0)
         offset = 0
         try:
-            while not empty and (count := os.sendfile(fd, file.fd, offset, _TURN)):
-                offset += count
+            if not empty:
+                offset = _copy_data(file.fd, fd, identity.size)
         except OSError as error:
             if error.errno in FULL:
                 raise _NoRoomError from error
@@ -653,3 +685,31 @@ def _bring(
         return xattrs
     finally:
         file.release()
+
+
+def _copy_data(from_fd: int, to_fd: int, size: int) -> int:
+    """Copy a file of that size, and leave holes where it has some; how far it goes."""
+    offset = 0
+    while offset < size:
+        try:
+            begins = os.lseek(from_fd, offset, os.SEEK_DATA)
+            ends = os.lseek(from_fd, begins, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                # Nothing but a hole, or it was cut meanwhile.
+                offset = min(size, os.fstat(from_fd).st_size)
+                break
+            # One that knows of no holes.
+            begins, ends = offset, size
+        if ends <= begins:
+            # A hole by now, or a source that tells nonsense: as if it knew of none.
+            begins, ends = offset, size
+        offset = os.lseek(to_fd, begins, os.SEEK_SET)
+        while offset < ends and (
+            count := os.sendfile(to_fd, from_fd, offset, min(_TURN, ends - offset))
+        ):
+            offset += count
+        if offset < ends:
+            break
+    os.ftruncate(to_fd, offset)
+    return offset

@@ -32,12 +32,14 @@ from typing import Protocol, TypeVar
 import trio
 
 from monarch import points
+from monarch.credentials import USER_BITS
 from monarch.log import Limiter
 from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.transfer.throttle import TokenBucket
-from monarch.types import Identity
+from monarch.types import ANY_SIZE, Identity
 from monarch.units import MiB
+from monarch.writeback.growth import Growth, OthersWroteError
 from monarch.writeback.home import (
     Conflict,
     Expected,
@@ -72,12 +74,19 @@ _WINDOW = 256
 _MOST_STAGED = 64
 # After a failure all rests: doubling from the first to the second. Seconds.
 _BACKOFF_S = (1.0, 60.0)
+# A change that was refused so often, for so long, is set aside: what depends on its path or file
+# waits with it, and the other changes of its user go on. Seconds.
+_TRIES = 8
+_ASIDE_S = 600.0
 # The longest pause while a caller waits for a change behind it. Seconds.
 _WAITED_S = 5.0
 # A content of a file that is being written is looked at so often, so far apart, before it is left
 # to the one that the writer's close will record. Seconds.
 _LOOKS = 4
 _LOOK_S = 0.5
+# A file that is appended to and synced again and again comes with the last of what waits of it, but
+# is put off for no longer than this. Seconds.
+_PUT_OFF_S = 10.0
 # Two writes within a tick of the kernel's clock leave the same time of modification. Seconds.
 _TICK_S = 0.02
 # How long a turn waits for readers of the source to pause before it takes its share. Seconds.
@@ -109,6 +118,11 @@ class Contents(Protocol):
 
     def is_written(self, object: int) -> bool:
         """Whether somebody has it open for writing."""
+        ...
+
+    def lowest(self, object: int) -> int:
+        """The lowest offset at which bytes were changed since the last content was recorded; more
+        than any size if none were."""
         ...
 
     def left_out(self, object: int) -> None:
@@ -158,7 +172,9 @@ class _Entry:
     it was tried ahead of its turn, in vain. Ready are those that are ``staged``, those that are
     ``published``: the source has these bytes already, and those that are ``skipped``. ``place``:
     where what is staged goes. Of those that are held, ``refusal`` is why, empty for one that only
-    depends on another. ``is_moot``: it was refused, and nobody needs it any more.
+    depends on another; ``tries``: how often it was refused, since ``refused_s``. ``is_aside``:
+    later changes of its user do not wait for it any more. ``is_moot``: it was refused, and nobody
+    needs it any more.
     """
 
     seq: int
@@ -176,6 +192,10 @@ class _Entry:
     is_held: bool = False
     refusal: str = ""
     is_moot: bool = False
+    tries: int = 0
+    refused_s: float = math.inf
+    is_aside: bool = False
+    is_grown: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -197,6 +217,33 @@ class _Refused(Exception):
         super().__init__(str(error))
         self.entry = entry
         self.error = error
+
+
+class _What:
+    """The files and paths that some changes are about."""
+
+    def __init__(self) -> None:
+        self._objects: set[int] = set()
+        self._paths = Touched()
+        self._folders: set[bytes] = set()
+
+    def add(self, op: Op) -> None:
+        # What a rename replaces is to be known until that is done.
+        self._objects |= {op.object, op.over_object} - {0}
+        if op.names() != (b"",):
+            self._paths.add(op)
+        if op.kind == "mkdir":
+            self._folders.add(op.path)
+
+    def meets(self, op: Op) -> bool:
+        """Whether a change is about one of them, above and beneath included."""
+        if {op.object, op.over_object} & self._objects:
+            return True
+        if op.names() == (b"",):
+            return False
+        return self._paths.meets(op) or any(
+            directory in self._folders for path in op.names() for directory in above(path)
+        )
 
 
 class Drain:
@@ -243,6 +290,18 @@ class Drain:
         # Objects of which the source has a file under the names that they have by then; those that
         # a content of theirs was left out of are not among them.
         self._present: set[int] = set()
+        # What waits of each object, by number: contents and renames.
+        self._coming: dict[int, dict[int, Op]] = {}
+        # Contents whose bytes come with a later one: by object, all, and since when it is put off.
+        self._gave_way: dict[int, list[int]] = {}
+        self._unmet: set[int] = set()
+        self._put_off_s: dict[int, float] = {}
+        # So many first bytes of an object are those of its file at the source but for what contents
+        # that were left out have changed; of these the lowest ``intact``.
+        self._base: dict[int, int] = {}
+        self._intact: dict[int, int] = {}
+        # How long a content of it was that may have been brought in place and is not known to be.
+        self._longest: dict[int, int] = {}
         # What of an object was published last, and as what.
         self._published: dict[int, tuple[Identity, Identity]] = {}
         # What the source is known to have of an object's file, and, of what was made on the mount
@@ -256,14 +315,15 @@ class Drain:
         # by one of them.
         self._new: set[int] = set()
         self._over: dict[int, tuple[Identity, ...]] = {}
-        self._ours: dict[int, frozenset[int]] = {}
+        self._ours: dict[int, frozenset[Identity]] = {}
         # Times of modification that an earlier life may have set without marking it, by object.
         self._set_times: dict[int, frozenset[int]] = {}
         # What the source refuses and what depends on it, in order; users, paths and objects of it.
         self._held: list[_Entry] = []
         self._held_users: set[int | None] = set()
-        self._held_paths = Touched()
-        self._held_objects: set[int] = set()
+        self._held_what = _What()
+        # Of those among them that are set aside.
+        self._aside_what = _What()
         self._retry_s = math.inf
         self._retry_pause_s = _BACKOFF_S[0]
         # Those that the source has though it has not got one before them.
@@ -298,12 +358,18 @@ class Drain:
             # of the making of a file neither.
             made = {op.object for _, op in replay.ops if op.kind in ("create", "take")}
             self._present = {op.object for _, op in replay.ops if op.object} - made
+        settled = replay.known.settled if replay.known is not None else frozenset()
         for seq, op in replay.ops:
             self._foresee(op)
             if op.kind == "through":
                 self._through.add(op.object)
+            if op.kind == "content":
+                self._longest[op.object] = max(self._longest.get(op.object, 0), op.size)
             if seq in replay.done:
-                self._note(op, replay.done[seq])
+                if not (op.kind == "take" and op.object in settled):
+                    self._note(op, replay.done[seq])
+                if op.kind == "content":
+                    self._rebase(op, replay.done[seq])
                 if op.object in replay.staged:
                     # These came after what is marked.
                     ours = self._ours.get(op.object, frozenset())
@@ -313,11 +379,16 @@ class Drain:
                 else:
                     self._done_upto = seq
             else:
+                self._expect(seq, op)
                 self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
                 self.waiting_bytes += op.size
                 if op.object and op.mtime_ns is not None:
                     times = self._set_times.get(op.object, frozenset())
                     self._set_times[op.object] = times | {op.mtime_ns}
+
+        if replay.known is not None:
+            # Contents may be missing by which bytes were changed.
+            self._base.clear()
 
     def _begin_with(self, known: Known) -> None:
         self._known.update(known.known)
@@ -333,7 +404,10 @@ class Drain:
         """What a journal that is written anew with ``ops`` alone must tell of the source."""
         numbers: set[int] = set()
         inos: set[int] = set()
-        for _, op in ops:
+        settled = set()
+        for seq, op in ops:
+            if op.kind == "take" and self.is_done(seq):
+                settled.add(op.object)
             numbers |= {op.object, op.over_object}
             inos |= {op.ino, op.over_ino}
         return Known(
@@ -344,6 +418,7 @@ class Drain:
             new=frozenset(self._new & numbers),
             present=frozenset(self._present & numbers),
             given_up=frozenset(self._given_up & inos),
+            settled=frozenset(settled),
         )
 
     def put(self, seq: int, op: Op) -> None:
@@ -353,6 +428,7 @@ class Drain:
             self._last_put_s = trio.current_time()
         self._foresee(op)
         self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
+        self._expect(seq, op)
         self.waiting_bytes += op.size
         if op.kind == "content" or len(self._queue) == 1:
             self._changed.unpark_all()
@@ -362,13 +438,19 @@ class Drain:
         if op.kind == "create":
             self._new.add(op.object)
 
+    def _expect(self, seq: int, op: Op) -> None:
+        """Know of what waits of an object."""
+        if op.object and op.kind in ("content", "rename"):
+            self._coming.setdefault(op.object, {})[seq] = op
+
     def is_done(self, seq: int) -> bool:
         """Whether the source has that change for good, and all that it depends on."""
-        return seq <= self._done_upto or seq in self._done_beyond
+        is_made = seq <= self._done_upto or seq in self._done_beyond
+        return is_made and seq not in self._unmet
 
     def has_all(self, seq: int) -> bool:
         """Whether the source has all up to ``seq`` for good."""
-        return seq <= self._done_upto
+        return seq <= self._done_upto and min(self._unmet, default=seq + 1) > seq
 
     async def wait(self, seq: int) -> None:
         """Until the source has that change; a pause after a failure ends now."""
@@ -386,6 +468,48 @@ class Drain:
         """Until the source has all that was put by now but what it refuses."""
         seq = self.last_seq
         await self._wait(lambda: self._has_all_but_held(seq))
+
+    async def wait_for(self, path: bytes, *, object: int, user: int | None) -> None:
+        """Until the source has all that was put by now, as far as it concerns who asks.
+
+        That is all that the source takes, and, of what it refuses, the changes of the ``object``
+        and of the ``user``. Of that number only the low bits count (USER_BITS); where it is not
+        known, changes of the path, of what is directly in it, and of what is above.
+        """
+        seq = self.last_seq
+
+        def concerns(op: Op) -> bool:
+            if object and object in (op.object, op.over_object):
+                return True
+            if op.by is None or user is not None:
+                return op.by is None or op.by.uid & USER_BITS == user
+            beside = (path, *above(path))
+            return any(name in beside or name.rpartition(b"/")[0] == path for name in op.names())
+
+        def holds() -> bool:
+            return self._has_all_but_held(seq) and not any(
+                entry.is_held and entry.seq <= seq and concerns(entry.op)
+                for entry in (*self._held, *self._queue)
+            )
+
+        await self._wait(holds)
+
+    async def settle_path(self, path: bytes) -> None:
+        """Until the source has all that was put by now of a path, and of the directories above, but
+        what it refuses."""
+        seq = self.last_seq
+
+        def concerns(op: Op) -> bool:
+            return any(name == path or path.startswith(name + b"/") for name in op.names())
+
+        await self._wait(
+            lambda: (
+                not any(
+                    entry.seq <= seq and not entry.is_held and concerns(entry.op)
+                    for entry in self._queue
+                )
+            )
+        )
 
     def _has_all_but_held(self, seq: int) -> bool:
         first = next((entry for entry in self._queue if not entry.is_held), None)
@@ -412,6 +536,11 @@ class Drain:
     def conflicts(self) -> list[Conflict]:
         """The last ones that were met and not acknowledged yet, the newest last."""
         return list(self._home.conflicts)
+
+    def dropped_xattrs(self) -> dict[tuple[bytes, bytes], str]:
+        """Extended attributes, by path and name, that the source has not taken, and why: the last
+        of them."""
+        return dict(self._home.dropped_xattrs)
 
     def acknowledge_conflicts(self) -> None:
         self._home.forget_conflicts()
@@ -520,8 +649,20 @@ class Drain:
             pause_s = min(self._retry_pause_s, _WAITED_S) if self._waiters else self._retry_pause_s
             self._retry_s = trio.current_time() + pause_s
             self._retry_pause_s = min(2 * self._retry_pause_s, _BACKOFF_S[1])
+        entry.tries += 1
+        entry.refused_s = min(entry.refused_s, trio.current_time())
+        is_long = trio.current_time() - entry.refused_s >= _ASIDE_S
+        if not entry.is_aside and entry.tries >= _TRIES and is_long:
+            entry.is_aside = True
+            log.warning(
+                "set aside: %s; it is kept here and tried again every minute, and the other changes"
+                " of its user go on",
+                entry.refusal,
+            )
         self._queue.popleft()
         self._set_aside(entry)
+        # Others may not have to wait for it.
+        self._changed.unpark_all()
 
     def _is_moot(self, entry: _Entry) -> bool:
         """Whether the source needs no more to be told a change that it refuses: of what was removed
@@ -531,7 +672,7 @@ class Drain:
             case "mkdir" | "symlink" | "mknod" | "attr" | "xattr":
                 return op.ino > 0 and self._contents.is_removed(op.ino)
             case "unlink" if op.object:
-                had = (self._present, self._over, self._ours)
+                had = (self._present, self._known, self._over, self._ours)
                 return op.object in self._new and not any(op.object in table for table in had)
             case "unlink" | "rmdir":
                 return op.ino != 0 and op.strict and op.was is None and op.ino not in self._made
@@ -541,21 +682,18 @@ class Drain:
         op = entry.op
         entry.is_held = True
         self._held.append(entry)
-        self._held_users.add(_user(op))
-        # What a rename replaces is to be known until that is done.
-        self._held_objects |= {op.object, op.over_object} - {0}
-        if op.names() != (b"",):
-            self._held_paths.add(op)
+        if not entry.is_aside:
+            entry.is_aside = _user(op) not in self._held_users and self._aside_what.meets(op)
+        if not entry.is_aside:
+            self._held_users.add(_user(op))
+        self._held_what.add(op)
+        if entry.is_aside:
+            self._aside_what.add(op)
 
     def _is_behind(self, entry: _Entry) -> bool:
         """Whether a change depends on one that is held."""
         op = entry.op
-        return bool(self._held) and (
-            _user(op) in self._held_users
-            or (op.object in self._held_objects and op.object != 0)
-            or (op.over_object in self._held_objects and op.over_object != 0)
-            or (op.names() != (b"",) and self._held_paths.meets(op))
-        )
+        return bool(self._held) and (_user(op) in self._held_users or self._held_what.meets(op))
 
     def _sift(self) -> None:
         """Take from the front what depends on what is held; when it is time, try that again."""
@@ -567,11 +705,12 @@ class Drain:
                 self._retry_pause_s = _BACKOFF_S[0]
             return
         if trio.current_time() >= self._retry_s or self._hurry.is_set():
+            for entry in self._held:
+                entry.is_held = False
             self._queue = deque(merge(self._held, self._queue, key=lambda entry: entry.seq))
             self._held.clear()
             self._held_users.clear()
-            self._held_objects.clear()
-            self._held_paths.clear()
+            self._held_what, self._aside_what = _What(), _What()
             return
         while self._queue and self._is_behind(self._queue[0]):
             self._set_aside(self._queue.popleft())
@@ -651,8 +790,176 @@ class Drain:
         op = entry.op
         if op.same and op.object in self._present and op.object in self._known:
             entry.published = True
-        if not entry.is_ready and not self._is_skipped(entry):
+        if entry.is_ready or self._is_left(entry):
+            return
+        if not await self._grow(entry):
             await self._stage(entry, in_turn=True)
+
+    # -- what comes with a later content -----------------------------------------------------
+
+    def _is_left(self, entry: _Entry) -> bool:
+        """As ``_is_skipped``, of a content whose turn it is: also if a later one brings it."""
+        if self._is_skipped(entry):
+            return True
+        if entry.is_staging or entry.is_ready or not self._gives_way(entry):
+            return False
+        number = entry.op.object
+        self._put_off_s.setdefault(number, trio.current_time())
+        self._gave_way.setdefault(number, []).append(entry.seq)
+        self._unmet.add(entry.seq)
+        # What is behind it in the same turn has to know.
+        self._note(entry.op, None)
+        entry.skipped = True
+        return True
+
+    def _gives_way(self, entry: _Entry) -> bool:
+        """Whether a content comes in the place of a later one of the same file.
+
+        The object has the newest bytes. At the place of older ones they would be at the source
+        before what they refer to. What the source has of the file stays there until then.
+        """
+        op, number = entry.op, entry.op.object
+        later = self._later(entry)
+        if op.same or op.through or later is None:
+            return False
+        if op.by != later.by or not set(op.also) <= {op.by, *later.also}:
+            # The bytes of each user come with the rights of that user.
+            return False
+        if entry.was_tried and len(op.paths) > 1 and number in self._ours:
+            # Some of its names may be of the new file already, and others of the old one.
+            return False
+        is_there = number in self._known and number not in self._over
+        if is_there and self._is_renamed_first(entry):
+            # It would have to leave its old name before its new bytes come.
+            return False
+        since_s = self._put_off_s.get(number, math.inf)
+        is_due = not is_there or trio.current_time() - since_s >= _PUT_OFF_S
+        return not (is_due and self._is_intact(entry))
+
+    def _behind(self, entry: _Entry) -> Iterator[Op]:
+        """Contents and renames of the same object that wait behind a content, in their order."""
+        coming = self._coming.get(entry.op.object, {})
+        return (op for seq, op in coming.items() if seq > entry.seq)
+
+    def _later(self, entry: _Entry) -> Op | None:
+        """The next content of the same object; None if there is none."""
+        return next((op for op in self._behind(entry) if op.kind == "content"), None)
+
+    def _is_renamed_first(self, entry: _Entry) -> bool:
+        """Whether its file gets another name before its next content."""
+        return next(self._behind(entry), entry.op).kind == "rename"
+
+    def _is_intact(self, entry: _Entry) -> bool:
+        """Whether the object begins with the very bytes that were recorded: it was only appended
+        to since, as its size may tell."""
+        size = entry.op.size
+        return self._contents.lowest(entry.op.object) >= size and all(
+            op.intact >= size for op in self._behind(entry) if op.kind == "content"
+        )
+
+    def _settle(self, entry: _Entry, identity: Identity | None) -> None:
+        """A change is made, or needs not to be made."""
+        op, number = entry.op, entry.op.object
+        if op.kind == "content":
+            self._rebase(op, identity)
+        if op.kind not in ("content", "rename") or number not in self._coming:
+            return
+        coming = self._coming[number]
+        coming.pop(entry.seq, None)
+        if not coming:
+            del self._coming[number]
+        if op.kind == "content" and entry.seq not in self._unmet:
+            self._put_off_s.pop(number, None)
+            self._unmet.difference_update(self._gave_way.pop(number, ()))
+
+    # -- what was appended to -------------------------------------------------------------------
+
+    def _rebase(self, op: Op, identity: Identity | None) -> None:
+        """A content is at the source, as ``identity``, or was left out."""
+        number = op.object
+        if identity is not None:
+            self._base[number] = identity.size
+            self._intact.pop(number, None)
+        else:
+            self._intact[number] = min(self._intact.get(number, op.intact), op.intact)
+
+    def _grows_from(self, entry: _Entry) -> int | None:
+        """How many bytes of a content the source has at its beginning, if that is all that it has
+        of the file; None if the file is to be brought whole."""
+        op, number = entry.op, entry.op.object
+        base = self._base.get(number)
+        if base is None or op.same or op.through or not op.strict or number in self._over:
+            return None
+        intact = min(self._intact.get(number, op.intact), op.intact)
+        is_known = number in self._known and op.mtime_ns is not None
+        return base if is_known and 0 < base <= min(intact, op.size) else None
+
+    async def _grow(self, entry: _Entry) -> bool:
+        """Bring what was appended to a file, behind what the source has of it.
+
+        Whether that was possible: not if the object has not got the bytes any more that were
+        recorded, or others have changed the file. Raises OSError.
+        """
+        op, number = entry.op, entry.op.object
+        base = self._grows_from(entry)
+        if base is None or not self._is_intact(entry):
+            return False
+        if self._touched.meets(op):
+            await self._sync_marks()
+        object_fd = -1
+        try:
+            object_fd = await self._threads.run(self._objects.open, number)
+            if not await self._threads.run(_is_as_long, self._objects, number, object_fd, op):
+                return False
+            opened = await self._threads.run(
+                self._home.open_to_grow, op, self._expected(entry), base
+            )
+            if opened is None:
+                return False
+            growth = Growth(object_fd, opened[0], by=opened[1], base=base)
+            object_fd = -1
+        except FileNotFoundError:
+            return False
+        finally:
+            if object_fd >= 0:
+                self._threads.start(os.close, object_fd)
+        try:
+            return await self._grown(entry, growth)
+        except OthersWroteError:
+            # It is a conflict, whoever may have written there before.
+            self._base.pop(number, None)
+            self._ours.pop(number, None)
+            return False
+        finally:
+            self._threads.start(growth.close)
+
+    async def _grown(self, entry: _Entry, growth: Growth) -> bool:
+        op, number = entry.op, entry.op.object
+        if not op.synced:
+            # It is on the disk now. Without that a power cut would take here what is there.
+            self._journal.mark_believed(number)
+        self._longest[number] = max(self._longest.get(number, 0), op.size)
+        place = Place(source_ino=self._known[number].source_ino)
+        # Another life finds by it that what is behind the bytes that are known is ours.
+        self._mark_staged(entry, place, Identity(ANY_SIZE, 0, 0, 0))
+        await self._sync(entry.record)
+        base = op.size - growth.left(op.size)
+        while left := growth.left(op.size):
+            await self._courtesy(min(left, _TURN_BYTES))
+            if not await self._threads.run(growth.read, min(left, _TURN_BYTES)):
+                return False
+            if not self._is_intact(entry):
+                return False
+            self._known[number] = await self._threads.run(growth.write)
+        identity = await self._threads.run(growth.finish, op.size, op.mtime_ns)
+        self._known[number] = identity
+        self._published[number] = (Identity(op.size, op.mtime_ns or 0, 0, 0), identity)
+        self._drained_files += op.size > base
+        self._drained_bytes += op.size - base
+        entry.published = entry.is_grown = True
+        return True
+
+    # -- a batch -----------------------------------------------------------------------------
 
     def _next_batch(self) -> tuple[list[_Entry], list[Step | None]]:
         """The changes at the front that may be made in one turn, and how; None: nothing is to be.
@@ -670,11 +977,11 @@ class Drain:
             op = entry.op
             if self._is_behind(entry):
                 break
-            if op.kind == "content" and (
-                entry.is_staging or not (self._is_skipped(entry) or entry.is_ready)
-            ):
-                break
             if {op.object, op.over_object} & changed or {op.ino, op.over_ino} & changed_inos:
+                break
+            if op.kind == "content" and (
+                entry.is_staging or not (self._is_left(entry) or entry.is_ready)
+            ):
                 break
             step = self._step(entry)
             if step is not None:
@@ -727,6 +1034,9 @@ class Drain:
                     expected=expected,
                 )
             case "content":
+                if entry.is_grown:
+                    tried = entry.was_tried
+                    return partial(home.grown, op=op, expected=expected, tried=tried)
                 return partial(home.look_at_same, op=op, expected=expected)
             case "mkdir":
                 return partial(home.mkdir, op=op, expected=expected)
@@ -744,7 +1054,7 @@ class Drain:
                     return None
                 return partial(_none, partial(home.unlink, expected=expected), op)
             case "rename":
-                ours = self._ours.get(op.over_object, frozenset())
+                ours = self._ours_of(op.over_object)
                 over = Expected(over=self._replaced(op), ours=ours)
                 return partial(home.rename, op=op, expected=expected, over=over)
             case "link":
@@ -755,7 +1065,8 @@ class Drain:
                 is_older = op.object in self._known and op.object not in self._over
                 if absent and not is_older:
                     return None
-                return partial(home.attr, op=op, expected=expected)
+                will_come = absent and self._later(entry) is not None
+                return partial(home.attr, op=op, expected=expected, will_come=will_come)
 
     def _with_bits_that_stay(self, entry: _Entry) -> Op:
         """A change without the set-ID bits that a later one of the same file takes away.
@@ -785,11 +1096,12 @@ class Drain:
         return Expected(
             seq=entry.seq,
             known=known,
-            ours=self._ours.get(number, frozenset()),
+            ours=self._ours_of(number),
             over=over,
             is_made=number in self._new,
             # Not if a rename has taken it away there, until its content comes.
             was_there=number in self._known and number not in self._over,
+            longest=self._longest.get(number, 0),
         )
 
     def _as_set(self, number: int) -> Iterator[Identity]:
@@ -874,6 +1186,7 @@ class Drain:
 
     def _arrived(self, entry: _Entry, was_made: bool, identity: Identity | None) -> None:
         op = entry.op
+        self._settle(entry, identity)
         first = self._first_seq()
         self._done_beyond.add(entry.seq)
         self._done_upto = max(self._done_upto, first - 1 if first else entry.seq)
@@ -906,6 +1219,7 @@ class Drain:
                 known = self._made.get(op.ino, op.was)
                 if known is not None and number not in self._known:
                     self._known[number] = known
+                    self._base[number] = known.size
             case "content" if identity is not None:
                 self._present.add(number)
                 self._known[number] = identity
@@ -922,6 +1236,9 @@ class Drain:
                     self._over,
                     self._ours,
                     self._set_times,
+                    self._base,
+                    self._intact,
+                    self._longest,
                 ):
                     table.pop(number, None)
                 self._present.discard(number)
@@ -933,6 +1250,7 @@ class Drain:
                 if ours := self._ours.get(op.over_object):
                     self._ours[number] = self._ours.get(number, frozenset()) | ours
             case "rename" | "link" | "attr" | "xattr" if identity is not None and number:
+                identity = _with_bytes_of(self._known.get(number), identity, op)
                 self._renew(self._known.get(number), identity)
                 self._known[number] = identity
             case "rmdir":
@@ -991,6 +1309,8 @@ class Drain:
                     and named.isdisjoint(op.paths)
                     and changing.isdisjoint(above(op.path))
                     and not self._is_behind(entry)
+                    and self._later(entry) is None
+                    and self._grows_from(entry) is None
                     and not self._is_skipped(entry)
                 ):
                     return entry
@@ -1071,7 +1391,17 @@ class Drain:
             looks += 1
             if not in_turn or looks > _LOOKS:
                 raise _Written
-            await trio.sleep(_LOOK_S)
+            # Of what nobody writes any more no other content need come.
+            if self._contents.is_written(op.object) and not await self._is_alone(_LOOK_S):
+                raise _Written
+
+    async def _is_alone(self, pause_s: float) -> bool:
+        """Whether no other change comes to wait behind the one at the front during a pause."""
+        with trio.move_on_after(pause_s):
+            while len(self._queue) <= 1:
+                await self._changed.park()
+            return False
+        return True
 
     async def _there_already(self, entry: _Entry) -> Staged | None:
         """A content that was written at the source, as ``_staged_content``."""
@@ -1088,7 +1418,7 @@ class Drain:
             raise _Missing("others have removed it at the source") from error
         version = Identity(size, op.mtime_ns or 0, 0, 0)
         if identity is None:
-            self._mark_staged(entry, place)
+            self._mark_staged(entry, place, version)
             await self._sync(entry.record)
             return Staged(size, version)
         self._published[op.object] = (version, identity)
@@ -1105,7 +1435,12 @@ class Drain:
         except FileNotFoundError as error:
             raise _Missing("there is no such object") from error
         is_recorded = (version.size, version.mtime_ns) == (op.size, op.mtime_ns)
-        if written:
+        # Of a file that is appended to the bytes that were recorded, and no others.
+        is_part = not is_recorded and self._is_part(entry, version, written)
+        if is_part:
+            version = replace(version, size=op.size, mtime_ns=op.mtime_ns or 0)
+            staging.limit(op.size)
+        elif written:
             if not is_recorded:
                 return None
             if abs(time.time_ns() - version.mtime_ns) < _TICK_S * 1e9:
@@ -1118,7 +1453,7 @@ class Drain:
         if known == version:
             entry.published = True
             return None
-        if not op.synced:
+        if not (op.synced or self._objects.failure(op.object)):
             # It is on the disk now. Without that a power cut would take here what is there.
             self._journal.mark_believed(op.object)
             entry.record = self._journal.written
@@ -1128,7 +1463,7 @@ class Drain:
         assert place is not None
         await self._threads.run(staging.begin)
         # On the disk before it gets its name, with the other records of that turn.
-        self._mark_staged(entry, place)
+        self._mark_staged(entry, place, version)
         dress = partial(
             self._home.dress,
             op=_as_staged(self._with_bits_that_stay(entry), staged),
@@ -1136,6 +1471,8 @@ class Drain:
             expected=self._expected(entry),
         )
         await self._move(staging, version.size, dress)
+        if is_part:
+            return staged if self._is_intact(entry) else None
         if await self._threads.run(staging.version) != version:
             return None
         # Whoever has come since then, and is still there, has not left it half written.
@@ -1143,13 +1480,33 @@ class Drain:
             return None
         return staged
 
-    def _mark_staged(self, entry: _Entry, place: Place) -> None:
+    def _is_part(self, entry: _Entry, version: Identity, written: bool) -> bool:
+        """Whether an object begins with the bytes that were recorded, and has got more since.
+
+        Of one that is neither open nor has a later content it is not known what was changed.
+        """
+        op = entry.op
+        is_known = written or self._later(entry) is not None
+        return (
+            is_known
+            and op.mtime_ns is not None
+            and version.size >= op.size > 0
+            and self._is_intact(entry)
+        )
+
+    def _mark_staged(self, entry: _Entry, place: Place, version: Identity) -> None:
         """Have the journal know the staged file, by which another life finds that it is ours."""
-        self._journal.mark_staged(entry.op.object, place.source_ino)
+        staged = Identity(version.size, version.mtime_ns, 0, place.source_ino)
+        self._journal.mark_staged(entry.op.object, staged)
         entry.record = self._journal.written
-        self._ours[entry.op.object] = self._ours.get(entry.op.object, frozenset()) | {
-            place.source_ino
-        }
+        self._ours[entry.op.object] = self._ours.get(entry.op.object, frozenset()) | {staged}
+
+    def _ours_of(self, number: int) -> frozenset[Identity]:
+        """What of ours may have the name of an object's file, with each time that may have been set
+        unmarked."""
+        ours = self._ours.get(number, frozenset())
+        times = self._set_times.get(number, ())
+        return ours | {replace(each, mtime_ns=time_ns) for each in ours for time_ns in times}
 
     def _is_short(self, entry: _Entry, version: Identity) -> bool:
         """Whether an object has lost bytes that were synced, and was not made shorter since."""
@@ -1198,8 +1555,23 @@ class Drain:
             await trio.sleep(_STEP_S)
 
 
+def _with_bytes_of(known: Identity | None, now: Identity, op: Op) -> Identity:
+    """What a file is after a change of it that was none of its bytes. If others have written it in
+    place meanwhile its bytes are still the ones that are known: theirs are met as a conflict."""
+    if known is None or known.source_ino != now.source_ino or op.mtime_ns is not None:
+        return now
+    return replace(now, size=known.size, mtime_ns=known.mtime_ns)
+
+
 def _of(table: Mapping[int, T], keys: Container[int]) -> dict[int, T]:
     return {key: value for key, value in table.items() if key in keys}
+
+
+def _is_as_long(objects: Objects, number: int, fd: int, op: Op) -> bool:
+    """Whether an object has the bytes of a content, on the disk if they were not synced before."""
+    if not op.synced:
+        objects.sync(number, fd)
+    return os.fstat(fd).st_size >= op.size
 
 
 def _user(op: Op) -> int | None:

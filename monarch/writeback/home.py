@@ -32,7 +32,7 @@ from monarch.beneath import open_beneath
 from monarch.credentials import Credentials, acting_as, can_act_as_others
 from monarch.text import errno_words
 from monarch.tiers.source import Source, identity_of
-from monarch.types import Identity
+from monarch.types import ANY_SIZE, Identity
 from monarch.units import MiB
 from monarch.writeback.ops import Op
 from monarch.writeback.staging import Staged
@@ -44,6 +44,7 @@ _ITSELF = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _TO_SYNC = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Of what a descriptor leads to, by its way in /proc.
 _TO_WRITE = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_TO_GROW = os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _SYNC_AGAIN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -67,6 +68,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _RENAME_NOREPLACE = 1
 _NO_NOREPLACE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _NAME_MAX = 255
+# File systems keep times in such units: NTFS 100 ns, many others microseconds or seconds, FAT 2 s.
+_TIME_UNITS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
+# Of a journal's token, in the names of what is kept beside a file that changed.
+_TOKEN_DIGITS = 6
 # Conflicts that are kept to be told.
 _TOLD_CONFLICTS = 100
 
@@ -76,23 +81,25 @@ class Expected:
     """What may stand at the source where a change is made, and is ours to replace or remove.
 
     ``seq`` is the number of the change. ``known``: the last that is known of the file or directory
-    at its path. ``ours``: inode numbers of files that may have got their name in an earlier life
-    that did not record it. ``over``: what renames on the mount have replaced. ``is_made``: the file
-    was made on the mount, so its owner and mode are as the kernel let them become there.
-    ``was_there``: the source has had it under its name; if that leads elsewhere, others have done
-    it.
+    at its path. ``ours``: staged files that may have got their name in an earlier life that did not
+    record it; a number alone does not tell one, for the source gives it again. ``over``: what
+    renames on the mount have replaced. ``is_made``: the file was made on the mount, so its owner
+    and mode are as the kernel let them become there. ``was_there``: the source has had it under its
+    name; if that leads elsewhere, others have done it. ``longest``: that file was perhaps grown in
+    place, up to so many bytes.
     """
 
     seq: int = 0
     known: Identity | None = None
-    ours: frozenset[int] = frozenset()
+    ours: frozenset[Identity] = frozenset()
     over: tuple[Identity, ...] = ()
     is_made: bool = False
     was_there: bool = False
+    longest: int = 0
 
     def is_it(self, found: os.stat_result, *, strict: bool, version: bool = False) -> bool:
         """Whether ``found`` is what may be replaced; with ``version``, as it is known."""
-        if not strict or found.st_ino in self.ours:
+        if not strict or self.is_staged(found):
             return True
         there = (found.st_ino, found.st_size, found.st_mtime_ns)
         for each in (*self.over, *([self.known] if self.known is not None else [])):
@@ -102,11 +109,35 @@ class Expected:
                 return True
         return False
 
+    def _is_as_long(self, found: os.stat_result) -> bool:
+        """Whether it may be what a life that ended has brought behind the bytes that are known."""
+        known = self.known
+        if known is None or found.st_ino != known.source_ino or not self.longest:
+            return True
+        return known.size <= found.st_size <= max(known.size, self.longest)
+
+    def is_staged(self, found: os.stat_result) -> bool:
+        """Whether ``found`` is one of ``ours``."""
+        return any(
+            found.st_ino == each.source_ino
+            and (
+                self._is_as_long(found)
+                if each.size == ANY_SIZE
+                else (found.st_size == each.size and _is_time(found.st_mtime_ns, each.mtime_ns))
+            )
+            for each in self.ours
+        )
+
     def is_same(self, found: os.stat_result, *, strict: bool) -> bool:
         """Whether ``found`` is not known to be another; what nothing is known of may be it, but
         not what was made on the mount and never came to the source."""
         is_unknown = self.known is None and not (self.ours or self.over or self.is_made)
         return is_unknown or self.is_it(found, strict=strict)
+
+
+def _is_time(found_ns: int, set_ns: int) -> bool:
+    """Whether a time is the one that was set, as the source's file system keeps it."""
+    return any(found_ns == set_ns - set_ns % unit_ns for unit_ns in _TIME_UNITS_NS)
 
 
 PlaceKind = Literal["new", "over", "replace", "conflict"]
@@ -212,9 +243,13 @@ class Home:
         self._source = source
         self._prefix = b".monarch-%s-" % token.encode("ascii")
         self._node = os.fsencode(os.uname().nodename if node is None else node)
+        # Two mounts of one node, or a journal begun anew, count their changes from 1 as well.
+        self._journal = token[:_TOKEN_DIGITS].encode("ascii")
         self._told: set[tuple[str, int]] = set()
         # Where the source had something else than was known, the last of them.
         self.conflicts: deque[Conflict] = deque(maxlen=_TOLD_CONFLICTS)
+        # Extended attributes, by path and name, that it has not taken, and why: the last of them.
+        self.dropped_xattrs: dict[tuple[bytes, bytes], str] = {}
         self.conflict_count = 0
 
     def carry_out(self, steps: Sequence[Step]) -> Outcome:
@@ -371,7 +406,7 @@ class Home:
         ):
             return "conflict", target
         known = expected.known.source_ino if expected.known is not None else 0
-        is_own = target.st_ino in ({known} if expected.is_made else {known, *expected.ours})
+        is_own = target.st_ino == known or (not expected.is_made and expected.is_staged(target))
         return ("over" if is_own else "replace"), target
 
     def _require_writable(self, fd: int, name: bytes, op: Op) -> None:
@@ -391,6 +426,63 @@ class Home:
                     _try_to_write(it, writer)
         finally:
             os.close(it)
+
+    def open_to_grow(
+        self, op: Op, expected: Expected, base: int
+    ) -> tuple[int, Credentials | None] | None:
+        """A descriptor of the source's file, to write behind its first ``base`` bytes, and as whom;
+        None if that is not the file that is known, or its users may not write it in place.
+
+        What a life that was killed has written behind them is ours. Raises OSError.
+        """
+        folders = Folders(self)
+        known = expected.known
+        try:
+            fd, name = folders.of(op.paths[0], None)
+            it = os.open(name, _ITSELF, dir_fd=fd)
+            try:
+                found = os.fstat(it)
+                there = (found.st_ino, found.st_size, found.st_mtime_ns)
+                is_ours = expected.is_staged(found) and base <= found.st_size <= op.size
+                if (
+                    known is None
+                    or not stat.S_ISREG(found.st_mode)
+                    or found.st_mode & _SPECIAL_BITS
+                    or found.st_ino != known.source_ino
+                    or not (is_ours or there == (known.source_ino, known.size, known.mtime_ns))
+                    or found.st_size < base
+                    or found.st_size > op.size
+                ):
+                    return None
+                self._require_writable(fd, name, op)
+                by = _creator(op)
+                for user in (by, None):
+                    with suppress(PermissionError), acting_as(user):
+                        return os.open(b"/proc/self/fd/%d" % it, _TO_GROW), user
+                return None
+            finally:
+                os.close(it)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return None
+        finally:
+            folders.close()
+
+    def grown(
+        self, folders: Folders, op: Op, expected: Expected, *, tried: bool
+    ) -> Identity | None:
+        """What the source has of a content that was brought behind an older one, under all names
+        that it is to have; ``tried``: something of it may be staged."""
+        if tried:
+            self.discard(folders, op)
+        found = self.look_at_same(folders, op, expected)
+        if found is not None and len(op.paths) > 1:
+            fd, name = folders.of(op.paths[0], None)
+            for other in op.paths[1:]:
+                place = Place("over", None, _creator(op))
+                self._link_again(folders, op, fd, name, other, place, expected)
+                points.reached("drain-linked")
+            found = identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+        return found
 
     def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
         """Make durable what was written at the source directly, dressed as ``op`` says.
@@ -572,8 +664,10 @@ class Home:
         if now is not None and not (
             expected.is_it(now, strict=op.strict) or _is_copy(now, expected.known)
         ):
-            self._note_conflict(other, b"", "was changed there by others, and stays as it is")
-            return
+            # The bytes are to have this name, too, when the first one is gone.
+            to_name, now = self._beside(to_name, expected.seq), None
+            kept = _sibling(other, to_name)
+            self._note_conflict(other, kept, "was changed there by others")
         # A name of the file that was replaced leads to the new one, whichever user has given it.
         by = place.by if now is None else None
         with acting_as(by):
@@ -616,12 +710,13 @@ class Home:
 
     def _beside(self, name: bytes, seq: int) -> bytes:
         """The name of what is kept beside a file that is another's by now."""
-        ending = b".monarch-conflict-%s-%d" % (self._node, seq)
+        ending = b".monarch-conflict-%s-%s-%d" % (self._node, self._journal, seq)
         return name[: _NAME_MAX - len(ending)] + ending
 
     def forget_conflicts(self) -> None:
         """The conflicts so far are known to the user."""
         self.conflicts.clear()
+        self.dropped_xattrs.clear()
         self.conflict_count = 0
 
     def _note_conflict(self, path: bytes, kept: bytes, why: str) -> None:
@@ -747,6 +842,9 @@ class Home:
                 return
             with acting_as(by):
                 os.unlink(name, dir_fd=fd)
+            for dropped in list(self.dropped_xattrs):
+                if dropped[0] == op.path:
+                    self.dropped_xattrs.pop(dropped, None)
         except (FileNotFoundError, NotADirectoryError):
             return
         except IsADirectoryError:
@@ -798,7 +896,7 @@ class Home:
         except FileNotFoundError:
             there = None
         if there is None:
-            if now is None:
+            if now is None or (op.strict and not expected.is_same(now, strict=True)):
                 log.warning("source: %r is not there to be renamed", os.fsdecode(op.path))
                 return None
             return identity_of(now)
@@ -827,14 +925,18 @@ class Home:
                 os.unlink(name, dir_fd=fd)
         return identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
 
-    def attr(self, folders: Folders, op: Op, expected: Expected) -> Identity | None:
-        """Attributes and extended attributes of what ``op.path`` names."""
+    def attr(
+        self, folders: Folders, op: Op, expected: Expected, *, will_come: bool = False
+    ) -> Identity | None:
+        """Attributes and extended attributes of what ``op.path`` names; ``will_come``: a content
+        that brings that name, and all attributes, is still to come."""
         try:
             by = self._actor(folders, op)
             fd, name = folders.of(op.path, by)
             return self._dress_name(fd, name, op, by, expected)
         except FileNotFoundError:
-            log.warning("source: %r is not there to be changed", os.fsdecode(op.path))
+            if not will_come:
+                log.warning("source: %r is not there to be changed", os.fsdecode(op.path))
             return None
 
     def _actor(self, folders: Folders, op: Op) -> Credentials | None:
@@ -896,6 +998,9 @@ class Home:
         # This way leads to what the descriptor is of, and ends there, even if it is a link.
         where = b"/proc/self/fd/%d" % fd
         owned = self._own(fd, where, op)
+        if op.xattrs:
+            # Before the mode, which may take the right to set them.
+            self._dress_xattrs(fd, where, op)
         if op.mode is not None and not stat.S_ISLNK(os.fstat(fd).st_mode):
             mode = stat.S_IMODE(op.mode)
             if not owned:
@@ -905,19 +1010,6 @@ class Home:
                 os.chmod(where, mode)
             except OSError as error:
                 self._raise_if_not_refused("modes", error, op)
-        for name, value in op.xattrs.items():
-            try:
-                if value is not None:
-                    os.setxattr(where, name, value)
-                else:
-                    os.removexattr(where, name)
-            except OSError as error:
-                if error.errno == errno.ENODATA:
-                    continue
-                if error.errno == errno.ENOSPC and os.fstatvfs(fd).f_bavail:
-                    # Not the disk is full, but what it has for one file's attributes.
-                    error = OSError(errno.E2BIG, os.strerror(errno.E2BIG))
-                self._raise_if_not_refused("extended attributes", error, op)
         if op.mtime_ns is not None or op.atime_ns is not None:
             now = os.fstat(fd)
             atime_ns = now.st_atime_ns if op.atime_ns is None else op.atime_ns
@@ -926,6 +1018,30 @@ class Home:
                 os.utime(where, ns=(atime_ns, mtime_ns))
             except OSError as error:
                 self._raise_if_not_refused("times", error, op)
+
+    def _dress_xattrs(self, fd: int, where: bytes, op: Op) -> None:
+        # First what goes: it makes room.
+        for name, value in sorted(op.xattrs.items(), key=lambda item: item[1] is not None):
+            try:
+                if value is not None:
+                    os.setxattr(where, name, value)
+                else:
+                    os.removexattr(where, name)
+            except OSError as error:
+                if error.errno == errno.ENOSPC and os.fstatvfs(fd).f_bavail:
+                    # Not the disk is full, but what it has for one file's attributes.
+                    error = OSError(errno.E2BIG, os.strerror(errno.E2BIG))
+                if error.errno != errno.ENODATA:
+                    self._raise_if_not_refused("extended attributes", error, op)
+                    self._note_dropped(op.path, name, errno_words(error.errno))
+                    continue
+            self.dropped_xattrs.pop((op.path, name), None)
+
+    def _note_dropped(self, path: bytes, name: bytes, why: str) -> None:
+        self.dropped_xattrs[path, name] = why
+        # Other threads are at it, too.
+        for oldest in list(self.dropped_xattrs)[:-_TOLD_CONFLICTS]:
+            self.dropped_xattrs.pop(oldest, None)
 
     def _own(self, fd: int, where: bytes, op: Op) -> bool:
         """Set owner and group; whether they are as they should be."""

@@ -11,8 +11,8 @@ rest, a blank, JSON, a newline. Records are
                                 that the source refuses, those in ``also``; ``at``: [seq, size,
                                 mtime_ns, ctime_ns, source_ino] of each content that was published
                                 and of what was made
-    {"staged"}                  [object, source_ino]: that file of the source is ours, and is about
-                                to get the object's name
+    {"staged"}                  [object, source_ino, size, mtime_ns]: that file of the source is
+                                ours, and is about to get the object's name
     {"known", "made", "over", "ours", "new", "present"}
                                 in a journal that was written anew: what the changes that it has no
                                 more have left at the source (``Known``), each as a list of lists or
@@ -21,6 +21,8 @@ rest, a blank, JSON, a newline. Records are
                                 those whose bytes are lost
 
 and each may have "upto": so many bytes of the file had been synced before.
+
+When most of it does not matter any more it is written anew without that (shortening.py).
 
 A record that was appended outlives the daemon, one that was synced outlives the machine. What a
 crash left of a record at the end is cut off when the journal is opened; a record that was whole
@@ -38,7 +40,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -49,10 +51,12 @@ import xxhash
 from monarch import points
 from monarch.errors import TierError
 from monarch.text import counted, errno_words
-from monarch.types import Identity
-from monarch.units import MiB
+from monarch.types import ANY_SIZE, Identity
+from monarch.units import KiB, MiB
 from monarch.writeback.losses import names_of, without
 from monarch.writeback.ops import Op, from_record, raw, text, to_record
+from monarch.writeback.reserve import Reserve
+from monarch.writeback.shortening import objects_of, shortened
 
 __all__ = ["Journal", "Known", "Look", "Op", "Replay", "look"]
 
@@ -64,13 +68,23 @@ _STAGED = "journal.part"
 _VERSION = 2
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _DIGITS = 16
+_BLOCK = 512
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FALLOC_FL_KEEP_SIZE = 1
-# Room that the journal has on its disk before it needs it, so that it can still say what the source
-# has got when the disk is full; it is asked for when less than the first is left.
-_SCARCE_BYTES = 1 * MiB
+# Room that the journal has on its disk before it needs it. The first is kept for what must be said
+# when the disk is full, what the source has got and what is removed: a 256th of the disk, within
+# these bounds. It is asked for when less is left.
+_SCARCE_BYTES = (64 * KiB, 1 * MiB)
+_SCARCE_SHARE = 256
 _AHEAD_BYTES = 4 * MiB
+# Of what is free.
+_AHEAD_SHARE = 4
+_LONGEST_CHANGE = 128 * KiB
+# It is shortened when it is longer than this, and so many times as long as it was then. Bytes.
+_LONG_BYTES = 4 * MiB
+_LONG_TIMES = 5
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 Told = tuple[int, int | None]
@@ -81,19 +95,21 @@ class Known:
     """What changes that a journal has no more have left at the source, as far as others need it.
 
     By object: ``known``, what the source has of its file; ``over``, what a rename on the mount had
-    the file replace, which stands there still; ``ours``, the source's numbers of files that may
+    the file replace, which stands there still; ``ours``, what files are that may
     have got its name; ``new``: it was made on the mount; ``present``: the source has it under its
     names. ``made``: what the source has of what has no object, by its number on the mount.
     ``given_up``: numbers of what was made on the mount and is not at the source under its name.
+    ``settled``: files of the source whose taking was done by then, so that all else here is newer.
     """
 
     known: Mapping[int, Identity] = field(default_factory=dict)
     made: Mapping[int, Identity] = field(default_factory=dict)
     over: Mapping[int, tuple[Identity, ...]] = field(default_factory=dict)
-    ours: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    ours: Mapping[int, frozenset[Identity]] = field(default_factory=dict)
     new: frozenset[int] = frozenset()
     present: frozenset[int] = frozenset()
     given_up: frozenset[int] = frozenset()
+    settled: frozenset[int] = frozenset()
 
     def record(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -101,10 +117,11 @@ class Known:
             "known": [[number, *astuple(it)] for number, it in self.known.items()],
             "made": [[ino, *astuple(it)] for ino, it in self.made.items()],
             "over": [[number, *astuple(it)] for number, its in self.over.items() for it in its],
-            "ours": [[number, ino] for number, inos in self.ours.items() for ino in sorted(inos)],
+            "ours": [[number, *_told(it)] for number, its in self.ours.items() for it in its],
             "new": sorted(self.new),
             "present": sorted(self.present),
             "given_up": sorted(self.given_up),
+            "settled": sorted(self.settled),
         }
 
     @classmethod
@@ -113,9 +130,9 @@ class Known:
         over: dict[int, tuple[Identity, ...]] = {}
         for number, *it in record["over"]:
             over[number] = (*over.get(number, ()), Identity(*it))
-        ours: dict[int, frozenset[int]] = {}
-        for number, ino in record["ours"]:
-            ours[number] = ours.get(number, frozenset()) | {ino}
+        ours: dict[int, frozenset[Identity]] = {}
+        for number, *told in record["ours"]:
+            ours[number] = ours.get(number, frozenset()) | {_staged(*told)}
         return cls(
             known={number: Identity(*it) for number, *it in record["known"]},
             made={ino: Identity(*it) for ino, *it in record["made"]},
@@ -124,6 +141,7 @@ class Known:
             new=frozenset(record["new"]),
             present=frozenset(record["present"]),
             given_up=frozenset(record.get("given_up", ())),
+            settled=frozenset(record.get("settled", ())),
         )
 
 
@@ -137,7 +155,9 @@ class Replay:
     power cut has taken, with its names; found now for the first time, they are not in ``ops``.
     ``recorded_ns``: when that was, of each op that is not done. ``staged``: the source's numbers of
     files that may have got the name of an object in an earlier life, unknown to the journal.
-    ``known``: what was known when the journal was written anew, None if it never was.
+    ``known``: what was known when the journal was written anew, None if it never was. ``doubted``:
+    of each object that a power cut has made doubtful, also long ago, what was recorded last and
+    when, if it had a name.
     """
 
     ops: tuple[tuple[int, Op], ...]
@@ -146,8 +166,9 @@ class Replay:
     next_ino: int
     lost: tuple[Op, ...]
     recorded_ns: Mapping[int, int]
-    staged: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    staged: Mapping[int, frozenset[Identity]] = field(default_factory=dict)
     known: Known | None = None
+    doubted: Mapping[int, tuple[Op, int]] = field(default_factory=dict)
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` whose bytes will not come to the source by what is recorded: none of
@@ -180,7 +201,7 @@ class Replay:
 class Look:
     """What stands in a journal that was only looked at. ``ops`` without those of files that a power
     cut has taken, of which ``lost`` has the last that was recorded; all up to ``done_upto`` is at
-    the source.
+    the source. ``doubted``: all objects that a power cut has made doubtful, which are kept.
     """
 
     source: bytes
@@ -189,9 +210,22 @@ class Look:
     done_upto: int
     lost: tuple[Op, ...]
     done_beyond: frozenset[int] = frozenset()
+    doubted: frozenset[int] = frozenset()
+    identities: Mapping[int, Identity] = field(default_factory=dict)
 
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_upto or seq in self.done_beyond
+
+    def replay(self) -> Replay:
+        """As a mount would find it, but for numbers, which are not for who only looks."""
+        return Replay(
+            ops=self.ops,
+            done={seq: self.identities.get(seq) for seq, _ in self.ops if self.is_done(seq)},
+            next_object=0,
+            next_ino=0,
+            lost=self.lost,
+            recorded_ns=self.recorded_ns,
+        )
 
 
 def look(directory: Path) -> Look:
@@ -217,7 +251,9 @@ def look(directory: Path) -> Look:
         recorded_ns={seq: ns for seq, _, ns, _ in read.ops},
         done_upto=read.done_upto,
         done_beyond=frozenset(read.done_beyond),
+        identities=read.identities,
         lost=tuple(op for op in gone.values() if op.kind != "take"),
+        doubted=frozenset(read.lost | gone.keys()),
     )
 
 
@@ -240,6 +276,8 @@ class Journal:
         self._identities = read.identities
         self._believed = read.believed
         self._lost = read.lost
+        # Objects that are neither.
+        self._doubtful: set[int] = set()
         # When each op that is not done was recorded, and of which object it is the content.
         self._undone: dict[int, tuple[int, int]] = {}
         self._replay: Replay | None = None
@@ -250,6 +288,12 @@ class Journal:
         self._synced = 0
         self._said = 0
         self._room = 0
+        # How long the file was when it was shortened last.
+        self._live = 0
+        disk = os.fstatvfs(fd)
+        least, most = _SCARCE_BYTES
+        self._scarce = min(max(disk.f_blocks * disk.f_frsize // _SCARCE_SHARE, least), most)
+        self._reserve = Reserve(path.parent)
         # In records; those that were there count as one.
         self._written = 1
         self._durable = 0
@@ -326,27 +370,31 @@ class Journal:
         # The source has what was brought of a file that nobody finished writing.
         lost = [op for op in gone.values() if op.kind != "take"]
         ops = [(seq, op) for seq, op, _, _ in read.ops]
+        doubted = read.last_of(self._lost)
         if self._lost:
             ops = list(without(ops, self._lost))
         recorded_ns = {seq: ns for seq, _, ns, _ in read.ops}
         undone = [(seq, op) for seq, op in ops if not self._is_done(seq)]
+        for _, op in ops:
+            self._doubt(op)
         self._undone = {
             seq: (recorded_ns[seq], op.object if op.kind == "content" else 0) for seq, op in undone
         }
         self._replay = Replay(
             ops=tuple(ops),
             done={seq: read.identities.get(seq) for seq, _ in ops if self._is_done(seq)},
-            staged={number: frozenset(inos) for number, inos in read.staged.items()},
+            staged={number: frozenset(its) for number, its in read.staged.items()},
             next_object=self._next_object,
             next_ino=self._next_ino,
             lost=tuple(lost),
             recorded_ns={seq: recorded_ns[seq] for seq, _ in undone},
             known=read.known,
+            doubted=doubted,
         )
         for op in lost:
             log.error(
-                "%r was never synced, and the machine has stopped since: what was written to it is"
-                " lost",
+                "%r was never synced, and the machine has stopped since: what is left of it is kept"
+                " aside, and does not go to the source",
                 os.fsdecode(op.path),
             )
         self.sync()
@@ -395,7 +443,20 @@ class Journal:
         self._undone[seq] = (now, content)
         if content and op.synced:
             self._believed.add(content)
+        self._doubt(op)
         return seq
+
+    def _doubt(self, op: Op) -> None:
+        """Keep what a power cut would take."""
+        if op.object in self._believed or op.through or op.kind in ("gone", "through"):
+            self._doubtful.discard(op.object)
+        elif op.kind in ("create", "take", "content"):
+            self._doubtful.add(op.object)
+
+    @property
+    def doubtful(self) -> frozenset[int]:
+        """Objects that are recorded and have been synced never, as far as is said here."""
+        return frozenset(self._doubtful)
 
     def mark_done(self, done: Mapping[int, Identity | None], *, upto: int | None = None) -> None:
         """Record that the source has all of ``done``, in which what was published or made has its
@@ -412,9 +473,9 @@ class Journal:
         if also := [seq for seq in done if seq > upto]:
             record["also"] = also
         self._write(record)
-        self._done_upto = upto
+        is_further, self._done_upto = upto > self._done_upto, upto
         self._done_beyond.update(also)
-        if self._done_beyond:
+        if self._done_beyond and is_further:
             self._done_beyond = {seq for seq in self._done_beyond if seq > upto}
         contents: dict[int, int] = {}
         over = [*itertools.takewhile(lambda seq: seq <= upto, self._undone), *also]
@@ -425,21 +486,23 @@ class Journal:
                 self._identities[seq] = identity
                 if number := contents.get(seq, 0):
                     self._believed.add(number)
+                    self._doubtful.discard(number)
                     self._staged.pop(number, None)
 
-    def mark_staged(self, number: int, source_ino: int) -> None:
+    def mark_staged(self, number: int, staged: Identity) -> None:
         """Record that a file of the source is ours and about to get the name of an object.
 
         Raises OSError.
         """
-        self._write({"staged": [number, source_ino]})
-        self._staged.setdefault(number, set()).add(source_ino)
+        self._write({"staged": [number, *_told(staged)]})
+        self._staged.setdefault(number, set()).add(staged)
 
-    def mark_believed(self, number: int) -> None:
-        """Record that an object has been synced since its content was recorded. Raises OSError."""
-        if number not in self._believed:
-            self._write({"believed": [number]})
-            self._believed.add(number)
+    def mark_believed(self, *numbers: int) -> None:
+        """Record that objects have been synced since they were recorded. Raises OSError."""
+        if new := sorted({*numbers} - self._believed):
+            self._write({"believed": new})
+            self._believed.update(new)
+            self._doubtful.difference_update(new)
 
     def mark_lost(self, number: int) -> None:
         """Record that the tier has lost the bytes of an object: what happened to its file is not
@@ -453,25 +516,54 @@ class Journal:
                 record["upto"] = self._synced
             line = _line(record)
             self._want_room(len(line))
-            written = os.pwrite(self._fd, line, self._end)
-            if written < len(line):
-                # The disk is full. Half a record must not stand before the next.
-                os.ftruncate(self._fd, self._end)
-                self._room = 0
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
+            try:
+                self._put(line)
+            except OSError as error:
+                if error.errno not in _FULL or not self._reserve.give_up():
+                    raise
+                self._put(line)
             self._end += len(line)
             self._written += 1
             self._said = self._synced
 
-    def _want_room(self, count: int) -> None:
-        if self._end + count + _SCARCE_BYTES <= self._room:
-            return
-        offset, length = ctypes.c_longlong(self._end), ctypes.c_longlong(_AHEAD_BYTES)
+    def _put(self, line: bytes) -> None:
+        written = os.pwrite(self._fd, line, self._end)
+        if written < len(line):
+            # The disk is full. Half a record must not stand before the next.
+            os.ftruncate(self._fd, self._end)
+            self._room = 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
+
+    def has_room(self) -> bool:
+        """Whether a change may be recorded that takes room of the disk, and is no removal."""
+        with self._lock:
+            return self._want_room(_LONGEST_CHANGE)
+
+    def _want_room(self, count: int) -> bool:
+        """Have room for so many bytes, and for what must be said then; whether there is."""
+        wanted = count + self._scarce
+        if self._end + wanted <= self._room:
+            return True
+        try:
+            disk, status = os.fstatvfs(self._fd), os.fstat(self._fd)
+        except OSError:
+            return True
+        available = disk.f_bavail * disk.f_frsize
+        length = max(2 * wanted, min(_AHEAD_BYTES, available // _AHEAD_SHARE))
+        # What an earlier life has asked for is there still.
+        is_there = max(0, status.st_blocks * _BLOCK - self._end)
+        for size in (length, wanted):
+            if size - is_there <= available and self._allocated(size):
+                self._room = self._end + size
+                return True
+        return False
+
+    def _allocated(self, size: int) -> bool:
+        offset, length = ctypes.c_longlong(self._end), ctypes.c_longlong(size)
         if _LIBC.fallocate(self._fd, _FALLOC_FL_KEEP_SIZE, offset, length) == 0:
-            self._room = self._end + _AHEAD_BYTES
-        else:
-            # Not at every record again.
-            self._room = self._end + _SCARCE_BYTES + _SCARCE_BYTES // 4
+            return True
+        # Not every file system can.
+        return ctypes.get_errno() not in _FULL
 
     def sync(self) -> None:
         """Until all that was appended by now is on the disk; callers share the wait.
@@ -517,54 +609,120 @@ class Journal:
         that is not done is missing, OSError.
         """
         kept = sorted(keep, key=lambda numbered: numbered[0])
-        with self._turn:
-            while self._syncing:
-                self._turn.wait()
-            self._syncing = True
-        try:
-            self._compact(kept, position, known)
-        finally:
-            self._end_turn()
+        seqs = {seq for seq, _ in kept}
+        published = list(self._identities)
+        told = self._write_anew(lambda: self._first(kept, seqs, known), seqs, position)
+        for seq in published:
+            if seq not in told:
+                del self._identities[seq]
         points.reached("journal-compacted")
 
-    def _compact(
-        self, kept: Sequence[tuple[int, Op]], position: int, known_of: Known | None
-    ) -> None:
-        seqs = {seq for seq, _ in kept}
+    @property
+    def is_long(self) -> bool:
+        """Whether most of it may be left out by ``shorten``."""
+        return self._end > max(_LONG_BYTES, _LONG_TIMES * self._live)
+
+    def shorten(self) -> Callable[[], None]:
+        """Write the journal anew without what does not matter any more. From any thread; what it
+        returns is to be called by the one that everything else belongs to, before the next.
+
+        Syncs wait for no more than a rename. Raises OSError.
+        """
         with self._lock:
-            tail_end = self._end
-            undone, published = list(self._undone), list(self._identities)
-        known = seqs | {record.get("seq") for record in self._records(position, tail_end)}
+            position = self._end
+            content = os.pread(self._fd, position, 0)
+        read = _Read.of(content, self._path, self._boot)
+        assert read is not None
+        ops = [(seq, op) for seq, op, _, _ in read.ops]
+        is_done = (seq for seq, _ in ops if seq <= read.done_upto or seq in read.done_beyond)
+        kept = shortened(ops, {seq: read.identities.get(seq) for seq in is_done})
+        seqs = {seq for seq, _ in kept}
+        self._write_anew(lambda: _first_of(read, kept, self._boot), seqs, position)
+        self._live = self._end
+        points.reached("journal-compacted")
+        forgotten = {seq for seq, _ in ops} - seqs
+        gone = {*objects_of(ops)} - {*objects_of(kept)} - read.lost
+
+        def forget() -> None:
+            for seq in forgotten:
+                self._identities.pop(seq, None)
+            self._believed -= gone
+            self._doubtful -= gone
+
+        return forget
+
+    def _write_anew(
+        self, first: Callable[[], Iterator[dict[str, Any]]], seqs: set[int], position: int
+    ) -> set[int]:
+        """``first`` in the place of all before ``position``; ``seqs`` are the changes in it. Those
+        that the journal has then."""
+        try:
+            return self._replace(first(), seqs, position)
+        except OSError as error:
+            if error.errno not in _FULL or not self._reserve.give_up():
+                raise
+            return self._replace(first(), seqs, position)
+
+    def _replace(self, first: Iterator[dict[str, Any]], seqs: set[int], position: int) -> set[int]:
+        with self._lock:
+            end, undone = self._end, list(self._undone)
+        tail = [*self._records(position, end)]
+        known = seqs | {record["seq"] for record in tail if "seq" in record}
         missing = [seq for seq in undone if seq not in known]
         if missing:
             raise ValueError(f"{missing[0]} is not done yet and would be forgotten")
         staged = self._path.with_name(_STAGED)
         fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            with open(fd, "wb", closefd=False) as file:
-                file.writelines(map(_line, self._first(kept, seqs, known_of)))
-                file.writelines(map(_line, self._records(position, tail_end)))
+            self._append_to(fd, itertools.chain(first, tail))
             os.fdatasync(fd)
             points.reached("journal-staged")
-            with self._lock:
-                # What came meanwhile has not been synced, nobody was promised that it is.
-                synced = os.fstat(fd).st_size
-                late = [_line(record) for record in self._records(tail_end, self._end)]
-                with open(fd, "ab", closefd=False) as file:
-                    file.writelines(late)
-                staged.rename(self._path)
-                fd, self._fd = self._fd, fd
-                self._end = os.fstat(self._fd).st_size
-                self._synced, self._said, self._room = synced, 0, 0
-                self._durable = self._written - len(late)
-                self._failed = None
-            for seq in published:
-                if seq not in known:
-                    del self._identities[seq]
+            with self._turn:
+                while self._syncing:
+                    self._turn.wait()
+                self._syncing = True
+            try:
+                fd = self._take_over(fd, staged, end)
+            finally:
+                self._end_turn()
+        except OSError:
+            with suppress(OSError):
+                staged.unlink()
+            raise
         finally:
             os.close(fd)
+        return known
+
+    def _take_over(self, fd: int, staged: Path, end: int) -> int:
+        """Go on in another file, which has all up to ``end``; the descriptor of the one before."""
+        with self._lock:
+            later = self._end
+        if self._append_to(fd, self._records(end, later)):
+            os.fdatasync(fd)
+        with self._lock:
+            if self._fd < 0:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            # What came meanwhile has not been synced, nobody was promised that it is.
+            synced = os.fstat(fd).st_size
+            late = self._append_to(fd, self._records(later, self._end))
+            staged.rename(self._path)
+            fd, self._fd = self._fd, fd
+            self._end = os.fstat(self._fd).st_size
+            self._synced, self._said, self._room = synced, 0, 0
+            self._durable = self._written - late
+            self._failed = None
+        # Before anybody is told that something in it is safe.
         with _directory(self._path.parent) as directory:
             os.fsync(directory)
+        return fd
+
+    @staticmethod
+    def _append_to(fd: int, records: Iterable[dict[str, Any]]) -> int:
+        """How many there were."""
+        lines = [_line(record) for record in records]
+        with open(fd, "ab", closefd=False) as file:
+            file.writelines(lines)
+        return len(lines)
 
     def _first(
         self, kept: Sequence[tuple[int, Op]], seqs: set[int], known: Known | None
@@ -582,9 +740,6 @@ class Journal:
         for seq, op in kept:
             recorded_ns, _ = self._undone.get(seq, (0, 0))
             yield {"seq": seq, "ns": recorded_ns, **to_record(op)}
-        for number in self._staged.keys() & {op.object for _, op in kept}:
-            for source_ino in self._staged[number]:
-                yield {"staged": [number, source_ino]}
         if self._done_upto or self._done_beyond:
             yield {
                 "done": self._done_upto,
@@ -595,6 +750,10 @@ class Journal:
                     if seq in seqs
                 ],
             }
+        # Behind the marks: one of a content says that what was staged before it has come.
+        for number in self._staged.keys() & {op.object for _, op in kept}:
+            for staged in self._staged[number]:
+                yield {"staged": [number, *_told(staged)]}
 
     def _records(self, start: int, end: int) -> Iterator[dict[str, Any]]:
         """Those between two offsets, without what they say of this very file."""
@@ -608,7 +767,10 @@ class Journal:
             yield record
 
     def close(self) -> None:
-        os.close(self._fd)
+        # A thread that shortens it may go on: it must not replace what is another's by then.
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
 
 class _Read:
@@ -623,7 +785,7 @@ class _Read:
         self.next_ino = 1
         self.done_upto = 0
         self.done_beyond: set[int] = set()
-        self.staged: dict[int, set[int]] = {}
+        self.staged: dict[int, set[Identity]] = {}
         # Of which object each content is that was not published yet.
         self._contents: dict[int, int] = {}
         self.identities: dict[int, Identity] = {}
@@ -688,6 +850,8 @@ class _Read:
             self.ops.append((seq, op, int(record["ns"]), self.boots[-1]))
             if op.kind == "content":
                 self._contents[seq] = op.object
+                if op.synced:
+                    self.believed.add(op.object)
             self.next_seq = max(self.next_seq, seq + 1)
             self.next_object = max(self.next_object, op.object + 1)
             self.next_ino = max(self.next_ino, op.ino + 1)
@@ -698,10 +862,12 @@ class _Read:
                 self.done_beyond = {seq for seq in self.done_beyond if seq > self.done_upto}
             for seq, size, mtime_ns, ctime_ns, source_ino in record.get("at", ()):
                 self.identities[seq] = Identity(size, mtime_ns, ctime_ns, source_ino)
-                self.staged.pop(self._contents.pop(seq, 0), None)
+                if number := self._contents.pop(seq, 0):
+                    self.believed.add(number)
+                    self.staged.pop(number, None)
         elif "staged" in record:
-            number, source_ino = map(int, record["staged"])
-            self.staged.setdefault(number, set()).add(source_ino)
+            number, *told = map(int, record["staged"])
+            self.staged.setdefault(number, set()).add(_staged(*told))
         elif "known" in record:
             self.known = Known.of(record)
         elif "boot" in record:
@@ -716,25 +882,61 @@ class _Read:
     def lost_now(self, boot: str) -> dict[int, Op]:
         """The last that was recorded of each object that has a name, and of which no content is
         believed."""
-        last: dict[int, Op] = {}
         believed = self.believed | self.lost
-        for seq, op, _, recorded_boot in self.ops:
-            if op.kind not in ("create", "take", "content"):
+        recorded = set()
+        for _, op, _, recorded_boot in self.ops:
+            if op.kind in ("create", "take", "content"):
+                recorded.add(op.object)
+                if recorded_boot == boot:
+                    believed.add(op.object)
+        return {number: op for number, (op, _) in self.last_of(recorded - believed).items()}
+
+    def last_of(self, objects: Collection[int]) -> dict[int, tuple[Op, int]]:
+        """What was recorded last of those of ``objects`` that have a name, and when; with the names
+        that they have in the end."""
+        last: dict[int, tuple[Op, int]] = {}
+        if not objects:
+            return last
+        for _, op, recorded_ns, _ in self.ops:
+            if op.object not in objects or op.kind not in ("create", "take", "content"):
                 continue
             if op.kind == "content" or op.object not in last:
-                last[op.object] = op
-            if recorded_boot == boot:
-                believed.add(op.object)
-            if op.kind == "content" and (op.synced or seq in self.identities):
-                believed.add(op.object)
-        doubted = last.keys() - believed
-        if not doubted:
-            return {}
-        names = names_of([(seq, op) for seq, op, _, _ in self.ops], doubted)
+                last[op.object] = op, recorded_ns
+        names = names_of([(seq, op) for seq, op, _, _ in self.ops], last)
         return {
-            number: replace(last[number], path=found[0], paths=tuple(found))
+            number: (replace(last[number][0], path=found[0], paths=tuple(found)), last[number][1])
             for number, found in names.items()
         }
+
+
+def _first_of(read: _Read, kept: Sequence[tuple[int, Op]], boot: str) -> Iterator[dict[str, Any]]:
+    """What takes the place of all that was read, with ``kept`` of its changes."""
+    seqs = {seq for seq, _ in kept}
+    objects = {*objects_of(kept)}
+    yield _header(read.token, read.source, read.next_seq, read.next_object, read.next_ino)
+    if believed := read.believed & objects:
+        yield {"believed": sorted(believed)}
+    if read.lost:
+        yield {"lost": sorted(read.lost)}
+    if read.known is not None:
+        yield read.known.record()
+    yield {"boot": boot}
+    recorded_ns = {seq: ns for seq, _, ns, _ in read.ops}
+    for seq, op in kept:
+        yield {"seq": seq, "ns": recorded_ns[seq], **to_record(op)}
+    if read.done_upto or read.done_beyond:
+        yield {
+            "done": read.done_upto,
+            "also": sorted(read.done_beyond & seqs),
+            "at": [
+                [seq, it.size, it.mtime_ns, it.ctime_ns, it.source_ino]
+                for seq, it in read.identities.items()
+                if seq in seqs
+            ],
+        }
+    for number in read.staged.keys() & objects:
+        for staged in read.staged[number]:
+            yield {"staged": [number, *_told(staged)]}
 
 
 def _header(
@@ -748,6 +950,16 @@ def _header(
         "object": next_object,
         "ino": next_ino,
     }
+
+
+def _told(staged: Identity) -> tuple[int, int, int]:
+    """A staged file of the source, as a record has it."""
+    return staged.source_ino, staged.size, staged.mtime_ns
+
+
+def _staged(source_ino: int, size: int = ANY_SIZE, mtime_ns: int = 0) -> Identity:
+    """The inverse; an older journal has the number alone."""
+    return Identity(size, mtime_ns, 0, source_ino)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -809,7 +1021,8 @@ def _begin(fd: int, directory: Path, read: _Read) -> None:
     os.ftruncate(fd, 0)
     os.pwrite(fd, line, 0)
     os.fsync(fd)
-    for path in (directory, directory.parent):
+    # TIER/monarch may be as new as that.
+    for path in (directory, directory.parent, directory.parent.parent):
         with _directory(path) as directory_fd:
             os.fsync(directory_fd)
     read.end = len(line)

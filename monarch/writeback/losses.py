@@ -38,7 +38,7 @@ def names_of(ops: Iterable[Numbered], objects: Container[int]) -> dict[int, list
             if ours:
                 names[op.to] = op.object
             if not op.object:
-                names = {_moved(name, op): number for name, number in names.items()}
+                names = {moved(name, op): number for name, number in names.items()}
     found: dict[int, list[bytes]] = {}
     for name, number in names.items():
         found.setdefault(number, []).append(name)
@@ -57,7 +57,7 @@ def without(ops: Sequence[Numbered], lost: Container[int]) -> Iterator[Numbered]
     replaced: dict[bytes, Op] = {}
     for seq, op in ops:
         if op.kind == "rename" and not op.object and replaced:
-            replaced = {_moved(name, op): rename for name, rename in replaced.items()}
+            replaced = {moved(name, op): rename for name, rename in replaced.items()}
         if op.kind == "rename":
             op = _over_what_is_left(op, taken, replaced.get(op.to))
         if op.object not in lost:
@@ -103,7 +103,7 @@ def _unlink_of_what(rename: Op, op: Op) -> Op:
     )
 
 
-def _moved(name: bytes, rename: Op) -> bytes:
+def moved(name: bytes, rename: Op) -> bytes:
     """Where ``name`` is after a directory that may hold it got another."""
     inside = name.startswith(rename.path + b"/")
     return rename.to + name[len(rename.path) :] if inside else name

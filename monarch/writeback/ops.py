@@ -30,7 +30,7 @@ Kind = Literal[
 _KINDS = frozenset(get_args(Kind))
 
 _NAMES = ("path", "to")
-_NUMBERS = ("ino", "object", "over_ino", "over_object", "rdev", "size")
+_NUMBERS = ("ino", "object", "over_ino", "over_object", "rdev", "size", "intact")
 _IDENTITIES = ("was", "over")
 _FLAGS = ("synced", "through", "same", "strict")
 _ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
@@ -54,7 +54,9 @@ class Op:
              the file, and all its names in ``paths``, of which ``path`` is the first. ``synced``:
              the object was synced before the record was written. ``through``: its bytes are not
              in the object but at the source, in its staged file or under its names. ``same``: its
-             bytes are those that the source had when it was taken
+             bytes are those that the source had when it was taken. ``intact``: the first so many
+             are as they were in the content before, or, of the first, when the file was taken; 0
+             also if that is not known
     through  there was no room for the object any more: its bytes are in its staged file at the
              source from now on, beside ``path``, and the object is gone
     gone     nobody has the ``object`` any more, and its file was removed
@@ -83,6 +85,7 @@ class Op:
     mtime_ns: int | None = None
     atime_ns: int | None = None
     size: int = 0
+    intact: int = 0
     paths: tuple[bytes, ...] = ()
     xattrs: Mapping[bytes, bytes | None] = field(default_factory=dict)
     synced: bool = False

@@ -48,6 +48,7 @@ class Staging:
         self._fds: list[int] = []
         self._digest = xxhash.xxh3_128()
         self._offset = 0
+        self._limit: int | None = None
         self._synced_bytes = 0
         self._read_back = xxhash.xxh3_128()
         self._read_bytes = 0
@@ -58,12 +59,13 @@ class Staging:
     def open(self, *, sync: bool) -> Identity:
         """The object as it is, with ``sync`` when its bytes are on the disk.
 
-        Raises FileNotFoundError if there is none.
+        One whose sync has failed before is taken as it is read. Raises FileNotFoundError if there
+        is none.
         """
         with self._using():
             fd = self._objects.open(self._number)
             self._fds.append(fd)
-            if sync:
+            if sync and not self._objects.failure(self._number):
                 self._objects.sync(self._number, fd)
             return identity_now(fd)
 
@@ -77,6 +79,10 @@ class Staging:
         with self._using():
             return identity_now(self._fds[0])
 
+    def limit(self, size: int) -> None:
+        """Move no more than the first ``size`` bytes. Before the first turn."""
+        self._limit = size
+
     def begin(self) -> None:
         """Have an empty staged file."""
         with self._using():
@@ -87,6 +93,8 @@ class Staging:
         with self._using():
             object_fd, part_fd = self._fds
             moved = 0
+            if self._limit is not None:
+                count = min(count, self._limit - self._offset)
             while moved < count:
                 hole = _hole_at(object_fd, self._offset, count - moved)
                 if hole:

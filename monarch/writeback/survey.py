@@ -33,8 +33,8 @@ class Waiting:
 class Survey:
     """``operations`` are not at the source yet, ``waiting`` the files among them, oldest first.
 
-    ``lost`` were never synced before a power cut: the next mount drops them. ``unknown`` are the
-    numbers of objects that no record knows, or of which it says that nobody needs them.
+    ``lost`` were never synced before a power cut: the next mount puts them aside. ``unknown`` are
+    the numbers of objects that no record knows, or of which it says that nobody needs them.
     """
 
     source: bytes
@@ -78,7 +78,7 @@ def survey(directory: Path) -> Survey:
         operations=len(undone),
         waiting=tuple(waiting),
         lost=tuple(op.path for op in found.lost),
-        unknown=tuple(sorted(objects.numbers() - set(_needed(found.ops)))),
+        unknown=tuple(sorted(objects.numbers() - found.doubted - set(_needed(found.ops)))),
     )
 
 

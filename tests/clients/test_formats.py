@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.conftest import Client, copied_tree, settle, three_epochs
-from tests.conftest import MonarchCommand
+from tests.conftest import MonarchCommand, names_in
 
 Start = Callable[..., Client]
 Make = Callable[..., Path]
@@ -59,7 +59,7 @@ def test_sqlite_in_write_ahead_mode_needs_immutable_as_on_any_read_only_file_sys
     source = copied_tree(plain, tmp_path / "wal")
     with contextlib.closing(sqlite3.connect(source / "train.sqlite")) as connection:
         assert connection.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
-    assert [path.name for path in source.iterdir()] == ["train.sqlite"]
+    assert names_in(source) == ["train.sqlite"]
     mounted = monarch.mount(source)
     path = mounted.path / "train.sqlite"
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import LEASES, OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment import disks
 from tests.equipment.disks import CuttableDisk, Disk
 from tests.equipment.slowfs import SlowSource
+from tests.equipment.syncs import Syncs
+from tests.faults.test_machine import mount_by
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.conftest import slow
 from tests.mount.observe import ended, wait_until
@@ -113,7 +117,7 @@ def test_what_does_not_fit_into_the_tier_goes_to_the_source(
     assert (mounted.source / "large").read_bytes() == expected
     for number in range(8):
         assert (mounted.source / f"{number}").read_bytes() == contents(str(number), 4 * _MB)
-    assert not list(mounted.source.glob(".monarch-*"))
+    assert [path.name for path in mounted.source.glob(".monarch-*")] == [LEASES]
 
 
 @pytest.mark.promise(71)
@@ -186,6 +190,71 @@ def test_a_disk_that_is_full_at_any_write_costs_no_byte(
 
 def _absorbed(mounted: Mounted) -> int:
     return len(list(mounted.tiers["fast"].rglob("absorbed-*/??/*")))
+
+
+def until_full(path: Path) -> None:
+    """Change an attribute until there is no room for that."""
+    for _ in range(500):
+        try:
+            os.setxattr(path, "user.big", os.urandom(60_000))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return
+    raise AssertionError("the tier does not become full")
+
+
+@pytest.mark.promise(138)
+@pytest.mark.modes("relay")
+def test_a_tier_full_of_what_is_not_drained_ends_and_mounts_and_drains(
+    small_tier: CuttableDisk, monarch: MonarchCommand, slow: SlowSource
+) -> None:
+    monarch.expects_log("is full: what it has in reserve is given up")
+    monarch.expects_log("draining to the source has stopped")
+    monarch.allows_log("goes to the source directly|No space left|extended attributes")
+    (slow.path / "a").write_bytes(b"a")
+    options = [*OPTIONS, "writeback.reserve=0"]
+    mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=options)
+    (directory,) = (small_tier.path / "monarch").glob("absorbed-*")
+    wait_until((directory / "reserve").exists, "there is no reserve")
+    slow.rules("err create EIO .*", "err write EIO .*")
+    put(mounted.path / "ckpt", contents("ckpt", 2 * _MB))
+    put(mounted.path / "removed", b"1")
+    (mounted.path / "dir").mkdir()
+    with (small_tier.path / "somebody-else's").open("wb", buffering=0) as file:
+        for size in (_MB, 4096):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+    until_full(mounted.path / "ckpt")
+    for call in (lambda: (mounted.path / "new").mkdir(), lambda: (mounted.path / "new").touch()):
+        with pytest.raises(OSError) as raised:
+            call()
+        assert raised.value.errno == errno.ENOSPC
+    (mounted.path / "dir").rmdir()
+    (mounted.path / "removed").unlink()
+    assert sorted(os.listdir(mounted.path)) == ["a", "ckpt"]
+    mounted.kill()
+    slow.rules()
+    mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=options)
+    drained(mounted, "ckpt")
+    assert sorted(os.listdir(mounted.path)) == ["a", "ckpt"]
+    assert (slow.root / "ckpt").read_bytes() == contents("ckpt", 2 * _MB)
+    mounted.kill()
+    # A mount with another snapshot needs room for its own.
+    (slow.root / "b").write_bytes(b"b")
+    mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=options)
+    assert sorted(os.listdir(mounted.path)) == ["a", "b", "ckpt"]
+    until_full(mounted.path / "ckpt")
+    (small_tier.path / "somebody-else's").unlink()
+    # All without another mount.
+    wait_until((directory / "reserve").exists, "there is no reserve again")
+    (mounted.path / "dir").mkdir()
+    put(mounted.path / "new", b"2")
+    drained(mounted, "new")
+    mounted.umount()
+    assert {"a", "b", "ckpt", "dir", "new"} <= {*os.listdir(slow.root)}
+    assert not {"removed", "x"} & {*os.listdir(slow.root)}
 
 
 # -- a source that fails -----------------------------------------------------------------------
@@ -308,6 +377,8 @@ WRITE_PLACES = {
     # When a mount begins over a new snapshot.
     "journal-staged": 1,
     "journal-compacted": 1,
+    "commit-synced": 1,
+    "commit-recorded": 1,
     "drain-staged": 2,
     "drain-synced": 2,
     "drain-renamed": 2,
@@ -358,7 +429,8 @@ def test_a_daemon_killed_there_loses_nothing_that_was_written(
         for number in range(5):
             put(mounted.path / f"{number}", contents(str(number), 5000))
             safe[f"{number}"] = contents(str(number), 5000)
-        drained(mounted, "0")
+        # Only then is there a new snapshot.
+        drained(mounted, *safe)
         mounted.kill()
     monkeypatch.setenv("MONARCH_POINT", f"{point}:{WRITE_PLACES[point]}")
     if point in AT_MOUNT:
@@ -378,7 +450,8 @@ def test_a_daemon_killed_there_loses_nothing_that_was_written(
     again.umount()
     for name, content in safe.items():
         assert (source / name).read_bytes() == content, name
-    assert sorted(str(p.relative_to(source)) for p in source.rglob("*")) == shown
+    there = sorted(str(p.relative_to(source)) for p in source.rglob("*"))
+    assert [path for path in there if not path.startswith(LEASES)] == shown
 
 
 # -- a daemon that dies at any moment ----------------------------------------------------------
@@ -420,6 +493,95 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_kills(
     for number, size in safe.items():
         content = (source / f"ckpt/step-{number:06d}").read_bytes()
         assert (content[:8], len(content)) == (b"%08d" % number, size)
+
+
+# -- a tier whose disk takes no writes, or is slow -----------------------------------------------
+
+
+@pytest.fixture
+def syncs(tmp_path: Path) -> Syncs:
+    return Syncs(tmp_path)
+
+
+@pytest.mark.promise(64, 154)
+@pytest.mark.modes("relay")
+def test_an_fsync_that_failed_fails_until_the_file_is_written_anew(
+    syncs: Syncs, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("fsync failed")
+    monarch.allows_log("draining to the source has stopped")
+    tree({"a": 10})
+    mounted = mount_by(monarch, *syncs.by, options="write=absorb")
+    path = mounted.path / "f"
+    with path.open("wb") as first, path.open("rb+") as second:
+        first.write(b"written")
+        first.flush()
+        syncs.fail_once()
+        for file in (first, first, second):
+            with pytest.raises(OSError, match="Input/output error"):
+                os.fsync(file.fileno())
+            assert durable(path) != "local"
+        problems = mounted.status()["health"]["problems"]
+        assert {problem["kind"] for problem in problems} >= {"fsync-failed"}
+        # All of it is written again.
+        os.ftruncate(second.fileno(), 0)
+        second.write(b"anew")
+        second.flush()
+        os.fsync(second.fileno())
+        assert durable(path) in ("local", "source")
+        second.write(b" and more")
+        second.flush()
+        syncs.fail_once()
+        with pytest.raises(OSError, match="Input/output error"):
+            os.fsync(second.fileno())
+
+    def is_mended() -> bool:
+        kinds = [problem["kind"] for problem in mounted.status()["health"]["problems"]]
+        return "fsync-failed" not in kinds
+
+    wait_until(is_mended, "it is not written anew")
+    with path.open("rb+") as file:
+        file.seek(0, 2)
+        file.write(b"!")
+        file.flush()
+        os.fsync(file.fileno())
+        assert durable(path) in ("local", "source")
+    assert path.read_bytes() == b"anew and more!"
+    mounted.umount()
+    assert (mounted.source / "f").read_bytes() == b"anew and more!"
+
+
+@pytest.mark.promise(155)
+@pytest.mark.modes("relay")
+def test_many_slow_fsyncs_hold_up_nobody_who_opens_or_creates(
+    syncs: Syncs, monarch: MonarchCommand, tree: Tree
+) -> None:
+    tree({"a": 10})
+    mounted = mount_by(monarch, *syncs.by, options="write=absorb")
+    (mounted.path / "old").write_bytes(b"old")
+    with ExitStack() as held:
+        files = [held.enter_context((mounted.path / f"{n}").open("wb")) for n in range(16)]
+        syncs.hang()
+        fsyncs = [Thread(target=os.fsync, args=(file.fileno(),)) for file in files]
+        for file, thread in zip(files, fsyncs, strict=True):
+            file.write(b"x")
+            file.flush()
+            thread.start()
+
+        def others() -> None:
+            (mounted.path / "new").write_bytes(b"new")
+            (mounted.path / "old").read_bytes()
+            with (mounted.path / "old").open("ab") as file:
+                file.truncate(1)
+
+        other = Thread(target=others)
+        other.start()
+        other.join(timeout=30)
+        is_held_up = other.is_alive()
+        syncs.go_on()
+        for thread in (*fsyncs, other):
+            thread.join()
+        assert not is_held_up
 
 
 # -- a machine whose power fails ---------------------------------------------------------------
@@ -472,3 +634,56 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
     for number, size in safe.items():
         content = (source / f"ckpt/step-{number:06d}").read_bytes()
         assert (content[:8], len(content)) == (b"%08d" % number, size)
+
+
+@pytest.mark.promise(68, 151, 152)
+@pytest.mark.modes("auto")
+@needs_root
+def test_what_was_safe_in_other_ways_is_there_after_a_power_cut(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    tree({"a": 10})
+    at = monarch.directory / "tiers"
+    disk = Disk(monarch.directory / "disk 0", size=48 * _MB)
+    old, new = contents("old", 100_000), contents("new", 100_000)
+    with disk.mounted(at, ("data=writeback", "nodelalloc", "noauto_da_alloc", "commit=1")) as power:
+        mounted = monarch.mount(
+            slow.path, tiers={"fast": "30MB"}, state=at / "state", options=OPTIONS
+        )
+        path = mounted.path
+        # The drain stands before the first of them.
+        slow.rules("err write EIO .*")
+        put(path / "first", b"first")
+        wait_until(lambda: mounted.status()["writing"]["trouble"], "the drain goes on")
+        safe = {"in-step": old, "one-write": new, "touched": old, "linked": old, "open": old}
+        for name, content in safe.items():
+            fd = os.open(path / name, os.O_WRONLY | os.O_CREAT | (name == "in-step") * os.O_DSYNC)
+            flags = os.RWF_DSYNC if name == "one-write" else 0
+            os.pwritev(fd, [content], 0, flags)
+            if not flags and name != "in-step":
+                os.fsync(fd)
+            os.close(fd)
+        # What was safe is touched, and then replaced by what never was.
+        with (path / "touched").open("ab") as file:
+            file.write(b"more")
+        held = (path / "open").open("ab")
+        held.write(b"more")
+        held.flush()
+        for name in ("touched", "linked", "open"):
+            (path / "other").write_bytes(new)
+            (path / "other").rename(path / name)
+        time.sleep(2)  # in which the objects that no name leads to are removed
+        os.kill(mounted.pid, signal.SIGSTOP)
+        disk = power.cut(monarch.directory / "disk 1")
+        held.close()
+        mounted.kill()
+        subprocess.run(["umount", "-l", str(mounted.path)], check=True)
+    slow.rules()
+    with disk.mounted(at):
+        mounted = monarch.mount(
+            slow.path, tiers={"fast": "30MB"}, state=at / "state", options=OPTIONS
+        )
+        for name, content in safe.items():
+            found = (mounted.path / name).read_bytes()
+            assert found == new or found[: len(content)] == content, name
+        mounted.umount()

@@ -128,8 +128,10 @@ class Rig:
         body = wire.CREATE_IN.pack(os.O_WRONLY | os.O_CREAT, 0o100600, 0, 0) + name + b"\0"
         return self.send(Op.CREATE, 1, body, pid=pid)
 
-    def send_write(self, node: int, handle: int, offset: int, data: bytes) -> int:
-        body = wire.WRITE_IN.pack(handle, offset, len(data), 0, 0, 0, 0) + data
+    def send_write(
+        self, node: int, handle: int, offset: int, data: bytes, *, flags: int = 0
+    ) -> int:
+        body = wire.WRITE_IN.pack(handle, offset, len(data), 0, 0, flags, 0) + data
         return self.send(Op.WRITE, node, body)
 
     def write(self, node: int, handle: int, offset: int, data: bytes) -> Answer:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from monarch.fuse import datapath
-from monarch.fuse.datapath import split_handle
+from monarch.fuse.datapath import split_handle, split_write_handle
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.served import ABANDONED, Served
 from tests.conftest import Tree, contents
@@ -121,6 +121,24 @@ def test_a_created_file_is_written_read_and_counted_without_python(made: Rig, fd
     assert made.datapath.written(NEW) == 0
 
 
+@pytest.mark.promise(143)
+def test_the_lowest_offset_that_was_changed_is_known_until_it_is_forgotten(
+    made: Rig, fd: int
+) -> None:
+    none = 2**64 - 1
+    assert made.datapath.lowest(NEW, forget=True) == none
+    handle = created(made, fd)
+    assert made.datapath.lowest(NEW, forget=False) == none
+    for offset in (300, 100, 200):
+        assert made.write(NEW, handle, offset, b"bytes").error == 0
+    assert [made.datapath.lowest(NEW, forget=forget) for forget in (False, True, True)] == [
+        *(100, 100, none)
+    ]
+    released(made, NEW, handle)
+    made.datapath.release_written(NEW)
+    assert made.datapath.lowest(NEW, forget=False) == none
+
+
 def test_a_write_of_no_bytes_and_one_far_out_are_as_the_file_system_takes_them(
     made: Rig, fd: int
 ) -> None:
@@ -142,6 +160,23 @@ def test_a_long_file_is_on_its_way_to_the_disk_while_it_is_written(made: Rig, fd
     made.datapath.release_written(NEW)
     assert os.pread(fd, BLOCK, 19 * BLOCK) == block
     assert made.datapath.open_files() == 0
+
+
+@pytest.mark.promise(151)
+def test_python_makes_safe_what_must_be_when_it_is_answered(made: Rig, fd: int) -> None:
+    handle = created(made, fd, flags=wire.FOPEN_DIRECT_IO)
+    assert handle & wire.HANDLE_DIRECT
+    flags = os.O_WRONLY | os.O_DSYNC
+    unique = made.send_write(NEW, handle, 0, b"safe", flags=flags)
+    passed = made.passed()
+    handle_seen, _, _, _, _, flags_seen, _ = wire.WRITE_IN.unpack_from(passed.body)
+    assert split_write_handle(handle_seen) == (NEW, True) and flags_seen == flags
+    made.reply(passed, wire.WRITE_OUT.pack(4, 0))
+    assert made.answer(unique).error == 0
+    # After a write through its pages the kernel asks for that itself.
+    cached = opened(made, NEW, fd)
+    assert made.answer(made.send_write(NEW, cached, 0, b"cached", flags=flags)).error == 0
+    assert made.is_quiet(0)
 
 
 def test_writers_and_readers_at_once_see_what_was_answered(made: Rig, fd: int) -> None:

@@ -24,7 +24,7 @@ from monarch.namespace.refresh import refresh
 from monarch.namespace.schema import ACL_SHIFT, INODES, META, RECORD, seal, unseal
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree
+from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.slowfs import SlowSource
 from tests.faults.conftest import slow
 from tests.mount.command import needs_root
@@ -344,3 +344,57 @@ def make_older(file: Path) -> None:
                     records["flags"] &= (1 << ACL_SHIFT) - 1
                     transaction.put(key, seal(key, records.tobytes()))
     append_trailer(file, page_bytes=os.sysconf("SC_PAGE_SIZE"))
+
+
+@pytest.mark.promise(80)
+@pytest.mark.modes("relay")
+@needs_root
+def test_what_is_changed_keeps_all_that_the_source_has_of_it_beside_its_bytes(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    names = ("renamed", "touched", "modded", "appended", "linked", "owned")
+    source = tree(dict.fromkeys(names, 1000))
+    # Without the list its mask would be the rights of the group.
+    access = acl(0o640, (NAMED_USER, ALICE, 6), group=4, mask=6)
+    capability = struct.pack("<IIIII", 0x02000001, 1 << 13, 0, 0, 0)
+    kept = {
+        ACCESS: access,
+        "trusted.t": b"t",
+        "user.u": b"u",
+        "security.capability": capability,
+    }
+    for name in names:
+        for attribute, value in kept.items():
+            os.setxattr(source / name, attribute, value)
+        (source / f"{name} too").hardlink_to(source / name)
+    with (source / "sparse").open("wb") as file:
+        file.write(b"x")
+        file.truncate(8 << 20)
+    blocks = (source / "sparse").stat().st_blocks
+    mounted = monarch.mount(source, options=["write=absorb"])
+    path = mounted.path
+    with (path / "sparse").open("ab") as file:
+        file.write(b"more")
+    (path / "renamed").rename(path / "new")
+    os.utime(path / "touched", ns=(10**18, 10**18))
+    (path / "modded").chmod(0o660)
+    with (path / "appended").open("ab") as file:
+        file.write(b"more")
+    (path / "link").hardlink_to(path / "linked")
+    os.chown(path / "owned", 0, TEAM)
+    mounted.umount()
+    assert (source / "sparse").stat().st_blocks < blocks + 4096
+    assert (source / "sparse").read_bytes() == b"x".ljust(8 << 20, b"\0") + b"more"
+    for name in ("new", *names[1:], "link"):
+        found = {each: os.getxattr(source / name, each) for each in os.listxattr(source / name)}
+        expected = dict(kept)
+        if name in ("appended", "owned"):
+            # A write takes it, and so does a change of the owner.
+            del expected["security.capability"]
+            found.pop("security.capability", None)
+        assert found == expected, name
+        other = source / ("renamed too" if name == "new" else f"{name} too")
+        if name == "link":
+            other = source / "linked too"
+        assert os.path.samefile(source / name, other), name
+    assert (source / "appended too").read_bytes() == contents("appended", 1000) + b"more"

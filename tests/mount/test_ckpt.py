@@ -8,16 +8,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from monarch.cli.main import main
 from monarch.frameworks.checkpoint import Checkpointer
+from monarch.writeback.journal import Journal
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
@@ -104,8 +106,9 @@ def refusing(
     monarch.expects_log("draining to the source has stopped")
     desk = absorb(slow.path)
     slow.rules(*REFUSES)
+    before = slow.counters()["create"]
     (desk.mounted.path / "ckpt/a").write_bytes(contents("a", 3000))
-    wait_until(lambda: slow.counters()["create"] > 0, "nothing is tried")
+    wait_until(lambda: slow.counters()["create"] > before, "nothing is tried")
     yield desk, slow
     slow.rules()
 
@@ -159,13 +162,14 @@ def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
 ) -> None:
     desk = absorb(source)
     at = desk.mounted.path
+    names = []
     with Checkpointer(at / "ckpt/run", keep_last=9) as checkpointer:
         for step in range(4):
             checkpointer.step = step
-            checkpointer.save({"weights": np.arange(1000) + step})
+            saved = checkpointer.save({"weights": np.arange(1000) + step})
+            names.append(f"ckpt/run/{saved.name}")
     (at / "ckpt/notes").write_bytes(b"plain")
     desk.ckpt("wait", "--newest")
-    names = [f"ckpt/run/step-{step:08d}-{step + 1:06d}.ckpt" for step in range(4)]
     assert all((source / name).exists() for name in names)
     listed = desk.files()
     # Not what the checkpointer keeps beside them.
@@ -337,6 +341,73 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
     slow.rules()
     absorb(slow.path).ckpt("wait", "--timeout", "30s")
     assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
+
+
+@pytest.mark.promise(136)
+def test_what_was_never_fsynced_survives_a_reboot_after_a_clean_end(
+    refusing: tuple[Desk, SlowSource],
+) -> None:
+    desk, _ = refusing
+    # Not even looked at by the drain.
+    (desk.mounted.path / "ckpt/b").write_bytes(b"never fsynced")
+    (desk.mounted.path / "ckpt/empty").touch()
+    assert desk.run("umount", desk.mounted.path, "--abandon").code == 0
+    (directory,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    source = os.fsencode(desk.mounted.source)
+    with closing(Journal.open(directory, source=source, boot="another")) as journal:
+        assert journal.replay().lost == ()
+
+
+def of_another_start(journal: Path) -> None:
+    """As if the machine had started again since the journal was written."""
+    lines = []
+    for line in journal.read_bytes().splitlines():
+        record = json.loads(line[17:])
+        if "boot" in record:
+            content = b'{"boot":"another"}'
+            line = xxhash.xxh3_64_hexdigest(content).encode() + b" " + content
+        lines.append(line)
+    journal.write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+@pytest.mark.promise(137)
+def test_what_a_power_cut_has_left_of_a_file_can_be_recovered_or_given_up(
+    monarch: MonarchCommand, run: Run, slow: SlowSource, tmp_path: Path
+) -> None:
+    monarch.expects_log("was never synced, and the machine has stopped since")
+    monarch.expects_log("draining to the source has stopped")
+    (slow.path / "ckpt").mkdir()
+    tiers, options = {"fast": "64MiB"}, (*WRITES, "writeback.commit=0")
+    desk = Desk(run, monarch.mount(slow.path, tiers=tiers, options=options))
+    slow.rules(*REFUSES)
+    (desk.mounted.path / "ckpt/first").write_bytes(b"tried")
+    wait_until(lambda: desk.alarm() == ["drain-refused"], "nothing is tried")
+    for name in ("a", "b"):
+        (desk.mounted.path / "ckpt" / name).write_bytes(contents(name, 9 << 20))
+    desk.mounted.kill()
+    (directory,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*")
+    of_another_start(directory / "journal")
+    slow.rules()
+    desk = Desk(run, monarch.mount(slow.path, tiers=tiers, options=options))
+    assert desk.alarm() == ["written-lost"]
+    told = desk.ckpt("lost", code=1)
+    assert told["files"] == [kept["path"] for kept in told["kept"]] == ["ckpt/a", "ckpt/b"]
+    assert desk.status()["writing"]["held"] >= 18 << 20
+    assert not (desk.mounted.path / "ckpt/a").exists()
+
+    at = desk.mounted.path
+    to = tmp_path / "recovered"
+    assert run("ckpt", "lost", at, "--recover", "ckpt/a", "--to", to).code == 1
+    assert to.read_bytes() == contents("a", 9 << 20)
+    again = run("ckpt", "lost", at, "--recover", "ckpt/a", "--to", to)
+    assert again.code == 2 and "File exists" in again.err
+    unknown = run("ckpt", "lost", at, "--discard", "ckpt/c")
+    assert unknown.code == 2 and "nothing is kept of ckpt/c" in unknown.err
+    left = desk.ckpt("lost", "--discard", "ckpt/a", "--acknowledge")["kept"]
+    assert [kept["path"] for kept in left] == ["ckpt/b"]
+    assert "ckpt/b  9 MiB, written" in run("ckpt", "lost", at).out
+    assert desk.ckpt("lost", "--discard-all")["kept"] == []
+    assert not list((directory / "doubtful").iterdir())
 
 
 def test_umount_of_a_dead_mount_says_what_waits_for_the_next(

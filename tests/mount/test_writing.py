@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import (
+    OPENS_ARE_TOLD,
+    MonarchCommand,
+    Mounted,
+    Tree,
+    contents,
+    let_others_in,
+    names_in,
+)
 from tests.mount.observe import wait_until
 
 pytestmark = pytest.mark.modes(*OPENS_ARE_TOLD)
@@ -128,7 +136,7 @@ def test_a_file_of_the_source_can_be_written_renamed_and_removed(absorbing: Moun
     (at / "d").rmdir()
     drained(absorbing, "a.bin", "c.bin")
     absorbing.umount()
-    assert sorted(os.listdir(source)) == ["a.bin", "c.bin"]
+    assert names_in(source) == ["a.bin", "c.bin"]
     assert (source / "a.bin").read_bytes() == expected
     assert (source / "c.bin").read_bytes() == contents("d/b.bin", 5000)
 
@@ -145,6 +153,26 @@ def test_a_file_says_how_durable_it_is(absorbing: Mounted) -> None:
     drained(absorbing, "f")
 
 
+@pytest.mark.promise(151)
+def test_what_is_written_in_step_is_safe_when_the_write_returns(absorbing: Mounted) -> None:
+    for flag in (os.O_DSYNC, os.O_SYNC):
+        for mode in (os.O_WRONLY, os.O_RDWR):
+            path = absorbing.path / f"{flag}-{mode}"
+            fd = os.open(path, mode | os.O_CREAT | flag)
+            for number in range(2):
+                os.write(fd, b"%d" % number)
+                assert durable(path) in ("local", "source")
+            os.close(fd)
+    for mode in (os.O_WRONLY, os.O_RDWR):
+        path = absorbing.path / f"one-{mode}"
+        fd = os.open(path, mode | os.O_CREAT)
+        os.pwritev(fd, [b"not"], 0)
+        assert durable(path) == "none"
+        os.pwritev(fd, [b"safe"], 0, os.RWF_DSYNC)
+        assert durable(path) in ("local", "source")
+        os.close(fd)
+
+
 @pytest.mark.promise(63)
 def test_fsync_waits_for_the_source_if_it_shall(monarch: MonarchCommand, tree: Tree) -> None:
     mounted = monarch.mount(tree({"a": 1}), options=["write=absorb", "writeback.fsync=source"])
@@ -154,6 +182,55 @@ def test_fsync_waits_for_the_source_if_it_shall(monarch: MonarchCommand, tree: T
         os.fsync(file.fileno())
         assert (mounted.source / "f").read_bytes() == b"x" * 100_000
         assert durable(mounted.path / "f") == "source"
+
+
+@pytest.mark.promise(63, 153)
+def test_fsync_waits_for_names_at_the_source_if_it_shall(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source = tree({"a": 1, "d/b": 10})
+    mounted = monarch.mount(source, options=["write=absorb", "writeback.fsync=source"])
+    write_safely(mounted.path / "new", b"new")
+    assert (source / "new").read_bytes() == b"new"
+    # By the file, and by its directory.
+    fd = os.open(mounted.path / "d/b", os.O_WRONLY)
+    os.write(fd, b"more")
+    os.fsync(fd)
+    for _ in range(30):
+        # Each is a turn of the drain's.
+        (mounted.path / "d/b").rename(mounted.path / "d/c")
+        (mounted.path / "d/c").rename(mounted.path / "d/b")
+    (mounted.path / "d/b").rename(mounted.path / "d/c")
+    os.fsync(fd)
+    os.close(fd)
+    assert os.listdir(source / "d") == ["c"]
+    (mounted.path / "made").mkdir()
+    (mounted.path / "d/c").unlink()
+    fd = os.open(mounted.path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    assert (source / "made").is_dir() and not os.listdir(source / "d")
+
+
+@pytest.mark.promise(153)
+@pytest.mark.modes("relay")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+def test_fsync_waits_for_no_change_that_the_source_refuses_another(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("the source refuses")
+    source = tree({"a": 1})
+    source.chmod(0o777)
+    mounted = monarch.mount(
+        source, options=["write=absorb", "writeback.fsync=source", "allow_other=true"]
+    )
+    (source / "theirs").write_bytes(b"")
+    let_others_in(source)
+    mkdir = ["mkdir", str(mounted.path / "theirs")]
+    subprocess.run(mkdir, check=True, user=1002, group=1002, extra_groups=[])
+    write_safely(mounted.path / "ours", b"ours")
+    assert (source / "ours").read_bytes() == b"ours"
+    (source / "theirs").unlink()
 
 
 @pytest.mark.promise(67)
@@ -199,6 +276,10 @@ def test_times_that_were_set_make_nothing_new_of_a_drained_file(
         file.write(b", and more")
     (source / "new").write_bytes(b"of others")
     (source / "new").rename(source / "replaced")
+    # It is the snapshot of that file for which all others are as they were.
+    again = monarch.mount(source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    assert (again.path / "rewritten").read_bytes() == b"AS WRITTEN"
+    again.umount()
     again = monarch.mount(source, tiers={"fast": "64MiB"}, options=["write=absorb"])
     assert (again.path / "edited").read_bytes() == b"as written, and more"
     assert (again.path / "replaced").read_bytes() == b"of others"
@@ -229,7 +310,7 @@ def test_what_another_snapshot_numbers_otherwise_is_not_mixed_up(
     for directory in directories:
         directory.chmod(0o700)
     again.umount()
-    assert {path.stat().st_mode & 0o777 for path in source.iterdir()} == {0o700}
+    assert {(source / name).stat().st_mode & 0o777 for name in names_in(source)} == {0o700}
 
 
 @pytest.mark.promise(67)
@@ -237,6 +318,7 @@ def test_a_file_that_others_removed_while_it_was_written_is_made_again(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
     monarch.expects_log("others")
+    monarch.expects_log("changed at the source since the snapshot")
     with (absorbing.path / "a.bin").open("r+b", buffering=0) as file:
         file.write(b"written")
         absorbing.kill()
@@ -346,7 +428,7 @@ def test_what_came_and_went_before_it_was_drained_leaves_nothing(absorbing: Moun
         assert file.read() == b"still there"
         assert os.fstat(file.fileno()).st_nlink == 0
     absorbing.umount()
-    assert sorted(os.listdir(absorbing.source)) == ["a.bin", "d"]
+    assert names_in(absorbing.source) == ["a.bin", "d"]
     assert list(absorbing.tiers["fast"].rglob("absorbed-*/??/*")) == []
 
 
@@ -548,3 +630,67 @@ def test_names_end_where_the_memory_for_them_does(monarch: MonarchCommand, tree:
     assert sorted(os.listdir(at)) == names
     assert os.statvfs(at).f_ffree >= most - 2
     (at / "after").write_bytes(b"x")
+
+
+@pytest.mark.promise(1, 156)
+@pytest.mark.modes("relay", "python")
+def test_what_others_change_after_it_was_drained_is_read_whole(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.expects_log("changed at the source since")
+    source = tree({"a": 1, "old": 5000})
+    mounted = monarch.mount(source, options=["write=absorb", "writeback.reserve=0"])
+    path = mounted.path
+
+    def written(name: str, content: bytes) -> None:
+        (path / name).write_bytes(content)
+        drained(mounted, name)
+        objects = mounted.tiers["fast"]
+        wait_until(lambda: not list(objects.glob("monarch/absorbed-*/??/*")), "it is kept")
+        assert (path / name).read_bytes() == content
+
+    written("f", b"A" * 8000)
+    for content in (b"B" * 10_000, b"C" * 3000, b"D" * 3000):
+        (source / "f").write_bytes(content)
+        assert (path / "f").read_bytes() == content
+        assert (path / "f").stat().st_size == len(content)
+    written("latest", b"999")
+    (source / "new").write_bytes(b"1000")
+    (source / "new").rename(source / "latest")
+    assert (path / "latest").read_bytes() == b"1000"
+    # To append is to have the version that is there now; of a file never written here, too.
+    for name in ("f", "old"):
+        (source / name).write_bytes(b"theirs")
+        with (path / name).open("ab") as file:
+            file.write(b" and ours")
+        drained(mounted, name)
+        assert (source / name).read_bytes() == b"theirs and ours"
+    written("gone", b"1")
+    (source / "gone").unlink()
+    with pytest.raises(FileNotFoundError):
+        (path / "gone").read_bytes()
+    assert "gone" not in os.listdir(path)
+    written("gone", b"again")
+
+
+@pytest.mark.promise(31)
+@pytest.mark.modes("relay")
+def test_an_attribute_can_be_removed_that_an_earlier_mount_has_brought(
+    monarch: MonarchCommand, absorbing: Mounted
+) -> None:
+    source, tiers = absorbing.source, {"fast": "64MiB"}
+    for name in ("a.bin", "d"):
+        for attribute in ("user.one", "user.two"):
+            os.setxattr(absorbing.path / name, attribute, b"1")
+    absorbing.umount()
+    again = monarch.mount(source, tiers=tiers, options=["write=absorb"])
+    for name in ("a.bin", "d"):
+        assert sorted(os.listxattr(source / name)) == ["user.one", "user.two"]
+        os.removexattr(again.path / name, "user.one")
+        assert os.listxattr(again.path / name) == ["user.two"]
+        os.removexattr(again.path / name, "user.two")
+        with pytest.raises(OSError, match="No data available"):
+            os.removexattr(again.path / name, "user.two")
+    again.umount()
+    for name in ("a.bin", "d"):
+        assert os.listxattr(source / name) == []

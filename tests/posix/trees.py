@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.conftest import LEASES
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -54,6 +56,8 @@ def _walk(
 ) -> None:
     for name in sorted(map(os.fsencode, os.listdir(parent))):
         path = above + name
+        if path == os.fsencode(LEASES):
+            continue
         if above[:-1] in names_only:
             found[path] = Entry("", (0, 0))
             continue

@@ -11,7 +11,7 @@ import itertools
 import os
 import random
 import stat
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,8 @@ from monarch.credentials import Credentials
 from monarch.threads import Threads
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
+from monarch.vfs.stock import UNTOUCHED
+from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain
 from monarch.writeback.home import Home
 from monarch.writeback.journal import Journal, Op, Replay
@@ -41,6 +43,7 @@ _INOS = itertools.count(1 << 33)
 class Node:
     """What a name leads to. ``content``: its bytes now, ``whole``: at the moments of a record.
 
+    ``lowest``: the lowest offset that was changed since a record.
     ``is_kept``: who wrote them has synced them. ``was``: what the source had of it at the start.
     """
 
@@ -55,6 +58,7 @@ class Node:
     writers: int = 0
     is_recorded: bool = True
     is_kept: bool = False
+    lowest: int = UNTOUCHED
     was: Identity | None = None
     ino: int = field(default_factory=partial(next, _INOS))
 
@@ -208,6 +212,10 @@ class Disk(Objects):
         super().sync(number, fd)
         self.on_disk[number] = self.content(number)
 
+    def sync_all(self, fd: int) -> None:
+        super().sync_all(fd)
+        self.on_disk.update({number: self.content(number) for number in self.numbers()})
+
     def content(self, number: int) -> bytes:
         fd = self.open(number)
         try:
@@ -262,6 +270,10 @@ class World:
     def is_written(self, object: int) -> bool:
         return any(node.writers for node in self.tree.values() if node.object == object)
 
+    def lowest(self, object: int) -> int:
+        nodes = (node for node in self.tree.values() if node.object == object)
+        return min((node.lowest for node in nodes), default=UNTOUCHED)
+
     def left_out(self, object: int) -> None:
         for node in self.tree.values():
             if node.object == object:
@@ -269,6 +281,33 @@ class World:
 
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         self.tellings.append((object, path, identity))
+
+    # -- what commits ask --------------------------------------------------------------------
+
+    def unsynced(self) -> dict[int, int]:
+        return {}
+
+    def is_being_written(self) -> bool:
+        return any(not node.is_recorded for node in self.tree.values() if node.object)
+
+    def synced(self, contents: Mapping[int, int]) -> None:
+        pass
+
+    def commits(self, interval_s: float = 0.0) -> Commits:
+        return Commits(
+            self.directory,
+            journal=self.journal,
+            objects=self.objects,
+            contents=self,
+            interval_s=interval_s,
+        )
+
+    async def commit(self) -> None:
+        """All that was written by now survives the machine."""
+        with closing(self.commits()) as commits:
+            assert await commits.commit()
+        for node in self.tree.values():
+            node.is_kept = node.is_kept or node.object != 0
 
     # -- what is done to the mount -----------------------------------------------------------
 
@@ -300,7 +339,8 @@ class World:
             was = node.was
             with suppress(FileNotFoundError, NotADirectoryError):
                 now = identity_of(os.lstat(os.path.join(os.fsencode(self.source), path)))
-                if was is not None and now.source_ino == was.source_ino:
+                if was is not None and replace(was, ctime_ns=now.ctime_ns) == now:
+                    # Its attributes were changed here. The number alone is given to others again.
                     was = now
             names = self.names(node)
             paths = names if len(names) > 1 else ()
@@ -343,6 +383,17 @@ class World:
         finally:
             os.close(fd)
         node.content, node.is_recorded, node.is_kept = content, False, False
+        node.lowest = 0
+        node.mtime_ns = self.objects.status(node.object).st_mtime_ns
+
+    def append(self, node: Node, content: bytes) -> None:
+        """One write at the end of somebody who has it open."""
+        offset = len(node.content)
+        fd = self.objects.open(node.object)
+        os.pwrite(fd, content, offset)
+        os.close(fd)
+        node.content, node.is_recorded, node.is_kept = node.content + content, False, False
+        node.lowest = min(node.lowest, offset)
         node.mtime_ns = self.objects.status(node.object).st_mtime_ns
 
     def content(self, node: Node, *, synced: bool = False) -> int:
@@ -355,6 +406,7 @@ class World:
             self.objects.sync(node.object, fd)
             os.close(fd)
         node.is_recorded = True
+        intact, node.lowest = min(node.lowest, len(node.content)), UNTOUCHED
         node.whole.add(node.content)
         node.mtime_ns = self.objects.status(node.object).st_mtime_ns
         seq = self.record(
@@ -364,6 +416,7 @@ class World:
                 paths=names,
                 object=node.object,
                 size=len(node.content),
+                intact=intact,
                 mode=node.mode,
                 uid=self.owner,
                 gid=self.owner,
@@ -585,6 +638,7 @@ class World:
         unpublished = replay.unpublished(live)
         for number, node in live.items():
             if number in unpublished or not node.is_recorded:
+                node.lowest = 0
                 self.content(node)
 
     # -- what must hold ----------------------------------------------------------------------

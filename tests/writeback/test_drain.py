@@ -210,6 +210,7 @@ async def test_a_close_without_another_write_brings_what_was_left_out(
         world.content(node, synced=True)
         # Now its time is not the one that was recorded.
         world.utime(b"a", 5)
+        node.lowest = 0
         await drain.wait(world.last_seq)
         assert (world.source / "a").read_bytes() == b"old a"
         world.end(node)

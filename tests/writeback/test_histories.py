@@ -27,6 +27,8 @@ class Walk:
     def __init__(self, world: World, seed: int) -> None:
         self._world = world
         self._random = random.Random(seed)
+        # When the journal is shortened: of its own, so that the history is the same without.
+        self._moments = random.Random(~seed)
         self._open: list[tuple[object, bytes]] = []
         self._count = 0
 
@@ -34,11 +36,13 @@ class Walk:
         kind = self._random.choice(
             ["write"] * 4
             + ["replace"] * 3
-            + ["begin", "begin", "half", "sync", "end", "end"]
+            + ["begin", "begin", "half", "grow", "grow", "sync", "sync", "end", "end"]
             + ["rename", "rename", "link", "unlink", "mkdir", "rmdir", "symlink", "mknod"]
             + ["chmod", "utime", "setxattr", "rename_folder"]
         )
         getattr(self, kind)()
+        if self._moments.random() < 0.05:
+            self._world.journal.shorten()()
 
     def bytes(self) -> bytes:
         self._count += 1
@@ -86,6 +90,10 @@ class Walk:
     def half(self) -> None:
         for path in self._writers()[:1]:
             self._world.store(self._world.tree[path], b"half of " + self.bytes())
+
+    def grow(self) -> None:
+        for path in self._writers()[:1]:
+            self._world.append(self._world.tree[path], b"and " + self.bytes())
 
     def sync(self) -> None:
         for path in self._writers()[:1]:
@@ -271,6 +279,10 @@ async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_goes_on(
         replay = world.kill()
         for _ in range(6):
             await live(replay, steps=15, turn=chance.randrange(1, 40))
+            if chance.random() < 0.5:
+                await world.commit()
+                for _ in range(chance.randrange(5)):
+                    walk.step()
             replay = world.cut_power(chance)
         assert not await live(replay, steps=0, turn=10**9)
         world.check_all_is_there()

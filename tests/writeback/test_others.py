@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.credentials import Credentials
+from monarch.credentials import USER_BITS, Credentials
 from monarch.writeback import home
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Op
@@ -107,6 +109,44 @@ async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its
         assert drain.backlog().trouble is None
     assert (shared.source / "mallory").stat().st_uid == 1002
     assert (shared.source / "x/alice").read_bytes() == b"3"
+
+
+@pytest.mark.promise(153)
+async def test_who_waits_for_the_source_waits_for_no_change_that_another_is_refused(
+    shared: World, clock: Clock
+) -> None:
+    (shared.source / "x").write_bytes(b"blocks")
+    (shared.source / "d").chmod(0o777)
+
+    async def waits(path: bytes, object: int, user: Credentials | None, *, steps: int = 50) -> bool:
+        bits = None if user is None else user.uid & USER_BITS
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(drain.wait_for, path, object=object, user=bits))
+            # In steps: a thread that is at work is no reason for the clock to jump further.
+            for _ in range(steps):
+                if not nursery.child_tasks:
+                    return False
+                await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+        return True
+
+    async with draining(shared) as drain:
+        shared.by = MALLORY
+        shared.mkdir(b"x")
+        shared.write(b"d/mallory", b"1")
+        refused = shared.tree[b"d/mallory"].object
+        shared.by = ALICE
+        shared.write(b"d/tmp", b"2")
+        shared.rename(b"d/tmp", b"d/alice")
+        assert not await waits(b"d", 0, ALICE, steps=2000)
+        assert (shared.source / "d/alice").read_bytes() == b"2"
+        # Who asks is refused something, the file is, or it is not known who asks.
+        assert await waits(b"d", 0, MALLORY)
+        assert await waits(b"d/mallory", refused, ALICE)
+        assert await waits(b"d", 0, None) and await waits(b"", 0, None)
+        assert not await waits(b"d/alice", 0, None, steps=2000)
+        (shared.source / "x").unlink()
+        await drain.settle()
 
 
 @pytest.mark.finding("D1")
@@ -437,11 +477,59 @@ async def test_bytes_of_root_do_not_bring_back_a_program_whose_owner_has_removed
         shared.end(node)
         await drain.wait(shared.last_seq)
     kept = list(shared.source.rglob("*.monarch-conflict-*"))
-    # One for each content.
-    assert len(kept) == 4
+    # One for each file: of what waits of one the last content is brought.
+    assert len(kept) == 2
     for path in (shared.source / "removed", shared.source / "a", *kept):
         status = path.stat()
         assert path.read_bytes() == b"of root"
         assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o755)
     for name in ("there", "renamed"):
         assert stat.S_IMODE((shared.source / name).stat().st_mode) == 0o4755, name
+
+
+@pytest.mark.promise(157)
+async def test_attributes_that_the_source_does_not_take_are_told_of_until_it_has_all(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setxattr = os.setxattr
+
+    def small(path: bytes, name: bytes, value: bytes) -> None:
+        if len(value) > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        setxattr(path, name, value)
+
+    monkeypatch.setattr(home.os, "setxattr", small)
+    async with draining(world) as drain:
+        world.write(b"new", b"1")
+        world.setxattr(b"new", b"user.large", b"x" * 101)
+        world.setxattr(b"new", b"user.small", b"x")
+        world.content(world.tree[b"new"])
+        await drain.wait(world.last_seq)
+        told = {(b"new", b"user.large"): "Argument list too long (E2BIG)"}
+        assert drain.dropped_xattrs() == told
+        assert os.getxattr(world.source / "new", "user.small") == b"x"
+        world.setxattr(b"new", b"user.large", None)
+        world.content(world.tree[b"new"])
+        await drain.wait(world.last_seq)
+        assert not drain.dropped_xattrs()
+        world.setxattr(b"new", b"user.large", b"x" * 101)
+        await drain.wait(world.last_seq)
+        assert drain.dropped_xattrs() == told
+        world.unlink(b"new")
+        await drain.wait(world.last_seq)
+        assert not drain.dropped_xattrs()
+
+
+async def test_the_attributes_of_a_file_that_its_user_may_not_write_come_with_its_bytes(
+    shared: World, clock: Clock
+) -> None:
+    shared.by = ALICE
+    shared.owner = ALICE.uid
+    async with draining(shared) as drain:
+        shared.create(b"x", mode=0o400)
+        shared.tree[b"x"].xattrs[b"user.n"] = b"value"
+        shared.write(b"x", b"closed")
+        await drain.wait(shared.last_seq)
+    there = shared.source / "x"
+    assert there.stat().st_mode & 0o777 == 0o400
+    assert os.getxattr(there, "user.n") == b"value"

@@ -105,7 +105,7 @@ async def test_what_a_done_rename_replaced_is_known_in_the_next_life(
     last = world.write(b"x", b"newest")
     replay = world.kill()
     # The marks say nothing of the older file, which had come, nor of contents that were left out.
-    ours = frozenset({(world.source / "x").stat().st_ino})
+    ours = frozenset({identity_of((world.source / "x").stat())})
     done = {seq: None for seq, _ in replay.ops if seq != last}
     await drained(world, replace(replay, done=done, staged={older: ours}))
 
@@ -331,5 +331,5 @@ async def test_what_was_published_again_is_known_behind_a_rename_over_it(
     (world.source / "new").rename(world.source / "x")
     replay = world.kill()
     done = {seq: there if seq == first else None for seq, _ in replay.ops if seq < last}
-    ours = frozenset({(world.source / "x").stat().st_ino})
+    ours = frozenset({identity_of((world.source / "x").stat())})
     await drained(world, replace(replay, done=done, staged={older: ours}))

@@ -1,0 +1,151 @@
+"""What a power cut has left of files that were never synced: kept, for a person to look at.
+
+    DIRECTORY/doubtful/NUMBER.bytes     the object, as it was found
+    DIRECTORY/doubtful/NUMBER.json      what the journal told of it
+
+Nothing of it goes to the source. It stays, and counts as written, until it is discarded.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.footing import private_opener
+from monarch.text import errno_words
+from monarch.writeback.objects import object_path
+from monarch.writeback.ops import Op, raw, text
+
+log = logging.getLogger(__name__)
+
+_NAME = "doubtful"
+_BYTES = ".bytes"
+_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """``path`` in the mount as it was last, empty if that is not known; ``size`` in bytes,
+    ``recorded`` as the journal told it last, at ``written_ns``; ``found_ns``: when the power cut
+    was noticed. ``held``: what it takes of the disk. ``file`` holds the bytes."""
+
+    number: int
+    path: bytes
+    size: int
+    recorded: int
+    written_ns: int
+    found_ns: int
+    held: int
+    file: Path
+
+
+class Doubtful:
+    """What is kept beside the objects in ``directory``; its own is in that."""
+
+    def __init__(self, directory: Path) -> None:
+        self._objects = directory
+        self.directory = directory / _NAME
+        self._kept = self._found()
+
+    @property
+    def held(self) -> int:
+        """What all of it takes of the disk, in bytes."""
+        return sum(kept.held for kept in self._kept.values())
+
+    def list(self) -> list[Kept]:
+        """The oldest first."""
+        return sorted(self._kept.values(), key=lambda kept: (kept.found_ns, kept.number))
+
+    def keep(self, doubted: Mapping[int, tuple[Op, int]]) -> None:
+        """Take objects out of the way, each with what was recorded of it last, and when.
+
+        What is there already stays as it is; objects without bytes of their own are removed.
+        Nothing is raised: an object that cannot be moved is one of the next mount.
+        """
+        moved = False
+        for number, (op, recorded_ns) in doubted.items():
+            try:
+                moved |= self._keep(number, op, recorded_ns)
+            except OSError as error:
+                log.warning(
+                    "what is left of %r cannot be put aside: %s; it stays where it is",
+                    os.fsdecode(op.path),
+                    errno_words(error.errno),
+                )
+        if moved:
+            self._kept = self._found()
+
+    def discard(self, number: int) -> None:
+        """Remove what is kept under a number. It may take as long as a large file does. Raises
+        OSError."""
+        self._kept.pop(number, None)
+        self._bytes(number).unlink(missing_ok=True)
+        self._note(number).unlink(missing_ok=True)
+
+    def _keep(self, number: int, op: Op, recorded_ns: int) -> bool:
+        path = object_path(self._objects, number)
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return False
+        now = (status.st_size, status.st_mtime_ns)
+        is_as_taken = op.same or (
+            op.kind == "take" and op.was is not None and (op.was.size, op.was.mtime_ns) == now
+        )
+        if status.st_blocks == 0 or is_as_taken:
+            path.unlink()
+            return False
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        note = {
+            "path": text(op.path),
+            "size": op.size,
+            "written_ns": recorded_ns,
+            "found_ns": time.time_ns(),
+        }
+        staged = self._note(number).with_suffix(".part")
+        try:
+            with open(staged, "w", encoding="ascii", opener=private_opener) as file:
+                json.dump(note, file)
+                file.flush()
+                os.fsync(file.fileno())
+            staged.rename(self._note(number))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # The bytes are worth more than their name.
+            with suppress(OSError):
+                staged.unlink()
+        path.rename(self._bytes(number))
+        return True
+
+    def _found(self) -> dict[int, Kept]:
+        found = {}
+        with suppress(OSError):
+            for path in self.directory.glob(f"*{_BYTES}"):
+                if path.stem.isdecimal():
+                    with suppress(OSError):
+                        found[int(path.stem)] = self._read(int(path.stem), path)
+        return found
+
+    def _read(self, number: int, path: Path) -> Kept:
+        status = path.lstat()
+        name, recorded, written_ns, found_ns = b"", 0, status.st_mtime_ns, status.st_ctime_ns
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(self._note(number).read_bytes())
+            name, recorded = raw(note["path"]), int(note["size"])
+            written_ns, found_ns = int(note["written_ns"]), int(note["found_ns"])
+        held = status.st_blocks * _BLOCK
+        return Kept(number, name, status.st_size, recorded, written_ns, found_ns, held, path)
+
+    def _bytes(self, number: int) -> Path:
+        return self.directory / f"{number}{_BYTES}"
+
+    def _note(self, number: int) -> Path:
+        return self.directory / f"{number}.json"

@@ -1,0 +1,132 @@
+"""Mounts over what earlier ones have left: nothing that was written is hidden, dropped or stuck."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MonarchCommand, Mounted, Tree, names_in
+from tests.mount.command import needs_root
+from tests.mount.observe import wait_until
+
+pytestmark = pytest.mark.modes("relay")
+
+TIERS = {"fast": "32MiB"}
+ABSORB = ["write=absorb", "writeback.end_timeout=1s"]
+
+
+def drained(mounted: Mounted) -> None:
+    mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "60s")
+
+
+@pytest.fixture
+def closable(tree: Tree, tmp_path: Path) -> Iterator[Path]:
+    """A source on a bind mount, which ``closed`` makes read-only."""
+    made = tree({"a": 10, "run/old": 10})
+    place = tmp_path / "bound"
+    place.mkdir()
+    subprocess.run(["mount", "--bind", str(made), str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def closed(place: Path, way: str = "ro") -> None:
+    subprocess.run(["mount", "-o", f"remount,bind,{way}", str(place)], check=True)
+
+
+@pytest.mark.promise(67)
+@pytest.mark.parametrize("ends", ["clean", "killed"])
+def test_a_file_that_came_and_went_keeps_no_mount_from_coming_up(
+    monarch: MonarchCommand, tree: Tree, ends: str
+) -> None:
+    source = tree({"a": 10})
+    options = [*ABSORB, "snapshot.freshness=never"]
+    mounted = monarch.mount(source, tiers=TIERS, options=options)
+    (mounted.path / "t").write_bytes(b"x")
+    (mounted.path / "t").unlink()
+    (mounted.path / "one").write_bytes(b"1")
+    (mounted.path / "two").write_bytes(b"2")
+    (mounted.path / "two").rename(mounted.path / "one")
+    if ends == "killed":
+        mounted.kill()
+    else:
+        mounted.umount()
+    for more in ([], options):
+        again = monarch.mount(source, tiers=TIERS, options=more)
+        assert names_in(again.path) == ["a", "one"]
+        assert (again.path / "one").read_bytes() == b"2"
+        drained(again)
+        again.umount()
+    assert names_in(source) == ["a", "one"] and (source / "one").read_bytes() == b"2"
+
+
+@needs_root
+@pytest.mark.promise(128)
+@pytest.mark.parametrize("more", [[], ["--refresh"]], ids=["as it is", "refresh"])
+def test_a_directory_that_was_renamed_before_the_kill_is_shown_and_comes_home(
+    monarch: MonarchCommand, closable: Path, more: list[str]
+) -> None:
+    monarch.allows_log("draining to the source has stopped|the names are still those|EROFS")
+    monarch.allows_log("no lease can be put there|the lease was gone")
+    mounted = monarch.mount(closable, tiers=TIERS, options=ABSORB)
+    at = mounted.path / "run"
+    (at / "tmp-100").mkdir()
+    (at / "tmp-100/shard").write_bytes(b"shard")
+    drained(mounted)
+    closed(closable)
+    (at / "tmp-100").rename(at / "step-100")
+    with (at / "step-100/COMMIT").open("wb") as file:
+        file.write(b"done")
+        file.flush()
+        os.fsync(file.fileno())
+    mounted.kill()
+    closed(closable, "rw")
+    again = monarch.mount(closable, tiers=TIERS, options=ABSORB, arguments=more)
+    shown = again.path / "run/step-100"
+    assert sorted(os.listdir(again.path / "run")) == ["old", "step-100"]
+    assert {p.name: p.read_bytes() for p in shown.iterdir()} == {
+        "COMMIT": b"done",
+        "shard": b"shard",
+    }
+    drained(again)
+    assert (closable / "run/step-100/COMMIT").read_bytes() == b"done"
+    assert not (closable / "run/tmp-100").exists()
+    again.umount()
+
+
+@needs_root
+@pytest.mark.promise(129)
+@pytest.mark.parametrize("how", ["renamed", "removed"])
+def test_what_was_written_into_a_directory_that_others_took_away_comes_home(
+    monarch: MonarchCommand, closable: Path, how: str
+) -> None:
+    monarch.allows_log(
+        "draining to the source has stopped|was removed by others|EROFS|changed at the source"
+    )
+    monarch.allows_log("no lease can be put there|the lease was gone")
+    mounted = monarch.mount(closable, tiers=TIERS, options=ABSORB)
+    closed(closable)
+    with (mounted.path / "run/ckpt").open("wb") as file:
+        file.write(b"weights")
+        file.flush()
+        os.fsync(file.fileno())
+    mounted.kill()
+    closed(closable, "rw")
+    if how == "renamed":
+        (closable / "run").rename(closable / "run-old")
+    else:
+        (closable / "run/old").unlink()
+        (closable / "run").rmdir()
+    again = monarch.mount(closable, tiers=TIERS, options=ABSORB)
+    assert (again.path / "run/ckpt").read_bytes() == b"weights"
+    drained(again)
+    wait_until((closable / "run/ckpt").exists, "it is not at the source")
+    assert (closable / "run/ckpt").read_bytes() == b"weights"
+    again.umount()
+    last = monarch.mount(closable, tiers=TIERS, options=ABSORB)
+    assert (last.path / "run/ckpt").read_bytes() == b"weights"
+    last.umount()

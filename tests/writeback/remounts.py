@@ -1,0 +1,430 @@
+"""Mounts without a kernel: all that a mount does with what is written, ended and begun anew.
+
+``Ground`` is what outlives a mount. ``Life`` is one mount: the real tree, journal, objects and
+drain, wired as the daemon wires them, with threads that are at rest when it is over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from monarch import absorbing as absorbing_module
+from monarch.absorbing import WriteSide, absorbing, directory_of
+from monarch.credentials import Credentials
+from monarch.errors import Refused, SourceError
+from monarch.metrics import Metrics
+from monarch.namespace.overlay import Namespace
+from monarch.namespace.snapshot import Snapshot
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.settings import MountSettings
+from monarch.snapshots import snapshot_for
+from monarch.threads import Threads
+from monarch.tiers.directory import Owner, Tier
+from monarch.tiers.source import Source
+from monarch.transfer.readers import Readers
+from monarch.types import ROOT_INO, WRITTEN_INO, Ino
+from monarch.vfs.changes import _refreshed
+from monarch.vfs.inquiry import Inquiry
+from monarch.writeback import journal
+from monarch.writeback.survey import Survey, survey
+
+ROOT = Credentials(os.geteuid(), os.getegid())
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
+    ``user.monarch.durable`` tells it, empty at the source."""
+
+    kind: str
+    mode: int
+    content: bytes = b""
+    target: bytes = b""
+    xattrs: tuple[tuple[bytes, bytes], ...] = ()
+    safety: str = ""
+
+    @property
+    def value(self) -> tuple[object, ...]:
+        """What must be the same after a remount."""
+        return self.kind, self.mode, self.content, self.target, self.xattrs
+
+    @property
+    def bare(self) -> tuple[object, ...]:
+        return self.kind, self.mode, self.content, self.target
+
+
+Tree = dict[bytes, Shown]
+
+_KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "dir",
+    stat.S_IFLNK: "link",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def kind_of(mode: int) -> str:
+    return _KINDS[stat.S_IFMT(mode)]
+
+
+def tree_of(root: Path) -> Tree:
+    """What is in a directory of the source, without what Monarch has there for itself."""
+    found: Tree = {}
+    top = os.fsencode(root)
+    for above, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if not name.startswith(b".monarch-")]
+        for name in [*folders, *files]:
+            path = os.path.join(above, name)
+            if name.startswith(b".monarch-"):
+                continue
+            status = os.lstat(path)
+            kind, mode = kind_of(status.st_mode), stat.S_IMODE(status.st_mode)
+            content = target = b""
+            xattrs: tuple[tuple[bytes, bytes], ...] = ()
+            if kind == "file":
+                content = Path(os.fsdecode(path)).read_bytes()
+                names = sorted(map(os.fsencode, os.listxattr(path)))
+                xattrs = tuple((name, os.getxattr(path, name)) for name in names)
+            elif kind == "link":
+                target, mode = os.readlink(path), 0o777
+            found[os.path.relpath(path, top)] = Shown(kind, mode, content, target, xattrs)
+    return found
+
+
+@dataclass
+class Ground:
+    """Source, tier and state, and the start of the machine."""
+
+    root: Path
+    monkeypatch: pytest.MonkeyPatch
+    threads: dict[str, Threads] = field(default_factory=dict)
+    boots: int = 0
+    states: int = 0
+    # Of the last mount: why it has not the snapshot that was asked for.
+    put_off: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("source", "tier", "run"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        self.boot_again()
+        self.monkeypatch.setattr(journal, "_BOOT", os.fspath(self.root / "boot"))
+        self.monkeypatch.setattr(absorbing_module, "Threads", self._threads)
+
+    @property
+    def source(self) -> Path:
+        return self.root / "source"
+
+    @property
+    def tier(self) -> Path:
+        return self.root / "tier"
+
+    @property
+    def state(self) -> Path:
+        path = self.root / f"state-{self.states}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    @property
+    def directory(self) -> Path:
+        """Of the journal."""
+        return directory_of(self.tier, self.source)
+
+    def boot_again(self) -> None:
+        self.boots += 1
+        (self.root / "boot").write_text(f"boot-{self.boots}\n")
+
+    def lose_state(self) -> None:
+        self.states += 1
+
+    def _threads(self, limit: int, name: str, *, abandon: bool, **more: Any) -> Threads:
+        """The same for all lives, and waited for by whoever is cancelled."""
+        if name not in self.threads:
+            self.threads[name] = Threads(limit, name, abandon=False, **more)
+        return self.threads[name]
+
+    async def come_to_rest(self) -> None:
+        """What was begun in threads is over."""
+        for threads in self.threads.values():
+            while threads._under_way or not threads._calls.empty():
+                await trio.lowlevel.checkpoint()
+                threading.Event().wait(0.0002)
+
+    def settings(
+        self, *, write: bool = True, freshness: str = "mount", **more: Any
+    ) -> MountSettings:
+        settings = {
+            "name": "m",
+            "source": self.source,
+            "mountpoint": self.root / "run",
+            "tiers": [{"path": self.tier, "capacity": "64MiB"}],
+            "write": "absorb" if write else "none",
+            "snapshot": {"freshness": freshness, "jobs": 1},
+            "limits": {"source_timeout": None},
+        }
+        return MountSettings.model_validate(settings | more)
+
+    def survey(self) -> Survey | None:
+        return survey(self.directory) if (self.directory / "journal").exists() else None
+
+    @asynccontextmanager
+    async def mount(
+        self, *, refreshed: bool = False, works: bool = True, **more: Any
+    ) -> AsyncIterator[Life]:
+        """One life; it is killed at the end of the block, or by what is raised there. Without
+        ``works`` the drain does nothing."""
+        settings = self.settings(**more)
+        life = None
+        with ExitStack() as cleanup:
+            source = Source(os.fsencode(self.source))
+            cleanup.callback(source.close)
+            chosen = snapshot_for(settings, self.state, source, refreshed, lambda *_: None)
+            self.put_off = chosen.put_off
+            cleanup.callback(chosen.snapshot.close)
+            tier = Tier(1, "fast", self.tier, owner=Owner("test"))
+            cleanup.callback(tier.close)
+            place = absorbing(settings, [tier], self.state)
+            assert place is not None
+            is_closed = False
+            try:
+                life = Life(self, settings, chosen.snapshot, source, place)
+                async with trio.open_nursery() as nursery:
+                    for name, task in life.side.tasks().items():
+                        if works or name != "drain":
+                            nursery.start_soon(task)
+                    yield life
+                    nursery.cancel_scope.cancel()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self.come_to_rest()
+                if life is not None:
+                    is_closed = life.is_closed
+                    life.let_go()
+                if not is_closed:
+                    place.journal.close()
+                    place.lock.release()
+
+
+class Life:
+    def __init__(
+        self,
+        ground: Ground,
+        settings: MountSettings,
+        snapshot: Snapshot,
+        source: Source,
+        place: absorbing_module.Absorbing,
+    ) -> None:
+        self.ground = ground
+        self.source = source
+        self.is_closed = False
+        residency = Residency(snapshot.entries)
+        self.names = Namespace(
+            snapshot,
+            residency.mark_differing,
+            first_ino=Ino(max(WRITTEN_INO, place.found.next_ino)),
+        )
+        self.inquiry = Inquiry(
+            source,
+            ground._threads(4, "source", abandon=False),
+            names=self.names,
+            metrics=Metrics(["fast"]),
+            timeout_s=None,
+            oldest_elsewhere_s=lambda: 0.0,
+        )
+        self.side = WriteSide(
+            place,
+            settings=settings,
+            snapshot_id=snapshot.id,
+            names=self.names,
+            inquiry=self.inquiry,
+            readers=Readers(None),
+            ledger=Ledger([64 << 20]),
+            residency=residency,
+            fast=None,
+            taken=lambda ino: None,
+            evict=lambda ino: 0,
+            evicted=_nothing,
+            look_again=self._look_again,
+        )
+        self.writing = self.side.writing
+        self.files = self.side.files
+
+    async def _look_again(self, ino: Ino) -> None:
+        """As ``Changes.look_again``, without what it does to copies."""
+        path = self.names.path(ino)
+        status = await self.inquiry.status(ino, path)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            self.names.forget(ino)
+            raise SourceError("gone", errno=errno.ENOENT)
+        self.names.refresh(ino, _refreshed(self.names.attributes(ino), status, status.st_mode))
+
+    def kill(self) -> Tree:
+        """What it shows; nothing that still runs of it can tell the journal anything more."""
+        shown = self.shown()
+        self.ground.monkeypatch.setattr(self.side.place.journal, "_write", _killed)
+        return shown
+
+    def let_go(self) -> None:
+        """The descriptors of a killed daemon."""
+        for file in self.files._open.values():
+            for fd in (file.fd, file.left_fd):
+                if fd >= 0 and file.home is None:
+                    with suppress(OSError):
+                        os.close(fd)
+            if file.home is not None:
+                file.home.release()
+
+    async def end(self, *, abandoned: bool = False) -> None:
+        """A clean end; if not ``abandoned``, all that was written is at the source then."""
+        self.files.close()
+        if abandoned:
+            self.side.abandon()
+        await self.side.finish()
+        await self.ground.come_to_rest()
+        self.side.close()
+        self.is_closed = True
+
+    # -- what is done --------------------------------------------------------------------------
+
+    def at(self, path: bytes) -> tuple[Ino, bytes]:
+        above, _, name = path.rpartition(b"/")
+        found = self.names.resolve(above)
+        if found is None:
+            raise Refused(errno.ENOENT)
+        return found, name
+
+    def ino(self, path: bytes) -> Ino:
+        found = self.names.resolve(path)
+        if found is None:
+            raise Refused(errno.ENOENT)
+        return found
+
+    async def open(self, path: bytes, flags: int = os.O_WRONLY) -> Ino:
+        if self.names.resolve(path) is None:
+            attributes = await self.writing.create(*self.at(path), mode=0o644, by=ROOT)
+            return attributes.ino
+        ino = self.ino(path)
+        await self.writing.open(ino, flags, ROOT)
+        return ino
+
+    async def write(self, path: bytes, content: bytes, *, synced: bool = False) -> None:
+        """A whole file."""
+        ino = await self.open(path, os.O_WRONLY | os.O_TRUNC)
+        try:
+            await self.files.write(ino, 0, content)
+            if synced:
+                await self.writing.sync(ino, None)
+        finally:
+            self.files.release(ino)
+
+    async def rename(self, path: bytes, to: bytes) -> None:
+        await self.writing.rename(*self.at(path), *self.at(to), 0, by=ROOT)
+
+    async def link(self, path: bytes, to: bytes) -> None:
+        await self.writing.link(self.ino(path), *self.at(to), by=ROOT)
+
+    def unlink(self, path: bytes) -> None:
+        self.writing.unlink(*self.at(path), by=ROOT)
+
+    async def mkdir(self, path: bytes, mode: int = 0o755) -> None:
+        await self.writing.make(*self.at(path), mode=stat.S_IFDIR | mode, by=ROOT)
+
+    def rmdir(self, path: bytes) -> None:
+        self.writing.rmdir(*self.at(path), by=ROOT)
+
+    async def symlink(self, path: bytes, target: bytes) -> None:
+        await self.writing.make(*self.at(path), mode=stat.S_IFLNK | 0o777, target=target, by=ROOT)
+
+    async def mkfifo(self, path: bytes) -> None:
+        await self.writing.make(*self.at(path), mode=stat.S_IFIFO | 0o600, by=ROOT)
+
+    async def chmod(self, path: bytes, mode: int) -> None:
+        await self.writing.change(self.ino(path), mode=mode, by=ROOT)
+
+    async def utime(self, path: bytes, mtime_ns: int) -> None:
+        await self.writing.change(self.ino(path), mtime_ns=mtime_ns, by=ROOT)
+
+    async def setxattr(self, path: bytes, name: bytes, value: bytes | None) -> None:
+        await self.writing.set_xattr(self.ino(path), name, value, by=ROOT)
+
+    async def drained(self) -> None:
+        """All that was recorded is at the source."""
+        await self.side.drain.settle()
+        await self.ground.come_to_rest()
+
+    async def at_rest(self) -> None:
+        """All that the source takes is there."""
+        await self.side.drain.come_to_rest()
+        await self.ground.come_to_rest()
+
+    # -- what is seen --------------------------------------------------------------------------
+
+    def shown(self) -> Tree:
+        """The tree of the mount, each file with the bytes that a reader gets."""
+        found: Tree = {}
+        pending = [(b"", ROOT_INO)]
+        while pending:
+            above, ino = pending.pop()
+            for _, name, attributes in self.names.list_from(ino, 0):
+                path = above + b"/" + name if above else name
+                found[path] = self._shown(path, attributes.ino)
+                assert self.names.resolve(path) == attributes.ino, path
+                if attributes.is_dir:
+                    pending.append((path, attributes.ino))
+        return found
+
+    def _shown(self, path: bytes, ino: Ino) -> Shown:
+        attributes, node = self.names.attributes(ino), self.names.node(ino)
+        kind, mode = kind_of(attributes.mode), stat.S_IMODE(attributes.mode)
+        if kind == "link":
+            return Shown(kind, 0o777, target=self.names.readlink(ino))
+        if kind != "file":
+            return Shown(kind, mode)
+        content = self._content(path, ino)
+        xattrs: Mapping[bytes, bytes] = node.xattrs if node is not None else {}
+        safety = self.files.durable(node).decode() if node is not None else ""
+        return Shown(kind, mode, content, b"", tuple(sorted(xattrs.items())), safety)
+
+    def _content(self, path: bytes, ino: Ino) -> bytes:
+        node = self.names.node(ino)
+        file = self.files._open.get(ino)
+        if file is not None:
+            return os.pread(file.fd, 1 << 20, 0)
+        if node is not None and node.object and not self.side.stock.is_through(node.object):
+            fd = self.side.place.objects.open(node.object)
+            try:
+                return os.pread(fd, 1 << 20, 0)
+            finally:
+                os.close(fd)
+        # At the source, where it is shown or, before the source knows of a rename, was.
+        shown = path if node is None else self.names.visible_path(ino)
+        known, found = self.names.at_source(ino), b"ENOENT"
+        for at in (self.names.path(ino), shown):
+            with suppress(OSError):
+                there = self.ground.source / os.fsdecode(at)
+                if not stat.S_ISREG(there.lstat().st_mode):
+                    continue
+                found = there.read_bytes()
+                if known is None or there.stat().st_ino == known.source_ino:
+                    break
+        return found
+
+
+def _killed(record: object) -> None:
+    raise OSError(errno.EIO, "killed")
+
+
+async def _nothing() -> None:
+    return

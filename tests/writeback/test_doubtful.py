@@ -1,0 +1,94 @@
+"""What a power cut has left of files that were never synced is kept, and is nobody's else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from monarch.types import Identity
+from monarch.writeback import journal, survey
+from monarch.writeback.doubtful import Doubtful
+from monarch.writeback.journal import Journal, Op, Replay
+from monarch.writeback.objects import Objects
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "absorbed"
+
+
+def opened(directory: Path, boot: str) -> Replay:
+    with_journal = Journal.open(directory, source=b"/source", boot=boot)
+    with_journal.close()
+    return with_journal.replay()
+
+
+def filled(directory: Path, content: bytes = b"bytes") -> None:
+    """Three files: one written, one made, one taken from the source and left as it was."""
+    writer = Journal.open(directory, source=b"/source", boot="one")
+    objects = Objects(directory)
+    for number in (1, 2, 3):
+        fd = objects.create(number)
+        os.write(fd, b"" if number == 2 else content)
+        os.utime(fd, ns=(7, 7))
+        os.close(fd)
+    was = Identity(len(content), 7, 8, 9)
+    for op in (
+        Op(kind="create", path=b"a", object=1),
+        Op(kind="content", path=b"a", paths=(b"a",), object=1, size=6),
+        Op(kind="rename", path=b"a", to=b"d/\xff", object=1),
+        Op(kind="create", path=b"empty", object=2),
+        Op(kind="take", path=b"taken", object=3, was=was),
+    ):
+        writer.append(op)
+    writer.close()
+
+
+@pytest.mark.promise(137)
+def test_it_is_kept_with_what_is_known_of_it_until_it_is_discarded(directory: Path) -> None:
+    filled(directory)
+    for _ in range(2):
+        found = opened(directory, "two")
+        kept = Doubtful(directory)
+        kept.keep(found.doubted)
+        (it,) = kept.list()
+        assert (it.number, it.path, it.file.read_bytes()) == (1, b"d/\xff", b"bytes")
+        assert (it.size, it.recorded) == (5, 6)
+        assert it.written_ns > 0 and it.found_ns >= it.written_ns
+        assert kept.held == it.file.stat().st_blocks * 512 > 0
+        # Of the others there is nothing to be kept, and none of this is an object any more.
+        assert Objects(directory).numbers() == set()
+        Objects(directory).sweep(set())
+        assert survey.survey(directory).unknown == ()
+    kept.discard(1)
+    assert kept.list() == Doubtful(directory).list() == [] and kept.held == 0
+    assert not list((directory / "doubtful").iterdir())
+
+
+@pytest.mark.promise(137)
+def test_a_mount_that_was_killed_before_it_was_put_aside_leaves_it_to_the_next(
+    directory: Path,
+) -> None:
+    filled(directory)
+    # The loss is recorded, and told once.
+    assert opened(directory, "two").lost
+    assert survey.survey(directory).unknown == ()
+    found = opened(directory, "two")
+    assert not found.lost
+    kept = Doubtful(directory)
+    kept.keep(found.doubted)
+    assert [it.path for it in kept.list()] == [b"d/\xff"]
+
+
+def test_what_cannot_be_put_aside_stays_for_the_next_mount(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(directory)
+    found = opened(directory, "two")
+    (directory / "doubtful").write_bytes(b"in the way")
+    kept = Doubtful(directory)
+    kept.keep(found.doubted)
+    assert kept.list() == [] and 1 in Objects(directory).numbers()
+    assert journal.look(directory).doubted >= {1}

@@ -1,0 +1,277 @@
+"""Leases at the source: who sees whom, what a stranger's file may do, and what is stale."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from monarch.errors import LockedError
+from monarch.tiers.source import Source
+from monarch.writeback import lease as leases
+from monarch.writeback.lease import Lease, begins_with, overlap
+
+LEASES = ".monarch-leases.part"
+Take = Callable[..., Lease]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Source]:
+    (tmp_path / "source").mkdir()
+    source = Source(os.fsencode(tmp_path / "source"))
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def take(shared: Source) -> Take:
+    def taking(token: str, *patterns: str, share: bool = False) -> Lease:
+        return Lease.acquire(
+            shared,
+            token=token,
+            patterns=patterns or ("**",),
+            mountpoint=f"/mnt/{token}",
+            shared=share,
+        )
+
+    return taking
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """What follows is done on another node."""
+
+    def at(node: str) -> None:
+        monkeypatch.setattr(leases, "_boot", lambda: node)
+
+    return at
+
+
+def file_of(source: Source, token: str) -> Path:
+    return Path(os.fsdecode(source.path)) / LEASES / token
+
+
+def grow_old(path: Path, seconds: float) -> None:
+    now = path.stat()
+    os.utime(path, ns=(now.st_atime_ns, now.st_mtime_ns - int(seconds * 1e9)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meets"),
+    [
+        ("**", "ckpt/**", True),
+        ("ckpt/**", "logs/**", False),
+        ("ckpt/**", "ckpt/run1/x", True),
+        ("runs/*/logs", "runs/1/ckpt", False),
+        ("runs/*/logs", "runs/1/logs/x", True),
+        ("runs/*", "runs/[ab]", True),
+        ("**/*.pt", "data", True),
+        ("a", "b", False),
+        ("a/", "a", True),
+    ],
+)
+def test_patterns_meet_unless_no_path_can_have_both(one: str, other: str, meets: bool) -> None:
+    assert overlap([one], [other]) == overlap([other], [one]) == meets
+    assert begins_with("runs/a/*/logs") == "runs/a" and begins_with("**") == ""
+
+
+@pytest.mark.promise(167)
+@pytest.mark.fault("N1")
+def test_a_second_writer_of_the_same_paths_is_refused_and_told_by_whom(
+    take: Take, shared: Source, elsewhere: Callable[[str], None]
+) -> None:
+    elsewhere("one")
+    first = take("aa", "ckpt/**")
+    elsewhere("two")
+    with pytest.raises(LockedError) as raised:
+        take("bb", "**")
+    assert "/mnt/aa on node" in str(raised.value) and "ckpt/**" in str(raised.value)
+    assert "writeback.shared" in str(raised.value)
+    assert sorted(os.listdir(file_of(shared, "aa").parent)) == ["aa"]
+    take("cc", "logs/**").release()
+    first.release()
+    take("bb", "**").release()
+    assert os.listdir(file_of(shared, "aa").parent) == []
+
+
+@pytest.mark.promise(168)
+@pytest.mark.fault("N1")
+def test_where_both_shall_write_both_are_told(take: Take, elsewhere: Callable[[str], None]) -> None:
+    elsewhere("one")
+    first = take("aa")
+    elsewhere("two")
+    second = take("bb", share=True)
+    assert [holder.token for holder in second.others] == ["aa"]
+    first.renew()
+    assert [holder.token for holder in first.others] == ["bb"]
+    second.release()
+    first.renew()
+    assert (first.others, first.was_lost) == ((), False)
+
+
+def test_of_two_that_came_at_once_the_later_one_is_refused(
+    take: Take, shared: Source, elsewhere: Callable[[str], None]
+) -> None:
+    elsewhere("one")
+    take("aa")
+    told = json.loads(file_of(shared, "aa").read_bytes())
+    elsewhere("two")
+    # As if the other had begun later, and had not looked yet.
+    file_of(shared, "aa").write_text(json.dumps({**told, "since_ns": told["since_ns"] + 10**12}))
+    assert [holder.token for holder in take("bb").others] == ["aa"]
+
+
+@pytest.mark.promise(167)
+@pytest.mark.fault("N2")
+def test_a_lease_that_nobody_renews_does_not_count(
+    take: Take, shared: Source, elsewhere: Callable[[str], None]
+) -> None:
+    elsewhere("one")
+    first = take("aa")
+    grow_old(file_of(shared, "aa"), leases.STALE_S - 10)
+    elsewhere("two")
+    with pytest.raises(LockedError):
+        take("bb")
+    grow_old(file_of(shared, "aa"), 20)
+    second = take("bb")
+    assert second.others == ()
+    # Who was cut off for so long is told that another may have written.
+    elsewhere("one")
+    first.renew()
+    assert first.was_lost and [holder.token for holder in first.others] == ["bb"]
+
+
+@pytest.mark.promise(167)
+@pytest.mark.fault("N2")
+def test_a_killed_daemon_of_this_machine_keeps_nobody_waiting(take: Take, shared: Source) -> None:
+    child = os.fork()
+    if not child:
+        take("aa")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file_of(shared, "aa").exists()
+    assert take("bb").others == ()
+
+
+@pytest.mark.promise(167)
+def test_the_next_mount_with_the_same_journal_takes_its_lease_over(
+    take: Take, elsewhere: Callable[[str], None]
+) -> None:
+    elsewhere("before the reboot")
+    take("aa")
+    elsewhere("after it")
+    assert take("aa").others == ()
+
+
+def test_what_an_ended_mount_has_not_brought_is_told_and_refuses_nobody(
+    take: Take, elsewhere: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere("one")
+    take("aa").release(undrained=True)
+    elsewhere("two")
+    with caplog.at_level(logging.WARNING):
+        assert take("bb").others == ()
+    assert "has ended with changes that are not at the source" in caplog.text
+
+
+@pytest.mark.promise(169)
+@pytest.mark.fault("N3")
+def test_what_strangers_put_among_the_leases_does_no_harm(
+    take: Take, shared: Source, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    first = take("aa")
+    place = file_of(shared, "aa").parent
+    (place / "link").symlink_to(secret)
+    os.mkfifo(place / "fifo")
+    (place / "garbage").write_bytes(b"\xff\0 {")
+    (place / "deep").write_text("[" * 60000)
+    (place / "list").write_text("[]")
+    (place / "directory").mkdir()
+    with (place / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    told = json.loads((place / "aa").read_bytes())
+    padded = json.dumps({**told, "node": "padded", "boot": "x"}) + " " * 100_000
+    (place / "padded").write_text(padded)
+    (place / "evil").write_text(json.dumps({**told, "node": "\x1b[2J\n", "boot": "x"}))
+    first.renew()
+    assert [holder.node for holder in first.others] == ["?[2J?"]
+    assert first.trouble == ""
+    assert secret.read_text() == "{}"
+    first.release()
+    assert (place / "evil").exists() and not (place / "aa").exists()
+
+
+@pytest.mark.promise(169)
+@pytest.mark.fault("N3")
+@pytest.mark.parametrize("how", ["removed", "directory removed", "link", "another's"])
+def test_a_lease_that_others_took_away_is_made_again_and_told(
+    take: Take, shared: Source, tmp_path: Path, how: str
+) -> None:
+    first = take("aa")
+    path = file_of(shared, "aa")
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    before = secret.stat().st_mtime_ns
+    told = json.loads(path.read_bytes())
+    path.unlink()
+    if how == "directory removed":
+        path.parent.rmdir()
+    elif how == "link":
+        path.symlink_to(secret)
+    elif how == "another's":
+        path.write_text(json.dumps({**told, "pid": 1}))
+    first.renew()
+    assert first.was_lost and first.trouble == ""
+    assert json.loads(path.read_bytes()) == told and not path.is_symlink()
+    assert (secret.read_text(), secret.stat().st_mtime_ns) == ("secret", before)
+
+
+@pytest.mark.fault("N4")
+def test_a_source_that_takes_no_lease_is_told_and_mounted(
+    take: Take, shared: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(os.fsdecode(shared.path), LEASES).write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        lease = take("aa")
+    assert lease.trouble and "no lease can be put there" in caplog.text
+    lease.renew()
+    lease.release()
+
+
+@pytest.mark.promise(167)
+def test_where_the_root_is_closed_a_lease_lies_where_the_patterns_begin(
+    take: Take, shared: Source, elsewhere: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(os.fsdecode(shared.path))
+    (root / "own").mkdir()
+    opened = leases._open_leases
+
+    def closed(root: int, path: bytes, make: bool) -> int:
+        if make and not path:
+            raise PermissionError(13, "closed")
+        return opened(root, path, make)
+
+    monkeypatch.setattr(leases, "_open_leases", closed)
+    elsewhere("one")
+    first = take("aa", "own/**")
+    assert os.listdir(root / "own" / LEASES) == ["aa"] and os.listdir(root) == ["own"]
+    elsewhere("two")
+    with pytest.raises(LockedError):
+        take("bb", "own/x")
+    first.renew()
+    assert first.others == () and not first.was_lost
+    first.release()
+    assert os.listdir(root / "own" / LEASES) == []
+
+
+def test_the_directory_of_leases_is_as_open_as_the_one_above_it(take: Take, shared: Source) -> None:
+    root = Path(os.fsdecode(shared.path))
+    root.chmod(0o2770)
+    take("aa")
+    assert (root / LEASES).stat().st_mode & 0o7777 == 0o1770

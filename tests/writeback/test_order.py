@@ -1,0 +1,293 @@
+"""In which order what was written again and again comes to the source, and at whose expense."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import pytest
+import trio
+import trio.testing
+
+from monarch import points
+from monarch.units import MiB
+from tests.equipment.slowfs import SlowSource
+from tests.writeback.rig import Killed, World, draining, read_tree
+
+Clock = trio.testing.MockClock
+
+
+def shown_at_each_step(world: World, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bytes]]:
+    """What the source has of files at each step of the drain from now on."""
+    shown: list[dict[str, bytes]] = []
+
+    def reached(name: str) -> None:
+        if name.startswith("drain-"):
+            tree = read_tree(world.source)
+            shown.append({os.fsdecode(n): node.content for n, node in tree.items()})
+
+    monkeypatch.setattr(points, "reached", reached)
+    return shown
+
+
+@pytest.mark.promise(143)
+async def test_a_pointer_is_never_at_the_source_before_what_it_points_to(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (100, 200, 300):
+        world.write(b"step%d" % step, b"%d" % step * 10, synced=True)
+        world.write(b"latest", b"%d" % step, synced=True)
+    shown = shown_at_each_step(world, monkeypatch)
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+    assert shown
+    for there in shown:
+        if "latest" in there:
+            assert f"step{there['latest'].decode()}" in there
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(143)
+async def test_a_content_that_gave_way_is_waited_for_until_its_bytes_are_there(
+    world: World, clock: Clock
+) -> None:
+    first = world.write(b"latest", b"100", synced=True)
+    world.mkdir(b"x")
+    # A file stands there: what is behind it waits.
+    (world.source / "x").write_bytes(b"")
+    second = world.write(b"latest", b"200", synced=True)
+    async with draining(world, world.kill()) as drain:
+        with trio.move_on_after(5):
+            await drain.wait(first)
+        assert not (world.source / "latest").exists()
+        assert not drain.is_done(first) and not drain.has_all(first)
+        (world.source / "x").unlink()
+        await drain.wait(first)
+        assert (world.source / "latest").read_bytes() == b"200"
+        await drain.wait(second)
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(143)
+async def test_what_was_only_appended_to_is_there_before_what_refers_to_it(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = world.create(b"data")
+    node.writers = 1
+    world.append(node, b"whole")
+    world.content(node, synced=True)
+    world.write(b"index", b"data: 5", synced=True)
+    world.append(node, b" and more")
+    world.content(node, synced=True)
+    node.writers = 0
+    shown = shown_at_each_step(world, monkeypatch)
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+    assert next(there["data"] for there in shown if "index" in there) == b"whole"
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(143)
+async def test_a_published_file_that_gave_way_does_not_vanish_when_it_is_renamed(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with draining(world) as drain:
+        await drain.wait(world.write(b"log", b"old", synced=True))
+    world.write(b"log", b"new", synced=True)
+    world.rename(b"log", b"log.1")
+    world.write(b"log.1", b"newer", synced=True)
+    shown = shown_at_each_step(world, monkeypatch)
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+    assert all("log" in there or "log.1" in there for there in shown)
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(144)
+async def test_a_file_that_is_written_all_the_time_does_not_hold_up_others(
+    world: World, clock: Clock
+) -> None:
+    busy = world.begin(b"a")
+    for number in range(20):
+        world.store(busy, b"%d" % number)
+        world.content(busy, synced=True)
+    world.store(busy, b"half")
+    world.write(b"other", b"bytes", synced=True)
+    async with draining(world) as drain:
+        for seq, op in world.told:
+            drain.put(seq, op)
+        began = trio.current_time()
+        await drain.wait(world.last_seq)
+        assert trio.current_time() - began < 0.5
+        world.end(busy)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(144)
+async def test_a_log_that_is_synced_all_the_time_is_not_put_off_for_ever(
+    world: World, slow: SlowSource, clock: Clock
+) -> None:
+    """There is always a later content behind the one whose turn it is."""
+    async with draining(world, root=slow.path, bandwidth=MiB) as drain:
+        node = world.create(b"log")
+        node.writers = 1
+        seen: set[int] = set()
+        for number in range(60):
+            world.append(node, b"line %d\n" % number)
+            world.content(node, synced=True)
+            world.write(b"big%d" % number, bytes(2 * MiB))
+            await trio.sleep(1)
+            if (world.source / "log").exists():
+                seen.add((world.source / "log").stat().st_size)
+        assert len(seen) >= 3
+        world.end(node)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(116, 143)
+async def test_a_content_that_was_published_under_some_of_its_names_does_not_give_way(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"a", b"first")
+        await drain.wait(world.link(b"a", b"d/x"))
+    world.write(b"a", b"second")
+
+    def kill(name: str) -> None:
+        if name == "drain-renamed":
+            raise Killed(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(points, "reached", kill)
+        with suppress(BaseException):
+            async with draining(world, world.kill(), abandon=False) as drain:
+                await drain.wait(world.last_seq)
+    assert (world.source / "a").stat().st_ino != (world.source / "d/x").stat().st_ino
+    world.setxattr(b"a", b"user.x", b"1")
+    world.unlink(b"d/x")
+    world.write(b"a", b"the third")
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 0
+    world.check_all_is_there()
+
+
+# -- what is only appended to ------------------------------------------------------------------
+
+
+@pytest.mark.promise(145)
+async def test_what_is_appended_comes_behind_what_the_source_has(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        node = world.create(b"log")
+        node.writers = 1
+        world.append(node, os.urandom(MiB))
+        await drain.wait(world.content(node, synced=True))
+        there = (world.source / "log").stat().st_ino
+        for number in range(20):
+            world.append(node, b"line %d\n" % number)
+            await drain.wait(world.content(node, synced=number % 2 == 0))
+            assert (world.source / "log").read_bytes() == node.content
+        world.end(node)
+        # So does what is appended to a file that the source had before.
+        taken = world.begin(b"a")
+        before = (world.source / "a").stat().st_ino
+        world.append(taken, b" and more")
+        world.end(taken)
+        await drain.wait(world.last_seq)
+        told = drain.backlog()
+    assert (world.source / "log").stat().st_ino == there
+    assert (world.source / "a").stat().st_ino == before
+    assert told.drained_bytes <= 1.1 * (len(node.content) + len(b" and more"))
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(145)
+@pytest.mark.parametrize("change", ["rewritten", "cut", "left out"])
+async def test_what_was_changed_before_its_end_is_brought_whole(
+    world: World, clock: Clock, change: str
+) -> None:
+    async with draining(world) as drain:
+        node = world.begin(b"a")
+        world.store(node, b"x" * 1000)
+        await drain.wait(world.content(node, synced=True))
+        if change == "rewritten":
+            world.store(node, b"y" * 1000)
+        elif change == "cut":
+            world.store(node, b"z" * 10)
+        else:
+            # Its bytes come with the next content, which is only appended to.
+            world.store(node, b"y" * 1000)
+            world.content(node, synced=True)
+        world.append(node, b"end")
+        world.end(node)
+        await drain.wait(world.last_seq)
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(145)
+@pytest.mark.parametrize("point", ["drain-staged", "drain-synced", "drain-published"])
+async def test_growth_that_is_cut_off_by_a_kill_is_no_conflict(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    async with draining(world) as drain:
+        node = world.begin(b"a")
+        world.append(node, b"first")
+        await drain.wait(world.content(node, synced=True))
+    world.append(node, b"second")
+    world.content(node, synced=True)
+    there = (world.source / "a").read_bytes()
+    reached = []
+
+    def kill(name: str) -> None:
+        if name == point:
+            reached.append(name)
+            raise Killed(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(points, "reached", kill)
+        with suppress(BaseException):
+            async with draining(world, world.kill(), abandon=False) as drain:
+                await drain.wait(world.last_seq)
+    assert reached
+    assert (world.source / "a").read_bytes().startswith(there)
+    async with draining(world, world.kill()) as drain:
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 0
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(79, 145)
+async def test_growth_overwrites_nothing_that_others_have_appended(
+    world: World, clock: Clock
+) -> None:
+    async with draining(world) as drain:
+        node = world.begin(b"a")
+        world.append(node, b" ours")
+        await drain.wait(world.content(node, synced=True))
+        with (world.source / "a").open("ab") as file:
+            file.write(b" theirs")
+        world.append(node, b" again")
+        world.end(node)
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 1
+    assert (world.source / "a").read_bytes() == b"old a ours theirs"
+    [kept] = world.source.glob("a.monarch-conflict-*")
+    assert kept.read_bytes() == b"old a ours again"
+
+
+@pytest.mark.promise(88, 145)
+async def test_a_program_is_not_grown_in_place(world: World, clock: Clock) -> None:
+    async with draining(world) as drain:
+        await drain.wait(world.write(b"program", b"code"))
+        (world.source / "program").chmod(0o4755)
+        node = world.begin(b"program")
+        world.append(node, b" and more")
+        world.end(node)
+        there = (world.source / "program").stat().st_ino
+        await drain.wait(world.last_seq)
+    assert (world.source / "program").stat().st_ino != there
+    assert (world.source / "program").read_bytes() == b"code and more"

@@ -1,0 +1,76 @@
+"""Changes that the source refuses for long: what waits with them, and what does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+
+from tests.writeback.rig import World, draining
+
+Clock = trio.testing.MockClock
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """In small steps: the clock of the test goes on while a thread works."""
+    with trio.fail_after(20_000):
+        while not holds():
+            await trio.sleep(1)
+
+
+@pytest.mark.promise(146)
+async def test_a_change_that_is_refused_for_long_lets_the_others_of_its_user_go_on(
+    world: World, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    (world.source / "x").write_bytes(b"blocks")
+    async with draining(world) as drain:
+        refused = world.mkdir(b"x")
+        beneath = world.write(b"x/file", b"1")
+        later = world.write(b"weights", b"2")
+        await trio.sleep(300)
+        assert not drain.is_done(later)
+        await until(lambda: drain.is_done(later))
+        assert not (drain.is_done(refused) or drain.is_done(beneath) or drain.has_all(later))
+        assert "mkdir 'x'" in (drain.backlog().trouble or "")
+        assert caplog.text.count("set aside") == 1
+        # What comes then does not wait at all, unless it depends on what is set aside.
+        after, again = world.write(b"latest", b"3"), world.write(b"x/again", b"4")
+        await until(lambda: drain.is_done(after))
+        assert not drain.is_done(again)
+        assert (world.source / "x").read_bytes() == b"blocks"
+        # It is tried again by itself.
+        (world.source / "x").unlink()
+        await until(lambda: drain.has_all(again))
+        assert drain.backlog().trouble is None
+    world.check_all_is_there()
+
+
+@pytest.mark.promise(146)
+async def test_what_is_set_aside_is_never_marked_as_done_whatever_comes_later(
+    world: World, clock: Clock
+) -> None:
+    for name in ("x", "y"):
+        (world.source / name).write_bytes(b"blocks")
+    async with draining(world) as drain:
+        refused = [world.mkdir(b"x"), world.mkdir(b"y"), world.write(b"x/1", b"1")]
+        await trio.sleep(900)
+        for number in range(20):
+            world.write(b"file%d" % number, b"bytes")
+            refused.append(world.write(b"%s/%d" % (b"xy"[number % 2 :][:1], number), b"2"))
+            await trio.sleep(number * 7)
+            held = [entry.seq for entry in drain._held]
+            assert held == sorted(held)
+        await until(lambda: (world.source / "file19").exists())
+        assert not any(map(drain.is_done, refused))
+    # Another life knows exactly what was not made.
+    replay = world.kill()
+    undone = {seq for seq, op in replay.ops if seq not in replay.done and op.kind != "create"}
+    assert undone == set(refused)
+    for name in ("x", "y"):
+        os.unlink(world.source / name)
+    async with draining(world, replay) as drain:
+        await drain.settle()
+    world.check_all_is_there()

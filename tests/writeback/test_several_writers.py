@@ -1,0 +1,213 @@
+"""Two and three mounts that absorb writes for the same paths of one source, in random histories.
+
+None of them sees what the others write, as with ``writeback.shared`` on several nodes. In the end
+every file that one of them shows with bytes of its own has these bytes at the source: under its
+name, or beside it as a named conflict, or it waits for a change that the source refuses.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.types import ANY_SIZE, Identity
+from monarch.writeback.drain import Drain
+from monarch.writeback.home import Expected
+from tests.writeback.rig import World, draining, read_tree
+from tests.writeback.test_histories import Walk, seeds
+from tests.writeback.test_others import until
+
+
+class Writer(Walk):
+    """One of several, whose bytes nobody else has."""
+
+    def __init__(self, world: World, seed: int, number: int) -> None:
+        super().__init__(world, 1000 * seed + number)
+        self.number = number
+
+    def bytes(self) -> bytes:
+        self._count += 1
+        return (b"%d of writer %d; " % (self._count, self.number)) * self._random.choice([1, 50])
+
+    def chmod(self) -> None:
+        """A mount takes a file before it changes anything of it, so it knows what it changes."""
+        self._take_any()
+        super().chmod()
+
+    def setxattr(self) -> None:
+        self._take_any()
+        super().setxattr()
+
+    def _take_any(self) -> None:
+        for path, node in sorted(self._world.tree.items()):
+            if node.kind == "file":
+                self._world.take(path)
+
+
+def worlds(directory: Path, count: int) -> list[World]:
+    source = directory / "source"
+    (source / "d").mkdir(parents=True)
+    for name in ("a", "b", "d/a"):
+        (source / name).write_bytes(b"old " + name.encode())
+    found = []
+    for number in range(count):
+        (directory / f"tier{number}").mkdir()
+        found.append(World(source, directory / f"tier{number}"))
+    return found
+
+
+def written(world: World) -> dict[bytes, bytes]:
+    """The files of a world that have bytes of its own, each by one of its names."""
+    return {
+        node.content: path
+        for path, node in world.tree.items()
+        if node.kind == "file" and b"of writer" in node.content
+    }
+
+
+async def life(
+    walks: list[Writer], stack: AsyncExitStack, chance: random.Random, *, steps: int, is_last: bool
+) -> list[Drain]:
+    """All of them at work at the same time; then each ends at a moment of its own, or has brought
+    all that the source takes."""
+    drains = []
+    for walk in walks:
+        world = walk._world
+        drains.append(await stack.enter_async_context(draining(world, world.kill(), abandon=False)))
+    for _ in range(steps):
+        chance.choice(walks).step()
+        await trio.sleep(0.0001 if chance.random() < 0.7 else 1)
+    if is_last:
+        for walk, drain in zip(walks, drains, strict=True):
+            for path in walk._writers():
+                if path in walk._world.tree:
+                    walk._world.end(walk._world.tree[path])
+            await until(partial(is_at_rest, drain))
+    return drains
+
+
+def is_at_rest(drain: Drain) -> bool:
+    """Whether the source has all that it takes."""
+    drain._hurry.set()
+    return drain._has_all_but_held(drain.last_seq)
+
+
+def missing(world: World, drain: Drain, there: set[bytes]) -> list[str]:
+    """The names of files whose bytes are nowhere, though nobody was told why."""
+    entries = [*drain._held, *drain._queue]
+    waiting = {entry.op.object for entry in entries}
+    # One that is tried again at this moment stands in the queue like any other.
+    refused = any(entry.refusal for entry in entries)
+    lost = []
+    for content, path in written(world).items():
+        if content not in there and not (refused and world.tree[path].object in waiting):
+            lost.append(f"{path!r}: {content[:30]!r}")
+    return lost
+
+
+@pytest.mark.promise(79, 168)
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("seed", range(10))
+async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_name(
+    tmp_path: Path,
+    clock: trio.testing.MockClock,
+    pytestconfig: pytest.Config,
+    seed: int,
+) -> None:
+    for number in seeds(seed, pytestconfig):
+        directory, chance = tmp_path / str(number), random.Random(number)
+        several = worlds(directory, chance.choice([2, 3]))
+        walks = [Writer(world, number, n) for n, world in enumerate(several)]
+        for turn in range(4):
+            async with AsyncExitStack() as stack:
+                drains = await life(walks, stack, chance, steps=25, is_last=turn == 3)
+                if turn < 3:
+                    continue
+                there = {node.content for node in read_tree(directory / "source").values()}
+                for walk, drain in zip(walks, drains, strict=True):
+                    lost = missing(walk._world, drain, there)
+                    assert not lost, f"seed {number}, writer {walk.number}: {lost}"
+        for walk in walks:
+            walk._world.journal.close()
+        shutil.rmtree(directory)
+
+
+def kept(source: Path) -> list[bytes]:
+    return sorted(path.read_bytes() for path in source.rglob("*.monarch-conflict-*"))
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+async def test_a_second_name_that_others_took_is_kept_beside(
+    world: World, clock: trio.testing.MockClock
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"x", b"first")
+        world.link(b"x", b"y")
+        await drain.wait(world.last_seq)
+        (world.source / "y").unlink()
+        (world.source / "y").write_bytes(b"theirs")
+        world.write(b"x", b"second")
+        world.write(b"z", b"third")
+        # On the mount the bytes have one name now, which is another's at the source.
+        world.rename(b"z", b"x")
+        await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 1
+    assert (world.source / "y").read_bytes() == b"theirs"
+    assert (world.source / "x").read_bytes() == b"third"
+    assert kept(world.source) == [b"second"]
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+async def test_two_mounts_of_one_node_name_their_conflicts_differently(
+    tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    one, other = worlds(tmp_path, 2)
+    for world, content in ((one, b"one"), (other, b"other")):
+        world.begin(b"a")
+        async with draining(world) as drain:
+            (world.source / "a").write_bytes(b"theirs " + content)
+            world.write(b"a", content)
+            await drain.wait(world.last_seq)
+    assert kept(tmp_path / "source") == [b"one", b"other"]
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+def test_a_file_of_others_with_the_number_of_ours_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    found = (tmp_path / "theirs").stat()
+    ours = Identity(found.st_size, found.st_mtime_ns, 0, found.st_ino)
+    assert Expected(ours=frozenset({ours})).is_it(found, strict=True)
+    for other in (replace(ours, size=5), replace(ours, mtime_ns=ours.mtime_ns + 1)):
+        assert not Expected(ours=frozenset({other})).is_it(found, strict=True)
+    # A journal of an older version has nothing but the number.
+    older = replace(ours, size=ANY_SIZE, mtime_ns=0)
+    assert Expected(ours=frozenset({older})).is_it(found, strict=True)
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+async def test_bytes_that_others_wrote_into_a_renamed_file_are_not_overwritten(
+    world: World, clock: trio.testing.MockClock
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"x", b"first")
+        await drain.wait(world.last_seq)
+        (world.source / "x").write_bytes(b"theirs")
+        world.chmod(b"x", 0o600)
+        world.rename(b"x", b"y")
+        await drain.wait(world.last_seq)
+        world.write(b"y", b"second")
+        await drain.wait(world.last_seq)
+    assert (world.source / "y").read_bytes() == b"theirs"
+    assert kept(world.source) == [b"second"]
