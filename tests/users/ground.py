@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from monarch.control.client import call as ask
@@ -125,15 +125,13 @@ class Ground:
             for history in histories
         }
         for history in histories:
-            self._copied("shadow", history.name, self._look("source", history.name))
+            self._copied("shadow", history.name, self._look_at_source(history.name))
         rounds = {
             history.name: self._steps(history, history.rounds[number], views[history.name])
             for history in histories
         }
-        before = {history.name: self._look("source", history.name) for history in histories}
         with ExitStack() as stack:
-            for name, tree in before.items():
-                self._hold(stack, name, tree)
+            before = {history.name: self._held(stack, history.name) for history in histories}
             self._drain()
             for history in histories:
                 name = history.name
@@ -233,9 +231,24 @@ class Ground:
     def _look(self, where: str, name: str) -> Tree:
         return look(self._fds[where], name)
 
-    def _hold(self, stack: ExitStack, name: str, tree: Tree) -> None:
-        """Open each inode: as long as it is open no other gets its number."""
-        for path in tree.inodes:
-            below = f"{name}/{path}" if path else name
-            fd = os.open(below, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._fds["source"])
-            stack.callback(os.close, fd)
+    def _held(self, stack: ExitStack, name: str) -> Tree:
+        """The source as it is, each inode open: as long as it is open no other gets its number."""
+        while True:
+            with ExitStack() as opened:
+                before = self._look_at_source(name)
+                try:
+                    for path in before.inodes:
+                        below = f"{name}/{path}" if path else name
+                        fd = os.open(below, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._fds["source"])
+                        opened.callback(os.close, fd)
+                except FileNotFoundError:
+                    continue
+                if self._look_at_source(name) == before:
+                    stack.push(opened.pop_all())
+                    return before
+
+    def _look_at_source(self, name: str) -> Tree:
+        """The drain may try a refused change again meanwhile; then a name found may be gone."""
+        while True:
+            with suppress(FileNotFoundError):
+                return self._look("source", name)
