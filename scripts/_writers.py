@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PIECE_BYTES = 1 << 20
 SMALL_BYTES = 10_000
@@ -68,6 +71,25 @@ def create_files(directory: Path, count: int, *, sync: bool) -> float:
     return time.perf_counter() - begin
 
 
+def make_and_close(name: str, content: bytes) -> None:
+    """One new file, as ``open(name, "xb")`` makes it."""
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    os.write(fd, content)
+    os.close(fd)
+
+
+def each_s(call: Callable[[T], object], items: Sequence[T], pause_s: float = 0.0) -> float:
+    """The median of the seconds that each call takes, one after the other; a pause behind each."""
+    seconds = []
+    for item in items:
+        begin = time.perf_counter()
+        call(item)
+        seconds.append(time.perf_counter() - begin)
+        if pause_s:
+            time.sleep(pause_s)
+    return median(seconds)
+
+
 def replace_file(directory: Path, count: int) -> float:
     """A file that is written beside and renamed over the last one, so many times, each longer."""
     content = os.urandom(SMALL_BYTES + count)
@@ -95,10 +117,10 @@ def append_and_sync(path: Path, count: int) -> list[float]:
     return sorted(seconds)
 
 
-def wait_until(holds: Callable[[], bool], *, timeout_s: float) -> bool:
+def wait_until(holds: Callable[[], bool], *, timeout_s: float, step_s: float = 0.05) -> bool:
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(step_s)
     return True

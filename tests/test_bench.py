@@ -299,3 +299,16 @@ def test_writing_is_measured_on_every_side_until_it_is_at_the_source(tmp_path: P
         for name in ("checkpoint: 1 MiB writes and fsync", "fsync of 4 KiB: 99 of 100"):
             assert rows[name, who]["median"] > 0 and rows[name, who]["ratio"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_line_of_small_files_has_a_bar_of_its_own_beside_that_against_native(
+    bench: ModuleType,
+) -> None:
+    import _bench_small
+
+    line = _bench_small.LINES[0]
+    result = bench.Result(line.row("auto", "auto"), [240.0, 245.0, 241.0], [50.0, 50.0, 50.0])
+    (own,) = _bench_small.derived([result], "auto")
+    assert result.verdict == "missed", "4.8 times native"
+    assert own.verdict == "good", "below 250 us"
+    assert _bench_small.derived([result], "relay") == []
