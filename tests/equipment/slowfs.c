@@ -21,8 +21,9 @@
  *   free BYTES           statfs tells so; so much can be written, then ENOSPC (none comes back)
  *
  * OP: getattr open read readdir create write unlink mkdir rmdir rename truncate fsync readlink
- * symlink statfs setattr flush (of a close; with SLOW_FLUSH set), or * for all but flush. REGEX has no blanks and is searched in the path from the mount
- * point: /a/b. Of the lines of one kind that match (err and hang are one kind) the last holds.
+ * symlink statfs setattr flush (of a close; with SLOW_FLUSH set), or * for all but flush. REGEX has
+ * no blanks and is searched in the path from the mount point: /a/b. Of the lines of one kind that
+ * match (err and hang are one kind) the last holds.
  *
  * Counters: cat MOUNTPOINT/.slowfs-stats: calls of each OP, bytes read and written, calls that hang
  * now (hanging), and how often the control file was read (loads), so that a test can wait for its
@@ -194,7 +195,8 @@ __attribute__((noreturn)) static void *loader(void *a) {
 /* With the lock: the rule of a kind that holds for a call, or none. */
 static const struct rule *rule_for(enum kind kind, int op, const char *path) {
     for (const struct rule *r = cf->rules; r; r = r->next)
-        if (r->kind == kind && (r->op < 0 ? op != FLUSH : r->op == op) && !regexec(&r->rx, path, 0, 0, 0))
+        if (r->kind == kind && (r->op < 0 ? op != FLUSH : r->op == op) &&
+            !regexec(&r->rx, path, 0, 0, 0))
             return r;
     return 0;
 }
@@ -547,30 +549,30 @@ static void *s_init(struct fuse_conn_info *c, struct fuse_config *k) {
     return 0;
 }
 static struct fuse_operations ops = {.init = s_init,
-                                           .getattr = s_getattr,
-                                           .open = s_open,
-                                           .create = s_create,
-                                           .read = s_read,
-                                           .write = s_write,
-                                           .release = s_release,
-                                           .opendir = s_opendir,
-                                           .readdir = s_readdir,
-                                           .releasedir = s_release,
-                                           .readlink = s_readlink,
-                                           .unlink = s_unlink,
-                                           .mkdir = s_mkdir,
-                                           .rmdir = s_rmdir,
-                                           .rename = s_rename,
-                                           .symlink = s_symlink,
-                                           .truncate = s_truncate,
-                                           .chmod = s_chmod,
-                                           .chown = s_chown,
-                                           .utimens = s_utimens,
-                                           .fsync = s_fsync,
-                                           .fsyncdir = s_fsyncdir,
-                                           .lseek = s_lseek,
-                                           .link = s_link,
-                                           .statfs = s_statfs};
+                                     .getattr = s_getattr,
+                                     .open = s_open,
+                                     .create = s_create,
+                                     .read = s_read,
+                                     .write = s_write,
+                                     .release = s_release,
+                                     .opendir = s_opendir,
+                                     .readdir = s_readdir,
+                                     .releasedir = s_release,
+                                     .readlink = s_readlink,
+                                     .unlink = s_unlink,
+                                     .mkdir = s_mkdir,
+                                     .rmdir = s_rmdir,
+                                     .rename = s_rename,
+                                     .symlink = s_symlink,
+                                     .truncate = s_truncate,
+                                     .chmod = s_chmod,
+                                     .chown = s_chown,
+                                     .utimens = s_utimens,
+                                     .fsync = s_fsync,
+                                     .fsyncdir = s_fsyncdir,
+                                     .lseek = s_lseek,
+                                     .link = s_link,
+                                     .statfs = s_statfs};
 int main(int c, char **v) {
     if (!getenv("SLOW_ROOT") || !realpath(getenv("SLOW_ROOT"), root)) {
         fprintf(stderr, "SLOW_ROOT?\n");
