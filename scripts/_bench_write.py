@@ -417,8 +417,8 @@ def _run_small(
 ) -> Part:
     counts = small.Counts(
         files=options.files,
-        packed=20_000 if not options.quick else 1000,
-        cloned=2000 if not options.quick else 200,
+        packed=10 * options.files if not options.quick else 5 * options.files,
+        cloned=options.files,
     )
     contenders: list[Contender] = [MonarchWriting(name, 4 << 30) for name in modes]
     contenders += [PEERS[name]() for name in peers]

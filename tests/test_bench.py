@@ -298,6 +298,8 @@ def test_writing_is_measured_on_every_side_until_it_is_at_the_source(tmp_path: P
     for who in ("slow source", "python"):
         for name in ("checkpoint: 1 MiB writes and fsync", "fsync of 4 KiB: 99 of 100"):
             assert rows[name, who]["median"] > 0 and rows[name, who]["ratio"] > 0
+    for name in ("names: create, write 10 KB, close", "trees: tar x", "trees: git clone", "drain"):
+        assert rows[name, "python"]["median"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
