@@ -205,9 +205,9 @@ _OF_FILES = {
 # -- judgement -------------------------------------------------------------------------------------
 
 
-# A call that the mount carried out, and for each of its paths the inode at the source that it was
-# about; None for what was made on the mount.
-Made = tuple[Call, tuple["int | None", ...]]
+# A call that the mount carried out, and for each of its paths the inodes at the source that it may
+# have been about; None for what was made on the mount.
+Made = tuple[Call, tuple["frozenset[int | None]", ...]]
 
 
 @dataclass(slots=True)
@@ -270,12 +270,12 @@ def replay(
 
 
 def _meets_what_it_meant(
-    call: Call, meant: tuple[int | None, ...], tree: Tree, origins: Mapping[int, int]
+    call: Call, meant: tuple[frozenset[int | None], ...], tree: Tree, origins: Mapping[int, int]
 ) -> bool:
-    for path, inode in zip(call.paths, meant, strict=True):
+    for path, inodes in zip(call.paths, meant, strict=True):
         found = tree.inodes.get(path)
         origin = None if found is None else origins.get(found)
-        if origin is not None and origin != inode:
+        if origin is not None and origin not in inodes:
             return False
     return True
 
@@ -314,6 +314,8 @@ class Judge:
             if now is None and _is_staged(path):
                 continue
             if was is None and now is not None and self._is_kept_beside(path, now):
+                continue
+            if now is None and self._is_renamed_beside(path, after):
                 continue
             if any(self._may(user, path, was, now, after) for user in self._users):
                 continue
@@ -400,6 +402,16 @@ class Judge:
             (now.uid, now.data) == (each.uid, each.data) and not now.mode & ~each.mode
             for shown, each in self._shown.items()
             if shown.rpartition("/")[0] == above
+        )
+
+    def _is_renamed_beside(self, path: str, after: Tree) -> bool:
+        """Whether a rename has moved it beside its new name, which others have taken."""
+        names = [name for name, ino in after.inodes.items() if ino == self._before.inodes[path]]
+        return any(
+            call.name == "rename"
+            and call.paths[0] == path
+            and any(name.startswith(f"{call.paths[1]}{_CONFLICT}") for name in names)
+            for call, _ in self._made
         )
 
 
