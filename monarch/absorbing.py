@@ -42,6 +42,7 @@ from monarch.types import WRITTEN_INO, Ino, file_now_ns
 from monarch.units import format_bytes
 from monarch.vfs.files import WrittenFiles
 from monarch.vfs.inquiry import Inquiry
+from monarch.vfs.refusals import Refusals
 from monarch.vfs.replay import replay
 from monarch.vfs.room import Room
 from monarch.vfs.served import FastWrites
@@ -254,6 +255,8 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     made. Of files that were open when their daemon was killed nothing need be recorded."""
     ops = found.ops
     made = {op.object for _, op in ops if op.kind in ("create", "take")}
+    # One that has a name all the same is read from the source.
+    made -= {op.object for _, op in ops if op.kind == "gone"}
     told = found.told()
     new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, n, told[n])}
     new |= {op.object for seq, op in ops if op.kind == "content" and seq not in found.done}
@@ -309,6 +312,8 @@ class WriteSide:
         look_again: Callable[[Ino], Awaitable[None]],
         evict: Callable[[Ino], int],
         evicted: Callable[[], Awaitable[None]],
+        names_changed: Callable[[Ino], None],
+        attributes_changed: Callable[[Ino], None],
     ) -> None:
         self.place = place
         self._names = names
@@ -391,6 +396,13 @@ class WriteSide:
             space=self.room.told,
         )
         self._take_up(ops)
+        self.refusals = Refusals(
+            writing=self.writing,
+            stock=stock,
+            drain=self.drain,
+            names_changed=names_changed,
+            attributes_changed=attributes_changed,
+        )
         self._commits = Commits(
             place.directory,
             journal=place.journal,

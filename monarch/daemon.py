@@ -401,6 +401,8 @@ class _Mount:
                 look_again=self._look_again_at,
                 evict=self._evict,
                 evicted=self._engine.removed,
+                names_changed=self._names_changed,
+                attributes_changed=self._attributes_changed,
             )
         )
         self.filesystem = FileSystem(

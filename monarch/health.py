@@ -32,6 +32,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
         "fsync-failed": "degraded",
         "written-lost": "degraded",
         "drain-refused": "degraded",
+        "written-set-aside": "degraded",
         "drain-conflict": "degraded",
         "attributes-dropped": "degraded",
         "other-writer": "degraded",

@@ -234,6 +234,8 @@ class WritingReport:
     taken, by what was drained too. ``lost`` files are names in the mount. ``in_memory``: that
     tier is memory, so that nothing in it survives the end of the machine, synced or not. What was
     made and changed since the snapshot takes the memory of ``names`` names, of ``names_max``.
+    ``aside``: paths of changes that are set aside, the first of them; ``aside_operations`` are
+    these and what waits with them.
     """
 
     tier: str
@@ -253,6 +255,8 @@ class WritingReport:
     in_memory: bool = False
     names: int = 0
     names_max: int = 0
+    aside: list[str] = field(default_factory=list)
+    aside_operations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +417,28 @@ class ConflictsReport(Report):
 
     conflicts: list[ConflictReport]
     acknowledged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalReport:
+    """A change that the source refuses: ``kind`` of ``path`` in the mount, ``why``, and how often
+    it was tried. ``aside``: the other changes of its user go on."""
+
+    path: str
+    kind: str
+    why: str
+    tries: int
+    aside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalsReport(Report):
+    """What the source refuses. ``waiting`` changes are not at the source, with these. ``removed``:
+    paths in the mount that were given up and are gone."""
+
+    refused: list[RefusalReport]
+    waiting: int
+    removed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

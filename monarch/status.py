@@ -221,6 +221,8 @@ class Status:
             in_memory=side.place.tier.in_memory,
             names=side.writing.names_held,
             names_max=side.writing.names_max,
+            aside=[os.fsdecode(refusal.path) for refusal in backlog.aside[:_NAMED]],
+            aside_operations=backlog.aside_ops,
         )
 
     def _resident_bytes(self) -> int:

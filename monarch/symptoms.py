@@ -49,6 +49,7 @@ _USERS_S = 5.0
 _MEMORY_S = 1.0
 _SHOWN_PIDS = 10
 _SHOWN_HOLDERS = 3
+_SHOWN_PATHS = 3
 # A machine that has less than this share of its memory left, and less than so much, is short.
 _LEAST_AVAILABLE_SHARE = 0.02
 _LEAST_AVAILABLE = GiB
@@ -293,7 +294,22 @@ class Symptoms:
                 f" `monarch ckpt conflicts {mountpoint} --acknowledge` ends this alarm, and so does"
                 " the end of the mount",
             )
-        if backlog.trouble:
+        if backlog.aside:
+            count, paths = len(backlog.aside), [each.path for each in backlog.aside[:_SHOWN_PATHS]]
+            told = ", ".join(repr(os.fsdecode(path)) for path in paths)
+            more = ", ..." if count > len(paths) else ""
+            waiting = counted(backlog.aside_ops - count, "change waits", "changes wait")
+            yield Problem(
+                "written-set-aside",
+                f"{counted(count, 'change is', 'changes are')} set aside, the source refuses"
+                f" {'it' if count == 1 else 'them'}: {told}{more} ({backlog.aside[0].why});"
+                f" {waiting} with {'it' if count == 1 else 'them'}",
+                0,
+                f"`monarch ckpt set-aside {mountpoint}` lists them; mend the source and"
+                f" `monarch ckpt retry {mountpoint}`, or copy the bytes elsewhere and give them up"
+                f" with `monarch ckpt discard {mountpoint} PATH`",
+            )
+        if backlog.trouble and not backlog.only_aside:
             kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
             yield Problem(
                 "drain-refused",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +13,7 @@ import trio
 
 from monarch.absorbing import WriteSide
 from monarch.control.server import Send, Verb
-from monarch.errors import UsageError
+from monarch.errors import NotDrainedError, UsageError
 from monarch.lost import Lost
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
@@ -23,6 +24,8 @@ from monarch.report import (
     DrainReport,
     KeptReport,
     LostReport,
+    RefusalReport,
+    RefusalsReport,
     WrittenFile,
     WrittenFiles,
     WrittenTotals,
@@ -37,6 +40,8 @@ _LOOK_S = 0.2
 # A last close is told to us some time after the one who closed goes on. Seconds.
 _CLOSING_S = 1.0
 _STEP_S = 0.02
+# How long the source may take to answer for what it has refused. Seconds.
+_ASKED_S = 60.0
 # So many lost files are named in an answer: a line of the protocol has its end.
 _NAMED = 1000
 
@@ -55,6 +60,10 @@ class WrittenVerbs:
             "drain": self._drain,
             "lost": self._tell_lost,
             "conflicts": self._tell_conflicts,
+            "refused": self._tell_refused,
+            "set-aside": self._set_aside,
+            "retry": self._retry,
+            "discard": self._discard,
         }
 
     async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
@@ -174,6 +183,61 @@ class WrittenVerbs:
         ]
         return ConflictsReport(conflicts, acknowledged).to_dict()
 
+    async def _tell_refused(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """What the source refuses."""
+        return self._refused().to_dict()
+
+    async def _set_aside(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Let others go before what is refused at ``path``."""
+        side, path = self._side_and_path(params)
+        with _patience():
+            await side.refusals.set_aside(path)
+        return self._refused().to_dict()
+
+    async def _retry(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Try once more what is refused, at ``path`` if that is given."""
+        if params.get("path") is None:
+            if self._side is not None:
+                with _patience():
+                    await self._side.refusals.retry(None)
+            return self._refused().to_dict()
+        side, path = self._side_and_path(params)
+        with _patience():
+            await side.refusals.retry(path)
+        return self._refused(path).to_dict()
+
+    async def _discard(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Give up what is refused at ``path``, and all that depends on it."""
+        side, path = self._side_and_path(params)
+        with _patience():
+            removed = await side.refusals.discard(path)
+        return self._refused(removed=removed).to_dict()
+
+    def _side_and_path(self, params: dict[str, Any]) -> tuple[WriteSide, bytes]:
+        path = params.get("path")
+        if not isinstance(path, str) or not path:
+            raise UsageError("a path must be a text", hint="name a path in the mount")
+        if self._side is None:
+            raise UsageError("nothing was written through this mount")
+        return self._side, os.fsencode(path).strip(b"/")
+
+    def _refused(self, path: bytes = b"", *, removed: Sequence[bytes] = ()) -> RefusalsReport:
+        found = self._side.refusals.list(path) if self._side is not None else []
+        return RefusalsReport(
+            refused=[
+                RefusalReport(
+                    path=os.fsdecode(refusal.path),
+                    kind=refusal.kind,
+                    why=refusal.why,
+                    tries=refusal.tries,
+                    aside=refusal.is_aside,
+                )
+                for refusal in found[:_NAMED]
+            ],
+            waiting=self._side.drain.backlog().ops if self._side is not None else 0,
+            removed=[os.fsdecode(name) for name in removed[:_NAMED]],
+        )
+
     def _name(self, path: object) -> bytes:
         """A path relative to the mount, of something that is there. Raises UsageError."""
         if not isinstance(path, str):
@@ -233,6 +297,19 @@ class _Course:
         size = _done(begun.bytes, now.bytes, drained)
         self._files, self._bytes = max(self._files, files), max(self._bytes, size)
         return DrainProgress(self._files, begun.files, self._bytes, begun.bytes, now.trouble or "")
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Raises NotDrainedError if the source does not answer for too long."""
+    with trio.move_on_after(_ASKED_S) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise NotDrainedError(
+            f"the source has not answered for {_ASKED_S:.0f} s",
+            hint="what was asked for is done when it answers; `monarch status MOUNT` says what"
+            " hangs",
+        )
 
 
 def _numbers(given: object) -> list[int]:

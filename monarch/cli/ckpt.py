@@ -25,6 +25,7 @@ from monarch.report import (
     ConflictsReport,
     KeptReport,
     LostReport,
+    RefusalsReport,
     WrittenFile,
     WrittenFiles,
     WrittenTotals,
@@ -479,6 +480,104 @@ def conflicts(mountpoint: Path, acknowledge: bool, as_json: bool) -> int:
         if not report.conflicts:
             say("no conflicts")
     return _WRONG if report.conflicts and not report.acknowledged else 0
+
+
+@ckpt.command(
+    name="set-aside",
+    epilog="""\b
+Examples:
+  monarch ckpt set-aside /mnt/data
+  monarch ckpt set-aside /mnt/data ckpt/new
+  monarch ckpt set-aside /mnt/data --json | jq -r '.refused[].path'
+""",
+)
+@_MOUNT
+@_PATH
+@_JSON
+def set_aside(mountpoint: Path, path: str | None, as_json: bool) -> int:
+    """Show the changes that the source refuses, or let others go before those of PATH.
+
+    A change that the source refuses holds up all later changes of the same user. Set aside, it
+    holds up only what depends on its path or file. After eight tries and ten minutes that happens
+    by itself. What is set aside is kept, is tried again every minute, and stays set aside over
+    unmount and mount. The exit code is 1 if the source refuses anything.
+    """
+    record = Registry(state_root()).find(mountpoint)
+    if path is None:
+        report = ask(record, "refused", {}, answer=RefusalsReport, timeout=SILENCE_S)
+    else:
+        report = _decided(record, "set-aside", path)
+    _tell_refused(report, as_json=as_json)
+    return _WRONG if report.refused else 0
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  monarch ckpt retry /mnt/data
+  monarch ckpt retry /mnt/data ckpt/new && echo taken
+"""
+)
+@_MOUNT
+@_PATH
+@_JSON
+def retry(mountpoint: Path, path: str | None, as_json: bool) -> int:
+    """Try now what the source has refused, without PATH all of it.
+
+    The exit code is 0 if the source has taken it, 1 if it refuses it again, and 13 if it does not
+    answer in a minute; then it is tried when the source answers.
+    """
+    record = Registry(state_root()).find(mountpoint)
+    report = _decided(record, "retry", path)
+    _tell_refused(report, as_json=as_json)
+    return _WRONG if report.refused else 0
+
+
+@ckpt.command(
+    epilog="""\b
+Examples:
+  cp -r /mnt/data/ckpt/new /scratch/ && monarch ckpt discard /mnt/data ckpt/new
+"""
+)
+@_MOUNT
+@click.argument("path", type=click.Path(), metavar="PATH")
+@_JSON
+def discard(mountpoint: Path, path: str, as_json: bool) -> None:
+    """Give up what the source refuses at PATH, with all that waits beneath it: it cannot be undone.
+
+    What was made on the mount there is removed on it, bytes and all, and a file that the source has
+    is shown as it is there. At the source nothing is changed. What cannot be given up is refused
+    (exit code 2): nothing is refused there, or something there is a file of the source under
+    another name. So is a file that is open (exit code 10). Without an answer of the source for a
+    minute the exit code is 13.
+    """
+    record = Registry(state_root()).find(mountpoint)
+    report = _decided(record, "discard", path)
+    if as_json:
+        emit_json(report.to_dict())
+        return
+    for name in report.removed:
+        say(f"removed on the mount: {escape_text(name)}")
+    told = counted(len(report.refused), "change is", "changes are")
+    say(f"given up; {told} still refused" if report.refused else "given up")
+
+
+def _decided(record: MountRecord, verb: str, path: str | None) -> RefusalsReport:
+    params = {} if path is None else {"path": inside(record, [path])[0]}
+    # As long as the source takes, which the daemon bounds.
+    return ask(record, verb, params, answer=RefusalsReport, timeout=None)
+
+
+def _tell_refused(report: RefusalsReport, *, as_json: bool) -> None:
+    if as_json:
+        emit_json(report.to_dict())
+        return
+    for each in report.refused:
+        how = "set aside" if each.aside else "holds up its user"
+        tries = counted(each.tries, "try", "tries")
+        say(escape_text(f"{each.path}: {each.kind}: {each.why} ({how}, {tries})"))
+    if not report.refused:
+        say("the source refuses nothing")
 
 
 # -- what there is ---------------------------------------------------------------------------------

@@ -298,6 +298,21 @@ class WrittenFiles:
         self._remove(number)
         return freed
 
+    def record_anew(self, node: Node) -> None:
+        """Have the source get all of a file under the names that it has now."""
+        self._unwritten.discard(node.object)
+        with suppress(Refused):
+            self._record(node, size=node.size, synced=False)
+
+    async def give_back(self, node: Node) -> None:
+        """Show a file that nobody has open as the source has it: what was written here is given
+        up, and the drain brings no more of it."""
+        number, node.object = node.object, 0
+        self._names.have_xattrs(node, {})
+        self.remove(number)
+        with suppress(Refused, SourceError):
+            await self.look_again(node.ino)
+
     async def arrive(self, node: Node) -> None:
         """Wait until a file that went to the source directly is there, and then the source's."""
         await self._drain.wait(self._stock.content(node.object)[0])

@@ -333,6 +333,7 @@ class Stock:
         ``done`` is what the source has of it.
         """
         gone = set()
+        had: dict[int, Identity] = {}
         for seq, op in ops:
             if op.object:
                 self._last[op.object] = seq
@@ -342,7 +343,7 @@ class Stock:
                 if op.synced:
                     self._safe_only_here.add(op.object)
                 if (identity := done.get(seq)) is not None:
-                    self._drained[op.object] = identity
+                    self._drained[op.object] = had[op.object] = identity
                     self._safe_only_here.discard(op.object)
             elif op.kind == "through":
                 self._through[op.object] = op.path
@@ -351,7 +352,8 @@ class Stock:
         found = []
         for node in self._names.nodes():
             if node.object in gone and node.names:
-                identity = self._drained.get(node.object)
+                there = self._names.at_source(node.ino)
+                identity = had.get(node.object) or (there.identity if there is not None else None)
                 if identity is not None:
                     self._read_at_source(node, identity)
             if node.object in gone:

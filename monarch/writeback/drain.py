@@ -23,6 +23,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import merge
@@ -78,6 +79,8 @@ _BACKOFF_S = (1.0, 60.0)
 # waits with it, and the other changes of its user go on. Seconds.
 _TRIES = 8
 _ASIDE_S = 600.0
+# By these a source says that it has no symbolic links: it will not take one, however often.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 # The longest pause while a caller waits for a change behind it. Seconds.
 _WAITED_S = 5.0
 # A content of a file that is being written is looked at so often, so far apart, before it is left
@@ -95,6 +98,7 @@ _STEP_S = 0.005
 # What a source answers to one change, and not to all.
 _REFUSALS = frozenset(
     {errno.EPERM, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}
+    | {errno.ENOSYS}
     | {errno.ELOOP, errno.EINVAL, errno.EILSEQ, errno.ENAMETOOLONG, errno.EFBIG, errno.EDQUOT}
     | {errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.EOVERFLOW, errno.E2BIG, errno.ETXTBSY}
 )
@@ -146,7 +150,8 @@ class Backlog:
     vain, ``trouble`` says what is wrong now. ``lost``: paths of files whose bytes the
     tier has lost. ``moving_bytes`` of the files being moved now have reached the source.
     ``conflicts`` counts what others had changed at the source, ``conflict`` is the last of them:
-    its path, where the bytes are kept, and why.
+    its path, where the bytes are kept, and why. ``aside`` are changes that are set aside, and
+    ``aside_ops`` counts these and what waits with them; ``only_aside``: ``trouble`` is one of them.
     """
 
     ops: int
@@ -161,6 +166,24 @@ class Backlog:
     moving_bytes: int = 0
     conflicts: int = 0
     conflict: Conflict | None = None
+    aside: tuple[Refusal, ...] = ()
+    aside_ops: int = 0
+    only_aside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A change that the source refuses: a ``kind`` of change of ``path``, and ``why``.
+
+    ``is_aside``: the other changes of its user go on.
+    """
+
+    seq: int
+    kind: str
+    path: bytes
+    why: str
+    tries: int
+    is_aside: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -173,8 +196,8 @@ class _Entry:
     ``published``: the source has these bytes already, and those that are ``skipped``. ``place``:
     where what is staged goes. Of those that are held, ``refusal`` is why, empty for one that only
     depends on another; ``tries``: how often it was refused, since ``refused_s``. ``is_aside``:
-    later changes of its user do not wait for it any more. ``is_moot``: it was refused, and nobody
-    needs it any more.
+    later changes of its user do not wait for it any more. ``is_moot``: it was refused, and is not
+    needed any more, or was given up.
     """
 
     seq: int
@@ -191,6 +214,7 @@ class _Entry:
     restaged: int = 0
     is_held: bool = False
     refusal: str = ""
+    why: str = ""
     is_moot: bool = False
     tries: int = 0
     refused_s: float = math.inf
@@ -309,8 +333,9 @@ class Drain:
         self._known: dict[int, Identity] = {}
         self._made: dict[int, Identity] = {}
         # What was made on the mount and is given up, or is at the source under another name only:
-        # nothing more of it goes to the source.
+        # nothing more of it goes to the source. Objects that were given up.
         self._given_up: set[int] = set()
+        self._discarded: set[int] = set()
         # Objects of files that were made on the mount, and what renames on the mount have replaced
         # by one of them.
         self._new: set[int] = set()
@@ -326,6 +351,10 @@ class Drain:
         self._aside_what = _What()
         self._retry_s = math.inf
         self._retry_pause_s = _BACKOFF_S[0]
+        # How often all of it was tried anew.
+        self._retries = 0
+        # Those of which the journal says that they are set aside.
+        self._aside: set[int] = set()
         # Those that the source has though it has not got one before them.
         self._done_beyond: set[int] = set()
         self._lost: dict[int, bytes] = {}
@@ -358,6 +387,7 @@ class Drain:
             # of the making of a file neither.
             made = {op.object for _, op in replay.ops if op.kind in ("create", "take")}
             self._present = {op.object for _, op in replay.ops if op.object} - made
+        self._aside = set(replay.aside)
         settled = replay.known.settled if replay.known is not None else frozenset()
         for seq, op in replay.ops:
             self._foresee(op)
@@ -380,7 +410,9 @@ class Drain:
                     self._done_upto = seq
             else:
                 self._expect(seq, op)
-                self._queue.append(_Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True))
+                entry = _Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True)
+                entry.is_aside = seq in replay.aside
+                self._queue.append(entry)
                 self.waiting_bytes += op.size
                 if op.object and op.mtime_ns is not None:
                     times = self._set_times.get(op.object, frozenset())
@@ -549,6 +581,9 @@ class Drain:
         waiting = [*self._held, *self._queue]
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
         conflicts = self._home.conflicts
+        refusals = self.refusals()
+        aside = tuple(refusal for refusal in refusals if refusal.is_aside)
+        other = self._trouble or self._refusal(is_aside=False) or self._hanging()
         return Backlog(
             ops=len(waiting),
             files=len(sizes),
@@ -560,18 +595,92 @@ class Drain:
             drained_files=self._drained_files,
             drained_bytes=self._drained_bytes,
             failures=self._failures,
-            trouble=self._trouble or self._refusal() or self._hanging(),
+            trouble=other or self._refusal(is_aside=True),
             lost=tuple(self._lost.values()),
             moving_bytes=sum(staging.moved for staging in self._moving),
             conflicts=self._home.conflict_count,
             conflict=conflicts[-1] if conflicts else None,
+            aside=aside,
+            aside_ops=sum(entry.is_aside for entry in waiting) if aside else 0,
+            only_aside=bool(aside) and other is None,
         )
 
-    def _refusal(self) -> str | None:
+    def _refusal(self, *, is_aside: bool) -> str | None:
         for entry in (*self._held, *islice(self._queue, 1)):
-            if entry.refusal:
+            if entry.refusal and entry.is_aside is is_aside:
                 return entry.refusal
         return None
+
+    # -- what is refused, as a person decides --------------------------------------------------
+
+    def refusals(self) -> list[Refusal]:
+        """The changes that the source refuses, in their order."""
+        return [
+            Refusal(
+                seq=entry.seq,
+                kind=entry.op.kind,
+                path=entry.op.to if entry.op.kind in ("rename", "link") else entry.op.path,
+                why=entry.why,
+                tries=entry.tries,
+                is_aside=entry.is_aside,
+            )
+            for entry in (*self._held, *self._queue)
+            if entry.refusal and not entry.is_moot
+        ]
+
+    async def set_aside(self, seqs: Container[int]) -> None:
+        """Let the other changes of their users go on, whatever becomes of these."""
+        for entry in (*self._held, *self._queue):
+            if entry.refusal and entry.seq in seqs:
+                self._put_aside(entry)
+        await self.retry()
+
+    async def retry(self) -> None:
+        """Until all that the source refuses has been tried once more."""
+        refused = [entry for entry in (*self._held, *self._queue) if entry.refusal]
+        before = self._retries
+        if refused:
+            await self._wait(
+                lambda: (
+                    self._retries > before
+                    and all(entry.is_held or self.is_done(entry.seq) for entry in refused)
+                )
+            )
+
+    async def come_to_hold(self) -> None:
+        """Until nothing that was refused is tried at this moment."""
+        await self._wait(lambda: all(entry.is_held or not entry.refusal for entry in self._queue))
+
+    def waiting(self) -> list[Op]:
+        """All changes that the source has not got, in their order."""
+        return [entry.op for entry in (*self._held, *self._queue)]
+
+    def has_nothing_of(self, op: Op) -> bool:
+        """Whether the source has nothing of what a change is of: it was made on the mount, and
+        never came there."""
+        number = op.object
+        if not number:
+            return op.was is None and op.ino > 0 and op.ino not in self._made
+        return number in self._new and not (number in self._present or number in self._known)
+
+    def give_up(self, concerns: Callable[[Op], bool], objects: Iterable[int]) -> list[int]:
+        """Bring no change that waits and is concerned, nor any more of ``objects``; the numbers of
+        those that are given up."""
+        self._discarded.update(objects)
+        seqs = []
+        for entry in (*self._held, *self._queue):
+            if concerns(entry.op):
+                entry.is_moot = True
+                seqs.append(entry.seq)
+                if entry.op.kind in ("mkdir", "symlink", "mknod"):
+                    self._given_up.add(entry.op.ino)
+        self._hurry.set()
+        self._changed.unpark_all()
+        return seqs
+
+    def forget(self, number: int) -> None:
+        """The source is to get all of an object's file anew, as one that it does not know."""
+        self._note(Op(kind="gone", object=number), None)
 
     def _hanging(self) -> str | None:
         oldest_s = self._threads.oldest_s()
@@ -634,8 +743,8 @@ class Drain:
                 errno_words(error.errno),
             )
             return
-        words = errno_words(error.errno)
-        entry.refusal = f"{op.kind} {os.fsdecode(op.path)!r}: {words}"
+        entry.why = errno_words(error.errno)
+        entry.refusal = f"{op.kind} {os.fsdecode(op.path)!r}: {entry.why}"
         self._failures += 1
         self._limiter.warning(
             log,
@@ -652,17 +761,27 @@ class Drain:
         entry.tries += 1
         entry.refused_s = min(entry.refused_s, trio.current_time())
         is_long = trio.current_time() - entry.refused_s >= _ASIDE_S
-        if not entry.is_aside and entry.tries >= _TRIES and is_long:
-            entry.is_aside = True
-            log.warning(
-                "set aside: %s; it is kept here and tried again every minute, and the other changes"
-                " of its user go on",
-                entry.refusal,
-            )
+        is_never = op.kind == "symlink" and error.errno in _NO_LINKS
+        if is_never or (entry.tries >= _TRIES and is_long):
+            self._put_aside(entry)
         self._queue.popleft()
         self._set_aside(entry)
         # Others may not have to wait for it.
         self._changed.unpark_all()
+
+    def _put_aside(self, entry: _Entry) -> None:
+        if entry.is_aside:
+            return
+        entry.is_aside = True
+        log.warning(
+            "set aside: %s; it is kept here and tried again every minute, and the other changes"
+            " of its user go on",
+            entry.refusal,
+        )
+        self._aside.add(entry.seq)
+        # Without that another life counts its tries anew.
+        with suppress(OSError):
+            self._journal.mark_aside(self._aside)
 
     def _is_moot(self, entry: _Entry) -> bool:
         """Whether the source needs no more to be told a change that it refuses: of what was removed
@@ -693,6 +812,8 @@ class Drain:
     def _is_behind(self, entry: _Entry) -> bool:
         """Whether a change depends on one that is held."""
         op = entry.op
+        if entry.is_moot:
+            return False
         return bool(self._held) and (_user(op) in self._held_users or self._held_what.meets(op))
 
     def _sift(self) -> None:
@@ -705,6 +826,7 @@ class Drain:
                 self._retry_pause_s = _BACKOFF_S[0]
             return
         if trio.current_time() >= self._retry_s or self._hurry.is_set():
+            self._retries += 1
             for entry in self._held:
                 entry.is_held = False
             self._queue = deque(merge(self._held, self._queue, key=lambda entry: entry.seq))
@@ -1001,6 +1123,7 @@ class Drain:
         op = entry.op
         entry.skipped = (
             entry.skipped
+            or entry.is_moot
             or op.object in self._lost
             or (op.object in self._through and not op.through)
             or self._contents.is_dead(op.object)
@@ -1012,7 +1135,9 @@ class Drain:
         op, home = entry.op, self._home
         absent = bool(op.object) and op.object not in self._present
         expected = self._expected(entry)
-        if entry.is_moot or op.ino in self._given_up:
+        if entry.is_moot and op.kind == "content":
+            return partial(_none, home.discard, op) if entry.was_tried else None
+        if entry.is_moot or op.ino in self._given_up or op.object in self._discarded:
             return None
         match op.kind:
             case "create" | "take":
@@ -1187,6 +1312,7 @@ class Drain:
     def _arrived(self, entry: _Entry, was_made: bool, identity: Identity | None) -> None:
         op = entry.op
         self._settle(entry, identity)
+        self._aside.discard(entry.seq)
         first = self._first_seq()
         self._done_beyond.add(entry.seq)
         self._done_upto = max(self._done_upto, first - 1 if first else entry.seq)

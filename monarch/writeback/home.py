@@ -702,7 +702,7 @@ class Home:
     def discard(self, folders: Folders, op: Op) -> None:
         """Remove what may have been staged for a content that is not to be published."""
         for path in op.paths:
-            with suppress(FileNotFoundError, NotADirectoryError):
+            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
                 fd, _ = folders.of(path, None)
                 for name in (self.part_name(op.object), self._link_name(op.object)):
                     with suppress(FileNotFoundError):

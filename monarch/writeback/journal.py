@@ -10,7 +10,8 @@ rest, a blank, JSON, a newline. Records are
     {"done", "at", "also"}      all up to that seq is at the source, and, of what comes after one
                                 that the source refuses, those in ``also``; ``at``: [seq, size,
                                 mtime_ns, ctime_ns, source_ino] of each content that was published
-                                and of what was made
+                                and of what was made; ``aside``: all refused changes that are set
+                                aside, if these are others than before
     {"staged"}                  [object, source_ino, size, mtime_ns]: that file of the source is
                                 ours, and is about to get the object's name
     {"known", "made", "over", "ours", "new", "present"}
@@ -157,7 +158,7 @@ class Replay:
     files that may have got the name of an object in an earlier life, unknown to the journal.
     ``known``: what was known when the journal was written anew, None if it never was. ``doubted``:
     of each object that a power cut has made doubtful, also long ago, what was recorded last and
-    when, if it had a name.
+    when, if it had a name. ``aside``: changes that are set aside, since the source refuses them.
     """
 
     ops: tuple[tuple[int, Op], ...]
@@ -169,6 +170,7 @@ class Replay:
     staged: Mapping[int, frozenset[Identity]] = field(default_factory=dict)
     known: Known | None = None
     doubted: Mapping[int, tuple[Op, int]] = field(default_factory=dict)
+    aside: frozenset[int] = frozenset()
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` whose bytes will not come to the source by what is recorded: none of
@@ -272,6 +274,7 @@ class Journal:
         self._next_ino = read.next_ino
         self._done_upto = read.done_upto
         self._done_beyond = read.done_beyond
+        self._aside = read.aside
         self._staged = read.staged
         self._identities = read.identities
         self._believed = read.believed
@@ -390,6 +393,7 @@ class Journal:
             recorded_ns={seq: recorded_ns[seq] for seq, _ in undone},
             known=read.known,
             doubted=doubted,
+            aside=frozenset(self._aside & self._undone.keys()),
         )
         for op in lost:
             log.error(
@@ -488,6 +492,16 @@ class Journal:
                     self._believed.add(number)
                     self._doubtful.discard(number)
                     self._staged.pop(number, None)
+
+    def mark_aside(self, seqs: Iterable[int]) -> None:
+        """Record which of the changes that the source refuses are set aside: these, and no others.
+
+        Raises OSError.
+        """
+        aside = set(seqs)
+        if aside != self._aside:
+            self._write({"done": self._done_upto, "aside": sorted(aside)})
+            self._aside = aside
 
     def mark_staged(self, number: int, staged: Identity) -> None:
         """Record that a file of the source is ours and about to get the name of an object.
@@ -740,9 +754,10 @@ class Journal:
         for seq, op in kept:
             recorded_ns, _ = self._undone.get(seq, (0, 0))
             yield {"seq": seq, "ns": recorded_ns, **to_record(op)}
-        if self._done_upto or self._done_beyond:
+        if self._done_upto or self._done_beyond or self._aside:
             yield {
                 "done": self._done_upto,
+                "aside": sorted(self._aside & seqs),
                 "also": sorted(self._done_beyond & seqs),
                 "at": [
                     [seq, it.size, it.mtime_ns, it.ctime_ns, it.source_ino]
@@ -785,6 +800,7 @@ class _Read:
         self.next_ino = 1
         self.done_upto = 0
         self.done_beyond: set[int] = set()
+        self.aside: set[int] = set()
         self.staged: dict[int, set[Identity]] = {}
         # Of which object each content is that was not published yet.
         self._contents: dict[int, int] = {}
@@ -857,6 +873,7 @@ class _Read:
             self.next_ino = max(self.next_ino, op.ino + 1)
         elif "done" in record:
             self.done_upto = int(record["done"])
+            self.aside = set(record.get("aside", self.aside))
             self.done_beyond |= set(record.get("also", ()))
             if self.done_beyond:
                 self.done_beyond = {seq for seq in self.done_beyond if seq > self.done_upto}
@@ -924,9 +941,10 @@ def _first_of(read: _Read, kept: Sequence[tuple[int, Op]], boot: str) -> Iterato
     recorded_ns = {seq: ns for seq, _, ns, _ in read.ops}
     for seq, op in kept:
         yield {"seq": seq, "ns": recorded_ns[seq], **to_record(op)}
-    if read.done_upto or read.done_beyond:
+    if read.done_upto or read.done_beyond or read.aside:
         yield {
             "done": read.done_upto,
+            "aside": sorted(read.aside & seqs),
             "also": sorted(read.done_beyond & seqs),
             "at": [
                 [seq, it.size, it.mtime_ns, it.ctime_ns, it.source_ino]

@@ -512,3 +512,51 @@ def test_what_was_written_before_is_read_by_a_mount_that_absorbs_nothing(
     without = monarch.mount(source, tiers=tiers)
     assert without.status()["mode"]["open"] == "none"
     all_is_read(without)
+
+
+@pytest.mark.promise(147)
+def test_what_the_source_refuses_is_set_aside_tried_again_and_given_up(
+    absorb: Absorb, tree: Tree
+) -> None:
+    source = tree({"data": 10})
+    desk = absorb(source)
+    desk.mounted.cli.expects_log("the source refuses|set aside|drain to the source goes on")
+    at = desk.mounted.path / "ckpt"
+    for name in ("x", "y"):
+        (source / "ckpt" / name).write_bytes(b"theirs")
+        (at / name).mkdir()
+        (at / name / "file").write_bytes(b"beneath")
+    (at / "weights").write_bytes(b"weights")
+    wait_until(lambda: desk.alarm() == ["drain-refused"], "nothing is refused")
+    assert "ckpt/x: mkdir: File exists (EEXIST) (holds up its user" in (
+        desk.run("ckpt", "set-aside", desk.mounted.path).out
+    )
+    desk.ckpt("set-aside", "ckpt/x", code=1)
+    desk.ckpt("set-aside", os.fspath(at / "y"), code=1)
+    desk.ckpt("wait", "ckpt/weights", "--timeout", "30s")
+    told = desk.status()
+    assert desk.alarm() == ["written-set-aside"]
+    assert "2 changes are set aside" in told["health"]["why"]
+    assert told["writing"]["aside"] == ["ckpt/x", "ckpt/y"]
+    assert told["writing"]["aside_operations"] >= 4
+    # The next mount knows it.
+    desk.run("umount", desk.mounted.path, "--abandon")
+    desk = absorb(source)
+    wait_until(lambda: desk.alarm() == ["written-set-aside"], "it is forgotten")
+    assert desk.ckpt("retry", "ckpt/x", code=1)["refused"][0]["path"] == "ckpt/x"
+    (source / "ckpt/x").unlink()
+    assert desk.run("ckpt", "retry", desk.mounted.path, "ckpt/x").out == (
+        "the source refuses nothing\n"
+    )
+    again = desk.run("ckpt", "retry", desk.mounted.path, "ckpt/x")
+    assert again.code == 2 and "the source refuses nothing at 'ckpt/x'" in again.err
+    at = desk.mounted.path / "ckpt"
+    assert (at / "y/file").read_bytes() == b"beneath"
+    assert "removed on the mount: ckpt/y\n" in (
+        desk.run("ckpt", "discard", desk.mounted.path, "ckpt/y").out
+    )
+    desk.ckpt("wait", "--timeout", "30s")
+    assert desk.alarm() == []
+    assert not (at / "y/file").exists() and "y" not in os.listdir(at)
+    assert (source / "ckpt/x/file").read_bytes() == b"beneath"
+    assert (source / "ckpt/y").read_bytes() == b"theirs"

@@ -257,6 +257,8 @@ class Life:
             evict=lambda ino: 0,
             evicted=_nothing,
             look_again=self._look_again,
+            names_changed=lambda ino: None,
+            attributes_changed=lambda ino: None,
         )
         self.writing = self.side.writing
         self.files = self.side.files
