@@ -185,3 +185,19 @@ async def test_a_link_that_the_source_cannot_have_is_set_aside_at_once(
         ]
         assert await life.side.refusals.discard(b"latest") == [b"latest"]
         await life.drained()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the source must refuse what another user does")
+async def test_a_file_of_others_under_the_name_of_what_is_given_up_is_no_conflict(
+    ground: Ground,
+) -> None:
+    async with ground.mount() as life:
+        made = await life.writing.create(*life.at(b"d/f"), mode=0o644, by=ANOTHER)
+        await life.files.write(made.ino, 0, b"not theirs")
+        life.files.release(made.ino)
+        await until(lambda: paths(life) == [b"d/f"])
+        (ground.source / "d/f").write_bytes(b"theirs")
+        assert await life.side.refusals.discard(b"d/f") == [b"d/f"]
+        await life.drained()
+        assert life.side.drain.backlog().conflicts == 0
+    assert (ground.source / "d/f").read_bytes() == b"theirs"
