@@ -366,6 +366,7 @@ class WriteSide:
             tier=place.tier.number,
             fast=fast,
             look_again=look_again,
+            next_object=place.found.next_object,
         )
         self.room = Room(
             tier=place.tier,
@@ -389,7 +390,6 @@ class WriteSide:
             drain=self.drain,
             files=self.files,
             inquiry=inquiry,
-            next_object=place.found.next_object,
             waits_for_source=settings.writeback.fsync == "source",
             names_max=settings.writeback.names_within(0, each=NAME_BYTES),
             taken=taken,

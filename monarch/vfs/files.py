@@ -40,6 +40,7 @@ from monarch.writeback.home import Home
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op
+from monarch.writeback.spares import Spares
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
@@ -62,6 +63,8 @@ _MEND_S = (1.0, 60.0)
 _LOOKS_AT_SOURCE = 3
 # So many directories and other files without bytes here are known when their names are gone.
 _BARE_KEPT = 4096
+# So many objects are closed in one hop to a thread, at the latest when files are looked at next.
+_CLOSED_AT_ONCE = 16
 # What the disk is to blame for, and not who asks.
 _OF_THE_DISK = frozenset({errno.EIO, errno.EROFS, errno.EUCLEAN})
 
@@ -89,6 +92,7 @@ class WrittenFiles:
         tier: int,
         fast: FastWrites | None,
         look_again: Callable[[Ino], Awaitable[None]],
+        next_object: int,
     ) -> None:
         self._names = names
         self._stock = stock
@@ -99,6 +103,9 @@ class WrittenFiles:
         self._make_room = make_room
         self._inquiry = inquiry
         self._threads = threads
+        self._spares = Spares(objects, threads, next_object)
+        # Descriptors of objects that nobody has open any more.
+        self._closing: list[int] = []
         # Of their own: as many fsyncs as there are threads would hold up all that opens a file.
         self._sync_threads = sync_threads
         self._tier = tier
@@ -325,14 +332,22 @@ class WrittenFiles:
 
     # -- open and closed ---------------------------------------------------------------------------
 
-    async def create(self, number: int) -> int:
-        """The descriptor of a new object. Raises Refused, ENOSPC if there is no room for it."""
+    async def create(self) -> tuple[int, int]:
+        """The number and the descriptor of a new object. Raises Refused, ENOSPC if there is no room
+        for it."""
         try:
-            return await self._ask(self._objects.create, number)
-        except Refused as error:
+            return await self._spares.take()
+        except OSError as error:
             if error.errno not in FULL or not await self._make_room(_OBJECT_BYTES):
-                raise
-        return await self._ask(self._objects.create, number)
+                raise self._refused(error) from error
+        try:
+            return await self._spares.take()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    async def number(self) -> int:
+        """That of an object for which there is no room here."""
+        return await self._spares.number()
 
     async def sync_object(self, number: int, fd: int) -> None:
         """Until the bytes of an object are safe that nobody has open yet."""
@@ -484,7 +499,7 @@ class WrittenFiles:
                 self._fast.release_written(ino)
             for fd in (file.fd, file.left_fd):
                 if fd >= 0:
-                    self.close_later(fd)
+                    self._close_with_others(fd)
         del self._open[ino]
         if not node.names:
             self.leave(node)
@@ -536,6 +551,17 @@ class WrittenFiles:
         """Close a file of the tier or of the source in a thread: even that may wait for either."""
         self._threads.start(os.close, fd)
 
+    def _close_with_others(self, fd: int) -> None:
+        """Close a file of the tier when there are more of them: one hop to a thread is for many."""
+        self._closing.append(fd)
+        if len(self._closing) >= _CLOSED_AT_ONCE:
+            self._close_others()
+
+    def _close_others(self) -> None:
+        if self._closing:
+            self._threads.start(_close_all, self._closing)
+            self._closing = []
+
     def remove(self, number: int) -> None:
         """An object that is nobody's."""
         if (path := self._stock.staged_beside(number)) is not None:
@@ -546,6 +572,8 @@ class WrittenFiles:
         self._remove(number)
 
     def _remove(self, number: int) -> None:
+        # The room of what is removed is free when nobody has it open.
+        self._close_others()
         # Without that it stays, and the next mount sweeps it.
         with suppress(Refused):
             self.note(Op(kind="gone", object=number))
@@ -556,6 +584,8 @@ class WrittenFiles:
         for ino in list(self._open):
             self._open[ino].users = 1
             self.release(ino)
+        self._close_others()
+        self._spares.close()
         self._forget_nameless(math.inf)
 
     # -- bytes -------------------------------------------------------------------------------------
@@ -865,6 +895,7 @@ class WrittenFiles:
         """Record what is open, was written and is quiet now, until cancelled."""
         while True:
             await trio.sleep(_LOOK_S)
+            self._close_others()
             self.note_unnoted()
             self._forget_nameless(trio.current_time() - _NAMELESS_S)
             for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
@@ -894,17 +925,27 @@ class WrittenFiles:
         try:
             return await threads.run(function, *args)
         except OSError as error:
-            number = error.errno or errno.EIO
-            # That the tier is full is no failure before the source is full as well.
-            if number in _OF_THE_DISK:
-                self._note_failure(number)
-            raise Refused(number) from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> Refused:
+        """What the tier's disk has answered, for who asks."""
+        number = error.errno or errno.EIO
+        # That the tier is full is no failure before the source is full as well.
+        if number in _OF_THE_DISK:
+            self._note_failure(number)
+        return Refused(number)
 
 
 def _remove(journal: Journal, objects: Objects, number: int) -> None:
     """Remove an object once it is certain that nobody will look for it. Raises OSError."""
     journal.sync()
     objects.remove(number)
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        with suppress(OSError):
+            os.close(fd)
 
 
 def _write_all(fd: int, content: bytes, offset: int) -> int:

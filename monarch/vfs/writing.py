@@ -59,7 +59,6 @@ class Writing:
         drain: Drain,
         files: WrittenFiles,
         inquiry: Inquiry,
-        next_object: int,
         waits_for_source: bool,
         names_max: int,
         taken: Callable[[Ino], None],
@@ -70,7 +69,6 @@ class Writing:
         self._covered = covered
         self._drain = drain
         self._inquiry = inquiry
-        self._next_object = next_object
         self._waits_for_source = waits_for_source
         self.names_max = names_max
         self._taken = taken
@@ -139,14 +137,14 @@ class Writing:
             raise Refused(errno.EEXIST)
         self._require_memory(NAME_BYTES)
         await self.files.require_room()
-        number = self._take_number()
         is_here = True
         try:
-            fd = await self.files.create(number)
+            number, fd = await self.files.create()
         except Refused as error:
             if error.errno not in FULL:
                 raise
             is_here = False
+            number = await self.files.number()
             fd = await self.files.stage(path, number, by=(by,), is_new=True)
         try:
             node = self.names.make(
@@ -576,8 +574,7 @@ class Writing:
     async def _take(self, ino: Ino, *, empty: bool, keep: bool, by: Credentials) -> Node:
         self._require_held(ino)
         await self.files.require_room()
-        number = self._take_number()
-        fd = await self.files.create(number)
+        number, fd = await self.files.create()
         staged = -1
         xattrs: dict[bytes, bytes] = {}
         try:
@@ -661,10 +658,6 @@ class Writing:
     async def _wait_for_names(self, ino: Ino, user: int | None) -> None:
         path, number = self.names.visible_path(ino), self._object_of(ino)
         await self._drain.wait_for(path, object=number, user=user)
-
-    def _take_number(self) -> int:
-        self._next_object += 1
-        return self._next_object - 1
 
 
 class _NoRoomError(Exception):

@@ -5,12 +5,13 @@ Nothing is changed. A daemon may be at work there; then what is seen is as of on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.writeback.journal import look
-from monarch.writeback.losses import names_of
+from monarch.writeback.losses import Numbered, names_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op
 
@@ -34,7 +35,8 @@ class Survey:
     """``operations`` are not at the source yet, ``waiting`` the files among them, oldest first.
 
     ``lost`` were never synced before a power cut: the next mount puts them aside. ``unknown`` are
-    the numbers of objects that no record knows, or of which it says that nobody needs them.
+    the numbers of objects that no record knows, or of which it says that nobody needs them, without
+    those that were made ahead of their files.
     """
 
     source: bytes
@@ -62,6 +64,7 @@ def survey(directory: Path) -> Survey:
     through = {op.object for _, op in found.ops if op.kind == "through"}
     names = names_of(found.ops, contents)
     objects = Objects(directory)
+    unknown = objects.numbers() - found.doubted - set(_needed(found.ops))
     waiting = [
         Waiting(
             path=names[number][0],
@@ -78,8 +81,17 @@ def survey(directory: Path) -> Survey:
         operations=len(undone),
         waiting=tuple(waiting),
         lost=tuple(op.path for op in found.lost),
-        unknown=tuple(sorted(objects.numbers() - found.doubted - set(_needed(found.ops)))),
+        unknown=tuple(sorted(unknown - set(_made_ahead(objects, unknown, found.ops)))),
     )
+
+
+def _made_ahead(objects: Objects, unknown: Iterable[int], ops: Sequence[Numbered]) -> Iterator[int]:
+    """Empty objects that come behind all that is recorded (spares.py)."""
+    last = max((op.object for _, op in ops), default=0)
+    for number in unknown:
+        with suppress(OSError):
+            if number > last and objects.status(number).st_size == 0:
+                yield number
 
 
 def _fault(objects: Objects, op: Op) -> str:

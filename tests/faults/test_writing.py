@@ -24,7 +24,7 @@ from tests.equipment.syncs import Syncs
 from tests.faults.test_machine import mount_by
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.conftest import slow
-from tests.mount.observe import ended, wait_until
+from tests.mount.observe import ended, objects_in, wait_until
 
 __all__ = ["slow"]
 
@@ -189,7 +189,7 @@ def test_a_disk_that_is_full_at_any_write_costs_no_byte(
 
 
 def _absorbed(mounted: Mounted) -> int:
-    return len(list(mounted.tiers["fast"].rglob("absorbed-*/??/*")))
+    return len(objects_in(mounted.tiers["fast"]))
 
 
 def until_full(path: Path) -> None:

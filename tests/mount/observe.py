@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +157,13 @@ def accounts_agree(mounted: Mounted) -> None:
         assert tier["free"] == tier["capacity"] - tier["used"], tier["name"]
     assert told["residency"]["files"] == sum(len(files) for files in on_disk.values())
     assert mounted.stages() == []
+
+
+def objects_in(tier: Path) -> list[Path]:
+    """Files that a tier has absorbed. Empty ones may have been made ahead of theirs."""
+    found = []
+    for path in tier.rglob("absorbed-*/??/*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_size > 0:
+                found.append(path)
+    return found

@@ -24,6 +24,7 @@ from tests.conftest import MonarchCommand, Mounted, Tree, contents, mounts
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, start, wait_until
+from tests.mount.observe import objects_in
 
 # How reads are served has nothing to do with it.
 pytestmark = [needs_fuse, pytest.mark.modes("auto")]
@@ -236,7 +237,7 @@ def test_what_was_lost_is_told_until_somebody_says_that_he_knows(
     desk, slow = refusing
     desk.mounted.cli.expects_log("lost|gone|bytes")
     desk.ckpt("wait", "--timeout", "100ms", code=13)
-    (held,) = desk.mounted.tiers["fast"].glob("monarch/absorbed-*/??/*")
+    (held,) = objects_in(desk.mounted.tiers["fast"])
     held.unlink()
     slow.rules()
     desk.ckpt("wait", "--timeout", "30s")

@@ -16,6 +16,7 @@ from monarch.premises import Check
 from monarch.registry import Registry
 from monarch.settings import MountSettings, TierSettings
 from monarch.write_premises import check_writing
+from monarch.writeback.objects import Objects
 from tests.conftest import MonarchCommand, Mounted, contents
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import needs_fuse, needs_root
@@ -78,7 +79,8 @@ def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
     journal = (directory / "journal").read_bytes()
 
     # Left by a daemon that was killed, or by somebody.
-    (directory / "09").mkdir(mode=0o700)
+    (directory / "09").mkdir(mode=0o700, exist_ok=True)
+    os.close(Objects(directory).create(10))
     (directory / "09/9").write_bytes(b"unknown")
     (directory / "journal.part").write_bytes(b"half")
     directory.chmod(0o755)

@@ -1,0 +1,91 @@
+"""Objects that are made ahead of the files that need them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from monarch.threads import Threads
+from monarch.writeback.objects import Objects
+from monarch.writeback.spares import MOST, Spares
+
+
+class Disk(Objects):
+    """``room``: so many objects may still be made."""
+
+    room = 1 << 30
+
+    def create(self, number: int) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= 1
+        return super().create(number)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path)
+
+
+async def taken(spares: Spares, count: int) -> list[int]:
+    numbers = []
+    for _ in range(count):
+        number, fd = await spares.take()
+        os.close(fd)
+        numbers.append(number)
+    return numbers
+
+
+def test_a_hop_to_a_thread_makes_many_objects_ahead(disk: Disk) -> None:
+    async def run() -> None:
+        spares = Spares(disk, Threads(2, "test", abandon=True), 7)
+        assert await taken(spares, 400) == [*range(7, 407)], "in order, and none left out"
+        assert spares.fillings <= 5 + 2 * 400 // MOST
+        spares.close()
+
+    trio.run(run)
+    assert disk.numbers() == {*range(7, 407)}, "what nobody took is gone"
+
+
+def test_who_makes_one_file_leaves_no_more_than_two_ahead(disk: Disk) -> None:
+    async def run() -> None:
+        spares = Spares(disk, Threads(2, "test", abandon=True), 1)
+        await taken(spares, 1)
+        while disk.numbers() != {1, 2, 3}:
+            await trio.sleep(0.01)
+
+    trio.run(run)
+
+
+def test_a_disk_without_room_refuses_and_goes_on_with_the_next_number_when_there_is_some(
+    disk: Disk,
+) -> None:
+    async def run() -> None:
+        spares = Spares(disk, Threads(2, "test", abandon=True), 1)
+        disk.room = 5
+        assert await taken(spares, 5) == [1, 2, 3, 4, 5]
+        with pytest.raises(OSError, match="No space"):
+            await spares.take()
+        alone = await spares.number()
+        assert alone == 6, "it has no object"
+        disk.room = 100
+        assert await taken(spares, 3) == [7, 8, 9]
+        spares.close()
+
+    trio.run(run)
+
+
+def test_what_is_made_while_all_is_closed_goes_too(disk: Disk) -> None:
+    async def run() -> None:
+        spares = Spares(disk, Threads(2, "test", abandon=True), 1)
+        await taken(spares, 3)
+        spares.close()
+        while spares.is_filling:
+            await trio.sleep(0.01)
+
+    trio.run(run)
+    assert disk.numbers() == {1, 2, 3}
