@@ -331,6 +331,8 @@ class Drain:
         # What the source is known to have of an object's file, and, of what was made on the mount
         # and has no object, by its number there.
         self._known: dict[int, Identity] = {}
+        # Objects of files of the source whose "take" is still in the queue.
+        self._to_take: set[int] = set()
         self._made: dict[int, Identity] = {}
         # What was made on the mount and is given up, or is at the source under another name only:
         # nothing more of it goes to the source. Objects that were given up.
@@ -469,6 +471,8 @@ class Drain:
         """Know what holds for all that comes behind a change, also before it is made."""
         if op.kind == "create":
             self._new.add(op.object)
+        elif op.kind == "take":
+            self._to_take.add(op.object)
 
     def _expect(self, seq: int, op: Op) -> None:
         """Know of what waits of an object."""
@@ -1225,7 +1229,8 @@ class Drain:
             over=over,
             is_made=number in self._new,
             # Not if a rename has taken it away there, until its content comes.
-            was_there=number in self._known and number not in self._over,
+            was_there=(number in self._known or number in self._to_take)
+            and number not in self._over,
             longest=self._longest.get(number, 0),
         )
 
@@ -1340,6 +1345,7 @@ class Drain:
         number = op.object
         match op.kind:
             case "take":
+                self._to_take.discard(number)
                 self._present.add(number)
                 # Attributes may have been changed here since the mount knew it like that.
                 known = self._made.get(op.ino, op.was)

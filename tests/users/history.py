@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tests.users.calls import ROOT, SHARED, Call, Outcome
@@ -317,6 +317,8 @@ class Judge:
                 continue
             if now is None and self._is_renamed_beside(path, after):
                 continue
+            if was is None and now is not None and self._is_made_again(path, now):
+                continue
             if any(self._may(user, path, was, now, after) for user in self._users):
                 continue
             allowed = self._allowed.paths.get(path, {was})
@@ -402,6 +404,15 @@ class Judge:
             (now.uid, now.data) == (each.uid, each.data) and not now.mode & ~each.mode
             for shown, each in self._shown.items()
             if shown.rpartition("/")[0] == above
+        )
+
+    def _is_made_again(self, path: str, now: Entry) -> bool:
+        """Whether root has written it into a file that its owner removed, and it has no rights."""
+        shown = self._shown.get(path)
+        return (
+            any(call.user == ROOT and path in call.paths for call, _ in self._made)
+            and shown is not None
+            and now == replace(shown, mode=shown.mode & ~_SPECIAL_BITS)
         )
 
     def _is_renamed_beside(self, path: str, after: Tree) -> bool:

@@ -487,6 +487,29 @@ async def test_bytes_of_root_do_not_bring_back_a_program_whose_owner_has_removed
         assert stat.S_IMODE((shared.source / name).stat().st_mode) == 0o4755, name
 
 
+@pytest.mark.fault("U7")
+@pytest.mark.promise(160)
+async def test_a_program_that_its_owner_removed_has_no_bits_if_it_is_staged_ahead(
+    shared: World, clock: Clock
+) -> None:
+    shared.by, shared.owner = ROOT, 1001
+    names = (b"a", b"d/a")
+    for name in names:
+        owned(shared, os.fsdecode(name), 0o4755)
+        shared.tree[name].mode = 0o4755
+        (shared.source / os.fsdecode(name)).unlink()
+    async with draining(shared) as drain:
+        # While these are brought the bytes of the programs behind them are staged.
+        for number in range(300):
+            shared.write(b"before-%d" % number, b"x")
+        for name in names:
+            shared.write(name, b"of root")
+        await drain.wait(shared.last_seq)
+    for name in names:
+        status = (shared.source / os.fsdecode(name)).stat()
+        assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o755)
+
+
 @pytest.mark.promise(157)
 async def test_attributes_that_the_source_does_not_take_are_told_of_until_it_has_all(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
