@@ -14,7 +14,12 @@ from monarch import config
 from monarch.cli.main import EXIT_CODES, VERBS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "Dockerfile", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+DOCUMENTS = [
+    *(ROOT / f"{page}.md" for page in PAGES),
+    ROOT / "Dockerfile",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def commands() -> list[str]:
