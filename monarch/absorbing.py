@@ -42,6 +42,7 @@ from monarch.types import WRITTEN_INO, Ino, file_now_ns
 from monarch.units import format_bytes
 from monarch.vfs.files import WrittenFiles
 from monarch.vfs.inquiry import Inquiry
+from monarch.vfs.others import Others
 from monarch.vfs.refusals import Refusals
 from monarch.vfs.replay import replay
 from monarch.vfs.room import Room
@@ -384,9 +385,10 @@ class WriteSide:
         found = self._found = _renumbered(place.found) if is_new else place.found
         self.drain.load(found)
         ops = self._unfinished(snapshot_id) if is_new else list(found.ops)
+        covered = Covered(settings.absorbs)
         self.writing = Writing(
             names=names,
-            covered=Covered(settings.absorbs),
+            covered=covered,
             drain=self.drain,
             files=self.files,
             inquiry=inquiry,
@@ -396,6 +398,20 @@ class WriteSide:
             space=self.room.told,
         )
         self._take_up(ops)
+        # Where the source never changes there is nothing to look for.
+        self.others = (
+            Others(
+                writing=self.writing,
+                covered=covered,
+                stock=stock,
+                drain=self.drain,
+                source=inquiry.source,
+                names_changed=names_changed,
+                attributes_changed=attributes_changed,
+            )
+            if settings.absorbs and settings.snapshot.freshness != "never"
+            else None
+        )
         self.refusals = Refusals(
             writing=self.writing,
             stock=stock,
@@ -488,7 +504,7 @@ class WriteSide:
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """What goes on beside the answers."""
-        return {
+        tasks = {
             "drain": self.drain.run,
             "writing": self.files.run,
             "mending": self.files.mend,
@@ -497,6 +513,9 @@ class WriteSide:
             "journal": self._keep_journal_short,
             "lease": self._renew_lease,
         }
+        if self.others is not None:
+            tasks["others"] = self.others.run
+        return tasks
 
     async def _renew_lease(self) -> None:
         while True:

@@ -343,6 +343,7 @@ class _Mount:
                 no_open=choice.open == "none",
                 decide_opens=settings.verify == "open",
                 cache_listings=choice.cache_listings,
+                ask_names=bool(settings.absorbs),
                 as_caller=settings.source_identity == "caller",
             )
         )
@@ -427,6 +428,7 @@ class _Mount:
             kernel_reads=choice.datapath == "passthrough",
             doubts=doubts,
             writing=self._writing.writing if self._writing is not None else None,
+            others=self._writing.others if self._writing is not None else None,
         )
         # Of its own: a disk that does not answer must hold up nothing else.
         self._scrub_threads = Threads(1, "scrub", abandon=True)

@@ -261,6 +261,8 @@ enum names_answer names_lookup(const struct names *names, uint64_t parent, const
         else
             high = middle;
     }
+    if (names->ask)
+        return NAMES_ASK;
     /* An entry without an inode number: the kernel remembers that there is none. */
     memset(entry, 0, sizeof *entry);
     entry->entry_valid = NAMES_VALID_S;
@@ -297,7 +299,7 @@ enum names_answer names_list(const struct names *names, uint64_t ino, uint64_t o
     struct record directory;
     *used = 0;
     if (!children_of(names, ino, &first, &end) || differs(names, ino) ||
-        !record_at(names, ino, &directory))
+        !record_at(names, ino, &directory) || (names->ask && offset == 0))
         return NAMES_ASK;
     struct listing list = {buffer, size, 0, plus};
     uint64_t own[NAMES_DOTS] = {ino, directory.parent}, count = end - first + NAMES_DOTS;

@@ -33,6 +33,7 @@ struct names {
     uint64_t entries;
     const uint8_t *marks; /* a byte for each inode, shared with Python */
     uint8_t differs;      /* the mark of an inode that is not as the snapshot tells */
+    bool ask;             /* others may make names: what is missing, and listings, are Python's */
     size_t blocks[NAMES_TABLES];
     struct names_block *table[NAMES_TABLES];
     size_t acl_count; /* 0: the kernel does not decide with lists */

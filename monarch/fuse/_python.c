@@ -257,6 +257,12 @@ static PyObject *datapath_fetch_as_caller(Datapath *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *datapath_ask_names(Datapath *self, PyObject *unused) {
+    (void)unused;
+    self->path->names.ask = true;
+    Py_RETURN_NONE;
+}
+
 static PyObject *datapath_publish(Datapath *self, PyObject *args) {
     unsigned table;
     Py_ssize_t number;
@@ -679,6 +685,7 @@ static PyMethodDef methods[] = {
     {"move_tier", (PyCFunction)datapath_move_tier, METH_VARARGS, NULL},
     {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
     {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
+    {"ask_names", (PyCFunction)datapath_ask_names, METH_NOARGS, NULL},
     {"fetch_as_caller", (PyCFunction)datapath_fetch_as_caller, METH_NOARGS, NULL},
     {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},

@@ -100,8 +100,9 @@ class Datapath:
     What ``limits`` says of fetching small files holds for the extension, too. ``passthrough``: let
     the kernel read resident files itself where it will. ``no_open``: have the kernel open files
     without asking. ``decide_opens``: Python looks at every open. ``cache_listings``: the kernel may
-    keep directory listings. ``as_caller``: files are fetched with the rights of the process that
-    opens them.
+    keep directory listings. ``ask_names``: Python is asked for names that the snapshot has not,
+    and for listings as they begin. ``as_caller``: files are fetched with the rights of the process
+    that opens them.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Datapath:
         no_open: bool,
         decide_opens: bool,
         cache_listings: bool,
+        ask_names: bool,
         as_caller: bool,
     ) -> None:
         self._options = {
@@ -143,6 +145,8 @@ class Datapath:
             limits.source_concurrency,
             round((limits.source_timeout or 0) * 1e9),
         )
+        if ask_names:
+            self._native.ask_names()
         if as_caller:
             self._native.fetch_as_caller()
         for tier in tiers:

@@ -31,6 +31,7 @@ from monarch.text import errno_words
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.inquiry import CALLER, Caller
+from monarch.vfs.others import LOOK_S
 from monarch.vfs.writing import Writing
 
 log = logging.getLogger(__name__)
@@ -162,6 +163,9 @@ class Operations(pyfuse3.Operations):
             return _entry(self._names.attributes(parent))
         if len(name) > _NAME_MAX:
             raise FUSEError(errno.ENAMETOOLONG)
+        others = self._filesystem.others
+        if others is not None:
+            await others.listed(Ino(parent_inode))
         ino = self._names.lookup(Ino(parent_inode), name)
         if ino is None and (lost := self._names.lost(Ino(parent_inode), name)) is not None:
             await self._filesystem.changes.find_again(lost)
@@ -169,7 +173,8 @@ class Operations(pyfuse3.Operations):
         if ino is None:
             # An entry without an inode number: the kernel remembers that there is none.
             missing = EntryAttributes()
-            missing.entry_timeout = _TIMEOUT_S
+            is_looked_at = others is not None and others.used(Ino(parent_inode))
+            missing.entry_timeout = LOOK_S if is_looked_at else _TIMEOUT_S
             return missing
         return _entry(self._filesystem.latest(self._names.attributes(ino)))
 
@@ -188,6 +193,10 @@ class Operations(pyfuse3.Operations):
     @_answered
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         reply, directory = pyfuse3.readdir_reply, Ino(fh)
+        others = self._filesystem.others
+        if start_id == 0 and others is not None:
+            others.used(directory)
+            await others.listed(directory)
         if start_id == 0 and self._filesystem.writing is not None:
             # A process that renames what it finds must not find it again for ever.
             self._list_ends[directory] = self._names.list_end(directory)
@@ -332,7 +341,11 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
-        self._writing.rmdir(Ino(parent_inode), name, by=_caller(ctx))
+        others, parent = self._filesystem.others, Ino(parent_inode)
+        ino = self._names.lookup(parent, name)
+        if others is not None and ino is not None:
+            await others.listed(ino)
+        self._writing.rmdir(parent, name, by=_caller(ctx))
 
     @_answered
     async def rename(

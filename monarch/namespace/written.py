@@ -231,6 +231,8 @@ class Written:
         self._listings: dict[Ino, Listing] = {}
         # Inodes of the snapshot that lost all names through the mount.
         self._removed: set[Ino] = set()
+        # Directories that others have made at the source since the snapshot.
+        self._adopted: set[Ino] = set()
         # Entries of all listings, and the bytes of extended attributes and symbolic links' targets.
         self._entry_count = 0
         self._value_bytes = 0
@@ -516,6 +518,36 @@ class Written:
         directory.touch(now_ns)
         return node
 
+    def adopt(self, parent: Ino, name: bytes, now: Attributes, *, target: bytes = b"") -> Node:
+        """Show what others have made at the source: an inode with the next number, which has what
+        ``now`` tells but its number. The name must be nobody's. Raises Refused."""
+        self._require_directory(parent)
+        directory, number = self.take(parent), self._next_ino
+        self._next_ino = Ino(number + 1)
+        is_dir = now.is_dir
+        node = self._nodes[number] = Node(
+            ino=number,
+            parent=parent,
+            mode=now.mode,
+            uid=now.uid,
+            gid=now.gid,
+            nlink=max(2, now.nlink) if is_dir else 1,
+            mtime_ns=now.mtime_ns,
+            ctime_ns=now.ctime_ns,
+            atime_ns=now.mtime_ns,
+            rdev=now.rdev,
+            size=now.size,
+            blocks=now.blocks,
+            source_ino=now.source_ino,
+            target=target,
+        )
+        self._value_bytes += len(target)
+        self._put(parent, name, node)
+        _count(directory, is_dir)
+        if is_dir:
+            self._adopted.add(number)
+        return node
+
     def link(self, ino: Ino, parent: Ino, name: bytes, *, now_ns: int) -> Node:
         """One more name of a file, or of anything else but a directory. Raises Refused."""
         self._require_place(parent, name)
@@ -601,9 +633,10 @@ class Written:
         """Give an inode another name, in place of whoever has that.
 
         None if both are names of one inode: nothing happens then. Raises Refused; EXDEV for a
-        directory of the snapshot: what is in it is found at the source by the path that it has, so
-        whoever moves it is to copy it, as between file systems. Not if it ``is_again``: it was made
-        on the mount, and the snapshot knows it since; all beneath it is taken (``take_all``).
+        directory of the snapshot, or of others: what is in it is found at the source by the path
+        that it has, so whoever moves it is to copy it, as between file systems. Not if it
+        ``is_again``: it was made on the mount, and the snapshot knows it since; all beneath it is
+        taken (``take_all``).
         """
         if flags & ~RENAME_NOREPLACE:
             raise Refused(errno.EINVAL)
@@ -624,7 +657,7 @@ class Written:
                 raise Refused(errno.ENOTDIR if is_dir else errno.EISDIR)
             if is_dir:
                 self._require_empty(existing)
-        if is_dir and ino < WRITTEN_INO and not is_again:
+        if is_dir and (ino < WRITTEN_INO or ino in self._adopted) and not is_again:
             raise Refused(errno.EXDEV)
 
         node, directory, to_directory = self.take(ino), self.take(parent), self.take(to_parent)
@@ -724,6 +757,7 @@ class Written:
             raise ValueError(f"inode {ino} has a name")
         self._value_bytes -= _size_of(node.xattrs) + len(node.target)
         del self._nodes[ino]
+        self._adopted.discard(ino)
         self._known.drop(ino)
 
     # -- how ---------------------------------------------------------------------------------

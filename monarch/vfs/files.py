@@ -296,6 +296,22 @@ class WrittenFiles:
             freed += self._leave(node)
         return freed
 
+    def is_in_use(self, ino: Ino) -> bool:
+        """Whether somebody has a file open, or is about to."""
+        return ino in self._open or ino in self._opening
+
+    def is_clean(self, node: Node) -> bool:
+        """Whether the source has all of a file that has an object."""
+        last = self._stock.last(node.object)
+        return self._drain.is_done(last) and self._stock.is_drained(node.object)
+
+    def let_go(self, node: Node) -> bool:
+        """Read a file that has an object from the source from now on; whether that can be."""
+        if self.is_in_use(node.ino) or not self.is_clean(node):
+            return False
+        self._leave(node)
+        return True
+
     def _leave(self, node: Node) -> int:
         """A file is read from the source from now on; the bytes that are free."""
         number = node.object

@@ -43,6 +43,7 @@ from monarch.types import Attributes, Identity, Ino
 from monarch.vfs.changes import Changes
 from monarch.vfs.handles import Binding, OpenCopy
 from monarch.vfs.inquiry import Inquiry
+from monarch.vfs.others import Others
 from monarch.vfs.served import Account, FastPath
 from monarch.vfs.sizes import Sizes
 from monarch.vfs.writing import XATTR_DURABLE, Writing
@@ -138,7 +139,8 @@ class FileSystem:
     (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
     thing; ``opens_are_told`` is False if the kernel only reads, ``kernel_reads`` True if it reads
     copies by itself. ``doubts`` is told of each fetch.
-    ``writing`` does what a mount that can be written does beyond reading.
+    ``writing`` does what a mount that can be written does beyond reading, ``others`` looks for what
+    is written elsewhere.
     """
 
     def __init__(
@@ -165,8 +167,10 @@ class FileSystem:
         kernel_reads: bool,
         doubts: Doubts,
         writing: Writing | None,
+        others: Others | None,
     ) -> None:
         self.writing = writing
+        self.others = others
         self.names = names
         self._inquiry = inquiry
         self._tiers: Mapping[int, Tier] = {tier.number: tier for tier in tiers}

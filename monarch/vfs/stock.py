@@ -187,6 +187,11 @@ class Stock:
         """Whether the source has its bytes as they were recorded last."""
         return number in self._drained
 
+    def source_ino(self, number: int) -> int:
+        """The source's number of the file that it has of an object; 0 if that is older, or none."""
+        identity = self._drained.get(number)
+        return identity.source_ino if identity is not None else 0
+
     def is_through(self, number: int) -> bool:
         """Whether its bytes are in a staged file at the source, or came from one."""
         return number in self._through

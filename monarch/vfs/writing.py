@@ -266,20 +266,20 @@ class Writing:
         self.files.note(Op(kind="unlink", path=path, ino=ino, object=number, by=by, was=was))
         self._left(node)
 
-    def take_away(self, parent: Ino, name: bytes, *, by: Credentials) -> Ino:
+    def take_away(self, parent: Ino, name: bytes, *, by: Credentials | None) -> Ino:
         """Remove a name, though no process has asked for that; the inode that it was of.
 
-        The kernel goes on knowing the name until it asks for the inode, which is forgotten unless
-        somebody has it open.
+        ``by`` whom it is removed at the source, too; None: others have done so. The kernel goes on
+        knowing the name until it asks for the inode, which is forgotten unless somebody has it
+        open.
         """
         path, ino = self.names.path_of(parent, name), self._known(parent, name)
         number, was = self._object_of(ino), self._known_at_source(ino)
-        if self.names.attributes(ino).is_dir:
-            node = self.names.rmdir(parent, name, now_ns=file_now_ns())
-            self.files.note(Op(kind="rmdir", path=path, ino=ino, by=by, was=was))
-        else:
-            node = self.names.unlink(parent, name, now_ns=file_now_ns())
-            self.files.note(Op(kind="unlink", path=path, ino=ino, object=number, by=by, was=was))
+        kind: Kind = "rmdir" if self.names.attributes(ino).is_dir else "unlink"
+        remove = self.names.rmdir if kind == "rmdir" else self.names.unlink
+        node = remove(parent, name, now_ns=file_now_ns())
+        if by is not None:
+            self.files.note(Op(kind=kind, path=path, ino=ino, object=number, by=by, was=was))
         if not node.names:
             self._taken(ino)
             if not self.files.is_open(ino):

@@ -23,7 +23,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import merge
@@ -311,6 +311,7 @@ class Drain:
         self._demand = demand
         self._bucket = TokenBucket(bandwidth, 2 * _TURN_BYTES)
         self._queue: deque[_Entry] = deque()
+        self._noted: list[list[Op]] = []
         # Objects of which the source has a file under the names that they have by then; those that
         # a content of theirs was left out of are not among them.
         self._present: set[int] = set()
@@ -458,6 +459,8 @@ class Drain:
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
         record = self._journal.written
+        for noted in self._noted:
+            noted.append(op)
         if self._hold_s:
             self._last_put_s = trio.current_time()
         self._foresee(op)
@@ -466,6 +469,17 @@ class Drain:
         self.waiting_bytes += op.size
         if op.kind == "content" or len(self._queue) == 1:
             self._changed.unpark_all()
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Op]]:
+        """All changes that the source lacks now, and those that are put until the end of it."""
+        noted = self.waiting()
+        self._noted.append(noted)
+        try:
+            yield noted
+        finally:
+            # By itself: two may be equal.
+            self._noted = [each for each in self._noted if each is not noted]
 
     def _foresee(self, op: Op) -> None:
         """Know what holds for all that comes behind a change, also before it is made."""

@@ -254,6 +254,7 @@ def rig(
         "no_open": False,
         "decide_opens": False,
         "cache_listings": False,
+        "ask_names": False,
         "as_caller": False,
         **options,
     }

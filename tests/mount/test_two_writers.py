@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LEASES, MonarchCommand, Tree
+from tests.mount.command import wait_until
 from tests.mount.observe import account
 
 pytestmark = pytest.mark.modes("relay")
@@ -43,3 +44,48 @@ def test_the_second_one_is_refused_or_both_are_told(
     again.umount()
     first.umount()
     assert os.listdir(source / LEASES) == []
+
+
+@pytest.mark.promise(148)
+@pytest.mark.fault("N5")
+def test_each_of_two_mounts_shows_what_the_other_has_made_and_removed(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source = tree({"ckpt/old": 10, "data/a": 10})
+    shared = ["absorb=ckpt/**", "writeback.shared=true"]
+    monarch.allows_log("is written through another mount")
+    monarch.allows_log("the same paths are written through another mount")
+    mounts = [
+        monarch.mount(
+            source, tmp_path / at, tiers={at: "16MiB"}, state=tmp_path / f"s-{at}", options=shared
+        )
+        for at in ("one", "two")
+    ]
+    one, two = (mounted.path / "ckpt" for mounted in mounts)
+    # The kernel of each knows that the names are missing, and the listing that there is.
+    assert not (two / "tmp/rank1").exists() and not (two / "latest").exists()
+    assert os.listdir(two) == ["old"]
+    (one / "tmp").mkdir()
+    (two / "other").mkdir()
+    for rank in range(3):
+        (one / "tmp" / f"rank{rank}").write_bytes(b"weights %d" % rank)
+    (one / "latest").write_bytes(b"tmp")
+    wait_until(lambda: (two / "latest").exists(), "it is not seen", timeout_s=60)
+    wait_until(lambda: (two / "tmp/rank2").exists(), "it is not seen", timeout_s=60)
+    assert sorted(os.listdir(two)) == ["latest", "old", "other", "tmp"]
+    assert (two / "tmp/rank2").read_bytes() == b"weights 2"
+    wait_until(lambda: "other" in os.listdir(one), "it is not seen", timeout_s=60)
+    # As rank 0 of a job commits what all have written.
+    (one / "tmp").rename(one / "step")
+    (one / "old").unlink()
+    wait_until(lambda: not (two / "old").exists(), "it is still there", timeout_s=60)
+    wait_until(lambda: (two / "step/rank0").exists(), "it is not seen", timeout_s=60)
+    wait_until(lambda: not (two / "tmp").exists(), "it is still there", timeout_s=60)
+    assert sorted(os.listdir(two)) == ["latest", "other", "step"]
+    assert (two / "step/rank1").read_bytes() == b"weights 1"
+    # A person at the source as well.
+    (source / "ckpt/latest").unlink()
+    (source / "ckpt/note").write_bytes(b"by hand")
+    for at in (one, two):
+        wait_until(lambda at=at: (at / "note").exists(), "it is not seen", timeout_s=60)
+        wait_until(lambda at=at: not (at / "latest").exists(), "it is still there", timeout_s=60)
