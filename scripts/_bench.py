@@ -248,7 +248,7 @@ def plot(title: str, results: Sequence[Result[Lab]], path: Path) -> None:
 # -- command line ----------------------------------------------------------------------------------
 
 
-SUBJECTS = ("datapath", "epochs", "hang", "snapshot", "write")
+SUBJECTS = ("datapath", "epochs", "hang", "month", "snapshot", "write")
 
 
 # The ways of reading, as options of a mount.
@@ -270,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
         "  scripts/bench --quick --peers rclone,juicefs --install-peers\n"
         "  scripts/bench epochs --quick --json epochs.json --plot epochs.png\n"
         "  scripts/bench hang --seconds 10 --modes relay\n"
+        "  scripts/bench month --lines 20000\n"
         "  scripts/bench snapshot --files 1000000\n"
         "  scripts/bench write --quick --modes relay,auto\n"
         "  scripts/bench write --only small --quick --rounds 1 --modes auto\n",
@@ -278,10 +279,16 @@ def _parser() -> argparse.ArgumentParser:
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
 
     def subject(
-        name: str, summary: str, files: int, quick_files: int, rounds: int = 5
+        name: str,
+        summary: str,
+        files: int,
+        quick_files: int,
+        rounds: int = 5,
+        *,
+        count: str = "--files",
     ) -> argparse.ArgumentParser:
         added = subjects.add_parser(name, help=summary, description=summary)
-        added.add_argument("--files", type=int, help=f"how many ({files:,})")
+        added.add_argument(count, dest="files", type=int, help=f"how many ({files:,})")
         added.add_argument("--rounds", type=int, help=f"how often each row is measured ({rounds})")
         added.add_argument("--quick", action="store_true", help="smaller, in a few minutes")
         added.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
@@ -328,6 +335,14 @@ def _parser() -> argparse.ArgumentParser:
         help="requests that wait for the source meanwhile (600,2000)",
     )
     hang.add_argument("--modes", type=_names, default=list(WAYS), help=f"{','.join(WAYS)} (all)")
+    month = subject(
+        "month", "a month of fsynced lines and checkpoints", 2_600_000, 20_000, 1, count="--lines"
+    )
+    month.add_argument("--checkpoints", type=int, help="how many (one for each 260 lines)")
+    month.add_argument(
+        "--latency", type=float, default=1.0, help="virtual s a call of the drain to the source (1)"
+    )
+    month.set_defaults(directory=Path("/dev/shm"))
     snapshot = subject("snapshot", "what the names of a large tree cost", 1_000_000, 50_000)
     snapshot.add_argument("--latency", type=float, default=1.0, help="ms a call of the source (1)")
     snapshot.add_argument("--jobs", type=int, default=32, help="calls to the source at once (32)")

@@ -314,3 +314,21 @@ def test_a_line_of_small_files_has_a_bar_of_its_own_beside_that_against_native(
     assert result.verdict == "missed", "4.8 times native"
     assert own.verdict == "good", "below 250 us"
     assert _bench_small.derived([result], "relay") == []
+
+
+def test_a_short_month_is_lived_through_and_taken_up_again(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    import _bench_month
+
+    month = _bench_month.Month(tmp_path, lines=400, checkpoints=5)
+    with _bench_month._at_once(1.0):
+        month.live()
+    assert len(month.largest) == len(month.memory) == _bench_month.PARTS
+    # The first lines come as a whole file, perhaps more than once.
+    assert month.cost[1:] and all(0 < cost <= 1.1 for cost in month.cost[1:])
+    assert len(month.below) == _bench_month.MOUNTS
+    # The last lines are not there: it was killed before.
+    there = (tmp_path / "source" / "train.log").stat().st_size
+    assert 0 < there < month.logged
+    assert len([*(tmp_path / "source").glob("ckpt-*")]) == _bench_month.KEPT

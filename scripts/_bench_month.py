@@ -1,0 +1,377 @@
+"""A month of a job that logs and saves: what the journal, memory and mounts come to in the end.
+
+A line is appended to one log and fsynced each second, and checkpoints are saved as jobs do: files
+written and fsynced in a new directory, the directory renamed, ``latest`` replaced, the oldest of
+them removed. It is the real write side of a mount, below the kernel, over a real source, tier and
+state, in virtual time: no second is waited for. Calls that a daemon makes in threads are made at
+once, so a line is at the source before the next one comes, which is the most that the drain can
+have to do. Both lie where ``--directory`` says, by default in memory: a month of fsyncs would take
+a disk for hours, and what is measured is no disk.
+
+At the end it is killed before the last lines have come to the source, and taken up again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+from _bench import BenchError, Result, Row
+from _bench_snapshot import anonymous_bytes
+from _mounts import Mount
+from trio.testing import MockClock
+from typing_extensions import TypeVarTuple, Unpack
+
+from monarch import absorbing as wiring
+from monarch.absorbing import WriteSide, absorbing, directory_of
+from monarch.credentials import Credentials
+from monarch.metrics import Metrics
+from monarch.namespace.overlay import Namespace
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.settings import MountSettings
+from monarch.snapshots import snapshot_for
+from monarch.threads import Threads
+from monarch.tiers.directory import Owner, Tier
+from monarch.tiers.source import Source
+from monarch.transfer.readers import Readers
+from monarch.types import WRITTEN_INO, Ino
+from monarch.vfs.inquiry import Inquiry
+from monarch.writeback import commits, drain
+
+Args = TypeVarTuple("Args")
+
+LOG = b"train.log"
+LATEST = b"latest"
+KEPT = 3
+# Of a checkpoint, each of so many bytes.
+FILES, FILE_BYTES = 4, 16 << 10
+CAPACITY = 8 << 30
+# Values of a row: each part of the month gives one.
+PARTS = 10
+# Lines that the source has not got when the daemon is killed.
+LEFT = 60
+MOUNTS = 3
+ROOT = Credentials(os.geteuid(), os.getegid())
+
+
+class AtOnce(Threads):
+    """Makes each call when it is asked for: virtual time stands still meanwhile.
+
+    ``latency_s`` is how long one of the drain's takes, in virtual seconds.
+    """
+
+    latency_s = 0.0
+
+    async def run(self, function: Callable[[Unpack[Args]], Any], *args: Unpack[Args]) -> Any:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._name == "drain" and self.latency_s:
+            await trio.sleep(self.latency_s)
+        return function(*args)
+
+    def start(self, function: Callable[[Unpack[Args]], object], *args: Unpack[Args]) -> None:
+        try:
+            function(*args)
+        except OSError:
+            # As in a thread: nobody waits for what comes of it.
+            return
+
+
+class Counted:
+    """Bytes of the log that the drain has written at the source."""
+
+    bytes = 0
+
+
+class CountedGrowth(drain.Growth):
+    """Of the log: nothing else is appended to."""
+
+    def write(self) -> Any:
+        before = self._offset
+        try:
+            return super().write()
+        finally:
+            Counted.bytes += self._offset - before
+
+
+class CountedStaging(drain.Staging):
+    """Of the log as well: it is the first object."""
+
+    def turn(self, count: int) -> int:
+        before = self._offset
+        try:
+            return super().turn(count)
+        finally:
+            if self._number == 1:
+                Counted.bytes += self._offset - before
+
+
+class Life:
+    """One mount, below the kernel."""
+
+    def __init__(self, work: Path, stack: ExitStack) -> None:
+        self.source, self.tier, self.state = (work / name for name in ("source", "tier", "state"))
+        for path in (self.source, self.tier, self.state):
+            path.mkdir(mode=0o700, exist_ok=True)
+        settings = MountSettings.model_validate(
+            {
+                "name": "month",
+                "source": self.source,
+                "mountpoint": work / "mnt",
+                "tiers": [{"path": self.tier, "capacity": CAPACITY}],
+                "write": "absorb",
+                "limits": {"source_timeout": None},
+            }
+        )
+        begun = time.perf_counter()
+        source = Source(os.fsencode(self.source))
+        stack.callback(source.close)
+        snapshot = snapshot_for(settings, self.state, source, False, lambda *_: None).snapshot
+        stack.callback(snapshot.close)
+        tier = Tier(1, "fast", self.tier, owner=Owner("bench"))
+        stack.callback(tier.close)
+        place = absorbing(settings, [tier], self.state)
+        assert place is not None
+        stack.callback(place.lock.release)
+        stack.callback(place.journal.close)
+        residency = Residency(snapshot.entries)
+        self.names = Namespace(
+            snapshot,
+            residency.mark_differing,
+            first_ino=Ino(max(WRITTEN_INO, place.found.next_ino)),
+        )
+        inquiry = Inquiry(
+            source,
+            AtOnce(4, "source", abandon=False),
+            names=self.names,
+            metrics=Metrics(["fast"]),
+            timeout_s=None,
+            oldest_elsewhere_s=lambda: 0.0,
+        )
+        self.side = WriteSide(
+            place,
+            settings=settings,
+            snapshot_id=snapshot.id,
+            names=self.names,
+            inquiry=inquiry,
+            readers=Readers(None),
+            ledger=Ledger([CAPACITY]),
+            residency=residency,
+            fast=None,
+            taken=lambda ino: None,
+            look_again=_never,
+            evict=lambda ino: 0,
+            evicted=_nothing,
+        )
+        self.seconds = time.perf_counter() - begun
+        self.writing = self.side.writing
+        self.journal = place.journal
+
+    @property
+    def journal_bytes(self) -> int:
+        return (directory_of(self.tier, self.source) / "journal").stat().st_size
+
+    def at(self, path: bytes) -> tuple[Ino, bytes]:
+        above, _, name = path.rpartition(b"/")
+        found = self.names.resolve(above)
+        assert found is not None
+        return found, name
+
+    def ino(self, path: bytes) -> Ino:
+        found = self.names.resolve(path)
+        assert found is not None
+        return found
+
+    async def write(self, path: bytes, content: bytes) -> None:
+        """A new file, fsynced."""
+        made = await self.writing.create(*self.at(path), mode=0o644, by=ROOT)
+        await self.writing.files.write(made.ino, 0, content)
+        await self.writing.sync(made.ino, None)
+        self.writing.files.release(made.ino)
+
+    async def save(self, number: int, content: bytes) -> None:
+        """One checkpoint, and none but the last ones stay."""
+        writing, path = self.writing, b"ckpt-%d" % number
+        part = path + b".tmp"
+        await writing.make(*self.at(part), mode=stat.S_IFDIR | 0o755, by=ROOT)
+        for index in range(FILES):
+            await self.write(b"%s/rank-%d.pt" % (part, index), content)
+        await writing.rename(*self.at(part), *self.at(path), 0, by=ROOT)
+        await self.write(LATEST + b".tmp", path)
+        await writing.rename(*self.at(LATEST + b".tmp"), *self.at(LATEST), 0, by=ROOT)
+        if number >= KEPT:
+            old = b"ckpt-%d" % (number - KEPT)
+            for index in range(FILES):
+                writing.unlink(*self.at(b"%s/rank-%d.pt" % (old, index)), by=ROOT)
+            writing.rmdir(*self.at(old), by=ROOT)
+
+
+async def _never(ino: Ino) -> None:
+    raise BenchError("the source is nobody else's here")
+
+
+async def _nothing() -> None:
+    return
+
+
+class Month:
+    """What comes of it: one value for each part of the month, or for each mount."""
+
+    def __init__(self, work: Path, lines: int, checkpoints: int) -> None:
+        self.work, self.lines, self.checkpoints = work, lines, checkpoints
+        self.largest: list[float] = []
+        self.memory: list[float] = []
+        self.objects: list[float] = []
+        self.cost: list[float] = []
+        self.below: list[float] = []
+        self.mounts: list[float] = []
+        self.logged = 0
+
+    def live(self) -> None:
+        trio.run(self._live, clock=MockClock(autojump_threshold=0))
+        for _ in range(MOUNTS):
+            self.below.append(trio.run(self._taken_up))
+
+    async def _taken_up(self) -> float:
+        with ExitStack() as stack:
+            return Life(self.work, stack).seconds
+
+    def mount(self) -> None:
+        """The real thing, which takes the same journal up; the first one drains it."""
+        for _ in range(MOUNTS):
+            with Mount(
+                self.work / "source",
+                self.work / "mnt",
+                tier=self.work / "tier",
+                capacity=str(CAPACITY),
+                state=self.work / "state",
+                options="write=absorb",
+            ) as mount:
+                self.mounts.append(mount.seconds)
+                log = (mount.path / LOG.decode()).stat().st_size
+                if log != self.logged:
+                    raise BenchError(f"the log has {log:,} bytes, not {self.logged:,}")
+
+    async def _live(self) -> None:
+        with ExitStack() as stack:
+            life = Life(self.work, stack)
+            draining = trio.CancelScope()
+
+            async def drain_until_killed() -> None:
+                with draining:
+                    await tasks["drain"]()
+
+            tasks = dict(life.side.tasks())
+            async with trio.open_nursery() as nursery:
+                for name, task in tasks.items():
+                    nursery.start_soon(drain_until_killed if name == "drain" else task)
+                await self._job(life, draining.cancel)
+                nursery.cancel_scope.cancel()
+
+    async def _job(self, life: Life, stop_draining: Callable[[], None]) -> None:
+        writing, content = life.writing, os.urandom(FILE_BYTES)
+        log = await writing.create(*life.at(LOG), mode=0o644, by=ROOT)
+        every = max(1, self.lines // max(1, self.checkpoints))
+        part = max(1, self.lines // PARTS)
+        saved, largest, begun_bytes, base = 0, 0, 0, 0.0
+        begun = time.perf_counter()
+        for number in range(self.lines):
+            if number == self.lines - LEFT:
+                stop_draining()
+            line = b"step %d: loss %.6f, lr 3.0e-04, %d tokens/s\n" % (
+                number,
+                1 + 1 / (1 + number),
+                number,
+            )
+            await writing.files.write(log.ino, self.logged, line)
+            await writing.sync(log.ino, None)
+            self.logged += len(line)
+            if number % every == every - 1 and saved < self.checkpoints:
+                await life.save(saved, content)
+                saved += 1
+            largest = max(largest, life.journal.position)
+            await trio.sleep(1)
+            if number % part == part - 1 and len(self.memory) < PARTS:
+                gc.collect()
+                memory = anonymous_bytes(os.getpid())
+                base = base or memory
+                self.memory.append((memory - base) / 1e6)
+                self.objects.append(len(gc.get_objects()))
+                self.largest.append(largest / 1e6)
+                there = (life.source / os.fsdecode(LOG)).stat().st_size
+                if there > begun_bytes:
+                    self.cost.append(Counted.bytes / (there - begun_bytes))
+                begun_bytes, Counted.bytes, largest = there, 0, 0
+                sys.stderr.write(
+                    f"{number + 1:,} lines in {time.perf_counter() - begun:.0f} s: journal"
+                    f" {life.journal_bytes / 1e6:.1f} MB, {memory / 1e6:.1f} MB of memory,"
+                    f" {self.objects[-1]:,.0f} objects\n"
+                )
+
+
+def run(
+    options: argparse.Namespace, work: Path
+) -> tuple[str, dict[str, object], list[Result[Any]]]:
+    lines, checkpoints = options.files, options.checkpoints
+    if checkpoints is None:
+        checkpoints = max(1, lines // 260)
+    month = Month(work, lines, checkpoints)
+    with _at_once(options.latency):
+        month.live()
+    month.mount()
+    results = [
+        _told("journal: the largest size", "MB", month.largest, bar=64),
+        _told("memory beyond that of the first part", "MB", month.memory, bar=8),
+        _told("Python objects", "", month.objects),
+        _told("bytes to the source a byte of the log", "", month.cost, bar=1.1),
+        _told("the write side takes it up after a kill", "s", month.below, bar=2),
+        _told("monarch mount of the same", "s", month.mounts, bar=2),
+    ]
+    conditions = {
+        "lines": lines,
+        "checkpoints": checkpoints,
+        "latency_s": options.latency,
+        "kept": KEPT,
+        "files_of_a_checkpoint": FILES,
+        "file_bytes": FILE_BYTES,
+        "log_bytes": month.logged,
+    }
+    title = (
+        f"{lines:,} lines, one fsynced each virtual second, and {checkpoints:,} checkpoints of"
+        f" {FILES} files of {FILE_BYTES >> 10} KiB, of which the last {KEPT} stay"
+    )
+    return title, conditions, results
+
+
+def _told(name: str, unit: str, values: list[float], *, bar: float | None = None) -> Result[Any]:
+    if not values:
+        raise BenchError(f"{name}: nothing was measured; there are too few lines")
+    return Result(Row(name, lambda _: 0.0, unit, bar=bar), values)
+
+
+@contextmanager
+def _at_once(latency_s: float) -> Iterator[None]:
+    AtOnce.latency_s = latency_s
+    replaced: list[tuple[Any, str, type]] = [
+        (wiring, "Threads", AtOnce),
+        (commits, "Threads", AtOnce),
+        (drain, "Growth", CountedGrowth),
+        (drain, "Staging", CountedStaging),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    for module, name, ours in replaced:
+        setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        for module, name, theirs in before:
+            setattr(module, name, theirs)
