@@ -80,9 +80,10 @@ _JOURNAL_PAUSE_S = 600.0
 _LAST_COMMIT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Absorbing:
-    """The tier that absorbs, and what it holds of earlier mounts."""
+    """The tier that absorbs, and what it holds of earlier mounts: ``found``, without its history
+    once a ``WriteSide`` has taken that up."""
 
     tier: Tier
     directory: Path
@@ -382,9 +383,9 @@ class WriteSide:
             kept=lambda: place.doubtful.held,
         )
         is_new = snapshot_known(place.directory) != snapshot_id
-        found = self._found = _renumbered(place.found) if is_new else place.found
+        found = _renumbered(place.found) if is_new else place.found
         self.drain.load(found)
-        ops = self._unfinished(snapshot_id) if is_new else list(found.ops)
+        ops = self._unfinished(found, snapshot_id) if is_new else list(found.ops)
         covered = Covered(settings.absorbs)
         self.writing = Writing(
             names=names,
@@ -397,7 +398,9 @@ class WriteSide:
             taken=taken,
             space=self.room.told,
         )
-        self._take_up(ops)
+        self._take_up(found, ops)
+        place.found = found.without_history()
+        place.journal.taken_up()
         # Where the source never changes there is nothing to look for.
         self.others = (
             Others(
@@ -427,9 +430,9 @@ class WriteSide:
             interval_s=settings.writeback.commit,
         )
 
-    def _unfinished(self, snapshot_id: str) -> list[Numbered]:
+    def _unfinished(self, found: Replay, snapshot_id: str) -> list[Numbered]:
         """What leads from a new snapshot to the tree: it knows what the source has got."""
-        found, place = self._found, self.place
+        place = self.place
         ops = [*unfinished(found, place.objects)]
         if ops or found.done:
             known = self.drain.known_of(ops)
@@ -446,9 +449,9 @@ class WriteSide:
         know_snapshot(place.directory, snapshot_id)
         return ops
 
-    def _take_up(self, ops: list[Numbered]) -> None:
+    def _take_up(self, found: Replay, ops: list[Numbered]) -> None:
         """Show what was written in earlier mounts, and go on draining it."""
-        found, place = self._found, self.place
+        place = self.place
         replay(self._names, ops, now_ns=file_now_ns())
         waiting = [(seq, op) for seq, op in ops if seq not in found.done]
         if waiting:
@@ -484,12 +487,10 @@ class WriteSide:
             if not (journal.is_long and journal.has_room()):
                 continue
             try:
-                forget = await threads.run(journal.shorten)
+                await threads.run(journal.shorten)
             except OSError as error:
                 log.warning("the journal cannot be shortened: %s", error.strerror)
                 await trio.sleep(_JOURNAL_PAUSE_S)
-            else:
-                forget()
 
     async def discard(self, numbers: Sequence[int]) -> None:
         """Give up what a power cut has left of objects. Raises TierError."""

@@ -329,7 +329,7 @@ def run(
         month.live()
     month.mount()
     results = [
-        _told("journal: the largest size", "MB", month.largest, bar=64),
+        _told("journal: the largest size", "MB", month.largest, bar=8),
         _told("memory beyond that of the first part", "MB", month.memory, bar=8),
         _told("Python objects", "", month.objects),
         _told("bytes to the source a byte of the log", "", month.cost, bar=1.1),

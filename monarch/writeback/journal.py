@@ -83,7 +83,7 @@ _AHEAD_BYTES = 4 * MiB
 _AHEAD_SHARE = 4
 _LONGEST_CHANGE = 128 * KiB
 # It is shortened when it is longer than this, and so many times as long as it was then. Bytes.
-_LONG_BYTES = 4 * MiB
+_LONG_BYTES = 1 * MiB
 _LONG_TIMES = 5
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -184,6 +184,10 @@ class Replay:
                     settled.discard(op.object)
         return set(objects) - settled
 
+    def without_history(self) -> Replay:
+        """What is of use when all else has been taken up."""
+        return Replay((), {}, self.next_object, self.next_ino, self.lost, {})
+
     def told(self) -> dict[int, Told]:
         """Size and time of modification of each object as they were recorded last.
 
@@ -238,7 +242,8 @@ def look(directory: Path) -> Look:
     path = directory / _NAME
     try:
         boot = Path(_BOOT).read_text().strip()
-        read = _Read.of(path.read_bytes(), path, boot)
+        with open(path, "rb") as file:
+            read, _ = _reading(file.fileno(), path, boot, keep=True)
     except OSError as error:
         raise TierError(
             f"journal {os.fspath(path)!r}: {error.strerror}", hint="look at its disk: `dmesg`"
@@ -273,14 +278,16 @@ class Journal:
         self._next_object = read.next_object
         self._next_ino = read.next_ino
         self._done_upto = read.done_upto
-        self._done_beyond = read.done_beyond
-        self._aside = read.aside
-        self._staged = read.staged
-        self._identities = read.identities
-        self._believed = read.believed
-        self._lost = read.lost
-        # Objects that are neither.
+        self._aside = set(read.aside)
+        self._done_beyond = set(read.done_beyond)
+        # Of objects that are not gone yet: those that have been synced, those whose bytes are lost,
+        # and those that are neither.
+        gone = {op.object for _, op, _, _ in read.ops if op.kind == "gone"}
+        self._believed = read.believed - gone
+        self._lost = set(read.lost)
         self._doubtful: set[int] = set()
+        # What stands in the file, as long as it is what was read at opening.
+        self._read: _Read | None = None
         # When each op that is not done was recorded, and of which object it is the content.
         self._undone: dict[int, tuple[int, int]] = {}
         self._replay: Replay | None = None
@@ -322,9 +329,7 @@ class Journal:
             directory.mkdir(mode=0o700, exist_ok=True)
             fd = _opened(path)
             try:
-                with open(fd, "rb", closefd=False) as file:
-                    content = file.read()
-                read = _Read.of(content, path, boot)
+                read, length = _reading(fd, path, boot)
                 if read is None:
                     _require_no_objects(directory)
                     read = _Read.new(source)
@@ -335,19 +340,19 @@ class Journal:
                         f" {os.fsdecode(read.source)!r}",
                         hint="mount that one to drain it, or name another tier for the writes",
                     )
-                elif read.end < len(content):
+                elif read.end < length:
                     log.warning(
                         "journal %s: its last %d bytes are no record, as a crash leaves them; they"
                         " are cut off",
                         path,
-                        len(content) - read.end,
+                        length - read.end,
                     )
                     os.ftruncate(fd, read.end)
                     os.fsync(fd)
                 with suppress(FileNotFoundError):
                     (directory / _STAGED).unlink()
                 if read.version < _VERSION:
-                    old, fd = fd, _brought_up(path, content[: read.end])
+                    old, fd = fd, _brought_up(path, os.pread(fd, read.end, 0))
                     os.close(old)
                     log.info("journal %s: is of version %d, now %d", path, read.version, _VERSION)
                 journal = cls(path, fd, boot, read)
@@ -364,12 +369,16 @@ class Journal:
 
     def _take_up(self, read: _Read) -> None:
         """Go on from what was read."""
-        if read.boots[-1:] != [self._boot]:
-            self._write({"boot": self._boot})
         gone = read.lost_now(self._boot)
+        new: list[dict[str, Any]] = []
+        if read.boots[-1:] != [self._boot]:
+            new.append({"boot": self._boot})
         if gone:
-            self._write({"lost": sorted(gone)})
+            new.append({"lost": sorted(gone)})
             self._lost |= gone.keys()
+        for record in new:
+            self._write(dict(record))
+            read.add(record)
         # The source has what was brought of a file that nobody finished writing.
         lost = [op for op in gone.values() if op.kind != "take"]
         ops = [(seq, op) for seq, op, _, _ in read.ops]
@@ -402,6 +411,7 @@ class Journal:
                 os.fsdecode(op.path),
             )
         self.sync()
+        self._read = read
 
     def _is_done(self, seq: int) -> bool:
         return seq <= self._done_upto or seq in self._done_beyond
@@ -412,6 +422,10 @@ class Journal:
             raise ValueError("what the journal held has been handed out")
         replay, self._replay = self._replay, None
         return replay
+
+    def taken_up(self) -> None:
+        """Who has opened it knows what it held: nothing of that is kept any more."""
+        self._replay = self._read = None
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -448,6 +462,9 @@ class Journal:
         if content and op.synced:
             self._believed.add(content)
         self._doubt(op)
+        if op.kind == "gone":
+            # Its number is never used again.
+            self._believed.discard(op.object)
         return seq
 
     def _doubt(self, op: Op) -> None:
@@ -486,12 +503,9 @@ class Journal:
         for seq in over:
             _, contents[seq] = self._undone.pop(seq, (0, 0))
         for seq, identity in done.items():
-            if identity is not None:
-                self._identities[seq] = identity
-                if number := contents.get(seq, 0):
-                    self._believed.add(number)
-                    self._doubtful.discard(number)
-                    self._staged.pop(number, None)
+            if identity is not None and (number := contents.get(seq, 0)):
+                self._believed.add(number)
+                self._doubtful.discard(number)
 
     def mark_aside(self, seqs: Iterable[int]) -> None:
         """Record which of the changes that the source refuses are set aside: these, and no others.
@@ -509,7 +523,6 @@ class Journal:
         Raises OSError.
         """
         self._write({"staged": [number, *_told(staged)]})
-        self._staged.setdefault(number, set()).add(staged)
 
     def mark_believed(self, *numbers: int) -> None:
         """Record that objects have been synced since they were recorded. Raises OSError."""
@@ -526,6 +539,7 @@ class Journal:
 
     def _write(self, record: dict[str, Any]) -> None:
         with self._lock:
+            self._read = None
             if self._synced > self._said:
                 record["upto"] = self._synced
             line = _line(record)
@@ -623,12 +637,10 @@ class Journal:
         that is not done is missing, OSError.
         """
         kept = sorted(keep, key=lambda numbered: numbered[0])
-        seqs = {seq for seq, _ in kept}
-        published = list(self._identities)
-        told = self._write_anew(lambda: self._first(kept, seqs, known), seqs, position)
-        for seq in published:
-            if seq not in told:
-                del self._identities[seq]
+        read = self._read_to(position)
+        if known is not None:
+            read.known = known
+        self._write_anew(lambda: _first_of(read, kept, self._boot), kept, position)
         points.reached("journal-compacted")
 
     @property
@@ -636,48 +648,46 @@ class Journal:
         """Whether most of it may be left out by ``shorten``."""
         return self._end > max(_LONG_BYTES, _LONG_TIMES * self._live)
 
-    def shorten(self) -> Callable[[], None]:
-        """Write the journal anew without what does not matter any more. From any thread; what it
-        returns is to be called by the one that everything else belongs to, before the next.
+    def shorten(self) -> None:
+        """Write the journal anew without what does not matter any more. From any thread.
 
         Syncs wait for no more than a rename. Raises OSError.
         """
-        with self._lock:
-            position = self._end
-            content = os.pread(self._fd, position, 0)
-        read = _Read.of(content, self._path, self._boot)
-        assert read is not None
+        position = self._end
+        read = self._read_to(position)
         ops = [(seq, op) for seq, op, _, _ in read.ops]
         is_done = (seq for seq, _ in ops if seq <= read.done_upto or seq in read.done_beyond)
         kept = shortened(ops, {seq: read.identities.get(seq) for seq in is_done})
-        seqs = {seq for seq, _ in kept}
-        self._write_anew(lambda: _first_of(read, kept, self._boot), seqs, position)
+        self._write_anew(lambda: _first_of(read, kept, self._boot), kept, position)
         self._live = self._end
         points.reached("journal-compacted")
-        forgotten = {seq for seq, _ in ops} - seqs
-        gone = {*objects_of(ops)} - {*objects_of(kept)} - read.lost
 
-        def forget() -> None:
-            for seq in forgotten:
-                self._identities.pop(seq, None)
-            self._believed -= gone
-            self._doubtful -= gone
-
-        return forget
+    def _read_to(self, position: int) -> _Read:
+        """What stands in the file before ``position``. Raises OSError."""
+        with self._lock:
+            if self._read is not None:
+                return self._read
+            content = os.pread(self._fd, position, 0)
+        read = _Read.of(content, self._path, self._boot)
+        assert read is not None
+        return read
 
     def _write_anew(
-        self, first: Callable[[], Iterator[dict[str, Any]]], seqs: set[int], position: int
-    ) -> set[int]:
-        """``first`` in the place of all before ``position``; ``seqs`` are the changes in it. Those
-        that the journal has then."""
+        self,
+        first: Callable[[], Iterator[dict[str, Any]]],
+        kept: Iterable[tuple[int, Op]],
+        position: int,
+    ) -> None:
+        """``first`` in the place of all before ``position``; ``kept`` are the changes in it."""
+        seqs = {seq for seq, _ in kept}
         try:
-            return self._replace(first(), seqs, position)
+            self._replace(first(), seqs, position)
         except OSError as error:
             if error.errno not in _FULL or not self._reserve.give_up():
                 raise
-            return self._replace(first(), seqs, position)
+            self._replace(first(), seqs, position)
 
-    def _replace(self, first: Iterator[dict[str, Any]], seqs: set[int], position: int) -> set[int]:
+    def _replace(self, first: Iterator[dict[str, Any]], seqs: set[int], position: int) -> None:
         with self._lock:
             end, undone = self._end, list(self._undone)
         tail = [*self._records(position, end)]
@@ -705,7 +715,6 @@ class Journal:
             raise
         finally:
             os.close(fd)
-        return known
 
     def _take_over(self, fd: int, staged: Path, end: int) -> int:
         """Go on in another file, which has all up to ``end``; the descriptor of the one before."""
@@ -737,38 +746,6 @@ class Journal:
         with open(fd, "ab", closefd=False) as file:
             file.writelines(lines)
         return len(lines)
-
-    def _first(
-        self, kept: Sequence[tuple[int, Op]], seqs: set[int], known: Known | None
-    ) -> Iterator[dict[str, Any]]:
-        """The records that take the place of all that was before."""
-        yield _header(self.token, self._source, self._next_seq, self._next_object, self._next_ino)
-        believed = self._believed & {op.object for _, op in kept}
-        if believed:
-            yield {"believed": sorted(believed)}
-        if self._lost:
-            yield {"lost": sorted(self._lost)}
-        if known is not None:
-            yield known.record()
-        yield {"boot": self._boot}
-        for seq, op in kept:
-            recorded_ns, _ = self._undone.get(seq, (0, 0))
-            yield {"seq": seq, "ns": recorded_ns, **to_record(op)}
-        if self._done_upto or self._done_beyond or self._aside:
-            yield {
-                "done": self._done_upto,
-                "aside": sorted(self._aside & seqs),
-                "also": sorted(self._done_beyond & seqs),
-                "at": [
-                    [seq, it.size, it.mtime_ns, it.ctime_ns, it.source_ino]
-                    for seq, it in list(self._identities.items())
-                    if seq in seqs
-                ],
-            }
-        # Behind the marks: one of a content says that what was staged before it has come.
-        for number in self._staged.keys() & {op.object for _, op in kept}:
-            for staged in self._staged[number]:
-                yield {"staged": [number, *_told(staged)]}
 
     def _records(self, start: int, end: int) -> Iterator[dict[str, Any]]:
         """Those between two offsets, without what they say of this very file."""
@@ -834,7 +811,7 @@ class _Read:
                 if read is None:
                     read = cls._begun(record, path)
                 else:
-                    read._add(record)
+                    read.add(record)
             except (ValueError, KeyError, TypeError) as error:
                 raise TierError(
                     f"journal {os.fspath(path)!r}, line {number}: {error}",
@@ -860,7 +837,8 @@ class _Read:
         read.next_ino = int(record["ino"])
         return read
 
-    def _add(self, record: dict[str, Any]) -> None:
+    def add(self, record: dict[str, Any]) -> None:
+        """One more record. Raises ValueError, KeyError or TypeError if it is none."""
         if "op" in record:
             seq, op = int(record["seq"]), from_record(record)
             self.ops.append((seq, op, int(record["ns"]), self.boots[-1]))
@@ -926,6 +904,28 @@ class _Read:
         }
 
 
+# What ``look`` has read last, and of which file: a mount looks before it opens.
+_LOOKED: dict[tuple[int, ...], _Read] = {}
+
+
+def _reading(fd: int, path: Path, boot: str, *, keep: bool = False) -> tuple[_Read | None, int]:
+    """What stands in an open journal, and how long it is; with ``keep`` who opens the same file
+    next need not read it again. Raises OSError, TierError."""
+    status = os.fstat(fd)
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    read = _LOOKED.pop(key, None)
+    if read is None:
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read()
+        read, size = _Read.of(content, path, boot), len(content)
+    else:
+        size = status.st_size
+    _LOOKED.clear()
+    if keep and read is not None and size == status.st_size:
+        _LOOKED[key] = read
+    return read, size
+
+
 def _first_of(read: _Read, kept: Sequence[tuple[int, Op]], boot: str) -> Iterator[dict[str, Any]]:
     """What takes the place of all that was read, with ``kept`` of its changes."""
     seqs = {seq for seq, _ in kept}
@@ -940,7 +940,7 @@ def _first_of(read: _Read, kept: Sequence[tuple[int, Op]], boot: str) -> Iterato
     yield {"boot": boot}
     recorded_ns = {seq: ns for seq, _, ns, _ in read.ops}
     for seq, op in kept:
-        yield {"seq": seq, "ns": recorded_ns[seq], **to_record(op)}
+        yield {"seq": seq, "ns": recorded_ns.get(seq, 0), **to_record(op)}
     if read.done_upto or read.done_beyond or read.aside:
         yield {
             "done": read.done_upto,
@@ -952,6 +952,7 @@ def _first_of(read: _Read, kept: Sequence[tuple[int, Op]], boot: str) -> Iterato
                 if seq in seqs
             ],
         }
+    # Behind the marks: one of a content says that what was staged before it has come.
     for number in read.staged.keys() & objects:
         for staged in read.staged[number]:
             yield {"staged": [number, *_told(staged)]}

@@ -42,7 +42,7 @@ class Walk:
         )
         getattr(self, kind)()
         if self._moments.random() < 0.05:
-            self._world.journal.shorten()()
+            self._world.journal.shorten()
 
     def bytes(self) -> bytes:
         self._count += 1
