@@ -69,7 +69,7 @@ async def test_what_is_set_aside_lets_its_user_go_on_and_stays_aside_over_a_remo
             assert (ground.source / "weights").read_bytes() == b"1 and more"
             assert paths(life) == [b"d/new"]
             # Also when the journal was written anew.
-            life.side.place.journal.shorten()()
+            life.side.place.journal.shorten()
     (ground.source / "d/new").unlink()
     async with ground.mount() as life:
         await life.side.refusals.retry(None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback import journal as journals
 from monarch.writeback.journal import Journal, Op
+from monarch.writeback.ops import Kind
 from monarch.writeback.shortening import shortened
 from tests.writeback.rig import Killed, World, drain_of
 
@@ -104,6 +108,148 @@ def test_what_others_need_is_not_left_out() -> None:
 
 
 @pytest.mark.promise(139)
+@pytest.mark.promise(139)
+def test_what_came_and_went_without_an_object_is_left_out_if_it_left_no_trace() -> None:
+    def of(*ops: Op, undone: int = 0) -> list[int]:
+        numbered = list(enumerate(ops, 1))
+        done: dict[int, Identity | None] = dict.fromkeys(seq for seq, _ in numbered)
+        done.pop(undone, None)
+        return [seq for seq, _ in shortened(numbered, done)]
+
+    made = Op(kind="mkdir", path=b"a.tmp", ino=7)
+    renamed = Op(kind="rename", path=b"a.tmp", to=b"a", ino=7)
+    removed = Op(kind="rmdir", path=b"a", ino=7)
+    assert of(made, renamed, removed) == []
+    assert of(made, renamed, removed, undone=3) == [1, 2, 3]
+    assert of(made, renamed) == [1, 2]
+    below = (
+        Op(kind="mkdir", path=b"a/b", ino=8),
+        Op(kind="attr", path=b"a/b", ino=8, mode=0o700),
+        Op(kind="rmdir", path=b"a/b", ino=8),
+    )
+    assert of(made, renamed, *below, removed) == []
+    # What was made in it is elsewhere now, and was moved there from it.
+    file = Op(kind="create", path=b"a/c", ino=9, object=1)
+    away = Op(kind="rename", path=b"a/c", to=b"c", ino=9, object=1)
+    assert of(made, renamed, file, away, *below, removed) == [1, 2, 3, 4, 8]
+    # A new link in the place of the last: only what the first has replaced must not come back.
+    links = [
+        Op(kind=kind, path=path, to=to, ino=ino, over_ino=over)
+        for ino in (11, 12, 13)
+        for kind, path, to, over in (
+            ("symlink", b"new", b"target", 0),
+            ("rename", b"new", b"latest", ino - 1),
+        )
+    ]
+    assert of(*links) == [5, 6]
+    assert of(*links, Op(kind="unlink", path=b"latest", ino=13)) == [5, 6, 7]
+    other = replace(links[3], to=b"other", over_ino=3)
+    assert of(*links[:3], other, *links[4:]) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.promise(139)
+def test_of_the_contents_of_a_file_the_last_published_and_the_last_left_out_stay() -> None:
+    made = Op(kind="create", path=b"a", object=1)
+    for told, left in (("nnp", [4]), ("pnn", [2, 4]), ("pnpnp", [6]), ("pnnpn", [5, 6])):
+        ops = [(1, made), *((seq, content(b"a", 1)) for seq, _ in enumerate(told, 2))]
+        done = {seq: ID if each == "p" else None for seq, each in enumerate("n" + told, 1)}
+        assert [seq for seq, _ in shortened(ops, done)] == [1, *left]
+
+
+NAMES = (b"a", b"b", b"c", b"d")
+
+
+def random_ops(chance: random.Random, count: int) -> list[Op]:
+    """Changes of directories, links and files as a mount records them, over a tree of its own."""
+    tree: dict[bytes, tuple[str, int, int]] = {b"a": ("mkdir", 3, 0), b"b": ("symlink", 4, 0)}
+    inos, objects, ops = itertools.count(1 << 33), itertools.count(1), []
+
+    def remove(path: bytes) -> None:
+        kind, ino, number = tree.pop(path)
+        end: Kind = "rmdir" if kind == "mkdir" else "unlink"
+        ops.append(Op(kind=end, path=path, ino=ino, object=number, strict=True))
+        if number:
+            ops.append(Op(kind="gone", object=number))
+
+    for _ in range(count):
+        parents = [b"", *(path + b"/" for path, (kind, *_) in tree.items() if kind == "mkdir")]
+        path = chance.choice(parents) + chance.choice(NAMES)
+        if path not in tree:
+            kind: Kind = chance.choice(("mkdir", "symlink", "create"))
+            number = next(objects) if kind == "create" else 0
+            tree[path] = kind, next(inos), number
+            ops.append(Op(kind=kind, path=path, ino=tree[path][1], object=number, strict=True))
+            if number:
+                ops.append(content(path, number))
+            continue
+        is_empty = not any(other.startswith(path + b"/") for other in tree)
+        to = chance.choice(parents) + chance.choice(NAMES)
+        if chance.random() < 0.4 and is_empty:
+            remove(path)
+        elif not to.startswith(path) and not path.startswith(to + b"/"):
+            kind, ino, number = tree[path]
+            over = tree.get(to, ("", 0, 0))
+            is_dir = kind == "mkdir"
+            full = any(other.startswith(to + b"/") for other in tree)
+            if (over[1] and ((over[0] == "mkdir") != is_dir or full)) or (is_dir and ino < 1 << 33):
+                continue
+            ops.append(
+                Op(
+                    kind="rename",
+                    path=path,
+                    to=to,
+                    ino=ino,
+                    object=number,
+                    over_ino=over[1],
+                    over_object=over[2],
+                    strict=True,
+                )
+            )
+            if over[2]:
+                ops.append(Op(kind="gone", object=over[2]))
+            tree.pop(to, None)
+            for name in [n for n in tree if n == path or n.startswith(path + b"/")]:
+                tree[to + name[len(path) :]] = tree.pop(name)
+    return ops
+
+
+def tree_after(ops: Iterable[Op]) -> dict[bytes, tuple[str, int]]:
+    """The tree that changes lead to; one that finds no place fails, as no replay may have to."""
+    tree: dict[bytes, tuple[str, int]] = {b"a": ("mkdir", 3), b"b": ("symlink", 4)}
+    for op in ops:
+        directory = op.path.rpartition(b"/")[0]
+        assert not directory or tree[directory][0] == "mkdir"
+        match op.kind:
+            case "mkdir" | "symlink" | "create":
+                assert op.path not in tree
+                tree[op.path] = op.kind, op.ino
+            case "unlink" | "rmdir":
+                tree.pop(op.path, None)
+                assert not any(name.startswith(op.path + b"/") for name in tree)
+            case "rename":
+                tree.pop(op.to, None)
+                assert op.path in tree
+                for name in [n for n in tree if n == op.path or n.startswith(op.path + b"/")]:
+                    tree[op.to + name[len(op.path) :]] = tree.pop(name)
+    return tree
+
+
+@pytest.mark.promise(139)
+def test_what_is_left_leads_to_the_same_tree() -> None:
+    left = 0
+    for seed in range(400):
+        chance = random.Random(seed)
+        ops = list(enumerate(random_ops(chance, chance.randrange(60)), 1))
+        # The last ones are on their way.
+        upto = len(ops) - chance.choice((0, 0, 3, 10))
+        done = {seq: ID if op.kind == "content" else None for seq, op in ops if seq <= upto}
+        kept = shortened(ops, done)
+        assert {seq for seq, _ in ops} - done.keys() <= {seq for seq, _ in kept}
+        assert tree_after(op for _, op in kept) == tree_after(op for _, op in ops), seed
+        left += len(ops) - len(kept)
+    assert left > 1000
+
+
 @pytest.mark.parametrize("at", ["journal-staged", "journal-compacted"])
 def test_a_kill_while_it_is_shortened_leaves_all_that_matters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
