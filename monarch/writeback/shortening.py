@@ -9,6 +9,7 @@ has it.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from monarch.types import Identity
 from monarch.writeback.losses import moved, without
@@ -146,6 +147,8 @@ def _without_obsolete(ops: Iterable[Numbered], done: Done) -> list[Numbered]:
                 obsolete = before
             else:
                 obsolete = [each for each in before if done[each] is None]
+                # What one that is left out has changed is to be brought by those behind it.
+                op = replace(op, intact=min([op.intact, *(left[each].intact for each in obsolete)]))
             for each in obsolete:
                 del left[each]
             last[op.object] = [*(each for each in before if each not in obsolete), seq]

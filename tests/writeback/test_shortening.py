@@ -154,6 +154,10 @@ def test_of_the_contents_of_a_file_the_last_published_and_the_last_left_out_stay
         ops = [(1, made), *((seq, content(b"a", 1)) for seq, _ in enumerate(told, 2))]
         done = {seq: ID if each == "p" else None for seq, each in enumerate("n" + told, 1)}
         assert [seq for seq, _ in shortened(ops, done)] == [1, *left]
+    # What the one that is missing has changed is not taken for what the source has.
+    changed = [replace(content(b"a", 1), intact=intact) for intact in (0, 2, 5)]
+    kept = shortened([(1, made), *enumerate(changed, 2)], {1: None, 2: ID, 3: None, 4: None})
+    assert [op.intact for _, op in kept] == [0, 0, 2]
 
 
 NAMES = (b"a", b"b", b"c", b"d")
