@@ -306,11 +306,12 @@ class Home:
             os.mkdir(name, 0o700, dir_fd=above_fd)
         except FileExistsError:
             return
-        log.warning(
-            "source: %r was removed by others; %r was made again, with the mode of the directory"
-            " that it is in",
-            os.fsdecode(path),
-            os.fsdecode(name),
+        # What was brought into it before may be elsewhere by now: others have renamed it.
+        self._note_conflict(
+            path,
+            b"",
+            "was removed by others, or renamed; it was made again for what was written here, with"
+            " the mode of the directory that it is in",
         )
         fd = os.open(name, _ITSELF, dir_fd=above_fd)
         try:

@@ -7,8 +7,11 @@ name, or beside it as a named conflict, or it waits for a change that the source
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import shutil
+import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,7 +23,8 @@ import trio.testing
 
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.drain import Drain
-from monarch.writeback.home import Expected
+from monarch.writeback.home import Expected, is_shared
+from monarch.writeback.ops import above
 from tests.writeback.rig import World, draining, read_tree
 from tests.writeback.test_histories import Walk, seeds
 from tests.writeback.test_others import until
@@ -32,6 +36,8 @@ class Writer(Walk):
     def __init__(self, world: World, seed: int, number: int) -> None:
         super().__init__(world, 1000 * seed + number)
         self.number = number
+        # Paths of the conflicts that its drains have told of.
+        self.told: set[bytes] = set()
 
     def bytes(self) -> bytes:
         self._count += 1
@@ -113,7 +119,40 @@ def missing(world: World, drain: Drain, there: set[bytes]) -> list[str]:
     return lost
 
 
-@pytest.mark.promise(79, 168)
+def torn_unheard(source: Path, walk: Writer, walks: list[Writer], drain: Drain) -> list[bytes]:
+    """Directories that a writer has made, with files of its own in them, which are others at the
+    source by now, though no writer was told of a conflict and no other has made them."""
+    torn, theirs = [], set[bytes]().union(*(other.told for other in walks))
+    for other in walks:
+        for _, op in other._world.told:
+            if other is not walk and op.kind in ("mkdir", "rename"):
+                theirs.add(op.names()[-1])
+    for path, node in walk._world.tree.items():
+        known = drain._made.get(node.ino) if node.kind == "dir" else None
+        there = source / os.fsdecode(path)
+        if known is None or is_shared(known) or not there.is_dir():
+            continue
+        inside = [
+            name for name in read_tree(there).values() if b"writer %d" % walk.number in name.content
+        ]
+        is_heard = any(each in (path, *above(path)) for each in theirs)
+        if there.lstat().st_ino != known.source_ino and inside and not is_heard:
+            torn.append(path)
+    return torn
+
+
+def in_memory() -> Path | None:
+    """A directory for a source that syncs at once, if there is one that keeps attributes."""
+    place = Path("/dev/shm")
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as file:
+            os.setxattr(file.name, b"user.n", b"1")
+    except OSError:
+        return None
+    return place
+
+
+@pytest.mark.promise(79, 149, 168)
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("seed", range(10))
 async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_name(
@@ -122,22 +161,53 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
     pytestconfig: pytest.Config,
     seed: int,
 ) -> None:
-    for number in seeds(seed, pytestconfig):
-        directory, chance = tmp_path / str(number), random.Random(number)
+    # 20 of each, and with --soak others for so long.
+    for number in itertools.chain(range(seed, 200, 10), seeds(seed + 200, pytestconfig)):
+        place = tempfile.mkdtemp(dir=in_memory() or tmp_path)
+        directory, chance = Path(place), random.Random(number)
         several = worlds(directory, chance.choice([2, 3]))
         walks = [Writer(world, number, n) for n, world in enumerate(several)]
         for turn in range(4):
             async with AsyncExitStack() as stack:
                 drains = await life(walks, stack, chance, steps=25, is_last=turn == 3)
+                for walk, drain in zip(walks, drains, strict=True):
+                    walk.told |= {conflict.path for conflict in drain.conflicts()}
                 if turn < 3:
                     continue
                 there = {node.content for node in read_tree(directory / "source").values()}
                 for walk, drain in zip(walks, drains, strict=True):
                     lost = missing(walk._world, drain, there)
                     assert not lost, f"seed {number}, writer {walk.number}: {lost}"
+                    torn = torn_unheard(directory / "source", walk, walks, drain)
+                    assert not torn, f"seed {number}, writer {walk.number}: {torn}"
         for walk in walks:
             walk._world.journal.close()
         shutil.rmtree(directory)
+
+
+@pytest.mark.promise(149)
+@pytest.mark.fault("N1")
+async def test_a_directory_of_two_writers_that_one_renames_is_named_by_the_other(
+    tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    one, other = worlds(tmp_path, 2)
+    for world in (one, other):
+        async with draining(world) as drain:
+            world.mkdir(b"tmp")
+            world.write(b"tmp/%d" % id(world), b"before")
+            await drain.settle()
+    one.rename(b"tmp", b"step")
+    async with draining(one, one.kill()) as drain:
+        await drain.settle()
+        assert drain.backlog().conflicts == 0
+    # What one has renamed has all that the source had then, and no more comes into it.
+    other.write(b"tmp/late", b"late")
+    async with draining(other, other.kill()) as drain:
+        await drain.settle()
+        (conflict,) = drain.conflicts()
+        assert conflict.path == b"tmp" and "by others, or renamed" in conflict.why
+    source = tmp_path / "source"
+    assert len(os.listdir(source / "step")) == 2 and os.listdir(source / "tmp") == ["late"]
 
 
 def kept(source: Path) -> list[bytes]:
