@@ -286,7 +286,10 @@ class _Mount:
         place = absorbing(settings, tiers, state)
         first_ino = place.found.next_ino if place is not None else 0
         names = Namespace(
-            snapshot, self._residency.mark_differing, first_ino=Ino(max(WRITTEN_INO, first_ino))
+            snapshot,
+            self._residency.mark_differing,
+            first_ino=Ino(max(WRITTEN_INO, first_ino)),
+            spill=state / "names",
         )
         ledger = Ledger(capacities)
         self._controller = Controller(

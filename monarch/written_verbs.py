@@ -255,7 +255,7 @@ class WrittenVerbs:
         if self._side is None:
             return
         names = self._names
-        for node in list(names.nodes()):
+        for node in names.nodes():
             if not node.is_file or not node.names:
                 continue
             for path in names.visible_paths(node.ino):

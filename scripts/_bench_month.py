@@ -148,6 +148,7 @@ class Life:
             snapshot,
             residency.mark_differing,
             first_ino=Ino(max(WRITTEN_INO, place.found.next_ino)),
+            spill=self.state / "names",
         )
         inquiry = Inquiry(
             source,

@@ -57,6 +57,7 @@ SEPARATE = {("vfs", "transfer"): {"monarch.transfer.readers"}}
 CONFINED = {
     "pyfuse3": ("fuse",),
     "lmdb": ("namespace",),
+    "sqlite3": ("namespace",),
     "yaml": ("config",),
     "numpy": ("buckets", "order", "namespace", "placement", "tiers", "daemon", "frameworks"),
     "torch": ("frameworks",),

@@ -66,6 +66,17 @@ class Known:
         if ino >= WRITTEN_INO:
             self.gone.discard(ino)
 
+    def has_more(self, ino: Ino) -> bool:
+        """Whether more is known of an inode than its attributes."""
+        acls = self._acls.get(ino, NO_ACLS)
+        has_acls = acls is not NO_ACLS or (ino < WRITTEN_INO and self.snapshot.has_acls)
+        return has_acls or ino in self._moved
+
+    def put_away(self, ino: Ino) -> None:
+        """What is known of an inode that has no more than its attributes is kept elsewhere."""
+        self.refreshed.pop(ino, None)
+        self._acls.pop(ino, None)
+
     def attributes(self, ino: Ino) -> Attributes:
         """The newest that is known; of an entry that is gone, what it was."""
         return self.refreshed.get(ino) or self.snapshot.attributes(ino)

@@ -9,6 +9,7 @@ waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from monarch.acl import NO_ACLS, Acls
 from monarch.namespace.known import Known
@@ -31,8 +32,9 @@ class Namespace(Written):
         differs: Callable[[Ino], None],
         *,
         first_ino: Ino = WRITTEN_INO,
+        spill: Path | None = None,
     ) -> None:
-        super().__init__(Known(snapshot, differs), first_ino=first_ino)
+        super().__init__(Known(snapshot, differs), first_ino=first_ino, spill=spill)
 
     @property
     def snapshot(self) -> Snapshot:

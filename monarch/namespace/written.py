@@ -2,21 +2,29 @@
 
 What was written is kept beside the snapshot: a ``Node`` for each inode that was made or changed, a
 ``Listing`` for each directory whose names differ. All else is answered by what is known of the
-source, so memory grows with what is written and not with the files. Each operation looks at
-everything that may refuse it before it changes anything, and refuses as a local file system does.
-Used from one thread, the event loop's; nothing here waits.
+source, so memory grows with what is written and not with the files. What was not used lately is
+moved out of memory (``put_away``, spill.py) and comes back when it is asked for. Each operation
+looks at everything that may refuse it before it changes anything, and refuses as a local file
+system does. Used from one thread, the event loop's; nothing here waits.
 """
 
 from __future__ import annotations
 
 import errno
+import marshal
 import stat
-from bisect import bisect_left
+import sys
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from heapq import merge
+from itertools import islice
+from operator import attrgetter
+from pathlib import Path
 
 from monarch.errors import Refused
 from monarch.namespace.known import Known
+from monarch.namespace.spill import Spill
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 
 # As renameat2(2) has it.
@@ -35,12 +43,13 @@ TARGET_MAX = 4095
 XATTRS_MAX = 128 << 10
 
 # Memory, in bytes: of an inode with what the daemon keeps of it elsewhere, of a name in a
-# directory, of an extended attribute beside its own bytes, and of an inode of the snapshot that was
-# removed. A new file is the first two.
+# directory, of an extended attribute beside its own bytes, of an inode of the snapshot that was
+# removed, and of an inode that was put away. A new file is the first two.
 _NODE_BYTES = 2816
 _ENTRY_BYTES = 256
 _XATTR_BYTES = 256
 _REMOVED_BYTES = 64
+_SPILLED_BYTES = 64
 NAME_BYTES = _NODE_BYTES + _ENTRY_BYTES
 
 _KINDS = frozenset(
@@ -56,8 +65,14 @@ _KINDS = frozenset(
 )
 _DOTS = (b".", b"..")
 _DIRECTORY_BYTES = 4096
-# What stands in a listing for a name of the snapshot that was removed.
+# What stands in a listing for a name that was removed, of the snapshot or one that was put away.
 _NONE = Ino(0)
+
+# So many inodes stay in memory that nobody uses; so many are put away at once, which takes the
+# event loop some milliseconds; so many names of a directory are read back at once.
+_KEPT = 8192
+_BATCH = 256
+_READ = 256
 
 
 @dataclass(slots=True)
@@ -157,56 +172,110 @@ class Listing:
     """How the names of one directory differ from those that the snapshot has there.
 
     A name of the snapshot keeps its place there, whoever has it. Any other gets the next index when
-    it comes, so that a listing that is being read goes on behind what it has seen.
+    it comes, so that a listing that is being read goes on behind what it has seen. Of these some
+    may be in ``spill``; what is here is newer.
     """
 
-    __slots__ = ("_added", "_order", "changed", "end")
+    __slots__ = ("_added", "_ino", "_moves", "_order", "changed", "end", "spill")
 
-    def __init__(self) -> None:
+    def __init__(self, ino: Ino) -> None:
+        self._ino = ino
+        self.spill: Spill | None = None
         # Names that the snapshot has, and whose they are now.
         self.changed: dict[bytes, Ino] = {}
         self._added: dict[bytes, tuple[int, Ino]] = {}
         # Every name that was added, by index, and with them some that went again.
         self._order: list[tuple[int, bytes]] = []
+        # How often something of it was moved to the file or forgotten there.
+        self._moves = 0
         self.end = ADDED_INDEX
 
     def __len__(self) -> int:
-        """How many names differ."""
+        """How many names differ, of those that are in memory."""
         return len(self.changed) + len(self._added)
 
     def find(self, name: bytes) -> Ino | None:
         """Whose the name is, 0 if it was removed; None if that is as in the snapshot."""
         found = self.changed.get(name)
-        if found is None and (added := self._added.get(name)) is not None:
+        if found is None and (added := self._now(name)) is not None:
             return added[1]
         return found
+
+    def _now(self, name: bytes) -> tuple[int, Ino] | None:
+        """The index of a name that was added and whose it is, 0 if it was removed."""
+        added = self._added.get(name)
+        if added is None and self.spill is not None:
+            return self.spill.find(self._ino, name)
+        return added
 
     def put(self, name: bytes, ino: Ino, *, in_snapshot: bool) -> None:
         if in_snapshot:
             self.changed[name] = ino
-        elif (added := self._added.get(name)) is not None:
-            self._added[name] = (added[0], ino)
-        else:
-            self._added[name] = (self.end, ino)
-            self._order.append((self.end, name))
+            return
+        now = self._now(name)
+        index = self.end if now is None or now[1] == _NONE else now[0]
+        if index == self.end:
+            self._order.append((index, name))
             self.end += 1
+        elif name not in self._added:
+            insort(self._order, (index, name))
+        self._added[name] = (index, ino)
 
-    def remove(self, name: bytes, *, in_snapshot: bool) -> None:
+    def remove(self, name: bytes, *, in_snapshot: bool) -> bool:
+        """Whether the name is still in the file of those that were put away (``forgotten``)."""
         if in_snapshot:
             self.changed[name] = _NONE
-            return
+            return False
+        if self.spill is not None and self.spill.find(self._ino, name) is not None:
+            self._added[name] = (0, _NONE)
+            return True
         del self._added[name]
+        self._tidy()
+        return False
+
+    def in_memory(self, name: bytes, ino: Ino) -> int | None:
+        """The index of a name that was added if it is that inode's and is in memory."""
+        index, found = self._added.get(name, (0, _NONE))
+        return index if found == ino else None
+
+    def put_away(self, name: bytes, spill: Spill) -> None:
+        """The name is in the file now, as it is here."""
+        self.spill = spill
+        self._moves += 1
+        del self._added[name]
+        self._tidy()
+
+    def forgotten(self, name: bytes) -> None:
+        """A name that was removed is in the file no more."""
+        self._moves += 1
+        if self._added.get(name, (0, Ino(1)))[1] == _NONE:
+            del self._added[name]
+
+    def _tidy(self) -> None:
         if len(self._order) > 2 * len(self._added) + 64:
             # A new list: who is reading the old one goes on in it.
             self._order = [(index, name) for index, name in self._order if self._has(index, name)]
 
     def added(self, start: int, end: int) -> Iterator[tuple[int, bytes, Ino]]:
         """The names that were added, from index ``start`` to before ``end``."""
-        order = self._order
-        for at in range(bisect_left(order, (start,)), bisect_left(order, (end,))):
-            index, name = order[at]
-            if self._has(index, name):
-                yield index, name, self._added[name][1]
+        while start < end:
+            away = self.spill.names(self._ino, start, end, _READ) if self.spill is not None else []
+            upto, moves = away[-1][0] + 1 if len(away) == _READ else end, self._moves
+            order = self._order
+            here = order[bisect_left(order, (start,)) : bisect_left(order, (upto,))]
+            before = -1
+            for index, name, ino in merge(((*it, _NONE) for it in here), away):
+                if index == before:
+                    # It is in both, and was told as it is in memory.
+                    continue
+                if ino != _NONE and moves == self._moves and name not in self._added:
+                    now: tuple[int, Ino] | None = (index, ino)
+                else:
+                    now = self._now(name)
+                if now is not None and now[0] == index and now[1] != _NONE:
+                    before = index
+                    yield index, name, now[1]
+            start = upto
 
     def _has(self, index: int, name: bytes) -> bool:
         added = self._added.get(name)
@@ -222,12 +291,26 @@ class Written:
     Those that change something raise Refused with the errno that Linux gives on a local file
     system, and have then changed nothing.
 
-    Inodes that are made are numbered from ``first_ino`` on, and no number comes again.
+    Inodes that are made are numbered from ``first_ino`` on, and no number comes again. What is put
+    away goes into a file beside ``spill``, the path of another; without, all stays in memory.
     """
 
-    def __init__(self, known: Known, *, first_ino: Ino = WRITTEN_INO) -> None:
+    def __init__(
+        self, known: Known, *, first_ino: Ino = WRITTEN_INO, spill: Path | None = None
+    ) -> None:
         self._known = known
+        # Those in memory: what came or was asked for last is at the end.
         self._nodes: dict[Ino, Node] = {}
+        self._spill_at = spill
+        self._spill: Spill | None = None
+        # How many are there only; those of the snapshot among them, a bit for each inode.
+        self._spilled = 0
+        self._spilled_old = bytearray()
+        # Inodes of which the file has what they were; of these, those that are forgotten since, and
+        # names that were removed since.
+        self._outdated: set[Ino] = set()
+        self._dropped: list[Ino] = []
+        self._unnamed: dict[tuple[Ino, bytes], None] = {}
         self._listings: dict[Ino, Listing] = {}
         # Inodes of the snapshot that lost all names through the mount.
         self._removed: set[Ino] = set()
@@ -247,11 +330,25 @@ class Written:
 
     def node(self, ino: Ino) -> Node | None:
         """What was written of an inode; None if nothing was, or nothing is known any more."""
-        return self._nodes.get(ino)
+        return self._node(ino)
 
-    def nodes(self) -> list[Node]:
-        """All that was written and is not forgotten."""
-        return list(self._nodes.values())
+    def nodes(self) -> Iterator[Node]:
+        """All that was written and is not forgotten; to be looked at, where it was put away."""
+        here = list(self._nodes)
+        for ino in here:
+            if (node := self._nodes.get(ino) or self._seen(ino)) is not None:
+                yield node
+        seen, after = set(here), Ino(0)
+        while self._spill is not None and (inos := self._spill.inos(after, _READ)):
+            after = inos[-1]
+            for ino in inos:
+                if ino not in seen and (node := self._seen(ino)) is not None:
+                    yield node
+
+    @property
+    def put_away_count(self) -> int:
+        """How many inodes are not in memory."""
+        return self._spilled
 
     @property
     def held_bytes(self) -> int:
@@ -260,29 +357,30 @@ class Written:
             len(self._nodes) * _NODE_BYTES
             + self._entry_count * _ENTRY_BYTES
             + len(self._removed) * _REMOVED_BYTES
+            + self._spilled * _SPILLED_BYTES
             + self._value_bytes
         )
 
     def is_written(self, ino: Ino) -> bool:
         """Whether it was made through the mount, or is of the snapshot and was changed."""
-        return ino in self._nodes
+        return self._has(ino)
 
     def is_forgotten(self, ino: Ino) -> bool:
         """Whether it was removed through the mount, and nothing is known of it any more."""
-        return ino not in self._nodes and (ino >= WRITTEN_INO or ino in self._removed)
+        return (ino >= WRITTEN_INO or ino in self._removed) and not self._has(ino)
 
     def is_gone(self, ino: Ino) -> bool:
         """Whether it has no name any more, through the mount or at the source."""
         if ino in self._known.gone or ino in self._removed:
             return True
-        node = self._nodes.get(ino)
+        node = self._seen(ino)
         if node is None:
             return ino >= WRITTEN_INO
         return not node.names and ino != ROOT_INO
 
     def attributes(self, ino: Ino) -> Attributes:
         """The newest that is known; of an entry that is gone, what it was."""
-        node = self._nodes.get(ino)
+        node = self._seen(ino)
         if node is not None:
             return node.attributes
         self._require_known(ino)
@@ -293,6 +391,8 @@ class Written:
 
         None for what was made through the mount, until ``refresh`` tells of it.
         """
+        if ino not in self._nodes and (away := self._away(ino)) is not None and away[1] is not None:
+            return away[1]
         if ino >= WRITTEN_INO:
             return self._known.refreshed.get(ino)
         return self._known.attributes(ino)
@@ -302,7 +402,7 @@ class Written:
 
         Raises SourceError, EACCES, if the directory could not be listed.
         """
-        if not self._nodes:
+        if self._is_untouched:
             return self._known.lookup(parent, name) if parent < WRITTEN_INO else None
         listing = self._listings.get(parent)
         if listing is not None and (found := listing.find(name)) is not None:
@@ -350,7 +450,7 @@ class Written:
 
         A file with several names comes once for each.
         """
-        if not self._nodes:
+        if self._is_untouched:
             yield from self._known.walk(ino)
             return
         attributes = self.attributes(ino)
@@ -386,7 +486,7 @@ class Written:
         """
         parts: list[bytes] = []
         while ino != ROOT_INO:
-            node = self._nodes.get(ino)
+            node = self._seen(ino)
             if node is None:
                 if ino >= WRITTEN_INO or ino in self._removed:
                     raise Refused(errno.ENOENT)
@@ -404,14 +504,14 @@ class Written:
 
     def visible_paths(self, ino: Ino) -> Iterator[bytes]:
         """All paths at which the mount shows an inode, the first one first; none if nameless."""
-        node = self._nodes.get(ino)
+        node = self._seen(ino)
         names = iter(node.names) if node is not None else self._names_below(ino)
         for parent, name in names:
             yield self.path_of(parent, name)
 
     def readlink(self, ino: Ino) -> bytes:
         """The target of a symbolic link. Raises ValueError for anything else."""
-        node = self._nodes.get(ino)
+        node = self._seen(ino)
         if node is None:
             self._require_known(ino)
             return self._known.snapshot.readlink(ino)
@@ -421,7 +521,7 @@ class Written:
 
     def xattr(self, ino: Ino, name: bytes) -> bytes:
         """The value that was set through the mount. Raises Refused, ENODATA, if none was."""
-        node = self._nodes.get(ino)
+        node = self._seen(ino)
         value = None if node is None else node.xattrs.get(name)
         if value is None:
             raise Refused(errno.ENODATA)
@@ -429,13 +529,13 @@ class Written:
 
     def more_for_xattr(self, ino: Ino, name: bytes, value: bytes) -> int:
         """How many bytes more ``held_bytes`` is once an inode has that value."""
-        node = self._nodes.get(ino)
+        node = self._seen(ino)
         before = {} if node is None else {key: v for key, v in node.xattrs.items() if key == name}
         return _size_of({name: value}) - _size_of(before)
 
     def xattrs(self, ino: Ino) -> tuple[bytes, ...]:
         """The names of what was set through the mount."""
-        node = self._nodes.get(ino)
+        node = self._seen(ino)
         return () if node is None else tuple(node.xattrs)
 
     # -- changing ------------------------------------------------------------------------------
@@ -445,7 +545,7 @@ class Written:
 
         An inode that the source has lost is nameless. Raises Refused, ESTALE, if it is forgotten.
         """
-        node = self._nodes.get(ino)
+        node = self._node(ino)
         if node is not None:
             return node
         self._require_known(ino)
@@ -481,7 +581,7 @@ class Written:
         self._require_place(parent, name)
         if self.lookup(parent, name) is not None:
             raise Refused(errno.EEXIST)
-        if ino is not None and (ino < WRITTEN_INO or ino in self._nodes):
+        if ino is not None and (ino < WRITTEN_INO or self._has(ino)):
             raise ValueError(f"inode {ino} is another's")
         directory = self.take(parent)
         if directory.mode & stat.S_ISGID:
@@ -750,7 +850,7 @@ class Written:
 
     def forget_node(self, ino: Ino) -> None:
         """Nobody has a nameless inode open any more. Raises ValueError if it has a name."""
-        node = self._nodes.get(ino)
+        node = self._node(ino)
         if node is None:
             return
         if node.names or ino == ROOT_INO:
@@ -758,7 +858,123 @@ class Written:
         self._value_bytes -= _size_of(node.xattrs) + len(node.target)
         del self._nodes[ino]
         self._adopted.discard(ino)
+        if ino in self._outdated:
+            self._dropped.append(ino)
         self._known.drop(ino)
+
+    # -- what is not in memory ------------------------------------------------------------------
+
+    def put_away(self) -> bool:
+        """Move some of the inodes that were not used lately out of memory, with their names;
+        whether there may be more of them.
+
+        Not those whose ``Node`` somebody holds, who may be about to change it. Raises OSError if
+        the file does not take them: they stay in memory then.
+        """
+        over = min(len(self._nodes) - _KEPT, _BATCH)
+        if self._spill_at is None or (over <= 0 and not self._dropped and not self._unnamed):
+            return False
+        if self._spill is None:
+            self._spill = Spill(self._spill_at)
+        chosen: list[Node] = []
+        for ino in list(islice(self._nodes, max(0, over))):
+            if _references(self._nodes, ino) > _ALONE or self._known.has_more(ino):
+                self._nodes[ino] = self._nodes.pop(ino)
+            else:
+                chosen.append(self._nodes[ino])
+        names: list[tuple[Ino, bytes, int, Ino]] = []
+        for node in chosen:
+            for parent, name in node.names:
+                listing = self._listings.get(parent)
+                index = None if listing is None else listing.in_memory(name, node.ino)
+                if index is not None:
+                    names.append((parent, name, index, node.ino))
+        refreshed = self._known.refreshed
+        self._spill.move(
+            nodes=[(node.ino, _packed(node, refreshed.get(node.ino))) for node in chosen],
+            names=names,
+            gone=self._dropped,
+            nameless=self._unnamed,
+        )
+        self._forget_dropped()
+        for parent, name, _, _ in names:
+            listing = self._listings[parent]
+            listing.put_away(name, self._spill)
+            self._entry_count -= 1
+        for node in chosen:
+            del self._nodes[node.ino]
+            self._known.put_away(node.ino)
+            self._value_bytes -= _values_of(node)
+            self._outdated.discard(node.ino)
+            self._mark_spilled(node.ino, True)
+            self._spilled += 1
+        return over == _BATCH and bool(chosen)
+
+    def _forget_dropped(self) -> None:
+        """The file has forgotten what it was to forget."""
+        for ino in self._dropped:
+            self._outdated.discard(ino)
+            self._mark_spilled(ino, False)
+        self._dropped.clear()
+        for parent, name in self._unnamed:
+            if (listing := self._listings.get(parent)) is not None:
+                self._entry_count -= len(listing)
+                listing.forgotten(name)
+                self._entry_count += len(listing)
+        self._unnamed.clear()
+
+    def _mark_spilled(self, ino: Ino, is_spilled: bool) -> None:
+        """Whether the file has an inode of the snapshot: of others it is asked."""
+        if ino >= WRITTEN_INO:
+            return
+        at, bit, bits = ino >> 3, 1 << (ino & 7), self._spilled_old
+        if at >= len(bits):
+            bits.extend(bytes(at + 1 - len(bits)))
+        bits[at] = bits[at] | bit if is_spilled else bits[at] & ~bit
+
+    def _away(self, ino: Ino) -> tuple[Node, Attributes | None] | None:
+        """An inode that is not in memory, and what the source has of it.
+
+        Raises Refused, EIO, if the file cannot be read.
+        """
+        if self._spill is None or ino in self._outdated:
+            return None
+        if ino < WRITTEN_INO:
+            at = ino >> 3
+            if at >= len(self._spilled_old) or not self._spilled_old[at] & 1 << (ino & 7):
+                return None
+        try:
+            packed = self._spill.node(ino)
+        except OSError as error:
+            raise Refused(error.errno or errno.EIO) from error
+        return None if packed is None else _unpacked(packed)
+
+    def _seen(self, ino: Ino) -> Node | None:
+        """The node of an inode, only to be looked at now."""
+        node = self._nodes.get(ino)
+        if node is None and (away := self._away(ino)) is not None:
+            return away[0]
+        return node
+
+    def _node(self, ino: Ino) -> Node | None:
+        """The node of an inode, in memory from now on."""
+        node = self._nodes.get(ino)
+        if node is None and (away := self._away(ino)) is not None:
+            node, refreshed = away
+            self._nodes[ino] = node
+            self._outdated.add(ino)
+            self._spilled -= 1
+            self._value_bytes += _values_of(node)
+            if refreshed is not None:
+                self._known.refreshed[ino] = refreshed
+        return node
+
+    def _has(self, ino: Ino) -> bool:
+        return ino in self._nodes or self._away(ino) is not None
+
+    @property
+    def _is_untouched(self) -> bool:
+        return not self._nodes and not self._spilled
 
     # -- how ---------------------------------------------------------------------------------
 
@@ -769,10 +985,10 @@ class Written:
         listing = self._listings.get(ino)
         if end is None:
             end = self.list_end(ino)
-        nodes, refreshed, gone = self._nodes, self._known.refreshed, self._known.gone
+        refreshed, gone = self._known.refreshed, self._known.gone
         if ino < WRITTEN_INO and start < ADDED_INDEX and ino not in self._removed:
             entries = enumerate(self._known.snapshot.list_from(ino, start), start)
-            if not nodes and not refreshed and not gone:
+            if self._is_untouched and not refreshed and not gone:
                 for index, (name, attributes) in entries:
                     yield index, name, attributes
                 return
@@ -781,7 +997,7 @@ class Written:
                 found = changed.get(name, attributes.ino)
                 if found == _NONE or found in gone:
                     continue
-                node = nodes.get(found)
+                node = self._seen(found)
                 if node is not None:
                     yield index, name, node.attributes
                 elif found == attributes.ino:
@@ -826,7 +1042,7 @@ class Written:
             raise Refused(errno.ESTALE)
 
     def _require_directory(self, ino: Ino) -> None:
-        is_forgotten = ino >= WRITTEN_INO and ino not in self._nodes
+        is_forgotten = ino >= WRITTEN_INO and not self._has(ino)
         if not is_forgotten and not self.attributes(ino).is_dir:
             raise Refused(errno.ENOTDIR)
         if self.is_gone(ino):
@@ -856,7 +1072,7 @@ class Written:
 
     def _is_at_or_above(self, ino: Ino, directory: Ino) -> bool:
         while directory not in (ino, ROOT_INO):
-            node = self._nodes.get(directory)
+            node = self._seen(directory)
             directory = self._known.snapshot.parent(directory) if node is None else node.parent
         return directory == ino
 
@@ -881,7 +1097,7 @@ class Written:
 
     def _put(self, parent: Ino, name: bytes, node: Node) -> None:
         """Give an inode a name that nobody is seen to have."""
-        listing = self._listings.setdefault(parent, Listing())
+        listing = self._listing(parent)
         in_snapshot = self._in_snapshot(parent, name)
         before = listing.find(name)
         if before is None and in_snapshot:
@@ -895,7 +1111,7 @@ class Written:
 
     def _displace(self, ino: Ino, parent: Ino, name: bytes) -> None:
         """The source has lost who had a name, which does not come back when the source has that."""
-        lost = self._nodes.get(ino) or self._noted(ino, self._known.names(ino))
+        lost = self._node(ino) or self._noted(ino, self._known.names(ino))
         if (parent, name) in lost.names:
             self._unname(lost, parent, name)
 
@@ -903,7 +1119,7 @@ class Written:
         """A directory goes in which all that is left is what the source has lost."""
         if not self._known.gone:
             return
-        listing = self._listings.get(directory, Listing())
+        listing = self._listings.get(directory, Listing(directory))
         if directory < WRITTEN_INO:
             for name, attributes in self._known.snapshot.list_from(directory, 0):
                 if ino := listing.changed.get(name, attributes.ino):
@@ -912,10 +1128,18 @@ class Written:
             self._displace(ino, directory, name)
 
     def _remove(self, parent: Ino, name: bytes) -> None:
-        listing = self._listings.setdefault(parent, Listing())
+        listing = self._listing(parent)
         self._entry_count -= len(listing)
-        listing.remove(name, in_snapshot=self._in_snapshot(parent, name))
+        if listing.remove(name, in_snapshot=self._in_snapshot(parent, name)):
+            self._unnamed[parent, name] = None
         self._entry_count += len(listing)
+
+    def _listing(self, ino: Ino) -> Listing:
+        """That of a directory in which a name is about to differ."""
+        listing = self._listings.get(ino)
+        if listing is None:
+            listing = self._listings[ino] = Listing(ino)
+        return listing
 
     def _lose(self, node: Node, parent: Ino, name: bytes, now_ns: int) -> None:
         """Somebody takes a name from an inode."""
@@ -944,6 +1168,36 @@ class Written:
         if node.mode & drop:
             node.mode &= ~drop
             node.keeps_mode = True
+
+
+_NODE_FIELDS = attrgetter(*(each.name for each in fields(Node)))
+_ATTRIBUTES_FIELDS = attrgetter(*(each.name for each in fields(Attributes)))
+
+
+def _packed(node: Node, refreshed: Attributes | None) -> bytes:
+    there = None if refreshed is None else _ATTRIBUTES_FIELDS(refreshed)
+    return marshal.dumps((_NODE_FIELDS(node), there))
+
+
+def _unpacked(packed: bytes) -> tuple[Node, Attributes | None]:
+    """The inverse of ``_packed``."""
+    node, refreshed = marshal.loads(packed)
+    return Node(*node), None if refreshed is None else Attributes(*refreshed)
+
+
+def _references(nodes: Mapping[Ino, object], ino: Ino) -> int:
+    """How many references to a node there are, with those that this takes."""
+    node = nodes[ino]
+    return sys.getrefcount(node)
+
+
+# Of one that nobody holds.
+_ALONE = _references({ROOT_INO: object()}, ROOT_INO)
+
+
+def _values_of(node: Node) -> int:
+    """The memory that the values take which an inode has, in bytes."""
+    return _size_of(node.xattrs) + len(node.target)
 
 
 def _size_of(xattrs: Mapping[bytes, bytes]) -> int:

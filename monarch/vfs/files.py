@@ -61,6 +61,8 @@ _NAMELESS_S = 1.0
 _MEND_S = (1.0, 60.0)
 # So often a file that changes at the source is opened there.
 _LOOKS_AT_SOURCE = 3
+# When names are put away again after that was not possible. Seconds.
+_PUT_AWAY_PAUSE_S = 60.0
 # So many directories and other files without bytes here are known when their names are gone.
 _BARE_KEPT = 4096
 # So many objects are closed in one hop to a thread, at the latest when files are looked at next.
@@ -129,6 +131,7 @@ class WrittenFiles:
         self.failure = ""
         # When objects whose sync has failed are written anew, and how long after that once more.
         self._mend_s: dict[int, tuple[float, float]] = {}
+        self._put_away_s = -math.inf
         # What was done and the journal had no room for, in order; files whose bytes are to be
         # recorded when it has.
         self._unnoted: list[Op] = []
@@ -240,7 +243,10 @@ class WrittenFiles:
                 taken[op.object] = op.was
             elif op.kind == "content" and not op.same:
                 taken.pop(op.object, None)
-        for node in self._stock.take_up(ops, done):
+        found = self._stock.take_up(ops, done)
+        objects = {node.object for node in found}
+        self._writers = {number: by for number, by in self._writers.items() if number in objects}
+        for node in found:
             # Of one that is missing the drain tells.
             with suppress(OSError):
                 status = self._objects.status(node.object)
@@ -283,16 +289,18 @@ class WrittenFiles:
             return True
         return self._stock.content(number)[1] and not self._drain.is_done(self._stock.last(number))
 
-    def let_drained_go(self, size: int) -> int:
+    def let_drained_go(self, size: int, *, count: int = 0) -> int:
         """Remove objects that are at the source and nobody has open, the oldest first.
 
-        Until so many bytes are free; how many are. Their files are read from the source.
+        Until so many bytes are free, and ``count`` are gone; how many bytes are. Their files are
+        read from the source.
         """
         if size > 0:
             self._forget_nameless(math.inf)
         freed = 0
         busy = self._open.keys() | self._opening.keys()
-        for node in self._stock.leaving(size, busy=busy, is_done=self._drain.is_done):
+        is_done = self._drain.is_done
+        for node in self._stock.leaving(size, count=count, busy=busy, is_done=is_done):
             freed += self._leave(node)
         return freed
 
@@ -914,6 +922,7 @@ class WrittenFiles:
             self._close_others()
             self.note_unnoted()
             self._forget_nameless(trio.current_time() - _NAMELESS_S)
+            await self._put_names_away()
             for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
                 self._leave(node)
             for file in list(self._stock.open.values()):
@@ -928,6 +937,17 @@ class WrittenFiles:
                     if file.quiet_s >= _QUIET_S and written is not None and written.names:
                         with suppress(Refused):
                             self._record_open(file, written)
+
+    async def _put_names_away(self) -> None:
+        """Have names that nobody uses out of memory, a few in one turn of the loop."""
+        if trio.current_time() < self._put_away_s:
+            return
+        try:
+            while self._names.put_away():
+                await trio.lowlevel.checkpoint()
+        except OSError as error:
+            self._put_away_s = trio.current_time() + _PUT_AWAY_PAUSE_S
+            log.warning("names of written files stay in memory: %s", errno_words(error.errno))
 
     async def _ask(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         return await self._ask_in(self._threads, function, *args)

@@ -1,7 +1,8 @@
 """Room in the absorbing tier: what is written goes before copies of the source.
 
 So much is kept for writing as is written now, and at least the reserve. Copies make room for it,
-and what has been drained stays as long as the reserve has place for it, oldest out first.
+and what has been drained stays as long as the reserve has place for it, oldest out first. Of small
+files so many stay that what is kept in memory of each is no matter.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _LOOK_S = 0.5
 # Of the tier, if nothing is configured.
 _RESERVE_SHARE = 0.05
 _LARGEST_FILES = 2
+# So many objects that are at the source as well stay: each takes about a kilobyte of memory.
+_MOST_DRAINED = 32768
 # How long it may take until what was let go of is gone from the disk. Seconds.
 _PATIENCE_S = 2.0
 _STEP_S = 0.02
@@ -89,7 +92,9 @@ class Room:
     async def keep(self) -> None:
         """Let go of what has been drained beyond the reserve, and of copies that are in the way."""
         number, reserve = self._tier.number, self.reserve
-        self._files.let_drained_go(self._stock.drained_bytes - reserve)
+        self._files.let_drained_go(
+            self._stock.drained_bytes - reserve, count=self._stock.drained_count - _MOST_DRAINED
+        )
         written = self._stock.bytes + self._kept()
         self._ledger.hold(number, max(reserve, written))
         wanted = max(0, reserve - written) - self.space.available

@@ -183,6 +183,11 @@ class Stock:
             if (file.is_changed or number not in self._contents) and not self.is_dead(number)
         }
 
+    @property
+    def drained_count(self) -> int:
+        """How many objects there are that the source has as well."""
+        return len(self._drained)
+
     def is_drained(self, number: int) -> bool:
         """Whether the source has its bytes as they were recorded last."""
         return number in self._drained
@@ -295,19 +300,21 @@ class Stock:
         self._last[number] = seq
 
     def leaving(
-        self, size: int, *, busy: Container[Ino], is_done: Callable[[int], bool]
+        self, size: int, *, count: int, busy: Container[Ino], is_done: Callable[[int], bool]
     ) -> Iterator[Node]:
-        """Files whose objects may go to free so many bytes, the oldest first, none of ``busy``.
+        """Files whose objects may go to free so many bytes, and ``count`` at least, the oldest
+        first, none of ``busy``.
 
         ``is_done`` tells whether the source has what was noted by that number.
         """
-        freed = 0
+        freed = gone = 0
         for number in list(self._drained):
-            if freed >= size:
+            if freed >= size and gone >= count:
                 return
             node = self.node(number)
             if node is not None and node.ino not in busy and is_done(self.last(number)):
                 freed += self._sizes[number]
+                gone += 1
                 yield node
 
     def leave(self, node: Node) -> int:
@@ -375,6 +382,9 @@ class Stock:
             del self._drained[number]
         self._know_unshown(ops, known | gone)
         self._safe_only_here &= known
+        for table in (self._contents, self._unsynced, self._last, self._through):
+            for number in table.keys() & gone:
+                del table[number]
         return found
 
     def _know_unshown(self, ops: Sequence[tuple[int, Op]], known: Container[int]) -> None:

@@ -632,6 +632,52 @@ def test_names_end_where_the_memory_for_them_does(monarch: MonarchCommand, tree:
     (at / "after").write_bytes(b"x")
 
 
+@pytest.mark.promise(131)
+@pytest.mark.modes("relay")
+def test_many_files_that_are_drained_leave_memory_and_are_as_they_were(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    # More than stay in memory, which are 8,192.
+    count = 9500
+    mounted = monarch.mount(tree({"a": 1}), options=["write=absorb", "writeback.reserve=0"])
+    folder = mounted.path / "d"
+    folder.mkdir()
+    kept = (folder / "kept").open("wb+", buffering=0)
+    kept.write(b"before")
+    for number in range(count):
+        (folder / f"{number}").write_bytes(b"%d" % number)
+    inos = {name: (folder / name).stat().st_ino for name in ("0", "1", "2", "3")}
+
+    def are_away() -> bool:
+        written = mounted.status()["writing"]
+        return not written["files"] and written["names"] < 8192 + 8192 // 8
+
+    wait_until(are_away, "they stay in memory", timeout_s=300)
+    wait_until(lambda: len(objects_in(mounted.tiers["fast"])) <= 1, "their bytes are kept")
+    assert set(os.listdir(folder)) == {"kept", *map(str, range(count))}
+    for number in range(0, count, 19):
+        assert (folder / f"{number}").read_bytes() == b"%d" % number
+    assert {name: (folder / name).stat().st_ino for name in inos} == inos
+    kept.write(b" and after")
+    assert os.pread(kept.fileno(), 100, 0) == b"before and after"
+    kept.close()
+    (folder / "0").rename(folder / "1")
+    (folder / "2").unlink()
+    os.link(folder / "3", folder / "linked")
+    with (folder / "4").open("ab") as file:
+        file.write(b" more")
+    assert (folder / "1").stat().st_ino == inos["0"]
+    assert (folder / "linked").stat().st_ino == inos["3"]
+    drained(mounted, "d/1", "d/linked", "d/4", "d/kept")
+    wait_until(lambda: not mounted.status()["writing"]["operations"], "not all is drained")
+    mounted.umount()
+    there = mounted.source / "d"
+    assert len(os.listdir(there)) == count
+    assert (there / "1").read_bytes() == b"0" and (there / "4").read_bytes() == b"4 more"
+    assert (there / "linked").stat().st_ino == (there / "3").stat().st_ino
+    assert (there / "kept").read_bytes() == b"before and after"
+
+
 @pytest.mark.promise(1, 156)
 @pytest.mark.modes("relay", "python")
 def test_what_others_change_after_it_was_drained_is_read_whole(

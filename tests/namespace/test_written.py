@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from monarch.errors import Refused, SourceError
+from monarch.namespace import written
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.written import (
@@ -85,13 +86,41 @@ class Shown:
         return [name for _, name, _ in self.names.list_from(self.ino(path), 0)]
 
 
-@pytest.fixture
-def over(taken: Taken) -> Callable[[Path], Shown]:
+class PutAway(Namespace):
+    """Puts away all that nobody holds before each call of whatever kind."""
+
+    CALLS = frozenset(
+        (
+            *("attributes", "at_source", "change", "forget", "forget_node", "hide", "is_forgotten"),
+            *("is_gone", "is_written", "link", "list_from", "lookup", "make", "move", "node"),
+            *("path", "readlink", "refresh", "remove_xattr", "rename", "rmdir", "set_xattr"),
+            *("take", "unlink", "visible_path", "visible_paths", "walk", "xattr", "xattrs"),
+        )
+    )
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in PutAway.CALLS:
+            while self.put_away():
+                pass
+        return super().__getattribute__(name)
+
+
+@pytest.fixture(params=["in memory", "put away"])
+def over(
+    taken: Taken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Callable[[Path], Shown]:
     def over(source: Path) -> Shown:
         told = Told()
-        return Shown(Namespace(taken(source), told.add), told)
+        if request.param == "in memory":
+            return Shown(Namespace(taken(source), told.add), told)
+        monkeypatch.setattr(written, "_KEPT", 0)
+        return Shown(PutAway(taken(source), told.add, spill=tmp_path / "names"), told)
 
     return over
+
+
+# Where it is asked what is in memory.
+in_memory = pytest.mark.parametrize("over", ["in memory"], indirect=True)
 
 
 @pytest.fixture
@@ -124,6 +153,7 @@ def number(call: Callable[[], object]) -> int:
 # -- how much memory it takes ------------------------------------------------------------------
 
 
+@in_memory
 def test_what_is_removed_gives_its_memory_back(shown: Shown) -> None:
     names = shown.names
     shown.names.take(ROOT_INO)
@@ -737,6 +767,7 @@ def test_what_replaces_a_name_has_its_place_in_the_listing(shown: Shown) -> None
     assert list(names.list_from(parent, ADDED_INDEX + 1)) == []
 
 
+@in_memory
 def test_what_came_and_went_takes_no_memory(shown: Shown) -> None:
     names = shown.names
     for _ in range(500):

@@ -24,6 +24,7 @@ from monarch.absorbing import WriteSide, absorbing, directory_of
 from monarch.credentials import Credentials
 from monarch.errors import Refused, SourceError
 from monarch.metrics import Metrics
+from monarch.namespace import written
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.ledger import Ledger
@@ -111,12 +112,15 @@ class Ground:
     root: Path
     monkeypatch: pytest.MonkeyPatch
     threads: dict[str, Threads] = field(default_factory=dict)
+    names_kept: int = 2
     boots: int = 0
     states: int = 0
     # Of the last mount: why it has not the snapshot that was asked for.
     put_off: str = ""
 
     def __post_init__(self) -> None:
+        # Names leave memory all the time.
+        self.monkeypatch.setattr(written, "_KEPT", self.names_kept)
         for name in ("source", "tier", "run"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         self.boot_again()
@@ -234,6 +238,7 @@ class Life:
             snapshot,
             residency.mark_differing,
             first_ino=Ino(max(WRITTEN_INO, place.found.next_ino)),
+            spill=ground.state / "names",
         )
         self.inquiry = Inquiry(
             source,
