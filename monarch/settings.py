@@ -305,8 +305,9 @@ class WritebackSettings(Section):
     names_max: NameCount | None = Field(
         default=None,
         description="Files, directories and links that the mount may hold in memory because they"
-        " were made or changed through it since the snapshot; 3 KiB of memory each. null: an eighth"
-        " of the memory that the daemon may use, and at least 100000.",
+        " were made or changed through it since the snapshot; 3 KiB of memory each. Those that are"
+        " not used are in the state directory and count a 48th. null: an eighth of the memory that"
+        " the daemon may use, and at least 100000.",
     )
     bandwidth: Size = Field(
         default=0, description="Bytes per second that are written to the source; 0: no limit."
