@@ -49,6 +49,7 @@ from monarch.vfs.room import Room
 from monarch.vfs.served import FastWrites
 from monarch.vfs.stock import Stock
 from monarch.vfs.writing import Writing
+from monarch.writeback.changed import changed_in_place
 from monarch.writeback.commits import Commits
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.drain import Drain
@@ -210,29 +211,34 @@ def know_snapshot(directory: Path, snapshot_id: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Undone:
-    """Changes of earlier mounts that the source has not got, and the id of the snapshot over which
-    their journal leads to the tree."""
+class Earlier:
+    """What earlier mounts have left in the tiers. ``undone``: how many changes the source has not
+    got; ``snapshot_id``: over which snapshot the journal of these leads to the tree. ``changed``:
+    paths of what they have changed where it stands, at the source by now or not."""
 
-    operations: int
+    undone: int
     snapshot_id: str
+    changed: frozenset[bytes]
 
 
-def undone(settings: MountSettings) -> Undone | None:
-    """What earlier mounts have left in the tiers of a mount; None if the source has it all.
+def earlier(settings: MountSettings) -> Earlier:
+    """What earlier mounts have left in the tiers of a mount.
 
     Raises TierError if a journal cannot be read.
     """
+    undone, snapshot_id = 0, ""
+    changed: set[bytes] = set()
     for tier in settings.tiers:
         directory = directory_of(tier.path, settings.source)
         with suppress(OSError):
             if not (directory / "journal").exists():
                 continue
             found = look(directory).replay()
+            changed |= changed_in_place(found.ops)
             left = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
-            if left:
-                return Undone(len(left), snapshot_known(directory))
-    return None
+            if left and not undone:
+                undone, snapshot_id = len(left), snapshot_known(directory)
+    return Earlier(undone, snapshot_id, frozenset(changed))
 
 
 def _renumbered(found: Replay) -> Replay:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from monarch.absorbing import Undone, undone
+from monarch.absorbing import Earlier, earlier
 from monarch.errors import NewerSnapshot, SnapshotError, SourceError
 from monarch.modes import memory_bytes
 from monarch.namespace.build import build, sweep_stages
@@ -52,19 +53,19 @@ def snapshot_for(
     path = given or state / "snapshot.lmdb"
     if given is None:
         sweep_stages(path)
-    left = undone(settings)
-    kept = _kept(left, state) if left is not None else None
-    if left is not None and kept is not None:
+    left = earlier(settings)
+    kept = _kept(left, state) if left.undone else None
+    if kept is not None:
         if _other_source(kept, source):
             kept.close()
         else:
             if not refreshed:
                 _require_content(source, kept)
             return _put_off(settings, kept, left, is_asked=refreshed)
-    return Chosen(*_renewed(settings, state, source, refreshed, progress))
+    return Chosen(*_renewed(settings, state, source, refreshed, left.changed, progress))
 
 
-def _kept(left: Undone, state: Path) -> Snapshot | None:
+def _kept(left: Earlier, state: Path) -> Snapshot | None:
     """The snapshot that a journal belongs to, if it is still in ``state``."""
     for path in (state / "snapshot.lmdb", copy_of(left.snapshot_id, state)):
         try:
@@ -80,12 +81,12 @@ def _kept(left: Undone, state: Path) -> Snapshot | None:
     log.warning(
         "the snapshot is gone that %s of earlier mounts belong to; their names are looked for in"
         " another",
-        counted(left.operations, "change", "changes"),
+        counted(left.undone, "change", "changes"),
     )
     return None
 
 
-def _put_off(settings: MountSettings, kept: Snapshot, left: Undone, *, is_asked: bool) -> Chosen:
+def _put_off(settings: MountSettings, kept: Snapshot, left: Earlier, *, is_asked: bool) -> Chosen:
     given = settings.snapshot.file
     if given is not None:
         is_asked = is_asked or read_id(given) != kept.id
@@ -95,13 +96,13 @@ def _put_off(settings: MountSettings, kept: Snapshot, left: Undone, *, is_asked:
             log.info(
                 "directories changed at the source since the snapshot; it is renewed by the first"
                 " mount that finds all drained, %s of earlier mounts to go",
-                counted(left.operations, "change", "changes"),
+                counted(left.undone, "change", "changes"),
             )
     if not is_asked:
         return Chosen(kept, False)
     why = (
         f"the names are still those of the last mount's snapshot: the source has not got"
-        f" {counted(left.operations, 'change', 'changes')} that belong to it; when"
+        f" {counted(left.undone, 'change', 'changes')} that belong to it; when"
         f" `monarch ckpt wait {settings.mountpoint}` says that all is there, mount again"
     )
     log.warning("%s", why)
@@ -109,7 +110,12 @@ def _put_off(settings: MountSettings, kept: Snapshot, left: Undone, *, is_asked:
 
 
 def _renewed(
-    settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
+    settings: MountSettings,
+    state: Path,
+    source: Source,
+    refreshed: bool,
+    changed: Collection[bytes],
+    progress: Progress,
 ) -> tuple[Snapshot, bool]:
     given = settings.snapshot.file
     path = given or state / "snapshot.lmdb"
@@ -124,7 +130,7 @@ def _renewed(
             if not reason:
                 if given is not None or refreshed or settings.snapshot.freshness == "never":
                     return snapshot, refreshed
-                return _with_new_names(settings, path, snapshot, progress)
+                return _with_new_names(settings, path, snapshot, changed, progress)
             snapshot.close()
             raise SnapshotError(
                 f"snapshot {os.fspath(path)!r} {reason}",
@@ -227,10 +233,15 @@ def _require_content(source: Source, snapshot: Snapshot) -> None:
 
 
 def _with_new_names(
-    settings: MountSettings, path: Path, snapshot: Snapshot, progress: Progress
+    settings: MountSettings,
+    path: Path,
+    snapshot: Snapshot,
+    ours: Collection[bytes],
+    progress: Progress,
 ) -> tuple[Snapshot, bool]:
     """The snapshot with the names of today, if it takes little time to find out what is new.
 
+    ``ours`` are paths of what mounts have changed where it stands: no directory tells of that.
     In a tree with very many directories that is left to the watch, which only tells.
     """
     jobs = settings.snapshot.jobs
@@ -244,7 +255,7 @@ def _with_new_names(
     else:
         log.info("directories changed at the source since the snapshot, looking at them")
     try:
-        refresh(settings.source, path, jobs=jobs, quick=True, progress=progress)
+        refresh(settings.source, path, jobs=jobs, quick=True, again=ours, progress=progress)
     except SourceError as error:
         log.warning("the names stay as they were in the snapshot: %s", error)
         return snapshot, False

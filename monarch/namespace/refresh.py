@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,13 +75,15 @@ def refresh(
     *,
     jobs: int = 32,
     quick: bool = False,
+    again: Collection[bytes] = (),
     progress: Progress | None = None,
 ) -> RefreshReport:
     """Replace the snapshot ``file`` by one of today's ``source``, as ``build`` would.
 
     A directory whose times have not changed is not listed again. Its entries are still looked at;
-    with ``quick`` only directories and hard links are, which misses a file that was written in
-    place. Raises SourceError, SnapshotError and UsageError; ``file`` is then what it was.
+    with ``quick`` only directories, hard links and the paths in ``again`` are, which misses any
+    other file that was written in place. Raises SourceError, SnapshotError and UsageError; ``file``
+    is then what it was.
     """
     with Snapshot.open(file) as before, open_source(source) as (root_fd, path):
         if before.source != path:
@@ -91,7 +94,12 @@ def refresh(
         require_outside(root_fd, path, file)
         one_file_system = before.info().one_file_system
         with Scan(
-            root_fd, jobs=jobs, one_file_system=one_file_system, previous=before, quick=quick
+            root_fd,
+            jobs=jobs,
+            one_file_system=one_file_system,
+            previous=before,
+            quick=quick,
+            again=again,
         ) as scan:
             write(
                 scan,

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -146,7 +146,8 @@ class Scan:
 
     ``previous`` is an earlier snapshot of the same source: directories that have not changed since
     are not listed again. With ``quick`` the entries of such a directory are taken from it as well,
-    except directories and hard links. Use as a context manager; the threads end with it.
+    except directories, hard links and the paths in ``again``. Use as a context manager; the threads
+    end with it.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Scan:
         one_file_system: bool = False,
         previous: Snapshot | None = None,
         quick: bool = False,
+        again: Collection[bytes] = (),
     ) -> None:
         self._root_fd = root_fd
         self._jobs = max(1, jobs)
@@ -164,6 +166,7 @@ class Scan:
         self._previous = previous
         # An entry is taken from a snapshot only if that knows all about it.
         self._quick = quick and previous is not None and previous.info().acls is not None
+        self._again = again
         # What is known already must not be lost because a disk of the source fails today.
         self._tolerated = _UNREADABLE if previous is None else _UNREADABLE - {errno.EIO}
         self._root_device = 0
@@ -436,7 +439,7 @@ class Scan:
         for place in range(len(batch.names)):
             record, target = previous.reusable(slot)
             slot = Ino(slot + 1)
-            if record is None:
+            if record is None or self._is_again(directory, batch.names[place]):
                 batch.records += bytes(RECORD_BYTES)
                 places.append(place)
                 continue
@@ -446,6 +449,9 @@ class Scan:
             batch.records += record[4:]
             batch.reused += 1
         return places
+
+    def _is_again(self, directory: _Directory, name: bytes) -> bool:
+        return bool(self._again) and _join(directory.path, name) in self._again
 
     def _has_acls(self, directory: _Directory) -> bool:
         known = self._devices_with_acls.get(directory.device)

@@ -20,6 +20,7 @@ import trio.testing
 
 from monarch import points
 from monarch.errors import Refused, SourceError
+from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.vfs import replay as replay_module
 from tests.writeback.remounts import Ground, Life, Shown, Tree, tree_of
@@ -410,6 +411,37 @@ async def test_while_something_waits_the_names_are_those_of_its_snapshot(
         assert life.shown()[b"others"].content == b"x"
         assert life.shown()[b"e/new"].content == b"new"
         assert not ground.put_off
+
+
+@pytest.mark.promise(170)
+async def test_a_renewed_snapshot_has_what_earlier_mounts_have_changed_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    # Directories are believed that were changed a moment ago.
+    monkeypatch.setattr(scan, "_RACY_NS", -3600 * 10**9)
+    ground = prepared(tmp_path, monkeypatch)
+    for name in ("mode", "time", "linked"):
+        (ground.source / "d" / name).write_bytes(b"six666")
+    os.mkfifo(ground.source / "d/fifo", 0o644)
+    before = os.stat(ground.source / "d")
+    async with ground.mount() as life:
+        await life.chmod(b"d/mode", 0o600)
+        await life.chmod(b"d/fifo", 0o600)
+        await life.utime(b"d/time", 10**18)
+        await life.link(b"d/linked", b"other name")
+        await life.drained()
+    assert os.stat(ground.source / "d").st_mtime_ns == before.st_mtime_ns
+    for _ in range(2):
+        async with ground.mount() as life:
+            found = {
+                path: life.names.attributes(life.ino(path))
+                for path in map(b"d/".__add__, os.listdir(os.fsencode(ground.source / "d")))
+            }
+            assert found[b"d/mode"].mode & 0o777 == found[b"d/fifo"].mode & 0o777 == 0o600
+            assert found[b"d/time"].mtime_ns == 10**18
+            assert life.ino(b"other name") == found[b"d/linked"].ino
+            assert found[b"d/linked"].nlink == 2
+            await life.end()
 
 
 @pytest.mark.promise(130)
