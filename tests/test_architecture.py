@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             *("types", "errors", "units", "order", "points", "text", "acl"),
             *("absorbed", "beneath", "buckets", "credentials", "ending", "footing"),
-            *("health", "registry", "report", "signals", "threads", "timeouts"),
+            *("health", "registry", "report", "signals", "sparse", "threads", "timeouts"),
         ),
     ),
     ("settings", ("settings", "places", "config", "metrics", "exposition", "log")),

@@ -27,11 +27,12 @@ from monarch.errors import Refused, SourceChanged, SourceError
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import Node
 from monarch.placement.residency import SOURCE
+from monarch.sparse import copy_data
 from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile, identity_of
 from monarch.types import ROOT_INO, Identity, Ino, file_now_ns
-from monarch.units import KiB, MiB
+from monarch.units import KiB
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import FastWrites
 from monarch.vfs.stock import Stock, WrittenFile
@@ -48,7 +49,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_TURN_BYTES = 8 * MiB
 # An empty object, and what its directory may need.
 _OBJECT_BYTES = 64 * KiB
 # A file that is open and was not written for so long is recorded as it is. Seconds.
@@ -1005,19 +1005,4 @@ def _set_times_of(objects: Objects, number: int, atime_ns: int, mtime_ns: int) -
 
 def _copy_all(object_fd: int, part_fd: int) -> int:
     """Bring all bytes of an object into the staged file; how many. Raises OSError."""
-    size = os.fstat(object_fd).st_size
-    offset = 0
-    while offset < size:
-        try:
-            begins = os.lseek(object_fd, offset, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break
-        ends = os.lseek(object_fd, begins, os.SEEK_HOLE)
-        offset = begins
-        while offset < ends:
-            piece = os.pread(object_fd, min(_TURN_BYTES, ends - offset), offset)
-            offset += _write_all(part_fd, piece, offset)
-    os.ftruncate(part_fd, size)
-    return size
+    return copy_data(object_fd, part_fd, os.fstat(object_fd).st_size)

@@ -21,10 +21,10 @@ from monarch.credentials import Credentials
 from monarch.errors import Refused, SourceChanged
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import NAME_BYTES, Node
+from monarch.sparse import copy_data
 from monarch.tiers.directory import Space
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Attributes, Identity, Ino, file_now_ns
-from monarch.units import MiB
 from monarch.vfs.files import FULL, WrittenFiles
 from monarch.vfs.inquiry import Inquiry
 from monarch.writeback.drain import Drain
@@ -37,7 +37,6 @@ _OURS = b"user.monarch."
 # What the source could keep as well. Others have a meaning that is not ours to give.
 _KEPT = (b"user.", b"trusted.")
 _LARGEST_XATTR = 64 * 1024
-_TURN = 8 * MiB
 # So often a file that changes at the source is brought.
 _BRINGS = 3
 
@@ -681,7 +680,7 @@ def _bring(
         offset = 0
         try:
             if not empty:
-                offset = _copy_data(file.fd, fd, identity.size)
+                offset = copy_data(file.fd, fd, identity.size)
         except OSError as error:
             if error.errno in FULL:
                 raise _NoRoomError from error
@@ -698,31 +697,3 @@ def _bring(
         return xattrs
     finally:
         file.release()
-
-
-def _copy_data(from_fd: int, to_fd: int, size: int) -> int:
-    """Copy a file of that size, and leave holes where it has some; how far it goes."""
-    offset = 0
-    while offset < size:
-        try:
-            begins = os.lseek(from_fd, offset, os.SEEK_DATA)
-            ends = os.lseek(from_fd, begins, os.SEEK_HOLE)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                # Nothing but a hole, or it was cut meanwhile.
-                offset = min(size, os.fstat(from_fd).st_size)
-                break
-            # One that knows of no holes.
-            begins, ends = offset, size
-        if ends <= begins:
-            # A hole by now, or a source that tells nonsense: as if it knew of none.
-            begins, ends = offset, size
-        offset = os.lseek(to_fd, begins, os.SEEK_SET)
-        while offset < ends and (
-            count := os.sendfile(to_fd, from_fd, offset, min(_TURN, ends - offset))
-        ):
-            offset += count
-        if offset < ends:
-            break
-    os.ftruncate(to_fd, offset)
-    return offset

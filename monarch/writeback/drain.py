@@ -1086,7 +1086,7 @@ class Drain:
         base = op.size - growth.left(op.size)
         while left := growth.left(op.size):
             await self._courtesy(min(left, _TURN_BYTES))
-            if not await self._threads.run(growth.read, min(left, _TURN_BYTES)):
+            if not await self._threads.run(growth.read, min(left, _TURN_BYTES), op.size):
                 return False
             if not self._is_intact(entry):
                 return False

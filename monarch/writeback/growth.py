@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from monarch import points
 from monarch.credentials import Credentials, acting_as
+from monarch.sparse import data_at
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
 
@@ -38,10 +39,13 @@ class Growth:
         """Bytes that are missing of ``size``."""
         return size - self._offset
 
-    def read(self, count: int) -> int:
-        """Take the next bytes of the object; how many. Raises OSError."""
-        self._piece = os.pread(self._fds[0], count, self._offset)
-        return len(self._piece)
+    def read(self, count: int, end: int) -> int:
+        """Take up to ``count`` of the next bytes of the object, before ``end``; how many, with
+        those of a hole, which are not read. Raises OSError."""
+        begins, ends = data_at(self._fds[0], self._offset, end)
+        skipped, self._offset = begins - self._offset, begins
+        self._piece = os.pread(self._fds[0], min(count, ends - begins), begins)
+        return skipped + len(self._piece)
 
     def write(self) -> Identity:
         """Put the bytes that were read last behind those at the source; what the file is then.
@@ -59,7 +63,8 @@ class Growth:
                     self._offset += written
                     view = view[written:]
         finally:
-            self._size = max(self._size, self._offset)
+            if self._piece:
+                self._size = max(self._size, self._offset)
         points.reached("drain-staged")
         if not _has(fd, self._piece, self._offset - len(self._piece)):
             raise OSError(errno.EIO, "the source gives other bytes than were written")
@@ -68,8 +73,12 @@ class Growth:
     def finish(self, size: int, mtime_ns: int | None) -> Identity:
         """Make it durable, with the time of the bytes; what it is. Raises as ``write``."""
         fd = self._fds[1]
-        if os.fstat(fd).st_size != max(self._size, size) or self._size > size:
+        if os.fstat(fd).st_size != self._size or self._size > size:
             raise OthersWroteError
+        if self._size < size:
+            # It ends in a hole.
+            with acting_as(self._by):
+                os.ftruncate(fd, size)
         os.fsync(fd)
         if mtime_ns is not None:
             with suppress(PermissionError):

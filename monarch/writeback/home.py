@@ -30,10 +30,10 @@ from typing import Literal
 from monarch import points
 from monarch.beneath import open_beneath
 from monarch.credentials import Credentials, acting_as, can_act_as_others
+from monarch.sparse import copy_data
 from monarch.text import errno_words
 from monarch.tiers.source import Source, identity_of
 from monarch.types import ANY_SIZE, Identity
-from monarch.units import MiB
 from monarch.writeback.ops import Op
 from monarch.writeback.staging import Staged
 
@@ -1229,9 +1229,7 @@ def _duplicate(fd: int, name: bytes, to_fd: int, part: bytes) -> None:
         status = os.fstat(source)
         target = os.open(part, _NEW, 0o600, dir_fd=to_fd)
         try:
-            offset = 0
-            while piece := os.pread(source, MiB, offset):
-                offset += os.pwrite(target, piece, offset)
+            copy_data(source, target, status.st_size)
             with suppress(OSError):
                 os.fchown(target, status.st_uid, status.st_gid)
             os.fchmod(target, stat.S_IMODE(status.st_mode))

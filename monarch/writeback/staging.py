@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import xxhash
 
 from monarch import points
+from monarch.sparse import data_at
 from monarch.tiers.source import identity_now
 from monarch.types import Identity
 from monarch.units import MiB
@@ -23,6 +24,7 @@ from monarch.writeback.objects import Objects
 
 _PIECE_BYTES = 1 * MiB
 _HOLE = bytes(_PIECE_BYTES)
+_OTHER_BYTES = "the source gives other bytes than were written"
 _SYNC_BYTES = 64 * MiB
 
 
@@ -48,10 +50,14 @@ class Staging:
         self._fds: list[int] = []
         self._digest = xxhash.xxh3_128()
         self._offset = 0
+        # Where the data are that were moved: the first byte, and the one behind the last.
+        self._data: list[tuple[int, int]] = []
         self._limit: int | None = None
         self._synced_bytes = 0
         self._read_back = xxhash.xxh3_128()
         self._read_bytes = 0
+        # How many of the data were read back.
+        self._compared = 0
         self._lock = threading.Lock()
         self._busy = False
         self._closed = threading.Event()
@@ -89,28 +95,29 @@ class Staging:
             self._fds.append(self._open_part())
 
     def turn(self, count: int) -> int:
-        """Move up to ``count`` bytes; how many, 0 at the end. Holes stay holes."""
+        """Move up to ``count`` bytes of data; how many, 0 at the end. Holes stay holes."""
         with self._using():
             object_fd, part_fd = self._fds
             moved = 0
-            if self._limit is not None:
-                count = min(count, self._limit - self._offset)
-            while moved < count:
-                hole = _hole_at(object_fd, self._offset, count - moved)
-                if hole:
-                    for start in range(0, hole, _PIECE_BYTES):
-                        self._digest.update(_HOLE[: hole - start])
-                    size = hole
+            end = os.fstat(object_fd).st_size if self._limit is None else self._limit
+            while moved < count and self._offset < end:
+                begins, ends = data_at(object_fd, self._offset, end)
+                self._offset = begins
+                if begins == end:
+                    # It may have been cut meanwhile: then it is another version.
+                    break
+                wanted = min(_PIECE_BYTES, count - moved, ends - begins)
+                piece = os.pread(object_fd, wanted, begins)
+                if not piece:
+                    break
+                self._digest.update(piece)
+                _write(part_fd, piece, begins)
+                moved += len(piece)
+                self._offset += len(piece)
+                if self._data and self._data[-1][1] == begins:
+                    self._data[-1] = self._data[-1][0], self._offset
                 else:
-                    wanted = min(_PIECE_BYTES, count - moved)
-                    piece = os.pread(object_fd, wanted, self._offset)
-                    if not piece:
-                        break
-                    self._digest.update(piece)
-                    _write(part_fd, piece, self._offset)
-                    size = len(piece)
-                moved += size
-                self._offset += size
+                    self._data.append((begins, self._offset))
             if self._offset - self._synced_bytes >= _SYNC_BYTES:
                 # Not all at the end, in one call that lasts for minutes.
                 os.fdatasync(part_fd)
@@ -134,16 +141,43 @@ class Staging:
         """Read back up to ``count`` bytes; how many, 0 at the end. EIO if they are others."""
         with self._using():
             _, part_fd = self._fds
-            end = self._read_bytes + count
-            while self._read_bytes < end:
-                piece = os.pread(part_fd, _PIECE_BYTES, self._read_bytes)
-                if not piece:
+            read = 0
+            while read < count:
+                is_hole, end = self._next_to_compare()
+                if self._read_bytes == end:
                     break
-                self._read_back.update(piece)
+                # Of a hole only what the source says to be data: that is to be zeros.
+                ends = end
+                if is_hole:
+                    self._read_bytes, ends = data_at(part_fd, self._read_bytes, end)
+                    if self._read_bytes == end:
+                        continue
+                wanted = min(_PIECE_BYTES, ends - self._read_bytes)
+                piece = os.pread(part_fd, wanted, self._read_bytes)
+                if not piece or (is_hole and piece != _HOLE[: len(piece)]):
+                    raise OSError(errno.EIO, _OTHER_BYTES)
+                if not is_hole:
+                    self._read_back.update(piece)
                 self._read_bytes += len(piece)
-            if self._read_bytes < end and self._read_back.digest() != self._digest.digest():
-                raise OSError(errno.EIO, "the source gives other bytes than were written")
-            return count if self._read_bytes >= end else 0
+                read += len(piece)
+            if read < count and (
+                self._read_back.digest() != self._digest.digest()
+                or os.fstat(part_fd).st_size != self._offset
+            ):
+                raise OSError(errno.EIO, _OTHER_BYTES)
+            return count if read >= count else 0
+
+    def _next_to_compare(self) -> tuple[bool, int]:
+        """Whether the next bytes to be read back are a hole of the object, and where that, or the
+        data, end."""
+        while self._compared < len(self._data):
+            begins, ends = self._data[self._compared]
+            if self._read_bytes < begins:
+                return True, begins
+            if self._read_bytes < ends:
+                return False, ends
+            self._compared += 1
+        return True, self._offset
 
     def close(self) -> None:
         """May wait for the source like any other call, but not for one that hangs."""
@@ -173,20 +207,6 @@ class Staging:
             with suppress(OSError):
                 os.close(fd)
         self._fds.clear()
-
-
-def _hole_at(fd: int, offset: int, count: int) -> int:
-    """So many bytes from ``offset`` on, at most ``count``, are a hole."""
-    status = os.fstat(fd)
-    if status.st_blocks * 512 >= status.st_size:
-        return 0
-    try:
-        begins = os.lseek(fd, offset, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            return 0
-        begins = status.st_size
-    return max(0, min(begins - offset, count))
 
 
 def _write(fd: int, piece: bytes, offset: int) -> None:
