@@ -420,7 +420,7 @@ class Operations(pyfuse3.Operations):
             raise FUSEError(errno.EOPNOTSUPP)
         if name == STATUS_ATTRIBUTE and inode == pyfuse3.ROOT_INODE:
             return self._status()
-        value = self._filesystem.xattr(Ino(inode), name)
+        value = await self._filesystem.xattr(Ino(inode), name)
         if value is None:
             raise FUSEError(pyfuse3.ENOATTR)
         return value
@@ -430,7 +430,7 @@ class Operations(pyfuse3.Operations):
         # Those that somebody has set. Whoever lists attributes copies them (cp -a, rsync -X): a
         # copy would carry "user.monarch.tier" about, and the value may change length while it is
         # being read.
-        return self._filesystem.xattrs(Ino(inode))
+        return await self._filesystem.xattrs(Ino(inode))
 
 
 def _caller(ctx: RequestContext) -> Credentials:

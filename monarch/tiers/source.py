@@ -195,7 +195,7 @@ class Source:
         return self.at_root(acl.read_beneath, path)
 
     def xattrs(self, path: bytes) -> dict[bytes, bytes]:
-        """The extended attributes of a directory that anybody may set. Raises OSError."""
+        """The extended attributes of a file or directory that anybody may set. Raises OSError."""
         return self.at_root(self._with_rights, _xattrs_beneath, path)
 
     def open(self, path: bytes) -> SourceFile:
@@ -312,7 +312,7 @@ class Source:
 
 
 def _xattrs_beneath(root: int, path: bytes) -> dict[bytes, bytes]:
-    fd = open_beneath(root, path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = open_beneath(root, path, os.O_PATH | os.O_CLOEXEC)
     found: dict[bytes, bytes] = {}
     try:
         # A descriptor of this kind has attributes only by its path.

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
+_OURS = b"user.monarch."
 XATTR_TIER = b"user.monarch.tier"
 XATTR_STATE = b"user.monarch.state"
 XATTR_DIGEST = b"user.monarch.digest"
@@ -825,12 +826,16 @@ class FileSystem:
 
     # -- what a file tells of itself -------------------------------------------------------------
 
-    def xattr(self, ino: Ino, name: bytes) -> bytes | None:
+    async def xattr(self, ino: Ino, name: bytes) -> bytes | None:
         """The value of an attribute that was set, or of ``user.monarch.*`` of a regular file, or an
-        access control list of the source's. None where there is none.
+        access control list of the source's. None where there is none. Raises SourceError.
         """
         if name in acl.NAMES:
             return self._acl(ino, name) or None
+        if self.writing is not None and name.startswith(b"user.") and not name.startswith(_OURS):
+            there = await self.writing.xattrs_elsewhere(ino)
+            if there is not None:
+                return there.get(name)
         if self.writing is not None and self.names.is_written(ino):
             return self.writing.xattr(ino, name)
         if not self.names.attributes(ino).is_file:
@@ -851,10 +856,14 @@ class FileSystem:
             return record.digest.hex().encode() if record is not None else None
         return None
 
-    def xattrs(self, ino: Ino) -> list[bytes]:
-        """The names of the attributes that were set, and of access control lists."""
+    async def xattrs(self, ino: Ino) -> list[bytes]:
+        """The names of the attributes that were set, and of access control lists. Raises
+        SourceError."""
         lists = [name for name in acl.NAMES if self._acl(ino, name)]
-        return lists + (self.writing.xattrs(ino) if self.writing is not None else [])
+        if self.writing is None:
+            return lists
+        there = await self.writing.xattrs_elsewhere(ino)
+        return lists + (list(there) if there is not None else self.writing.xattrs(ino))
 
     def _acl(self, ino: Ino, name: bytes) -> bytes:
         if not self.names.has_acls:

@@ -458,6 +458,23 @@ class Writing:
         node = self.names.node(ino)
         return list(node.xattrs) if node is not None else []
 
+    async def xattrs_elsewhere(self, ino: Ino) -> dict[bytes, bytes] | None:
+        """The extended attributes of what is read from the source in absorbed directories, as it
+        has them; None where those are shown that are known here. Raises SourceError."""
+        node, now = self.names.node(ino), self.names.attributes(ino)
+        if node is not None and (node.object or node.has_source_xattrs):
+            return None
+        if self.names.at_source(ino) is None or not (now.is_file or now.is_dir):
+            return None
+        path = self.names.path(ino)
+        if not self._covered.covers(path):
+            return None
+        try:
+            found = await self._inquiry.ask(ino, self._inquiry.source.xattrs, path)
+        except SourceChanged:
+            return None
+        return {name: value for name, value in found.items() if not name.startswith(_OURS)}
+
     async def set_xattr(
         self, ino: Ino, name: bytes, value: bytes | None, *, by: Credentials
     ) -> None:

@@ -259,3 +259,30 @@ def test_access_answers_as_at_the_source_but_for_writing(
             here = os.access(mounted.path / name, mode)
             assert here == os.access(source / name, mode), (name, mode)
         assert not os.access(mounted.path / name, os.W_OK)
+
+
+@pytest.mark.promise(31)
+@pytest.mark.modes("relay", "python")
+def test_what_was_set_is_shown_after_the_next_mount(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"d/f": 10, "d/sub/g": 10, "data/f": 10})
+    for name in ("d/f", "data/f"):
+        os.setxattr(source / name, b"user.theirs", b"1")
+    options = ["absorb=d/**"]
+    mounted = monarch.mount(source, tiers={"fast": "16MiB"}, options=options)
+    for name in ("d/f", "d/sub", "d/sub/g"):
+        os.setxattr(mounted.path / name, b"user.a", name.encode())
+    mounted.umount()
+    mounted = monarch.mount(source, tiers={"fast": "16MiB"}, options=options)
+    for name in ("d/f", "d/sub", "d/sub/g"):
+        assert os.getxattr(mounted.path / name, b"user.a") == name.encode()
+        assert "user.a" in os.listxattr(mounted.path / name)
+    assert sorted(os.listxattr(mounted.path / "d/f")) == ["user.a", "user.theirs"]
+    assert os.listxattr(mounted.path / "data/f") == []
+    os.removexattr(mounted.path / "d/f", b"user.a")
+    assert os.listxattr(mounted.path / "d/f") == ["user.theirs"]
+    for name in (b"user.a", b"user.none"):
+        with pytest.raises(OSError) as missing:
+            os.getxattr(mounted.path / "d/f", name)
+        assert missing.value.errno == errno.ENODATA
+    mounted.umount()
+    assert os.listxattr(source / "d/f") == ["user.theirs"]

@@ -18,9 +18,9 @@ from tests.writeback.remounts import ROOT, Ground
 
 pytestmark = pytest.mark.promise(150)
 
-SIZE = 10 * GiB
+SIZE = 1 * GiB
 # Where the data are: at the beginning, between, and at the end.
-PLACES = (0, 3 * GiB + 4097, SIZE - 2)
+PLACES = (0, 300 * MiB + 4097, SIZE - 2)
 
 
 @pytest.fixture
