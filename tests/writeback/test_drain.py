@@ -20,6 +20,7 @@ from monarch.units import MiB
 from monarch.writeback.journal import Op
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import nobody
+from tests.writeback.remounts import Ground
 from tests.writeback.rig import Killed, World, draining, is_killed, parts, read_tree
 
 Clock = trio.testing.MockClock
@@ -654,3 +655,22 @@ async def test_the_drain_keeps_to_its_bandwidth(world: World, clock: Clock) -> N
         await drain.wait(world.last_seq)
         # 28 MiB and a look for the end, of which 8 may go at once.
         assert 20 <= trio.current_time() - began <= 26
+
+
+@pytest.mark.promise(158)
+async def test_times_of_directories_are_those_of_the_drain_unless_they_were_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    ground = Ground(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        for name in (b"plain", b"dated"):
+            await life.mkdir(name)
+            await life.write(name + b"/file", b"bytes")
+        await life.utime(b"dated", 10**18)
+        await life.files.sync_journal()
+    (ground.root / "begun").mkdir()
+    begun_ns = (ground.root / "begun").stat().st_mtime_ns
+    async with ground.mount() as life:
+        await life.drained()
+    assert (ground.source / "dated").stat().st_mtime_ns == 10**18
+    assert (ground.source / "plain").stat().st_mtime_ns >= begun_ns
