@@ -6,8 +6,10 @@ import errno
 import os
 import random
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -47,6 +49,12 @@ async def listed(life: Life) -> None:
             if it.kind == "dir":
                 await others.listed(life.ino(path))
                 others.used(life.ino(path))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with trio.fail_after(100):
+        while not holds():
+            await trio.sleep(0.5)
 
 
 async def looked() -> None:
@@ -91,6 +99,8 @@ async def test_what_the_source_has_not_got_yet_stays(ground: Ground, clock: Cloc
         await life.write(b"d/mine", b"mine")
         life.unlink(b"d/theirs")
         await life.rename(b"d/other", b"d/renamed")
+        await life.mkdir(b"d/empty")
+        await life.symlink(b"d/link", b"mine")
         await life.mkdir(b"d/made")
         await life.write(b"d/made/file", b"beneath")
         (ground.source / "d/new").write_bytes(b"new")
@@ -98,6 +108,31 @@ async def test_what_the_source_has_not_got_yet_stays(ground: Ground, clock: Cloc
         await looked()
         assert set(life.shown()) == before | {b"d/new"}
         assert life.shown()[b"d/mine"].content == b"mine"
+
+
+async def test_what_is_made_and_drained_while_a_directory_is_listed_stays(
+    ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ground.mount() as life:
+        others = life.side.others
+        assert others is not None
+        use(life, b"d")
+        await looked()
+        run, made = others._threads.run, []
+
+        async def late(function: Any, *args: Any) -> Any:
+            answer = await run(function, *args)
+            if not made:
+                made.append(function)
+                await life.write(b"d/mine", b"mine")
+                await life.drained()
+            return answer
+
+        monkeypatch.setattr(others._threads, "run", late)
+        (ground.source / "d/new").write_bytes(b"new")
+        # One look only: the next would find it at the source.
+        await until(lambda: b"d/new" in life.shown())
+        assert made and {b"d/mine", b"d/new"} <= life.shown().keys()
 
 
 async def test_a_file_that_is_open_or_was_replaced_elsewhere(ground: Ground, clock: Clock) -> None:
