@@ -22,12 +22,14 @@ import trio
 from monarch import absorbing as absorbing_module
 from monarch.absorbing import WriteSide, absorbing, directory_of
 from monarch.credentials import Credentials
-from monarch.errors import Refused, SourceError
+from monarch.errors import Refused
 from monarch.metrics import Metrics
 from monarch.namespace import written
 from monarch.namespace.overlay import Namespace
 from monarch.namespace.snapshot import Snapshot
+from monarch.placement.controller import Controller
 from monarch.placement.ledger import Ledger
+from monarch.placement.policies.first_come import FirstCome
 from monarch.placement.residency import Residency
 from monarch.settings import MountSettings
 from monarch.snapshots import snapshot_for
@@ -36,7 +38,7 @@ from monarch.tiers.directory import Owner, Tier
 from monarch.tiers.source import Source
 from monarch.transfer.readers import Readers
 from monarch.types import ROOT_INO, WRITTEN_INO, Ino
-from monarch.vfs.changes import _refreshed
+from monarch.vfs.changes import Changes
 from monarch.vfs.inquiry import Inquiry
 from monarch.writeback import journal
 from monarch.writeback.survey import Survey, survey
@@ -233,7 +235,11 @@ class Life:
         self.ground = ground
         self.source = source
         self.is_closed = False
-        residency = Residency(snapshot.entries)
+        residency, ledger, metrics = (
+            Residency(snapshot.entries),
+            Ledger([64 << 20]),
+            Metrics(["fast"]),
+        )
         self.names = Namespace(
             snapshot,
             residency.mark_differing,
@@ -244,7 +250,7 @@ class Life:
             source,
             ground._threads(4, "source", abandon=False),
             names=self.names,
-            metrics=Metrics(["fast"]),
+            metrics=metrics,
             timeout_s=None,
             oldest_elsewhere_s=lambda: 0.0,
         )
@@ -255,27 +261,34 @@ class Life:
             names=self.names,
             inquiry=self.inquiry,
             readers=Readers(None),
-            ledger=Ledger([64 << 20]),
+            ledger=ledger,
             residency=residency,
             fast=None,
             taken=lambda ino: None,
             evict=lambda ino: 0,
             evicted=_nothing,
-            look_again=self._look_again,
+            look_again=lambda ino: changes.look_again(ino),
             names_changed=lambda ino: None,
             attributes_changed=lambda ino: None,
         )
         self.writing = self.side.writing
         self.files = self.side.files
-
-    async def _look_again(self, ino: Ino) -> None:
-        """As ``Changes.look_again``, without what it does to copies."""
-        path = self.names.path(ino)
-        status = await self.inquiry.status(ino, path)
-        if status is None or not stat.S_ISREG(status.st_mode):
-            self.names.forget(ino)
-            raise SourceError("gone", errno=errno.ENOENT)
-        self.names.refresh(ino, _refreshed(self.names.attributes(ino), status, status.st_mode))
+        # There is neither a kernel to be told nor a copy to be dropped.
+        changes = Changes(
+            inquiry=self.inquiry,
+            names=self.names,
+            bindings={},
+            residency=residency,
+            controller=Controller(residency, ledger, FirstCome()),
+            metrics=metrics,
+            remove_copy=lambda ino, tier: None,
+            copy_unreadable=lambda tier, error: None,
+            attributes_changed=lambda ino: None,
+            names_changed=lambda ino: None,
+            is_held_elsewhere=lambda ino: False,
+            may_be_half_read=lambda ino: False,
+            forget_pages=lambda ino: None,
+        )
 
     def kill(self) -> Tree:
         """What it shows; nothing that still runs of it can tell the journal anything more."""

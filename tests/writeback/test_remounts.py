@@ -361,13 +361,8 @@ def require_same(one: Tree, other: Tree, told: str) -> None:
         assert (a and a.bare) == (b and b.bare), f"{path!r}, {told}: {a} and {b}"
 
 
-# In the history of seed 1 a second name of a hard link of the source is not shown in one life,
-# after another file was renamed over the first name. At the source nothing is lost.
-HIDDEN = pytest.mark.xfail(reason="a hard link of the source is hidden in one life")
-
-
 @pytest.mark.promise(128, 129)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=HIDDEN), *range(2, 10)])
+@pytest.mark.parametrize("seed", range(10))
 async def test_a_history_with_remounts_of_every_kind_is_shown_and_drained_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
