@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import merge
+from operator import itemgetter
 from pathlib import Path
 
 import trio
@@ -262,34 +264,42 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     them the files whose bytes it lacks, under the names that they had when the first of these was
     made. Of files that were open when their daemon was killed nothing need be recorded."""
     ops = found.ops
+    undone = [op for _, op in _undone(found)]
     made = {op.object for _, op in ops if op.kind in ("create", "take")}
     # One that has a name all the same is read from the source.
     made -= {op.object for _, op in ops if op.kind == "gone"}
     told = found.told()
     new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, n, told[n])}
-    new |= {op.object for seq, op in ops if op.kind == "content" and seq not in found.done}
-    names = names_of([(seq, op) for seq, op in ops if seq in found.done], new)
-    first: dict[int, Op] = {}
+    new |= {op.object for op in undone if op.kind == "content"}
+    # Those that are to get another name may have lost the one that they have at the source.
+    renamed = {op.object for op in undone if op.kind in ("rename", "link")} - new
+    names = names_of([(seq, op) for seq, op in ops if seq in found.done], new | renamed)
+    first: dict[int, tuple[int, Op]] = {}
+    published: dict[int, tuple[int, Op]] = {}
     for seq, op in ops:
         if seq not in found.done or op.object not in names:
             continue
+        paths = names[op.object]
         if op.kind in ("create", "take"):
-            paths = names[op.object]
             more = tuple(paths) if len(paths) > 1 else ()
-            first[op.object] = replace(op, path=paths[0], paths=more)
+            first[op.object] = seq, replace(op, path=paths[0], paths=more)
         elif op.kind in ("attr", "xattr", "content") and op.object in first:
+            at, made_as = first[op.object]
             given = {name: getattr(op, name) for name in ("mode", "uid", "gid")}
             now = {name: value for name, value in given.items() if value is not None}
             known = dict(op.xattrs)
             if op.kind != "content":
-                known = {**first[op.object].xattrs, **known}
+                known = {**made_as.xattrs, **known}
             xattrs = {name: value for name, value in known.items() if value is not None}
-            first[op.object] = replace(first[op.object], **now, xattrs=xattrs)
-    for seq, op in ops:
-        if seq not in found.done:
-            yield seq, op
-        elif op.kind in ("create", "take") and op.object in first:
-            yield seq, first[op.object]
+            first[op.object] = at, replace(made_as, **now, xattrs=xattrs)
+        if op.kind == "content" and op.object in renamed:
+            published[op.object] = seq, replace(op, path=paths[0], paths=tuple(paths))
+    done = [*first.values(), *published.values()]
+    yield from merge(sorted(done, key=itemgetter(0)), _undone(found), key=itemgetter(0))
+
+
+def _undone(found: Replay) -> Iterator[Numbered]:
+    return ((seq, op) for seq, op in found.ops if seq not in found.done)
 
 
 def _differs(objects: Objects, number: int, told: Told) -> bool:

@@ -70,6 +70,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="how long tests under load and with random messages go on; without it a few seconds",
     )
+    parser.addoption(
+        "--histories",
+        type=int,
+        default=200,
+        metavar="COUNT",
+        help="so many histories of remounts are played",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -174,6 +175,33 @@ class Stock:
         if object in self._sizes:
             self._drained[object] = identity
             self.drained_bytes += self._sizes[object]
+
+    def whole(self, number: int) -> Op | None:
+        """A content of the file as it is now, for a source that has lost it; None if it has no name
+        any more, or its bytes are not here."""
+        node = self.node(number)
+        if node is None or not node.names or self.is_through(number):
+            return None
+        paths = tuple(self._names.visible_paths(node.ino))
+        return Op(
+            kind="content",
+            path=paths[0],
+            paths=paths,
+            object=number,
+            ino=node.ino,
+            mode=stat.S_IMODE(node.mode),
+            uid=node.uid,
+            gid=node.gid,
+            atime_ns=node.atime_ns,
+            mtime_ns=node.mtime_ns,
+            size=node.size,
+            xattrs=dict(node.xattrs),
+            strict=True,
+        )
+
+    def recorded(self, number: int, seq: int) -> None:
+        """That was recorded."""
+        self.record(number, seq, synced=False)
 
     def unrecorded(self) -> set[Ino]:
         """Open files that have a name and were changed since the journal was told of them."""

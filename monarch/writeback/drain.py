@@ -33,7 +33,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from monarch import points
-from monarch.credentials import USER_BITS
+from monarch.credentials import USER_BITS, Credentials
 from monarch.log import Limiter
 from monarch.text import errno_words
 from monarch.threads import Threads
@@ -105,6 +105,7 @@ _REFUSALS = frozenset(
 # So often the source may change what is to be replaced while a content is brought, at once.
 _RESTAGED = 3
 _SET_ID = stat.S_ISUID | stat.S_ISGID
+_SOME = Identity(0, 0, 0, 0)
 # A call that lasts longer is trouble. Seconds.
 _HANGS_S = 30.0
 
@@ -138,6 +139,15 @@ class Contents(Protocol):
 
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         """The source has its bytes as they were recorded; ``path`` is its first name there."""
+        ...
+
+    def whole(self, object: int) -> Op | None:
+        """A content of the file as it is now, for a source that has lost it; None if it has no name
+        any more, or its bytes are not here."""
+        ...
+
+    def recorded(self, object: int, seq: int) -> None:
+        """That was recorded."""
         ...
 
 
@@ -1281,6 +1291,9 @@ class Drain:
                 failed = entry
                 self._unstage(entry)
                 break
+        for entry, step in zip(batch, steps, strict=True):
+            if step is not None and done.get(entry.seq, _SOME) is None:
+                self._bring_back(entry)
         if done:
             await self._mark(done, batch[len(done) :])
             points.reached("drain-marked")
@@ -1299,6 +1312,36 @@ class Drain:
         if failed is not None and outcome.error.errno in _REFUSALS:
             raise _Refused(failed, outcome.error) from outcome.error
         raise outcome.error
+
+    def _bring_back(self, entry: _Entry) -> None:
+        """Have a file come whole under its name that the source did not find to give it that.
+
+        Others have removed it there, or the directory that it was in. Raises OSError.
+        """
+        op, number = entry.op, entry.op.object
+        if op.kind not in ("rename", "link") or number not in self._present:
+            return
+        self._published.pop(number, None)
+        if self._later(entry) is None and not self._record_whole(op):
+            return
+        # Who waits for the change waits for the content.
+        self._gave_way.setdefault(number, []).append(entry.seq)
+        self._unmet.add(entry.seq)
+
+    def _record_whole(self, op: Op) -> bool:
+        """Record a content of the file of ``op``, if its bytes are here. Raises OSError."""
+        content = self._contents.whole(op.object)
+        if content is None:
+            return False
+        by = op.by
+        if by is not None and not by.is_root and by.uid != content.uid:
+            # Who renames a file need not be allowed to read it.
+            by = Credentials(content.uid or 0, content.gid or 0)
+        content = replace(content, by=by)
+        seq = self._journal.append(content)
+        self.put(seq, content)
+        self._contents.recorded(op.object, seq)
+        return True
 
     async def _mark(self, done: dict[int, Identity | None], left: list[_Entry]) -> None:
         """``left``: what of the same batch was not made."""
@@ -1389,7 +1432,10 @@ class Drain:
                     table.pop(number, None)
                 self._present.discard(number)
                 self._new.discard(number)
-            case "rename" if number and number not in self._present:
+            case "link" if number and identity is None:
+                self._present.discard(number)
+            case "rename" if number and (number not in self._present or identity is None):
+                self._present.discard(number)
                 # It may have another name, at which it has replaced something else.
                 over = dict.fromkeys((*self._over.get(number, ()), *self._replaced(op)))
                 self._over[number] = tuple(over)

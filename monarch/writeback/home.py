@@ -576,8 +576,8 @@ class Home:
 
     def publish(
         self, folders: Folders, op: Op, staged: Staged, place: Place, expected: Expected
-    ) -> Identity | None:
-        """Give the staged file all names of a content; what it is there, None after a conflict.
+    ) -> Identity:
+        """Give the staged file all names of a content; what it is there, maybe beside its name.
 
         Raises OSError, EAGAIN if what was staged, or what it was staged for, is not there any more.
         """
@@ -595,7 +595,7 @@ class Home:
                 os.rename(part, kept, src_dir_fd=fd, dst_dir_fd=fd)
             path = _sibling(op.paths[0], kept)
             self._note_conflict(op.paths[0], path, "was changed there by others")
-            return None
+            return identity_of(os.stat(kept, dir_fd=fd, follow_symlinks=False))
         if kind == "new":
             try:
                 with acting_as(place.by):

@@ -174,11 +174,11 @@ class Replay:
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` whose bytes will not come to the source by what is recorded: none of
-        their contents waits for it, and none was the last to be published."""
+        their contents waits for it, and the last was neither published nor as the source had it."""
         settled = set()
         for seq, op in self.ops:
             if op.kind == "content":
-                if seq not in self.done or self.done[seq] is not None:
+                if op.same or seq not in self.done or self.done[seq] is not None:
                     settled.add(op.object)
                 else:
                     settled.discard(op.object)

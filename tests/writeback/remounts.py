@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from monarch.threads import Threads
 from monarch.tiers.directory import Owner, Tier
 from monarch.tiers.source import Source
 from monarch.transfer.readers import Readers
-from monarch.types import ROOT_INO, WRITTEN_INO, Ino
+from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 from monarch.vfs.changes import Changes
 from monarch.vfs.inquiry import Inquiry
 from monarch.writeback import journal
@@ -49,7 +49,8 @@ ROOT = Credentials(os.geteuid(), os.getegid())
 @dataclass(frozen=True)
 class Shown:
     """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
-    ``user.monarch.durable`` tells it, empty at the source."""
+    ``user.monarch.durable`` tells it, empty at the source; ``object`` has its bytes in the tier,
+    ``ino`` is its number there."""
 
     kind: str
     mode: int
@@ -57,11 +58,8 @@ class Shown:
     target: bytes = b""
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
     safety: str = ""
-
-    @property
-    def value(self) -> tuple[object, ...]:
-        """What must be the same after a remount."""
-        return self.kind, self.mode, self.content, self.target, self.xattrs
+    object: int = 0
+    ino: int = 0
 
     @property
     def bare(self) -> tuple[object, ...]:
@@ -113,18 +111,21 @@ class Ground:
 
     root: Path
     monkeypatch: pytest.MonkeyPatch
+    # A disk of its own for the tier, which can be full; else it lies on that of the rest.
+    disk: Path | None = None
     threads: dict[str, Threads] = field(default_factory=dict)
     names_kept: int = 2
     boots: int = 0
     states: int = 0
+    given: int = 0
     # Of the last mount: why it has not the snapshot that was asked for.
     put_off: str = ""
 
     def __post_init__(self) -> None:
         # Names leave memory all the time.
         self.monkeypatch.setattr(written, "_KEPT", self.names_kept)
-        for name in ("source", "tier", "run"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
+        for path in (self.source, self.tier, self.root / "run"):
+            path.mkdir(parents=True, exist_ok=True)
         self.boot_again()
         self.monkeypatch.setattr(journal, "_BOOT", os.fspath(self.root / "boot"))
         self.monkeypatch.setattr(absorbing_module, "Threads", self._threads)
@@ -135,7 +136,7 @@ class Ground:
 
     @property
     def tier(self) -> Path:
-        return self.root / "tier"
+        return (self.disk or self.root) / "tier"
 
     @property
     def state(self) -> Path:
@@ -154,6 +155,17 @@ class Ground:
 
     def lose_state(self) -> None:
         self.states += 1
+
+    def fill(self, is_full: bool) -> None:
+        """Have others fill the disk of the tier, or make room again."""
+        filler = self.tier / "filler"
+        filler.unlink(missing_ok=True)
+        if is_full:
+            with filler.open("wb", buffering=0) as file, suppress(OSError):
+                for size in (1 << 18, 4096):
+                    with suppress(OSError):
+                        while file.write(bytes(size)):
+                            pass
 
     def _threads(self, limit: int, name: str, *, abandon: bool, **more: Any) -> Threads:
         """The same for all lives, and waited for by whoever is cancelled."""
@@ -182,6 +194,15 @@ class Ground:
         }
         return MountSettings.model_validate(settings | more)
 
+    def owed(self) -> set[int]:
+        """Objects of which the source lacks bytes, or a name, by what the journal tells."""
+        if not (self.directory / "journal").exists():
+            return set()
+        found = journal.look(self.directory)
+        kinds = ("create", "content", "rename", "link")
+        undone = (op for seq, op in found.ops if not found.is_done(seq) and not op.same)
+        return {op.object for op in undone if op.kind in kinds} - {0}
+
     def survey(self) -> Survey | None:
         return survey(self.directory) if (self.directory / "journal").exists() else None
 
@@ -199,8 +220,10 @@ class Ground:
             chosen = snapshot_for(settings, self.state, source, refreshed, lambda *_: None)
             self.put_off = chosen.put_off
             cleanup.callback(chosen.snapshot.close)
+            absorbing_module.make_room(settings)
             tier = Tier(1, "fast", self.tier, owner=Owner("test"))
             cleanup.callback(tier.close)
+            tier.use(chosen.snapshot.id)
             place = absorbing(settings, [tier], self.state)
             assert place is not None
             is_closed = False
@@ -393,29 +416,35 @@ class Life:
 
     def shown(self) -> Tree:
         """The tree of the mount, each file with the bytes that a reader gets."""
-        found: Tree = {}
+        return {path: self._shown(path, attributes.ino) for path, attributes in self._entries()}
+
+    def kinds(self) -> dict[bytes, str]:
+        """The kinds of all that it shows."""
+        return {path: kind_of(attributes.mode) for path, attributes in self._entries()}
+
+    def _entries(self) -> Iterator[tuple[bytes, Attributes]]:
         pending = [(b"", ROOT_INO)]
         while pending:
             above, ino = pending.pop()
             for _, name, attributes in self.names.list_from(ino, 0):
                 path = above + b"/" + name if above else name
-                found[path] = self._shown(path, attributes.ino)
                 assert self.names.resolve(path) == attributes.ino, path
+                yield path, attributes
                 if attributes.is_dir:
                     pending.append((path, attributes.ino))
-        return found
 
     def _shown(self, path: bytes, ino: Ino) -> Shown:
         attributes, node = self.names.attributes(ino), self.names.node(ino)
         kind, mode = kind_of(attributes.mode), stat.S_IMODE(attributes.mode)
         if kind == "link":
-            return Shown(kind, 0o777, target=self.names.readlink(ino))
+            return Shown(kind, 0o777, target=self.names.readlink(ino), ino=ino)
         if kind != "file":
-            return Shown(kind, mode)
+            return Shown(kind, mode, ino=ino)
         content = self._content(path, ino)
         xattrs: Mapping[bytes, bytes] = node.xattrs if node is not None else {}
         safety = self.files.durable(node).decode() if node is not None else ""
-        return Shown(kind, mode, content, b"", tuple(sorted(xattrs.items())), safety)
+        number = node.object if node is not None else 0
+        return Shown(kind, mode, content, b"", tuple(sorted(xattrs.items())), safety, number, ino)
 
     def _content(self, path: bytes, ino: Ino) -> bytes:
         node = self.names.node(ino)
@@ -428,6 +457,16 @@ class Life:
                 return os.pread(fd, 1 << 20, 0)
             finally:
                 os.close(fd)
+        if node is not None and node.object:
+            # Without room in the tier: in its staged file until it has its name.
+            beside = self.side.stock.staged_beside(node.object) or b""
+            part = self.side.files._home.part_name(node.object, through=True)
+            with suppress(OSError):
+                return (
+                    (self.ground.source / os.fsdecode(beside))
+                    .with_name(os.fsdecode(part))
+                    .read_bytes()
+                )
         # At the source, where it is shown or, before the source knows of a rename, was.
         shown = path if node is None else self.names.visible_path(ino)
         known, found = self.names.at_source(ino), b"ENOENT"

@@ -282,6 +282,29 @@ class World:
     def published(self, object: int, path: bytes, identity: Identity) -> None:
         self.tellings.append((object, path, identity))
 
+    def whole(self, object: int) -> Op | None:
+        found = (node for node in self.tree.values() if node.object == object and object)
+        if (node := next(found, None)) is None:
+            return None
+        names = self.names(node)
+        mtime_ns = self.objects.status(object).st_mtime_ns
+        return Op(
+            kind="content",
+            path=names[0],
+            paths=names,
+            object=object,
+            size=len(node.content),
+            mode=node.mode,
+            uid=self.owner if self.owner is not None else os.geteuid(),
+            gid=self.owner if self.owner is not None else os.getegid(),
+            mtime_ns=mtime_ns,
+            xattrs=dict(node.xattrs),
+            strict=True,
+        )
+
+    def recorded(self, object: int, seq: int) -> None:
+        self.last_seq = seq
+
     # -- what commits ask --------------------------------------------------------------------
 
     def unsynced(self) -> dict[int, int]:
