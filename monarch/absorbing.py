@@ -480,6 +480,16 @@ class WriteSide:
         place.objects.sweep({op.object for _, op in ops} | found.doubted.keys())
         self.files.record_unrecorded(found)
 
+    def hidden(self) -> list[bytes]:
+        """Paths of files that earlier mounts have written, and that have no place in this one's
+        tree; their bytes are on the way to the source."""
+        stock = self.stock
+        return [
+            path
+            for number, path in stock.unshown.items()
+            if not (stock.is_drained(number) and self.drain.is_done(stock.last(number)))
+        ]
+
     def _is_pressed(self) -> bool:
         """Whether what waits takes so much that it goes before readers of the source."""
         return self.drain.waiting_bytes > self.room.reserve / 2

@@ -31,6 +31,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
         "written-names": "failing",
         "fsync-failed": "degraded",
         "written-lost": "degraded",
+        "written-hidden": "degraded",
         "drain-refused": "degraded",
         "written-set-aside": "degraded",
         "drain-conflict": "degraded",

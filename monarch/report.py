@@ -460,12 +460,14 @@ class KeptReport:
 class LostReport(Report):
     """Files that were written and whose bytes are gone; ``acknowledged``: the alarm is over.
 
-    ``kept`` is what is left of files, the oldest loss first.
+    ``kept`` is what is left of files, the oldest loss first. ``hidden``: files that the mount does
+    not show, whose bytes are on their way to the source.
     """
 
     files: list[str]
     acknowledged: bool
     kept: list[KeptReport] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

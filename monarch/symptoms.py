@@ -254,6 +254,15 @@ class Symptoms:
                 "write it again, from its start, or close it: then it is written anew as it is"
                 " read, or read from the source. `dmesg` tells what is wrong with the disk",
             )
+        if hidden := side.hidden():
+            yield Problem(
+                "written-hidden",
+                f"{counted(len(hidden), 'file', 'files')} of an earlier mount cannot be shown:"
+                f" {os.fsdecode(hidden[0])!r}",
+                0,
+                f"its bytes are brought to the source: `monarch ckpt wait {mountpoint}`, then mount"
+                f" again; `monarch ckpt lost {mountpoint}` lists all",
+            )
         if not side.writing.names_free:
             held, most = side.writing.names_held, side.writing.names_max
             yield Problem(

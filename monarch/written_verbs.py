@@ -161,15 +161,17 @@ class WrittenVerbs:
         """The files whose bytes are gone; ``acknowledge`` ends the alarm. What is kept of those
         that ``discard`` names by their numbers is removed."""
         kept: list[KeptReport] = []
+        hidden: list[str] = []
         if (side := self._side) is not None:
             self._lost.hear(side.drain.backlog().lost)
             await side.discard(_numbers(params.get("discard", [])))
             kept = [_kept(each) for each in side.place.doubtful.list()[:_NAMED]]
+            hidden = [os.fsdecode(path) for path in side.hidden()[:_NAMED]]
         names = [os.fsdecode(name) for name in self._lost.names[:_NAMED]]
         acknowledged = params.get("acknowledge") is True
         if acknowledged:
             self._lost.acknowledge()
-        return LostReport(names, acknowledged, kept).to_dict()
+        return LostReport(names, acknowledged, kept, hidden).to_dict()
 
     async def _tell_conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """What met changes of others at the source; ``acknowledge`` ends the alarm."""

@@ -163,7 +163,7 @@ def test_a_request_that_waits_for_a_minute_is_a_problem_unless_the_source_explai
     oldest_s: float, hangs: bool, kinds: list[str], tmp_path: Path
 ) -> None:
     told = Trouble("does not answer", 1, hangs=True) if hangs else None
-    parts = _parts(tmp_path) | {
+    parts = nothing_wrong(tmp_path) | {
         "inquiry": SimpleNamespace(trouble=lambda: told),
         "requests": lambda: Requests(3, oldest_s),
     }
@@ -181,7 +181,7 @@ def test_the_memory_is_asked_for_once_a_second_however_often_somebody_looks(tmp_
 
     (tmp_path / "proc").mkdir()
     moments = [100.0]
-    look = symptoms.Symptoms(**_parts(tmp_path), clock=lambda: moments[-1])
+    look = symptoms.Symptoms(**nothing_wrong(tmp_path), clock=lambda: moments[-1])
     kinds = []
     for kib, at in ((900_000, 100.0), (10_000, 100.9), (10_000, 101.1), (900_000, 102.2)):
         moments.append(at)
@@ -190,7 +190,7 @@ def test_the_memory_is_asked_for_once_a_second_however_often_somebody_looks(tmp_
     assert kinds == [[], [], ["memory-scarce"], []]
 
 
-def _parts(root: Path) -> dict[str, Any]:
+def nothing_wrong(root: Path) -> dict[str, Any]:
     """Of a mount at which nothing is wrong."""
     return {
         "settings": SimpleNamespace(

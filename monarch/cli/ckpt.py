@@ -377,7 +377,8 @@ def lost(
 
     A power cut takes what was never fsynced; a disk that fails can take more. At the source each
     is as it was before. What a power cut has left is kept in the tier, whole or not: it can be
-    copied from there, or given up. The exit code is 1 if files were lost and not acknowledged.
+    copied from there, or given up. Files that this mount cannot show and brings to the source are
+    named as well. The exit code is 1 if files were lost and not acknowledged.
     """
     if (recover is None) != (to is None):
         raise UsageError("--recover needs --to, and --to needs --recover")
@@ -408,7 +409,9 @@ def lost(
             say(
                 f"kept: {kept.number}  {_kept_name(kept)}  {format_bytes(kept.size)}{short}, {when}"
             )
-        if not (report.files or report.kept):
+        for name in report.hidden:
+            say(f"not shown, on its way to the source: {escape_text(name)}")
+        if not (report.files or report.kept or report.hidden):
             say("nothing is lost")
     return _WRONG if report.files and not report.acknowledged else 0
 

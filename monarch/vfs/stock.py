@@ -129,6 +129,8 @@ class Stock:
         # What earlier mounts have left and the tree does not show: objects that have a name by the
         # journal, with it, and numbers of what has none. Their records are drained all the same.
         self.unshown: dict[int, bytes] = {}
+        # Of those, whose bytes the source has got since.
+        self._brought: set[int] = set()
         self._unshown_inos: frozenset[int] = frozenset()
         self.bytes = 0
         self.drained_bytes = 0
@@ -172,6 +174,8 @@ class Stock:
         """The source has its bytes as they were recorded last."""
         self._forget_drained(object)
         self._safe_only_here.discard(object)
+        if object in self.unshown:
+            self._brought.add(object)
         if object in self._sizes:
             self._drained[object] = identity
             self.drained_bytes += self._sizes[object]
@@ -218,7 +222,7 @@ class Stock:
 
     def is_drained(self, number: int) -> bool:
         """Whether the source has its bytes as they were recorded last."""
-        return number in self._drained
+        return number in self._drained or number in self._brought
 
     def source_ino(self, number: int) -> int:
         """The source's number of the file that it has of an object; 0 if that is older, or none."""

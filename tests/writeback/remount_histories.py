@@ -380,7 +380,9 @@ class Story:
                 if any(it.ino in theirs or self.is_of_others(it) for it in found):
                     continue
                 _require_same(path, there, now, "at the source and here")
-                _require_same(path, now, self.before.tree, "behind the drain and before it")
+                # What a reader would wait for, a rename that is to come, is not read here.
+                if (was := self.before.tree.get(path)) is None or was.content != b"ENOENT":
+                    _require_same(path, now, self.before.tree, "behind the drain and before it")
             await life.end(abandoned=trouble is not None)
         self.before = Ending(now, "clean", self.ground.owed())
         told = self.ground.survey()

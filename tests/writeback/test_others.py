@@ -63,6 +63,29 @@ async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock)
     assert (new.stat().st_uid, stat.S_IMODE(new.stat().st_mode)) == (1001, 0o1770)
 
 
+@pytest.mark.promise(176)
+async def test_what_is_brought_whole_after_a_rename_is_still_its_owners_alone(
+    shared: World, clock: Clock
+) -> None:
+    (shared.source / "d/a").chmod(0o600)
+    os.chown(shared.source / "d/a", 1001, 1001)
+    (shared.source / "m").mkdir(mode=0o700)
+    os.chown(shared.source / "m", 1002, 1002)
+    shared.by, shared.owner = MALLORY, 1001
+    shared.take(b"d/a")
+    renamed = shared.rename(b"d/a", b"m/a")
+    (shared.source / "d/a").unlink()
+    async with draining(shared) as drain:
+        await until(lambda: "m/a" in (drain.backlog().trouble or ""))
+        # The owner may not write there, and no other user is given these bytes.
+        assert not drain.is_done(renamed)
+        assert os.listdir(shared.source / "m") == []
+        (shared.source / "m").chmod(0o777)
+        await drain.wait(renamed)
+    assert (shared.source / "m/a").read_bytes() == b"old d/a"
+    assert (shared.source / "m/a").stat().st_uid == 1001
+
+
 @pytest.mark.finding("D8")
 async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: Clock) -> None:
     async with draining(shared) as drain:

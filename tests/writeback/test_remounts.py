@@ -14,11 +14,16 @@ import pytest
 import trio
 import trio.testing
 
+from monarch.lost import Lost
 from monarch.namespace import scan
 from monarch.namespace.build import build
+from monarch.report import LostReport
+from monarch.symptoms import Symptoms
 from monarch.vfs import replay as replay_module
-from tests.writeback.remount_histories import history, prepared
-from tests.writeback.remounts import tree_of
+from monarch.written_verbs import WrittenVerbs
+from tests.test_health import nothing_wrong
+from tests.writeback.remount_histories import history, how, prepared
+from tests.writeback.remounts import Life, tree_of
 
 # So many tests share the histories.
 _PARTS = 10
@@ -156,10 +161,78 @@ async def test_what_no_name_leads_to_after_a_remount_is_drained_all_the_same(
     async with ground.mount() as life:
         assert life.shown().keys() == tree_of(ground.source).keys()
         assert list(life.side.stock.unshown.values()) == [b"e/kept"]
+        assert await told(life) == (["e/kept"], ["written-hidden"])
         await life.drained()
+        assert await told(life) == ([], [])
     there = tree_of(ground.source)
     assert there[b"e/kept"].content == b"kept"
     assert b"e/gone" not in there
+
+
+@pytest.mark.promise(176)
+@pytest.mark.parametrize("kind", ["same", "lost state"])
+@pytest.mark.parametrize("change", ["rename", "link"])
+async def test_a_renamed_file_that_others_have_taken_away_is_brought_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: trio.testing.MockClock,
+    kind: str,
+    change: str,
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        # Its bytes are the source's, and those of this one come there.
+        await life.write(b"d/new", b"written")
+        await life.drained()
+    async with ground.mount(works=False) as life:
+        for name in (b"new", b"a"):
+            await getattr(life, change)(b"d/" + name, b"h/" + name)
+    shutil.rmtree(ground.source / "d")
+    async with ground.mount(works=False, **how(kind, ground)) as life:
+        shown = life.shown()
+        for name, content in ((b"h/new", b"written"), (b"h/a", b"old d/a")):
+            assert (shown[name].content, shown[name].safety) == (content, "none")
+    async with ground.mount() as life:
+        await life.drained()
+        assert life.shown()[b"h/a"].safety == "source"
+        there = tree_of(ground.source)
+        assert (there[b"h/new"].content, there[b"h/a"].content) == (b"written", b"old d/a")
+        await life.end()
+    async with ground.mount() as life:
+        assert life.shown().keys() == tree_of(ground.source).keys()
+
+
+@pytest.mark.promise(128, 176)
+async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        await life.write(b"a", b"written", synced=True)
+        await life.chmod(b"d/a", 0o600)
+    for name in ("a", "d/a"):
+        (ground.source / name).write_bytes(b"others' version")
+    for _ in range(2):
+        async with ground.mount() as life:
+            await life.drained()
+    [kept] = ground.source.glob("a.monarch-conflict-*")
+    assert kept.read_bytes() == b"written"
+    async with ground.mount(refreshed=True) as life:
+        assert not ground.put_off
+        assert life.shown()[b"a"].content == b"others' version"
+
+
+async def told(life: Life) -> tuple[list[str], list[str]]:
+    """What `monarch ckpt lost` and health tell of what is not shown."""
+    lost = Lost(life.ground.state)
+    verb = WrittenVerbs(names=life.names, side=life.side, lost=lost).table()["lost"]
+
+    async def send(part: object) -> None:
+        raise AssertionError("it is one answer")
+
+    answer = LostReport.from_dict(await verb({}, send))
+    parts = nothing_wrong(life.ground.root) | {"writing": life.side, "lost": lost}
+    return answer.hidden, [problem.kind for problem in Symptoms(**parts).problems()]
 
 
 def _refused(again: object) -> None:
