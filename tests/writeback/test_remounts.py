@@ -181,10 +181,10 @@ async def test_a_renamed_file_that_others_have_taken_away_is_brought_whole(
 ) -> None:
     ground = prepared(tmp_path, monkeypatch)
     async with ground.mount() as life:
-        # Its bytes are the source's, and those of this one come there.
         await life.write(b"d/new", b"written")
+        await life.chmod(b"d/a", 0o600)
         await life.drained()
-    async with ground.mount(works=False) as life:
+        # The drain lets who changes names go on for a while.
         for name in (b"new", b"a"):
             await getattr(life, change)(b"d/" + name, b"h/" + name)
     shutil.rmtree(ground.source / "d")
@@ -202,6 +202,25 @@ async def test_a_renamed_file_that_others_have_taken_away_is_brought_whole(
         assert life.shown().keys() == tree_of(ground.source).keys()
 
 
+@pytest.mark.promise(129)
+async def test_a_renamed_file_that_the_source_has_is_not_brought_again_over_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        await life.write(b"d/new", b"written")
+        await life.drained()
+        await life.rename(b"d/new", b"h/new")
+    before = (ground.source / "d/new").stat()
+    async with ground.mount(**how("lost state", ground)) as life:
+        await life.drained()
+    async with ground.mount(refreshed=True) as life:
+        assert not ground.put_off
+        await life.drained()
+        assert life.shown()[b"h/new"].content == b"written"
+    assert (ground.source / "h/new").stat().st_ino == before.st_ino
+
+
 @pytest.mark.promise(128, 176)
 async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
@@ -217,6 +236,8 @@ async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
             await life.drained()
     [kept] = ground.source.glob("a.monarch-conflict-*")
     assert kept.read_bytes() == b"written"
+    # Of this one nothing was written here.
+    assert not list(ground.source.glob("d/*.monarch-conflict-*"))
     async with ground.mount(refreshed=True) as life:
         assert not ground.put_off
         assert life.shown()[b"a"].content == b"others' version"
