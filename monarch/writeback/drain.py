@@ -940,6 +940,8 @@ class Drain:
         op = entry.op
         if op.same and op.object in self._present and op.object in self._known:
             entry.published = True
+        elif op.same:
+            entry.op = _with_rights_to_read(op)
         if entry.is_ready or self._is_left(entry):
             return
         if not await self._grow(entry):
@@ -1333,11 +1335,7 @@ class Drain:
         content = self._contents.whole(op.object)
         if content is None:
             return False
-        by = op.by
-        if by is not None and not by.is_root and by.uid != content.uid:
-            # Who renames a file need not be allowed to read it.
-            by = Credentials(content.uid or 0, content.gid or 0)
-        content = replace(content, by=by)
+        content = _with_rights_to_read(replace(content, by=op.by))
         seq = self._journal.append(content)
         self.put(seq, content)
         self._contents.recorded(op.object, seq)
@@ -1764,6 +1762,15 @@ def _is_as_long(objects: Objects, number: int, fd: int, op: Op) -> bool:
     if not op.synced:
         objects.sync(number, fd)
     return os.fstat(fd).st_size >= op.size
+
+
+def _with_rights_to_read(content: Op) -> Op:
+    """A content that nobody wrote on the mount, by a user to whom its bytes may be given: whoever
+    renames a file need not be allowed to read it, and its owner is."""
+    by = content.by
+    if by is None or by.is_root or by.uid == content.uid:
+        return content
+    return replace(content, by=Credentials(content.uid or 0, content.gid or 0))
 
 
 def _user(op: Op) -> int | None:

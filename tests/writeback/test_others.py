@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,18 +65,23 @@ async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock)
 
 
 @pytest.mark.promise(176)
+@pytest.mark.parametrize("recorded", [False, True])
 async def test_what_is_brought_whole_after_a_rename_is_still_its_owners_alone(
-    shared: World, clock: Clock
+    shared: World, clock: Clock, recorded: bool
 ) -> None:
     (shared.source / "d/a").chmod(0o600)
     os.chown(shared.source / "d/a", 1001, 1001)
     (shared.source / "m").mkdir(mode=0o700)
     os.chown(shared.source / "m", 1002, 1002)
     shared.by, shared.owner = MALLORY, 1001
-    shared.take(b"d/a")
-    renamed = shared.rename(b"d/a", b"m/a")
-    (shared.source / "d/a").unlink()
     async with draining(shared) as drain:
+        shared.take(b"d/a")
+        renamed = shared.rename(b"d/a", b"m/a")
+        if recorded:
+            content = shared.whole(shared.tree[b"m/a"].object)
+            assert content is not None
+            shared.record(replace(content, same=True))
+        (shared.source / "d/a").unlink()
         await until(lambda: "m/a" in (drain.backlog().trouble or ""))
         # The owner may not write there, and no other user is given these bytes.
         assert not drain.is_done(renamed)
