@@ -38,6 +38,7 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
         "attributes-dropped": "degraded",
         "other-writer": "degraded",
         "lease-lost": "degraded",
+        "no-lease": "degraded",
         "internal-error": "degraded",
         "copies-damaged": "degraded",
         "tier-out": "degraded",

@@ -344,6 +344,16 @@ class Symptoms:
                 "unmount one of them, or let each write paths of its own (`absorb`); what both"
                 " write is kept beside as a conflict, and never overwritten",
             )
+        if lease.trouble:
+            yield Problem(
+                "no-lease",
+                f"{self._source} takes no lease of this mount: {lease.trouble}; another mount that"
+                " writes the same paths is not seen",
+                0,
+                f"look at `ls -la {self._source}`: a directory `.monarch-leases.part` that this"
+                " mount's daemon may write is to be there; anything else of that name can be"
+                " removed",
+            )
         if lease.was_lost:
             yield Problem(
                 "lease-lost",

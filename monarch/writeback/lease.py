@@ -46,6 +46,9 @@ STALE_S = 60.0
 # The largest file that is read as a lease, in bytes, and how many are looked at in a directory.
 _LARGEST = 64 * KiB
 _MOST = 4096
+# Of the text of a lease, characters and patterns that a message shows.
+_SHOWN = 255
+_SHOWN_PATTERNS = 4
 # What a source answers where the daemon may make nothing.
 _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _FLAGS_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -78,7 +81,9 @@ class Holder:
 
     def words(self) -> str:
         """Who it is, for a message."""
-        paths = ", ".join(self.patterns) or "**"
+        paths = ", ".join(map(_shown, self.patterns[:_SHOWN_PATTERNS])) or "**"
+        if len(self.patterns) > _SHOWN_PATTERNS:
+            paths += ", ..."
         return f"{self.mountpoint} on node {self.node} (pid {self.pid}, paths {paths})"
 
     @property
@@ -198,9 +203,9 @@ class Lease:
             raise LockedError(
                 f"source {os.fsdecode(source.path)!r} is written through another mount:"
                 f" {earlier[0].words()}",
-                hint="unmount that one, or name other paths with --absorb, or, if both shall write"
-                " and nobody else's files are meant, set writeback.shared; a node that is dead"
-                f" counts no more {STALE_S:.0f} s after its last sign of life",
+                hint="unmount that one, or name other paths with `-o absorb=PATTERN`; if each"
+                " writes files of its own, set writeback.shared; the lease of a dead node ends"
+                f" {STALE_S:.0f} s after its last renewal",
             )
         for holder in lease.others:
             log.warning("the same paths are written through another mount: %s", holder.words())
@@ -428,7 +433,7 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
             age_s=max(0.0, (now_ns - status.st_mtime_ns) / 1e9),
             uid=status.st_uid,
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     finally:
         os.close(fd)
@@ -436,7 +441,7 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
 
 def _shown(told: object) -> str:
     """What a stranger's file tells, so that it can do no harm in a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in str(told)[:255])
+    return "".join(each if each.isprintable() else "?" for each in str(told)[:_SHOWN])
 
 
 def _names(directory: int) -> list[str]:

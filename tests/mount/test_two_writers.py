@@ -46,6 +46,19 @@ def test_the_second_one_is_refused_or_both_are_told(
     assert os.listdir(source / LEASES) == []
 
 
+@pytest.mark.promise(167)
+@pytest.mark.fault("N4")
+def test_health_says_that_the_source_takes_no_lease(monarch: MonarchCommand, tree: Tree) -> None:
+    source = tree({"a": 10})
+    os.mkfifo(source / LEASES)
+    monarch.expects_log("no lease can be put there")
+    mounted = monarch.mount(source, tiers={"fast": "16MiB"}, options=ABSORB)
+    (problem,) = account(mounted)["health"]["problems"]
+    assert problem["kind"] == "no-lease" and LEASES in problem["remedy"]
+    mounted.umount()
+    assert (source / LEASES).is_fifo()
+
+
 @pytest.mark.promise(148)
 @pytest.mark.fault("N5")
 def test_each_of_two_mounts_shows_what_the_other_has_made_and_removed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,10 +199,16 @@ def test_what_strangers_put_among_the_leases_does_no_harm(
     told = json.loads((place / "aa").read_bytes())
     padded = json.dumps({**told, "node": "padded", "boot": "x"}) + " " * 100_000
     (place / "padded").write_text(padded)
-    (place / "evil").write_text(json.dumps({**told, "node": "\x1b[2J\n", "boot": "x"}))
+    for key in ("pid", "started", "since_ns", "namespace"):
+        (place / f"infinite-{key}").write_text(json.dumps({**told, key: math.inf, "boot": "x"}))
+    (place / "evil").write_text(
+        json.dumps({**told, "node": "\x1b[2J\n", "boot": "x", "patterns": ["**", "\x1b" * 900] * 9})
+    )
     first.renew()
     assert [holder.node for holder in first.others] == ["?[2J?"]
     assert first.trouble == ""
+    words = first.others[0].words()
+    assert words.isprintable() and len(words) < 2000
     assert secret.read_text() == "{}"
     first.release()
     assert (place / "evil").exists() and not (place / "aa").exists()
