@@ -539,8 +539,9 @@ class _Mount:
         return self._choice.mode if state is None else agreed(self._choice, state)
 
     def _taken(self, ino: Ino) -> None:
-        """A file of the source is written: its copy is of another version."""
+        """A file of the source is written: its copy, and one under way, is of another version."""
         if ino <= self.filesystem.names.entries:
+            self._residency.unwant(ino)
             self.filesystem.changes.forget_copy(ino)
 
     async def _look_again_at(self, ino: Ino) -> None:

@@ -641,7 +641,7 @@ class FileSystem:
     def _keep_fetched(self, ino: Ino, content: memoryview, since_ns: int) -> None:
         """The fast path has fetched a file as the snapshot tells of it: a copy of it, or none."""
         attributes = self.names.attributes(ino)
-        if self._residency.is_changed(ino) or self.names.is_gone(ino):
+        if self._residency.is_changed(ino) or self.names.is_gone(ino) or self._is_written(ino):
             return
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
         promote = self._controller.opened(self._item(attributes))

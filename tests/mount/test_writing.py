@@ -515,6 +515,28 @@ def test_a_file_that_is_read_from_a_copy_is_not_written_under_its_readers(
     assert (at / "e/b.bin").read_bytes() == contents("d/b.bin", 5000)
 
 
+@pytest.mark.promise(52)
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_file_whose_copy_is_under_way_can_be_written_and_removed(
+    monarch: MonarchCommand, tree: Tree, size: int
+) -> None:
+    names = [f"f{number}" for number in range(100)]
+    mounted = monarch.mount(
+        tree(dict.fromkeys(names, size)), tiers={"fast": "64MiB"}, options=["write=absorb"]
+    )
+    for name in names:
+        path = mounted.path / name
+        with path.open("rb", buffering=0) as file:
+            file.read(10)
+        with path.open("ab") as file:
+            file.write(b"y" * 100_000)
+        path.unlink()
+    assert os.listdir(mounted.path) == []
+    monarch("ckpt", "wait", str(mounted.path))
+    assert monarch("fsck", str(mounted.path)).returncode == 0
+    assert mounted.status()["tiers"][0]["files"] == 0
+
+
 @pytest.mark.promise(75)
 def test_what_is_absorbed_is_closed_to_everybody_else(absorbing: Mounted) -> None:
     (absorbing.path / "open to all").write_bytes(b"x")
