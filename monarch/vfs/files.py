@@ -345,8 +345,14 @@ class WrittenFiles:
             await self.look_again(node.ino)
 
     async def arrive(self, node: Node) -> None:
-        """Wait until a file that went to the source directly is there, and then the source's."""
-        await self._drain.wait(self._stock.content(node.object)[0])
+        """Wait until a file that went to the source directly is there, and then the source's.
+
+        Raises Refused with what the source answers to the drain.
+        """
+        try:
+            await self._drain.wait_or_fail(self._stock.last(node.object))
+        except OSError as error:
+            raise Refused(error.errno or errno.EIO) from error
         if node.object and node.ino not in self._open and self._stock.is_through(node.object):
             self._leave(node)
 
@@ -923,7 +929,9 @@ class WrittenFiles:
             self.note_unnoted()
             self._forget_nameless(trio.current_time() - _NAMELESS_S)
             await self._put_names_away()
-            for node in self._stock.arrived(self._open.keys() | self._opening.keys()):
+            for node in self._stock.arrived(
+                busy=self._open.keys() | self._opening.keys(), is_done=self._drain.is_done
+            ):
                 self._leave(node)
             for file in list(self._stock.open.values()):
                 if file.is_through:

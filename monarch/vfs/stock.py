@@ -241,9 +241,13 @@ class Stock:
         """The path beside which an object's bytes are at the source; None if they are not."""
         return self._through.get(number)
 
-    def arrived(self, busy: Container[Ino]) -> list[Node]:
-        """Files that went to the source directly and are there under their names by now."""
-        nodes = [self.node(number) for number in self._through if number in self._drained]
+    def arrived(self, *, busy: Container[Ino], is_done: Callable[[int], bool]) -> list[Node]:
+        """Files that went to the source directly and are there under their names by now.
+
+        ``is_done`` as of ``leaving``.
+        """
+        numbers = [number for number in self._through if number in self._drained]
+        nodes = [self.node(number) for number in numbers if is_done(self.last(number))]
         return [node for node in nodes if node is not None and node.ino not in busy]
 
     # -- what is kept ------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ class Writing:
         self._require_memory(NAME_BYTES)
         await self.files.require_room()
         if self.names.attributes(ino).is_file:
-            self.files.record(await self.take(ino, empty=False, by=by))
+            await self._have_recorded(ino, by)
         # Directories above may have got other names meanwhile.
         path, to = self.names.visible_path(ino), self.names.path_of(parent, name)
         self.names.link(ino, parent, name, now_ns=file_now_ns())
@@ -318,9 +318,13 @@ class Writing:
         ino = self._known(parent, name)
         self._require_held(ino)
         await self.files.require_room()
-        if self.names.attributes(ino).is_file:
-            self.files.record(await self.take(ino, empty=False, by=by))
-        await self._make_replacement_safe(ino, self.names.lookup(to_parent, to_name))
+        while True:
+            if self.names.attributes(ino).is_file:
+                await self._have_recorded(ino, by)
+            await self._make_replacement_safe(ino, self.names.lookup(to_parent, to_name))
+            # One that was on its way to the source may be there by now.
+            if self._object_of(ino) or not self.names.attributes(ino).is_file:
+                break
         # Directories above may have got other names meanwhile.
         path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
         replaced = self.names.lookup(to_parent, to_name)
@@ -347,6 +351,14 @@ class Writing:
         )
         if renamed.replaced is not None:
             self._left(renamed.replaced)
+
+    async def _have_recorded(self, ino: Ino, by: Credentials) -> None:
+        """Have the bytes of a file that gets another name recorded under the one that it has."""
+        node = self.names.node(ino)
+        if node is not None and node.object and self.files.is_away(node):
+            # They are, and need not be at the source for that: it may have no room for them.
+            return
+        self.files.record(await self.take(ino, empty=False, by=by))
 
     async def _make_replacement_safe(self, ino: Ino, replaced: Ino | None) -> None:
         """A power cut must not take the old file, which was safe, and the new one, which is not."""

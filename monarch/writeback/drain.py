@@ -205,9 +205,9 @@ class _Entry:
     it was tried ahead of its turn, in vain. Ready are those that are ``staged``, those that are
     ``published``: the source has these bytes already, and those that are ``skipped``. ``place``:
     where what is staged goes. Of those that are held, ``refusal`` is why, empty for one that only
-    depends on another; ``tries``: how often it was refused, since ``refused_s``. ``is_aside``:
-    later changes of its user do not wait for it any more. ``is_moot``: it was refused, and is not
-    needed any more, or was given up.
+    depends on another, and ``answer`` the errno; ``tries``: how often it was refused, since
+    ``refused_s``. ``is_aside``: later changes of its user do not wait for it any more. ``is_moot``:
+    it was refused, and is not needed any more, or was given up.
     """
 
     seq: int
@@ -225,6 +225,7 @@ class _Entry:
     is_held: bool = False
     refusal: str = ""
     why: str = ""
+    answer: int = errno.EIO
     is_moot: bool = False
     tries: int = 0
     refused_s: float = math.inf
@@ -383,6 +384,9 @@ class Drain:
         self._hurry = trio.Event()
         self._pause_s = _BACKOFF_S[0]
         self._trouble: str | None = None
+        # How often all had to rest, and for which error the last time.
+        self._stops = 0
+        self._stopped_by = errno.EIO
         self._staged = 0
         self._drained_files = self._drained_bytes = self._failures = 0
         self._limiter = Limiter(60.0)
@@ -515,6 +519,22 @@ class Drain:
     async def wait(self, seq: int) -> None:
         """Until the source has that change; a pause after a failure ends now."""
         await self._wait(lambda: self.is_done(seq))
+
+    async def wait_or_fail(self, seq: int) -> None:
+        """Until the source has that change.
+
+        Raises OSError with what the source answers, if it takes nothing, or not that change.
+        """
+        stops = self._stops
+
+        def held() -> _Entry | None:
+            return next((each for each in self._held if each.seq == seq), None)
+
+        await self._wait(lambda: self.is_done(seq) or self._stops > stops or held() is not None)
+        if not self.is_done(seq):
+            entry = held()
+            number = self._stopped_by if entry is None else entry.answer
+            raise OSError(number, os.strerror(number))
 
     async def wait_all(self, seq: int) -> None:
         """Until the source has all up to ``seq``; a pause after a failure ends now."""
@@ -771,6 +791,7 @@ class Drain:
                 errno_words(error.errno),
             )
             return
+        entry.answer = error.errno or errno.EIO
         entry.why = errno_words(error.errno)
         entry.refusal = f"{op.kind} {os.fsdecode(op.path)!r}: {entry.why}"
         self._failures += 1
@@ -903,6 +924,9 @@ class Drain:
             what = f"{op.kind} {os.fsdecode(op.path)!r}"
         self._failures += 1
         self._trouble = f"{what}: {words}"
+        self._stops += 1
+        self._stopped_by = error.errno or errno.EIO if isinstance(error, OSError) else errno.EIO
+        self._changed.unpark_all()
         self._limiter.warning(
             log,
             f"drain {type(error).__name__} {words}",

@@ -1,0 +1,101 @@
+"""Files that went to the source directly, as the tier is full, when that takes nothing either."""
+
+from __future__ import annotations
+
+import errno
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.errors import Refused
+from monarch.writeback.home import Home
+from monarch.writeback.objects import Objects
+from tests.writeback.remounts import Ground, Life
+
+# Long enough for any number of tries of the drain, by a clock that jumps. Seconds.
+PATIENCE_S = 600
+
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
+    """A tier without room for any object."""
+    ground = Ground(tmp_path, monkeypatch)
+    (ground.source / "a").write_bytes(b"old")
+    (ground.source / "d").mkdir()
+    monkeypatch.setattr(Objects, "create", _full)
+    return ground
+
+
+def _full(*args: object, **more: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def written(life: Life, path: bytes) -> None:
+    await life.write(path, b"new", synced=True)
+    node = life.names.node(life.ino(path))
+    assert node is not None and life.files.is_away(node)
+
+
+async def require_refused(life: Life, path: bytes) -> None:
+    for call in (
+        partial(life.open, path),
+        partial(life.open, path, os.O_RDONLY),
+        partial(life.open, path, os.O_WRONLY | os.O_TRUNC),
+        partial(life.chmod, path, 0o600),
+        partial(life.setxattr, path, b"user.a", b"1"),
+    ):
+        with pytest.raises(Refused) as raised:
+            await call()
+        assert raised.value.errno == errno.ENOSPC
+
+
+@pytest.mark.promise(71)
+async def test_no_call_waits_for_a_source_that_is_full(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with ground.mount() as life:
+            with monkeypatch.context() as patched:
+                patched.setattr(Home, "carry_out", _full)
+                for path in (b"tmp", b"other", b"gone"):
+                    await written(life, path)
+                await life.rename(b"tmp", b"a")
+                await life.link(b"other", b"d/more")
+                life.unlink(b"gone")
+                await require_refused(life, b"a")
+                await require_refused(life, b"d/more")
+                assert (ground.source / "a").read_bytes() == b"old"
+            await life.drained()
+            there = sorted(name for name in os.listdir(ground.source) if name[0] != ".")
+            assert there == ["a", "d", "other"]
+            assert (ground.source / "a").read_bytes() == b"new"
+            assert (ground.source / "d/more").samefile(ground.source / "other")
+            # They are the source's own from then on.
+            for path in (b"a", b"d/more"):
+                ino = await life.open(path, os.O_RDONLY)
+                assert await life.files.read(ino, 0, 10) == b"new"
+                life.files.release(ino)
+
+
+@pytest.mark.promise(71)
+async def test_what_has_come_to_the_source_under_an_older_name_is_not_looked_for_under_a_newer(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with ground.mount() as life:
+            with monkeypatch.context() as patched:
+                patched.setattr(Home, "rename", _full)
+                await written(life, b"tmp")
+                await life.rename(b"tmp", b"d/final")
+                await trio.sleep(30)
+                assert (ground.source / "tmp").read_bytes() == b"new"
+                await require_refused(life, b"d/final")
+            await life.drained()
+            assert (ground.source / "d/final").read_bytes() == b"new"
+            ino = await life.open(b"d/final", os.O_RDONLY)
+            assert await life.files.read(ino, 0, 10) == b"new"
+            life.files.release(ino)
