@@ -480,11 +480,19 @@ class Symptoms:
                 " LimitNOFILE= of the unit, or limits.conf, for the next mount",
             )
 
+    def _behind(self) -> str:
+        if self._writing is not None and self._writing.drain.last_seq:
+            return self._put_off
+        return (
+            "the names are still those of the last mount's snapshot; the source has all changes"
+            " that belong to it by now: mount again"
+        )
+
     def _of_changes(self) -> Iterator[Problem]:
         if self._put_off:
             yield Problem(
                 "snapshot-behind",
-                self._put_off,
+                self._behind(),
                 0,
                 f"wait with `monarch ckpt wait {self._mountpoint}`, `monarch umount"
                 f" {self._mountpoint}`, and mount again; nothing is lost meanwhile",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import MonarchCommand, Mounted, Tree, names_in
 from tests.mount.command import needs_root
-from tests.mount.observe import wait_until
+from tests.mount.observe import account, wait_until
 
 pytestmark = pytest.mark.modes("relay")
 
@@ -21,6 +21,11 @@ ABSORB = ["write=absorb", "writeback.end_timeout=1s"]
 
 def drained(mounted: Mounted) -> None:
     mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "60s")
+
+
+def told_behind(mounted: Mounted) -> list[str]:
+    problems = account(mounted)["health"]["problems"]
+    return [problem["what"] for problem in problems if problem["kind"] == "snapshot-behind"]
 
 
 @pytest.fixture
@@ -94,6 +99,8 @@ def test_a_directory_that_was_renamed_before_the_kill_is_shown_and_comes_home(
     }
     drained(again)
     assert (closable / "run/step-100/COMMIT").read_bytes() == b"done"
+    behind = told_behind(again)
+    assert ["the source has all changes" in what for what in behind] == [True] * len(more)
     assert not (closable / "run/tmp-100").exists()
     again.umount()
 
