@@ -50,6 +50,7 @@ from monarch.writeback.home import (
     Place,
     Step,
     is_shared,
+    is_time,
     shared,
 )
 from monarch.writeback.journal import Journal, Known, Replay
@@ -1270,18 +1271,18 @@ class Drain:
         op, number = entry.op, entry.op.object
         if not number:
             return Expected(seq=entry.seq, known=self._made.get(op.ino, op.was))
-        known, over = self._known.get(number), self._over.get(number, ())
-        over = (*over, *self._as_set(number))
         return Expected(
             seq=entry.seq,
-            known=known,
+            known=self._known.get(number),
+            as_set=tuple(self._as_set(number)),
             ours=self._ours_of(number),
-            over=over,
+            over=self._over.get(number, ()),
             is_made=number in self._new,
             # Not if a rename has taken it away there, until its content comes.
             was_there=(number in self._known or number in self._to_take)
             and number not in self._over,
             longest=self._longest.get(number, 0),
+            is_file=True,
         )
 
     def _as_set(self, number: int) -> Iterator[Identity]:
@@ -1772,7 +1773,9 @@ class Drain:
 def _with_bytes_of(known: Identity | None, now: Identity, op: Op) -> Identity:
     """What a file is after a change of it that was none of its bytes. If others have written it in
     place meanwhile its bytes are still the ones that are known: theirs are met as a conflict."""
-    if known is None or known.source_ino != now.source_ino or op.mtime_ns is not None:
+    if known is None or known.source_ino != now.source_ino:
+        return now
+    if op.mtime_ns is not None and is_time(now.mtime_ns, op.mtime_ns):
         return now
     return replace(now, size=known.size, mtime_ns=known.mtime_ns)
 

@@ -81,33 +81,39 @@ class Expected:
     """What may stand at the source where a change is made, and is ours to replace or remove.
 
     ``seq`` is the number of the change. ``known``: the last that is known of the file or directory
-    at its path. ``ours``: staged files that may have got their name in an earlier life that did not
-    record it; a number alone does not tell one, for the source gives it again. ``over``: what
-    renames on the mount have replaced. ``is_made``: the file was made on the mount, so its owner
-    and mode are as the kernel let them become there. ``was_there``: the source has had it under its
-    name; if that leads elsewhere, others have done it. ``longest``: that file was perhaps grown in
-    place, up to so many bytes.
+    at its path; ``as_set``: with each time that may have been set there without a mark. ``ours``:
+    staged files that may have got their name in an earlier life that did not record it; a number
+    alone does not tell one, for the source gives it again. ``over``: what renames on the mount have
+    replaced. ``is_made``: the file was made on the mount, so its owner and mode are as the kernel
+    let them become there. ``was_there``: the source has had it under its name; if that leads
+    elsewhere, others have done it. ``longest``: that file was perhaps grown in place, up to so many
+    bytes. ``is_file``: ``known`` is of a regular file.
     """
 
     seq: int = 0
     known: Identity | None = None
+    as_set: tuple[Identity, ...] = ()
     ours: frozenset[Identity] = frozenset()
     over: tuple[Identity, ...] = ()
     is_made: bool = False
     was_there: bool = False
     longest: int = 0
+    is_file: bool = False
 
     def is_it(self, found: os.stat_result, *, strict: bool, version: bool = False) -> bool:
-        """Whether ``found`` is what may be replaced; with ``version``, as it is known."""
+        """Whether ``found`` is what may be replaced; with ``version``, as it is known.
+
+        A number is given again as soon as its file is removed, so it tells a version of nothing.
+        """
         if not strict or self.is_staged(found):
             return True
-        there = (found.st_ino, found.st_size, found.st_mtime_ns)
-        for each in (*self.over, *([self.known] if self.known is not None else [])):
-            if there == (each.source_ino, each.size, each.mtime_ns):
-                return True
-            if not version and there[0] == each.source_ino:
-                return True
-        return False
+        known = [] if self.known is None else [self.known, *self.as_set]
+        if self.is_file and not stat.S_ISREG(found.st_mode):
+            known = []
+        return any(
+            found.st_ino == each.source_ino and (not version or _is_version(found, each))
+            for each in (*self.over, *known)
+        )
 
     def _is_as_long(self, found: os.stat_result) -> bool:
         """Whether it may be what a life that ended has brought behind the bytes that are known."""
@@ -123,19 +129,33 @@ class Expected:
             and (
                 self._is_as_long(found)
                 if each.size == ANY_SIZE
-                else (found.st_size == each.size and _is_time(found.st_mtime_ns, each.mtime_ns))
+                else (found.st_size == each.size and is_time(found.st_mtime_ns, each.mtime_ns))
             )
             for each in self.ours
         )
 
-    def is_same(self, found: os.stat_result, *, strict: bool) -> bool:
-        """Whether ``found`` is not known to be another; what nothing is known of may be it, but
-        not what was made on the mount and never came to the source."""
+    def is_same(self, found: os.stat_result, *, strict: bool, version: bool = False) -> bool:
+        """Whether ``found`` is not known to be another, or, with ``version``, to have been changed.
+
+        What nothing is known of may be it, but not what was made on the mount and never came to the
+        source.
+        """
         is_unknown = self.known is None and not (self.ours or self.over or self.is_made)
-        return is_unknown or self.is_it(found, strict=strict)
+        return is_unknown or self.is_it(found, strict=strict, version=version)
 
 
-def _is_time(found_ns: int, set_ns: int) -> bool:
+def _is_version(found: os.stat_result, known: Identity) -> bool:
+    """Whether something of a known number is as it was, as far as its type tells."""
+    if stat.S_ISDIR(found.st_mode):
+        # What is made in it changes its time.
+        return True
+    if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
+        return (found.st_size, found.st_mtime_ns) == (known.size, known.mtime_ns)
+    # So do those who use a fifo.
+    return found.st_size == known.size
+
+
+def is_time(found_ns: int, set_ns: int) -> bool:
     """Whether a time is the one that was set, as the source's file system keeps it."""
     return any(found_ns == set_ns - set_ns % unit_ns for unit_ns in _TIME_UNITS_NS)
 
@@ -401,9 +421,8 @@ class Home:
         target = _status(fd, name)
         if target is None:
             return "new", None
-        is_file = stat.S_ISREG(target.st_mode)
         if stat.S_ISDIR(target.st_mode) or not expected.is_it(
-            target, strict=op.strict, version=is_file
+            target, strict=op.strict, version=True
         ):
             return "conflict", target
         known = expected.known.source_ino if expected.known is not None else 0
@@ -838,8 +857,8 @@ class Home:
             there = _status(fd, name)
             if there is None:
                 return
-            if op.strict and not expected.is_same(there, strict=True):
-                self._note_conflict(op.path, b"", "was replaced there by others, and stays")
+            if op.strict and not expected.is_same(there, strict=True, version=True):
+                self._note_conflict(op.path, b"", "was changed there by others, and stays")
                 return
             with acting_as(by):
                 os.unlink(name, dir_fd=fd)
@@ -901,17 +920,17 @@ class Home:
                 log.warning("source: %r is not there to be renamed", os.fsdecode(op.path))
                 return None
             return identity_of(now)
-        if op.strict and not expected.is_same(there, strict=True):
-            if now is not None and expected.is_it(now, strict=True):
+        if op.strict and not expected.is_same(there, strict=True, version=True):
+            if now is not None and expected.is_it(now, strict=True, version=True):
                 # It has its new name already, and the old one is another's.
                 return identity_of(now)
-            self._note_conflict(op.path, b"", "was replaced there by others: it is not renamed")
+            self._note_conflict(op.path, b"", "was changed there by others: it is not renamed")
             return None
-        if op.strict and now is not None and now.st_ino != there.st_ino:
-            is_ours = over.is_it(now, strict=True, version=stat.S_ISREG(now.st_mode))
-            if not is_ours:
-                to_name = self._beside(to_name, expected.seq)
-                self._note_conflict(op.to, _sibling(op.to, to_name), "was changed there by others")
+        if op.strict and not (
+            now is None or now.st_ino == there.st_ino or over.is_it(now, strict=True, version=True)
+        ):
+            to_name = self._beside(to_name, expected.seq)
+            self._note_conflict(op.to, _sibling(op.to, to_name), "was changed there by others")
         try:
             with acting_as(by):
                 os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
@@ -964,6 +983,8 @@ class Home:
             if op.strict and expected is not None and not expected.is_same(status, strict=True):
                 self._note_conflict(op.path, b"", "was replaced there by others: it stays as it is")
                 return None
+            if expected is not None:
+                op = self._without_times_of(op, status, expected)
             if expected is None:
                 with acting_as(by):
                     self._dress(fd, op)
@@ -975,6 +996,15 @@ class Home:
             return identity_of(os.fstat(fd))
         finally:
             os.close(fd)
+
+    def _without_times_of(self, op: Op, found: os.stat_result, expected: Expected) -> Op:
+        """A change without its times, if others have written the file since: they would hide it."""
+        if (op.mtime_ns, op.atime_ns) == (None, None) or not op.strict:
+            return op
+        if expected.is_same(found, strict=True, version=True):
+            return op
+        self._note_conflict(op.path, b"", "was changed there by others: its times stay")
+        return replace(op, mtime_ns=None, atime_ns=None)
 
     def _dress_as(
         self, fd: int, op: Op, by: Credentials | None, known: Identity | None = None

@@ -471,7 +471,10 @@ async def test_a_link_in_the_place_of_a_file_is_not_followed(
         await drain.wait(world.last_seq)
     assert (tmp_path / "outside").read_bytes() == b"untouched"
     assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o600
-    assert (world.source / "a").read_bytes() == b"bytes"
+    # The link is not what was known as a file, even if it has got its number.
+    assert (world.source / "a").readlink() == tmp_path / "outside"
+    [kept] = world.source.glob("a.monarch-conflict-*")
+    assert kept.read_bytes() == b"bytes"
 
 
 # -- a tier that has lost something ------------------------------------------------------------

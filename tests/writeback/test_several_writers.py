@@ -12,6 +12,8 @@ import os
 import random
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -267,7 +269,7 @@ def test_a_file_of_others_with_the_number_of_ours_is_not_ours(tmp_path: Path) ->
 
 @pytest.mark.promise(79)
 @pytest.mark.fault("N1")
-async def test_bytes_that_others_wrote_into_a_renamed_file_are_not_overwritten(
+async def test_bytes_that_others_wrote_into_a_file_stay_where_they_are(
     world: World, clock: trio.testing.MockClock
 ) -> None:
     async with draining(world) as drain:
@@ -277,7 +279,103 @@ async def test_bytes_that_others_wrote_into_a_renamed_file_are_not_overwritten(
         world.chmod(b"x", 0o600)
         world.rename(b"x", b"y")
         await drain.wait(world.last_seq)
+        assert drain.backlog().conflicts == 1
         world.write(b"y", b"second")
         await drain.wait(world.last_seq)
-    assert (world.source / "y").read_bytes() == b"theirs"
-    assert kept(world.source) == [b"second"]
+    assert (world.source / "x").read_bytes() == b"theirs"
+    assert (world.source / "y").read_bytes() == b"second"
+
+
+def in_place(path: Path) -> None:
+    path.write_bytes(b"theirs")
+
+
+def on_the_same_number(path: Path) -> None:
+    """As a file system that gives a number again at once."""
+    number = path.stat().st_ino
+    path.unlink()
+    for _ in range(200):
+        path.write_bytes(b"theirs")
+        if path.stat().st_ino == number:
+            return
+        path.rename(path.with_name(f"{path.name}.other-{time.monotonic_ns()}"))
+    pytest.skip("this file system gave the number to no other file")
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("theirs", [in_place, on_the_same_number])
+@pytest.mark.parametrize(
+    "change", ["unlink", "rename", "append rename", "append unlink", "replace"]
+)
+async def test_what_others_wrote_meanwhile_is_neither_removed_nor_renamed(
+    world: World, clock: trio.testing.MockClock, theirs: Callable[[Path], None], change: str
+) -> None:
+    for step in change.split():
+        match step:
+            case "unlink":
+                world.unlink(b"a")
+            case "rename":
+                world.rename(b"a", b"x")
+            case "append":
+                world.append(world.begin(b"a"), b" and more")
+                world.end(world.tree[b"a"])
+            case "replace":
+                world.write(b"x", b"new")
+                world.rename(b"x", b"a")
+    theirs(world.source / "a")
+    replay = world.kill()
+    async with draining(world, replay) as drain:
+        await drain.settle()
+        told = [conflict.path for conflict in drain.conflicts()]
+    assert (world.source / "a").read_bytes() == b"theirs"
+    assert set(told) == {b"a"}
+    ours = {"append rename": b"old a and more", "replace": b"new"}.get(change)
+    found = [path.read_bytes() for path in world.source.iterdir() if path.is_file()]
+    assert ours is None or ours in found
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("change", ["append", "unlink", "rename"])
+async def test_a_fifo_of_others_is_not_taken_for_a_file(
+    world: World, clock: trio.testing.MockClock, change: str
+) -> None:
+    async with draining(world) as drain:
+        world.write(b"empty", b"")
+        await drain.wait(world.last_seq)
+    for name in ("a", "empty"):
+        path = os.fsencode(name)
+        if change == "append":
+            world.append(world.begin(path), b" and more")
+            world.end(world.tree[path])
+        elif change == "unlink":
+            world.unlink(path)
+        else:
+            world.rename(path, path + b"-renamed")
+        (world.source / name).unlink()
+        os.mkfifo(world.source / name)
+    async with draining(world, world.kill()) as drain:
+        await drain.settle()
+        assert {conflict.path for conflict in drain.conflicts()} == {b"a", b"empty"}
+    for name in ("a", "empty"):
+        assert (world.source / name).is_fifo()
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+async def test_a_time_that_is_set_makes_bytes_of_others_not_ours(
+    world: World, clock: trio.testing.MockClock
+) -> None:
+    world.begin(b"a")
+    world.end(world.tree[b"a"])
+    world.utime(b"a", 10**18)
+    in_place(world.source / "a")
+    theirs = (world.source / "a").stat().st_mtime_ns
+    async with draining(world, world.kill()) as drain:
+        await drain.settle()
+        world.write(b"a", b"ours")
+        await drain.settle()
+    assert (world.source / "a").read_bytes() == b"theirs"
+    assert (world.source / "a").stat().st_mtime_ns == theirs
+    assert b"ours" in kept(world.source)
