@@ -88,13 +88,17 @@ class Watch:
             self._just_built = False
             await trio.sleep(self._every_s)
 
+    def _is_ours(self, ino: Ino) -> bool:
+        """Whether a directory was changed or removed through the mount."""
+        return self._names.is_written(ino) or self._names.is_forgotten(ino)
+
     async def _look(self) -> None:
         changed = failed = 0
         if not self._just_built:
             for batch in batches(self._names.snapshot.directories(), _BATCH):
                 differing = await self._differing(batch)
                 # Where something was written through the mount, that changes the source.
-                changed += sum(not self._names.is_written(ino) for ino in differing)
+                changed += sum(not self._is_ours(ino) for ino in differing)
             if changed and changed != self.changed_directories:
                 told = counted(changed, "directory", "directories")
                 log.warning(

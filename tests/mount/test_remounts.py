@@ -137,3 +137,21 @@ def test_what_was_written_into_a_directory_that_others_took_away_comes_home(
     last = monarch.mount(closable, tiers=TIERS, options=ABSORB)
     assert (last.path / "run/ckpt").read_bytes() == b"weights"
     last.umount()
+
+
+@pytest.mark.promise(128)
+def test_a_directory_that_a_mount_has_removed_makes_no_snapshot_stale(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path
+) -> None:
+    source = tree({"a": 10, "d/e": 10})
+    (source / "d/e").unlink()
+    more = ["--snapshot", str(tmp_path / "given.snapshot")]
+    mounted = monarch.mount(source, tiers=TIERS, options=ABSORB, arguments=more)
+    (mounted.path / "d").rmdir()
+    drained(mounted)
+    mounted.umount()
+    assert not (source / "d").exists()
+    again = monarch.mount(source, tiers=TIERS, options=ABSORB, arguments=more)
+    wait_until(lambda: account(again)["snapshot"]["stale"] is not None, "it looks")
+    assert account(again)["snapshot"]["stale"] is False
+    assert not account(again)["health"]["problems"]
