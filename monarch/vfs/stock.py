@@ -207,6 +207,12 @@ class Stock:
         """That was recorded."""
         self.record(number, seq, synced=False)
 
+    def changed(self, object: int, identity: Identity) -> None:
+        """The source's file of it is known as that now, with the same bytes."""
+        if object in self._drained:
+            # In its place: the order is that in which they came to the source.
+            self._drained[object] = identity
+
     def unrecorded(self) -> set[Ino]:
         """Open files that have a name and were changed since the journal was told of them."""
         return {
@@ -393,6 +399,13 @@ class Stock:
                 if (identity := done.get(seq)) is not None:
                     self._drained[op.object] = had[op.object] = identity
                     self._safe_only_here.discard(op.object)
+            elif op.kind == "attr" and op.object in self._drained and op.mtime_ns is not None:
+                before, now = self._drained[op.object], done.get(seq)
+                if now is not None and (now.source_ino, now.size) == (
+                    before.source_ino,
+                    before.size,
+                ):
+                    self._drained[op.object] = had[op.object] = now
             elif op.kind == "through":
                 self._through[op.object] = op.path
             elif op.kind == "gone":

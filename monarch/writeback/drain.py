@@ -142,6 +142,10 @@ class Contents(Protocol):
         """The source has its bytes as they were recorded; ``path`` is its first name there."""
         ...
 
+    def changed(self, object: int, identity: Identity) -> None:
+        """The source's file of an object is known as that now, with the bytes that it had."""
+        ...
+
     def whole(self, object: int) -> Op | None:
         """A content of the file as it is now, for a source that has lost it; None if it has no name
         any more, or its bytes are not here."""
@@ -1409,6 +1413,8 @@ class Drain:
             self._note(op, identity)
         if identity is None or op.kind != "content":
             self._unstage(entry)
+            if identity is not None and (known := self._known.get(op.object)) is not None:
+                self._contents.changed(op.object, known)
             return
         version, _ = self._published.get(op.object, (None, None))
         if entry.staged is not None:

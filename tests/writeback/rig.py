@@ -305,6 +305,9 @@ class World:
     def recorded(self, object: int, seq: int) -> None:
         self.last_seq = seq
 
+    def changed(self, object: int, identity: Identity) -> None:
+        pass
+
     # -- what commits ask --------------------------------------------------------------------
 
     def unsynced(self) -> dict[int, int]:

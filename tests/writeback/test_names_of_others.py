@@ -242,3 +242,29 @@ async def change_there(life: Life, chance: random.Random) -> None:
         with life.side.drain.noting() as waiting:
             if not any(name.startswith(b"d/sub") for op in waiting for name in op.names()):
                 shutil.rmtree(source / "d/sub")
+
+
+@pytest.mark.promise(79)
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_file_whose_times_were_set_here_is_no_file_of_others(
+    ground: Ground, clock: Clock, is_killed: bool
+) -> None:
+    async with ground.mount(freshness="never") as life:
+        await life.write(b"x", b"bytes")
+        await life.drained()
+        await life.utime(b"x", 10**18)
+        await life.drained()
+        if is_killed:
+            life.kill()
+        else:
+            # The source's file is what the mount knows of it from now on.
+            assert life.files.let_drained_go(1 << 30)
+            life.unlink(b"x")
+            await life.drained()
+    if is_killed:
+        async with ground.mount(freshness="never") as life:
+            assert life.files.let_drained_go(1 << 30)
+            life.unlink(b"x")
+            await life.drained()
+    assert not (ground.source / "x").exists()
