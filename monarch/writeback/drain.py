@@ -39,7 +39,7 @@ from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.transfer.throttle import TokenBucket
 from monarch.types import ANY_SIZE, Identity
-from monarch.units import MiB
+from monarch.units import KiB, MiB
 from monarch.writeback.growth import Growth, OthersWroteError
 from monarch.writeback.home import (
     Conflict,
@@ -54,6 +54,7 @@ from monarch.writeback.home import (
     shared,
 )
 from monarch.writeback.journal import Journal, Known, Replay
+from monarch.writeback.lots import begin_all, close_all, move_all, open_all
 from monarch.writeback.objects import Objects
 from monarch.writeback.ops import Op, above
 from monarch.writeback.staging import Staged, Staging
@@ -70,10 +71,13 @@ _HOLD_STEP_S = 0.05
 # What one turn in a worker thread moves.
 _TURN_BYTES = 4 * MiB
 # Changes made in one turn: the hop costs as much as a change of a fast source.
-_BATCH = 32
+_BATCH = 64
 # How far ahead contents are staged: in the queue, and how many at the source, where they take room.
-_WINDOW = 256
-_MOST_STAGED = 64
+_WINDOW = 512
+_MOST_STAGED = 128
+# Contents up to so many bytes go in lots, so many in one.
+_SMALL_BYTES = 256 * KiB
+_LOT = 32
 # After a failure all rests: doubling from the first to the second. Seconds.
 _BACKOFF_S = (1.0, 60.0)
 # A change that was refused so often, for so long, is set aside: what depends on its path or file
@@ -1503,19 +1507,26 @@ class Drain:
 
     async def _stage_ahead(self) -> None:
         while True:
-            entry = self._next_to_stage()
-            if entry is None:
+            lot = self._next_to_stage()
+            if not lot:
                 await self._changed.park()
+            elif len(lot) == 1:
+                await self._stage(lot[0], in_turn=False)
             else:
-                await self._stage(entry, in_turn=False)
+                await self._stage_lot(lot)
 
-    def _next_to_stage(self) -> _Entry | None:
-        """The first content that may be staged before it is its turn: no earlier one of the same
-        object waits, and the directory that it comes into is the one that is there now."""
+    def _next_to_stage(self) -> list[_Entry]:
+        """What one worker stages next: one content, or a lot of small ones.
+
+        Each may be staged before it is its turn: no earlier content of the same object waits, and
+        the directory that it comes into is the one that is there now. Of many that are small each
+        worker gets its share.
+        """
         if self._trouble is not None or self._staged >= _MOST_STAGED:
-            return None
+            return []
         if self._queue and self._is_held():
-            return None
+            return []
+        found: list[_Entry] = []
         objects: set[int] = set()
         changing: set[bytes] = set()
         named: set[bytes] = set()
@@ -1534,7 +1545,11 @@ class Drain:
                     and self._grows_from(entry) is None
                     and not self._is_skipped(entry)
                 ):
-                    return entry
+                    if not self._is_small(entry):
+                        return found or [entry]
+                    found.append(entry)
+                    if len(found) == _LOT * self._workers:
+                        break
                 objects.add(op.object)
             elif op.kind in ("mkdir", "rmdir", "rename", "symlink"):
                 changing.update(op.names())
@@ -1543,7 +1558,121 @@ class Drain:
                 objects.add(op.object)
             if op.kind not in ("content", "attr", "xattr", "create", "take"):
                 named.update(op.names())
-        return None
+        return found[: -(-len(found) // self._workers)]
+
+    def _is_small(self, entry: _Entry) -> bool:
+        """Whether a content may go with others in a lot: a file that is as it was recorded."""
+        op = entry.op
+        return (
+            op.size <= _SMALL_BYTES
+            and not op.through
+            and op.mtime_ns is not None
+            and not self._contents.is_written(op.object)
+            and not self._objects.failure(op.object)
+        )
+
+    async def _stage_lot(self, lot: list[_Entry]) -> None:
+        """As ``_stage``, of many small contents ahead of their turn. What is in any way unusual is
+        left to that."""
+        for entry in lot:
+            entry.is_staging = entry.was_tried = True
+        places = {entry: Place() for entry in lot}
+        stagings = [
+            Staging(
+                self._objects,
+                entry.op.object,
+                open_part=partial(
+                    self._home.open_place,
+                    entry.op,
+                    place,
+                    self._expected(entry),
+                    make=False,
+                ),
+            )
+            for entry, place in places.items()
+        ]
+        try:
+            await self._copied_lot([*zip(lot, stagings, strict=True)], places)
+        except OSError:
+            # Of the journal: whoever's turn it is finds that out.
+            pass
+        finally:
+            self._threads.start(close_all, stagings)
+            for entry in lot:
+                entry.is_left = True
+                entry.is_staging = False
+            self._changed.unpark_all()
+
+    async def _copied_lot(
+        self, lot: list[tuple[_Entry, Staging]], places: Mapping[_Entry, Place]
+    ) -> None:
+        """As ``_copied``. Raises OSError of the journal."""
+        are_synced = [entry.op.synced for entry, _ in lot]
+        found = await self._threads.run(open_all, [it for _, it in lot], are_synced)
+        versions: dict[_Entry, Identity] = {}
+        for (entry, _), version in zip(lot, found, strict=True):
+            op = entry.op
+            if isinstance(version, OSError) or self._contents.is_written(op.object):
+                continue
+            if (version.size, version.mtime_ns) != (op.size, op.mtime_ns):
+                continue
+            known, _ = self._published.get(op.object, (None, None))
+            if known == version:
+                entry.published = True
+            else:
+                versions[entry] = version
+        lot = [(entry, it) for entry, it in lot if entry in versions]
+        if not lot:
+            return
+        if unsynced := [entry for entry, _ in lot if not entry.op.synced]:
+            # They are on the disk now. Without that a power cut would take here what is there.
+            self._journal.mark_believed(*(entry.op.object for entry in unsynced))
+            for entry in unsynced:
+                entry.record = self._journal.written
+        # Nobody would know of a staged file that is there before the records of its object are.
+        await self._sync(max(entry.record for entry, _ in lot))
+        begun = await self._threads.run(begin_all, [it for _, it in lot])
+        lot = [each for each, failure in zip(lot, begun, strict=True) if failure is None]
+        if not lot:
+            return
+        # On the disk before they get their names, with the other records of that turn.
+        self._mark_all_staged(
+            [(entry, places[entry], versions[entry]) for entry, _ in lot],
+        )
+        await self._move_lot(lot, places, versions)
+
+    async def _move_lot(
+        self,
+        lot: list[tuple[_Entry, Staging]],
+        places: Mapping[_Entry, Place],
+        versions: Mapping[_Entry, Identity],
+    ) -> None:
+        stagings = [it for _, it in lot]
+        dresses = []
+        for entry, _ in lot:
+            staged = Staged(versions[entry].size, versions[entry])
+            dresses.append(
+                partial(
+                    self._home.dress,
+                    op=_as_staged(self._with_bits_that_stay(entry), staged),
+                    place=places[entry],
+                    expected=self._expected(entry),
+                )
+            )
+        self._moving += stagings
+        try:
+            await self._courtesy(sum(version.size for version in versions.values()))
+            moved = await self._threads.run(
+                partial(move_all, stagings, dresses, verify=self._verify)
+            )
+        finally:
+            for it in stagings:
+                self._moving.remove(it)
+        for (entry, _), version in zip(lot, moved, strict=True):
+            # What was written meanwhile is staged anew in its turn.
+            if version == versions[entry]:
+                entry.staged, entry.place = Staged(version.size, version), places[entry]
+                self._staged += 1
 
     async def _stage(self, entry: _Entry, *, in_turn: bool) -> None:
         """Make a content ready. Ahead of its turn a failure is nothing: it is tried again in it.
@@ -1717,10 +1846,20 @@ class Drain:
 
     def _mark_staged(self, entry: _Entry, place: Place, version: Identity) -> None:
         """Have the journal know the staged file, by which another life finds that it is ours."""
-        staged = Identity(version.size, version.mtime_ns, 0, place.source_ino)
-        self._journal.mark_staged(entry.op.object, staged)
-        entry.record = self._journal.written
-        self._ours[entry.op.object] = self._ours.get(entry.op.object, frozenset()) | {staged}
+        self._mark_all_staged([(entry, place, version)])
+
+    def _mark_all_staged(self, lot: Iterable[tuple[_Entry, Place, Identity]]) -> None:
+        marks = {
+            entry: (
+                entry.op.object,
+                Identity(version.size, version.mtime_ns, 0, place.source_ino),
+            )
+            for entry, place, version in lot
+        }
+        self._journal.mark_staged(*marks.values())
+        for entry, (number, staged) in marks.items():
+            entry.record = self._journal.written
+            self._ours[number] = self._ours.get(number, frozenset()) | {staged}
 
     def _ours_of(self, number: int) -> frozenset[Identity]:
         """What of ours may have the name of an object's file, with each time that may have been set

@@ -517,12 +517,12 @@ class Journal:
             self._write({"done": self._done_upto, "aside": sorted(aside)})
             self._aside = aside
 
-    def mark_staged(self, number: int, staged: Identity) -> None:
-        """Record that a file of the source is ours and about to get the name of an object.
+    def mark_staged(self, *marks: tuple[int, Identity]) -> None:
+        """Record that files of the source are ours and about to get the names of objects.
 
         Raises OSError.
         """
-        self._write({"staged": [number, *_told(staged)]})
+        self._write(*({"staged": [number, *_told(staged)]} for number, staged in marks))
 
     def mark_believed(self, *numbers: int) -> None:
         """Record that objects have been synced since they were recorded. Raises OSError."""
@@ -537,26 +537,26 @@ class Journal:
         self._write({"lost": [number]})
         self._lost.add(number)
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, *records: dict[str, Any]) -> None:
         with self._lock:
             self._read = None
             if self._synced > self._said:
-                record["upto"] = self._synced
-            line = _line(record)
-            self._want_room(len(line))
+                records[0]["upto"] = self._synced
+            lines = b"".join(map(_line, records))
+            self._want_room(len(lines))
             try:
-                self._put(line)
+                self._put(lines)
             except OSError as error:
                 if error.errno not in _FULL or not self._reserve.give_up():
                     raise
-                self._put(line)
-            self._end += len(line)
-            self._written += 1
+                self._put(lines)
+            self._end += len(lines)
+            self._written += len(records)
             self._said = self._synced
 
-    def _put(self, line: bytes) -> None:
-        written = os.pwrite(self._fd, line, self._end)
-        if written < len(line):
+    def _put(self, lines: bytes) -> None:
+        written = os.pwrite(self._fd, lines, self._end)
+        if written < len(lines):
             # The disk is full. Half a record must not stand before the next.
             os.ftruncate(self._fd, self._end)
             self._room = 0

@@ -6,6 +6,7 @@ does not wait any more calls ``close``, which leaves to a call that hangs what i
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -26,6 +27,9 @@ _PIECE_BYTES = 1 * MiB
 _HOLE = bytes(_PIECE_BYTES)
 _OTHER_BYTES = "the source gives other bytes than were written"
 _SYNC_BYTES = 64 * MiB
+_SYNC_FILE_RANGE_WRITE = 2
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class Staged:
 class Staging:
     """``open_part`` opens the staged file, empty, to read and write.
 
-    ``open``, ``begin``, ``turn`` until it moves nothing, ``finish``; then perhaps ``verify`` until
-    it reads nothing. Each raises OSError.
+    ``open``, ``begin``, ``turn`` until it moves nothing, ``finish``, which is ``dress`` and
+    ``sync``; then perhaps ``verify`` until it reads nothing. Each raises OSError.
     """
 
     def __init__(self, objects: Objects, number: int, *, open_part: Callable[[], int]) -> None:
@@ -74,6 +78,17 @@ class Staging:
             if sync and not self._objects.failure(self._number):
                 self._objects.sync(self._number, fd)
             return identity_now(fd)
+
+    def hurry_object(self) -> None:
+        """Have the disk begin with the object's bytes, without waiting for it."""
+        with self._using():
+            hurry(self._fds[0])
+
+    def sync_object(self) -> Identity:
+        """The object as it is when its bytes are on the disk."""
+        with self._using():
+            self._objects.sync(self._number, self._fds[0])
+            return identity_now(self._fds[0])
 
     @property
     def moved(self) -> int:
@@ -126,16 +141,33 @@ class Staging:
 
     def finish(self, dress: Callable[[int], None]) -> None:
         """Make the staged file whole, dressed by ``dress`` and durable."""
+        self.dress(dress, is_hurried=False)
+        self.sync()
+
+    def dress(self, dress: Callable[[int], None], *, is_hurried: bool = True) -> None:
+        """Make the staged file whole, dressed by ``dress``; its disk begins with its bytes."""
         with self._using():
             _, part_fd = self._fds
             if os.fstat(part_fd).st_size != self._offset:
                 os.ftruncate(part_fd, self._offset)
             points.reached("drain-staged")
             dress(part_fd)
+            if is_hurried:
+                hurry(part_fd)
+
+    def sync(self) -> None:
+        """Make the staged file durable, when it is dressed."""
+        with self._using():
+            _, part_fd = self._fds
             os.fsync(part_fd)
             points.reached("drain-synced")
             with suppress(OSError):
                 os.posix_fadvise(part_fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def expect(self) -> None:
+        """Have the disk begin to read back what is durable, without waiting for it."""
+        with self._using(), suppress(OSError):
+            os.posix_fadvise(self._fds[1], 0, 0, os.POSIX_FADV_WILLNEED)
 
     def verify(self, count: int) -> int:
         """Read back up to ``count`` bytes; how many, 0 at the end. EIO if they are others."""
@@ -207,6 +239,12 @@ class Staging:
             with suppress(OSError):
                 os.close(fd)
         self._fds.clear()
+
+
+def hurry(fd: int) -> None:
+    """Have the disk begin to write what is new in a file. One that cannot waits until the sync."""
+    nothing = ctypes.c_longlong(0)
+    _LIBC.sync_file_range(fd, nothing, nothing, _SYNC_FILE_RANGE_WRITE)
 
 
 def _write(fd: int, piece: bytes, offset: int) -> None:

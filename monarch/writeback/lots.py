@@ -1,0 +1,87 @@
+"""Many small contents on their way together: few hops to a thread, and one wait for each disk.
+
+A file system that is asked to sync one small file after the other writes its own journal for each
+of them. Here the disk is given all of their bytes first: then the first sync has written what the
+others wait for. Each function runs in a worker thread, and answers for each content by itself: what
+became of it, or the OSError with which it failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from monarch.types import Identity
+from monarch.units import MiB
+from monarch.writeback.staging import Staging
+
+# What one turn moves.
+_TURN_BYTES = MiB
+
+T = TypeVar("T")
+
+Dress = Callable[[int], None]
+
+
+def open_all(stagings: Sequence[Staging], are_synced: Sequence[bool]) -> list[Identity | OSError]:
+    """The objects as they are, when the bytes of those that are not synced are on the disk."""
+    opened = [_tried(partial(it.open, sync=False)) for it in stagings]
+    unsynced = [not synced for synced in are_synced]
+    for it, found, sync in zip(stagings, opened, unsynced, strict=True):
+        if sync and not isinstance(found, OSError):
+            it.hurry_object()
+    return [
+        _tried(it.sync_object) if sync and not isinstance(found, OSError) else found
+        for it, found, sync in zip(stagings, opened, unsynced, strict=True)
+    ]
+
+
+def begin_all(stagings: Sequence[Staging]) -> list[OSError | None]:
+    """Have an empty staged file of each."""
+    return [_tried(it.begin) for it in stagings]
+
+
+def move_all(
+    stagings: Sequence[Staging], dresses: Sequence[Dress], *, verify: bool
+) -> list[Identity | OSError]:
+    """Bring all bytes of each, dressed and durable, with ``verify`` read back; the objects as they
+    are then."""
+    moved = [
+        _tried(partial(_moved, it, dress)) for it, dress in zip(stagings, dresses, strict=True)
+    ]
+    synced = [
+        found if isinstance(found, OSError) else _tried(it.sync)
+        for it, found in zip(stagings, moved, strict=True)
+    ]
+    for it, found in zip(stagings, synced, strict=True):
+        if verify and not isinstance(found, OSError):
+            it.expect()
+    return [
+        found if isinstance(found, OSError) else _tried(partial(_verified, it, verify))
+        for it, found in zip(stagings, synced, strict=True)
+    ]
+
+
+def close_all(stagings: Sequence[Staging]) -> None:
+    for it in stagings:
+        it.close()
+
+
+def _moved(it: Staging, dress: Dress) -> None:
+    while it.turn(_TURN_BYTES):
+        pass
+    it.dress(dress)
+
+
+def _verified(it: Staging, verify: bool) -> Identity:
+    while verify and it.verify(_TURN_BYTES):
+        pass
+    return it.version()
+
+
+def _tried(call: Callable[[], T]) -> T | OSError:
+    try:
+        return call()
+    except OSError as error:
+        return error
