@@ -311,6 +311,14 @@ def _differs(objects: Objects, number: int, told: Told) -> bool:
     return (status.st_size, status.st_mtime_ns) != told
 
 
+def _tell_objects(fast: FastWrites, place: Absorbing) -> None:
+    fd = os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fast.set_objects(fd, tier=place.tier.number)
+    finally:
+        os.close(fd)
+
+
 class WriteSide:
     """Everything of a mount that can be written, wired: what ``daemon`` runs and asks."""
 
@@ -356,6 +364,8 @@ class WriteSide:
         )
         drain_threads = Threads(settings.writeback.workers + 2, "drain", abandon=True)
         home = Home(inquiry.source, place.journal.token)
+        if fast is not None and settings.absorbs:
+            _tell_objects(fast, place)
         stock = self.stock = Stock(names)
         self.drain = Drain(
             contents=stock,

@@ -28,7 +28,7 @@
  *   _pending.c   the table of requests that wait, what is with Python, answers to the kernel
  *   _waiting.c   requests that wait for the source or for another request, and their callers
  *   _books.c     what was served, for Python to hear of
- *   _names.c, _opens.c, _fetch.c: each knows its own subject and nothing of the rest
+ *   _names.c, _opens.c, _fetch.c, _absorbed.c: each knows its own subject and nothing of the rest
  *   _python.c    what Python sees of all this
  */
 #ifndef MONARCH_DATAPATH_H
@@ -40,6 +40,7 @@
 #include <stdint.h>
 #include <time.h>
 
+#include "_absorbed.h"
 #include "_fetch.h"
 #include "_names.h"
 #include "_opens.h"
@@ -205,6 +206,7 @@ struct datapath {
 
     uint8_t *given; /* a bit for each inode of which bytes were given without an open; atomic */
     struct opens opens;
+    struct absorbed absorbed;
     struct tally (*tallies)[MAX_TIERS];                /* SHARDS of them, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
     uint64_t source_waited_ns;                         /* of calls that are over; atomic */

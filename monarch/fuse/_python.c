@@ -111,7 +111,7 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     path->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (!path->tallies || !path->events || !path->given ||
         !names_prepare(&path->names, entries, directories) ||
-        !opens_prepare(&path->opens, path, close_later) ||
+        !opens_prepare(&path->opens, path, close_later) || !absorbed_prepare(&path->absorbed) ||
         pthread_mutex_init(&path->pending_lock, NULL) ||
         pthread_mutex_init(&path->overflow_lock, NULL) ||
         pthread_mutex_init(&path->threads_lock, NULL)) {
@@ -161,6 +161,7 @@ static void datapath_dealloc(Datapath *self) {
                 close(path->tiers[tier].directory);
         names_free(&path->names);
         opens_free(&path->opens);
+        absorbed_free(&path->absorbed);
         for (int chunk = 0; chunk < PENDING_CHUNKS; chunk++)
             free(path->pending[chunk]);
         struct event event;
@@ -225,6 +226,39 @@ static PyObject *datapath_shun(Datapath *self, PyObject *args) {
         return NULL;
     }
     STORE(self->path->tiers[number].shunned, shunned);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_set_objects(Datapath *self, PyObject *args) {
+    int tier, directory;
+    if (!PyArg_ParseTuple(args, "ii", &tier, &directory))
+        return NULL;
+    struct absorbed *absorbed = &self->path->absorbed;
+    if (tier < 1 || tier >= MAX_TIERS || absorbed->directory >= 0 || self->path->started) {
+        PyErr_SetString(PyExc_ValueError, "cannot be set now");
+        return NULL;
+    }
+    absorbed->directory = fcntl(directory, F_DUPFD_CLOEXEC, 0);
+    if (absorbed->directory < 0)
+        return failed(errno);
+    absorbed->tier = (uint8_t)tier;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_know_object(Datapath *self, PyObject *args) {
+    unsigned long long ino, object;
+    if (!PyArg_ParseTuple(args, "KK", &ino, &object))
+        return NULL;
+    bool kept = ino > 1 && ino <= INO_MASK && object && self->path->absorbed.directory >= 0 &&
+                absorbed_put(&self->path->absorbed, ino, object);
+    return PyBool_FromLong(kept);
+}
+
+static PyObject *datapath_forget_object(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    absorbed_forget(&self->path->absorbed, ino);
     Py_RETURN_NONE;
 }
 
@@ -686,6 +720,9 @@ static PyMethodDef methods[] = {
     {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
     {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
     {"ask_names", (PyCFunction)datapath_ask_names, METH_NOARGS, NULL},
+    {"set_objects", (PyCFunction)datapath_set_objects, METH_VARARGS, NULL},
+    {"know_object", (PyCFunction)datapath_know_object, METH_VARARGS, NULL},
+    {"forget_object", (PyCFunction)datapath_forget_object, METH_VARARGS, NULL},
     {"fetch_as_caller", (PyCFunction)datapath_fetch_as_caller, METH_NOARGS, NULL},
     {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},

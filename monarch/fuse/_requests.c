@@ -125,6 +125,23 @@ static bool open_resident(struct datapath *path, struct open_inode *entry, uint6
     return true;
 }
 
+/* Whether an inode was made through the mount: the tables of the snapshot have no place for it. */
+static bool is_made(const struct datapath *path, uint64_t ino) { return ino > path->names.entries; }
+
+/* Open the object of a file that was written and is read only; false if Python has to. */
+static bool open_absorbed(struct datapath *path, struct open_inode *entry, uint64_t ino) {
+    uint64_t size;
+    int fd = is_made(path, ino) ? absorbed_open(&path->absorbed, ino, &size) : -1;
+    if (fd < 0)
+        return false;
+    uint8_t tier = path->absorbed.tier;
+    if (is_scarce(fd) || !settle(path, entry, OPEN_RELAY, fd, 0, tier, size)) {
+        close(fd);
+        return false;
+    }
+    return true;
+}
+
 /* Settle an entry of which the caller is to find out what it is bound to, and wake those that wait
  * for that. False as of opens_settle. */
 bool settle(struct datapath *path, struct open_inode *entry, enum open_kind kind, int fd,
@@ -197,7 +214,7 @@ static bool settle_open(struct thread *thread, const struct in_header *request,
     struct datapath *path = thread->path;
     uint64_t ino = request->nodeid;
     struct content *content;
-    if (open_resident(path, entry, ino))
+    if (open_resident(path, entry, ino) || open_absorbed(path, entry, ino))
         return true;
     if (!fetch_file(thread, request, entry, begin, &content))
         return false;
@@ -265,10 +282,11 @@ static void open_entry(struct thread *thread, struct in_header *request, struct 
         return;
     }
     uint8_t tier = LOAD(entry->tier);
-    if (!fresh || kind != OPEN_CONTENT)
+    if ((!fresh || kind != OPEN_CONTENT) && !is_made(path, request->nodeid))
         tell(path, request->nodeid, tier, NULL);
     struct open_out out = handle_of(entry, false, FOPEN_KEEP_CACHE);
-    count_open(thread, tier, begin);
+    if (!is_made(path, request->nodeid))
+        count_open(thread, tier, begin);
     if (answer(thread, request, &out, sizeof out))
         drop_open(path, request->nodeid, false);
 }
@@ -521,6 +539,11 @@ static void do_read(struct thread *thread, struct in_header *request, size_t siz
             return;
         if (fd < 0 && relay_by_name(thread, request, false, begin))
             return;
+        if (tier && is_made(path, request->nodeid) && LOAD(entry->kind) == OPEN_RELAY) {
+            /* Python has not heard that it is open, and knows no more of it than its object. */
+            refuse(thread, request, EIO);
+            return;
+        }
         if (opens_at(&path->opens, (uint32_t)in->fh, request->nodeid) != entry ||
             LOAD(entry->fd) != fd) {
             /* Its caller was killed meanwhile and has closed the file. */
@@ -651,6 +674,9 @@ static void do_lseek(struct thread *thread, const struct in_header *request, siz
     }
     struct written *file;
     struct open_inode *entry = use_written(path, in->fh, request->nodeid, &file);
+    struct open_inode *read =
+        in->fh & HANDLE_FAST ? opens_at(&path->opens, (uint32_t)in->fh, request->nodeid) : NULL;
+    int object = read && is_made(path, request->nodeid) ? LOAD(read->fd) : -1;
     struct lseek_out out = {.offset = in->offset};
     /* What tells that a file system does not know of holes. */
     int error = EINVAL;
@@ -659,6 +685,10 @@ static void do_lseek(struct thread *thread, const struct in_header *request, siz
         off_t found = lseek(file->fd, (off_t)in->offset, (int)in->whence);
         error = found < 0 ? errno : 0;
         opens_unuse(file);
+        out.offset = (uint64_t)found;
+    } else if (!entry && object >= 0) {
+        off_t found = lseek(object, (off_t)in->offset, (int)in->whence);
+        error = found < 0 ? errno : 0;
         out.offset = (uint64_t)found;
     } else if (!entry && names_attributes(&path->names, request->nodeid, &attr) == NAMES_YES) {
         error = in->offset < attr.size ? 0 : ENXIO;

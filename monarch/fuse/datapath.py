@@ -238,6 +238,20 @@ class Datapath:
         """
         return bool(self._native.bind_written(ino, fd, tier, create))
 
+    def set_objects(self, directory: int, *, tier: int) -> None:
+        """Where the objects of written files lie. Before ``start``. Raises OSError."""
+        self._native.set_objects(tier, directory)
+
+    def know_object(self, ino: Ino, number: int) -> bool:
+        """Let readers open the object of a file that was made through the mount, and that nobody
+        has open to write, until ``forget_object``. They are not told; ``outdate`` tells of the last
+        one's end. False if there is no memory for it."""
+        return bool(self._native.know_object(ino, number))
+
+    def forget_object(self, ino: Ino) -> None:
+        """From now on each open of it comes to Python. Those who have it open go on."""
+        self._native.forget_object(ino)
+
     def release_written(self, ino: Ino) -> None:
         """Nobody has a written inode open any more, as far as Python is told of it.
 

@@ -31,7 +31,7 @@ from monarch.sparse import copy_data
 from monarch.text import errno_words
 from monarch.threads import Threads
 from monarch.tiers.source import SourceFile, identity_of
-from monarch.types import ROOT_INO, Identity, Ino, file_now_ns
+from monarch.types import ROOT_INO, WRITTEN_INO, Identity, Ino, file_now_ns
 from monarch.units import KiB
 from monarch.vfs.inquiry import Inquiry
 from monarch.vfs.served import FastWrites
@@ -123,6 +123,8 @@ class WrittenFiles:
         self._unwritten: set[int] = set()
         self._open: dict[Ino, WrittenFile] = {}
         self._opening: dict[Ino, trio.Event] = {}
+        # Files that no name leads to, and that are still read past us.
+        self._read_past: set[Ino] = set()
         # What no name leads to: files and since when, and what has no object, the longest first.
         self._nameless: dict[Ino, float] = {}
         self._bare: dict[Ino, None] = {}
@@ -323,6 +325,7 @@ class WrittenFiles:
     def _leave(self, node: Node) -> int:
         """A file is read from the source from now on; the bytes that are free."""
         number = node.object
+        self._forget_object(node.ino)
         freed = self._stock.leave(node)
         self._writers.pop(number, None)
         self._unwritten.discard(number)
@@ -440,6 +443,7 @@ class WrittenFiles:
                 await opening.wait()
                 continue
             opening = self._opening[ino] = trio.Event()
+            self._forget_object(ino)
             try:
                 if self.is_away(node):
                     # It is read where it will be: the drain has little to do for it.
@@ -533,6 +537,26 @@ class WrittenFiles:
         del self._open[ino]
         if not node.names:
             self.leave(node)
+        elif self._fast is not None and ino >= WRITTEN_INO and self._is_readable(file):
+            self._fast.know_object(ino, file.object)
+
+    def _is_readable(self, file: WrittenFile) -> bool:
+        """Whether all bytes of a file that was closed are in its object."""
+        is_here = file.home is None and not file.is_through
+        return is_here and not self._objects.failure(file.object)
+
+    def _forget_object(self, ino: Ino) -> None:
+        """Nobody opens it past us from now on."""
+        if self._fast is not None:
+            self._fast.forget_object(ino)
+
+    def read_past(self, ino: Ino) -> None:
+        """Whoever has read a file past us has closed it."""
+        if ino in self._read_past:
+            self._read_past.remove(ino)
+            node = self._names.node(ino)
+            if node is not None and not node.names and ino not in self._open:
+                self._nameless[ino] = trio.current_time()
 
     def leave(self, node: Node) -> None:
         """What no name leads to any more and nobody has open is gone after a while.
@@ -541,7 +565,11 @@ class WrittenFiles:
         is read from the source, may be open all the same: the last of them are kept.
         """
         if node.object:
-            self._nameless[node.ino] = trio.current_time()
+            self._forget_object(node.ino)
+            if self._fast is not None and self._fast.outdate(node.ino):
+                self._read_past.add(node.ino)
+            else:
+                self._nameless[node.ino] = trio.current_time()
             return
         self._bare[node.ino] = None
         while len(self._bare) > _BARE_KEPT:
@@ -572,6 +600,7 @@ class WrittenFiles:
     def forget(self, node: Node) -> None:
         """A file that no name leads to and nobody has open."""
         number, node.object = node.object, 0
+        self._forget_object(node.ino)
         self._outdated.discard(node.ino)
         self._names.forget_node(node.ino)
         if number:
@@ -616,6 +645,7 @@ class WrittenFiles:
             self.release(ino)
         self._close_others()
         self._spares.close()
+        self._nameless |= dict.fromkeys(self._read_past, 0.0)
         self._forget_nameless(math.inf)
 
     # -- bytes -------------------------------------------------------------------------------------
@@ -856,6 +886,7 @@ class WrittenFiles:
             self._mend_s[number] = (now + pause_s, min(2 * pause_s, _MEND_S[1]))
             # Who opens it meanwhile waits.
             opening = self._opening[ino] = trio.Event()
+            self._forget_object(ino)
             try:
                 await self._ask_sync(self._objects.rewrite, number)
             except Refused as error:

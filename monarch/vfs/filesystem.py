@@ -39,7 +39,7 @@ from monarch.tiers.records import Record, Records
 from monarch.tiers.seal import BrokenSeal
 from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
 from monarch.transfer.readers import Readers
-from monarch.types import Attributes, Identity, Ino
+from monarch.types import WRITTEN_INO, Attributes, Identity, Ino
 from monarch.vfs.changes import Changes
 from monarch.vfs.handles import Binding, OpenCopy
 from monarch.vfs.inquiry import Inquiry
@@ -459,6 +459,11 @@ class FileSystem:
 
     def _old_version_released(self, ino: Ino) -> None:
         """Nobody has the version before open any more; the kernel may hold pages of it."""
+        if ino >= WRITTEN_INO:
+            # It has no copy.
+            if self.writing is not None:
+                self.writing.files.read_past(ino)
+            return
         self.changes.forget_copy(ino)
         if self._opens_are_told:
             self._residency.mark_spoiled(ino)

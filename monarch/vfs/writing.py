@@ -666,6 +666,18 @@ class Writing:
     async def sync(self, ino: Ino, user: int | None) -> None:
         """What fsync promises: the file is safe, here or at the source as configured, and so is
         all that was done to names; ``user`` is who asks, as ``Drain.wait_for`` has it."""
+        node = self.names.node(ino)
+        if node is None or not (node.names and node.object) or self.files.is_open(ino):
+            await self._sync(ino, user)
+            return
+        # Whoever asks may have opened it past us, to read.
+        await self.files.open(node)
+        try:
+            await self._sync(ino, user)
+        finally:
+            self.files.release(ino)
+
+    async def _sync(self, ino: Ino, user: int | None) -> None:
         while True:
             seq = await self.files.sync(ino) if self.files.is_open(ino) else 0
             await self.files.sync_journal()

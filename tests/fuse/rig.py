@@ -245,7 +245,8 @@ def rig(
     fetched_at_once: int = 4,
     **options: bool,
 ) -> Iterator[Rig]:
-    """A datapath over a snapshot of ``source`` and two empty tiers in ``directory``.
+    """A datapath over a snapshot of ``source`` and two empty tiers in ``directory``, with the
+    objects of written files in ``objects`` beside these.
 
     Files of the source are fetched up to ``fetch_max`` bytes, so many of them at once.
     """
@@ -275,6 +276,10 @@ def rig(
             tiers=tiers,
             **wanted,
         )
+        (directory / "objects").mkdir(exist_ok=True)
+        objects = os.open(directory / "objects", os.O_RDONLY)
+        datapath.set_objects(objects, tier=1)
+        os.close(objects)
         made = Rig(
             datapath=datapath, snapshot=snapshot, residency=residency, tiers=tiers, source=source
         )

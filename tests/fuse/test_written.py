@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,13 @@ import pytest
 from monarch.fuse import datapath
 from monarch.fuse.datapath import split_handle, split_write_handle
 from monarch.types import WRITTEN_INO, Ino
-from monarch.vfs.served import ABANDONED, Served
+from monarch.vfs.served import ABANDONED, RELEASED, Served
+from monarch.writeback.objects import object_path
 from tests.conftest import Tree, contents
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
-from tests.fuse.rig import Rig, eventually, rig
+from tests.fuse.rig import Nothing, Rig, eventually, rig
 from tests.fuse.test_messages import SIZE
 from tests.fuse.wire import Op, Request
 
@@ -612,3 +615,131 @@ def test_stopping_lets_go_of_written_files(tree: Tree, tmp_path: Path, fd: int) 
         del made
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- opened without Python -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed(made: Rig, tmp_path: Path) -> Path:
+    """The object of a file that nobody has open, of which Python has told."""
+    path = object_path(tmp_path / "objects", 300)
+    path.parent.mkdir()
+    path.write_bytes(b"0123456789")
+    assert made.datapath.know_object(NEW, 300)
+    return path
+
+
+def test_a_written_file_that_is_closed_is_opened_to_read_without_python(
+    made: Rig, closed: Path
+) -> None:
+    handle, flags, _ = made.open(NEW)
+    assert handle & wire.HANDLE_FAST and not handle & wire.HANDLE_BOUND
+    assert flags & wire.FOPEN_KEEP_CACHE
+    assert made.read(NEW, handle, 3, 100).body == b"3456789"
+    body = wire.LSEEK_IN.pack(handle, 4, os.SEEK_HOLE, 0)
+    assert wire.LSEEK_OUT.unpack(made.ask(Op.LSEEK, NEW, body).body) == (10,)
+    assert made.release(NEW, handle).error == 0
+    assert made.is_quiet(0) and made.datapath.served() == []
+    assert made.datapath.open_files() == 0
+
+
+def test_an_open_to_write_is_pythons_and_its_readers_see_what_is_written(
+    made: Rig, closed: Path
+) -> None:
+    reader, _, _ = made.open(NEW)
+    unique = made.send_open(NEW, flags=os.O_RDWR)
+    passed = made.passed()
+    made.datapath.forget_object(NEW)
+    with closed.open("r+b") as file:
+        assert made.datapath.bind_written(NEW, file.fileno(), tier=1, create=False)
+    made.reply_open(passed, flags=0)
+    writer, _, _ = wire.OPEN_OUT.unpack(made.answer(unique).body)
+    assert made.write(NEW, writer, 8, b"and more").error == 0
+    assert made.read(NEW, reader, 0, 100).body == b"01234567and more"
+    released(made, NEW, writer)
+    made.datapath.release_written(NEW)
+    assert made.read(NEW, reader, 0, 100).body == b"01234567and more"
+    assert made.release(NEW, reader).error == 0
+
+
+@pytest.mark.parametrize("what", ["forgotten", "missing", "of the snapshot"])
+def test_what_python_has_taken_back_or_is_not_there_is_opened_by_python(
+    made: Rig, closed: Path, what: str
+) -> None:
+    ino = NEW
+    if what == "forgotten":
+        made.datapath.forget_object(NEW)
+    elif what == "missing":
+        closed.unlink()
+    else:
+        ino = made.place("a")
+        made.evict(ino)
+        assert made.datapath.know_object(ino, 300)
+        made.residency.mark_changed(ino)
+    unique = made.send_open(ino)
+    passed = made.passed()
+    assert (passed.opcode, passed.node) == (Op.OPEN, ino)
+    made.reply_open(passed)
+    assert made.answer(unique).error == 0
+
+
+def test_the_last_release_of_a_file_without_a_name_is_told(made: Rig, closed: Path) -> None:
+    first, _, _ = made.open(NEW)
+    second, _, _ = made.open(NEW)
+    made.datapath.forget_object(NEW)
+    assert made.datapath.outdate(NEW)
+    closed.unlink()
+    assert made.read(NEW, second, 0, 100).body == b"0123456789"
+    made.release(NEW, first)
+    assert made.datapath.served() == []
+    made.release(NEW, second)
+    assert made.datapath.served() == [(NEW, RELEASED, None)]
+    assert not made.datapath.outdate(NEW)
+
+
+def test_many_objects_are_known_and_forgotten_in_any_order(made: Rig, closed: Path) -> None:
+    inos = [Ino(NEW + 1 + number) for number in range(5000)]
+    for ino in inos:
+        assert made.datapath.know_object(ino, 300)
+    kept = random.Random(7).sample(inos, 100)
+    for ino in set(inos) - set(kept):
+        made.datapath.forget_object(ino)
+    for ino in [*kept, NEW]:
+        handle, _, _ = made.open(ino)
+        made.release(ino, handle)
+    made.send_open(next(ino for ino in inos if ino not in kept))
+    assert made.passed().opcode == Op.OPEN
+
+
+def test_opens_while_the_object_is_taken_back_are_pythons_or_read_its_bytes(
+    made: Rig, closed: Path
+) -> None:
+    told, done = [], threading.Event()
+
+    def opening() -> None:
+        while not done.is_set():
+            unique = made.send_open(NEW)
+            told.append(made.answer(unique))
+
+    def python() -> None:
+        while not done.is_set():
+            with suppress(Nothing):
+                passed = made.passed(0.05)
+                made.reply(passed, error=-errno.EIO)
+
+    threads = [threading.Thread(target=work) for work in (opening, python)]
+    for thread in threads:
+        thread.start()
+    for _ in range(300):
+        made.datapath.forget_object(NEW)
+        made.datapath.know_object(NEW, 300)
+    done.set()
+    for thread in threads:
+        thread.join()
+    for answer in told:
+        if answer.error == 0:
+            handle, _, _ = wire.OPEN_OUT.unpack(answer.body)
+            assert made.read(NEW, handle, 0, 100).body == b"0123456789"
+            made.release(NEW, handle)
+    assert made.datapath.open_files() == 0

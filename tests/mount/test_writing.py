@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -762,3 +764,85 @@ def test_an_attribute_can_be_removed_that_an_earlier_mount_has_brought(
     again.umount()
     for name in ("a.bin", "d"):
         assert os.listxattr(source / name) == []
+
+
+# -- read while nobody writes ----------------------------------------------------------------------
+
+
+@pytest.mark.promise(62)
+def test_a_closed_file_that_is_read_can_be_removed_cut_and_written_meanwhile(
+    absorbing: Mounted,
+) -> None:
+    at = absorbing.path
+    for name in ("removed", "replaced", "cut", "appended"):
+        (at / name).write_bytes(b"0123456789")
+    (at / "other").write_bytes(b"other")
+    readers = {name: os.open(at / name, os.O_RDONLY) for name in ("removed", "replaced", "cut")}
+    readers["appended"] = os.open(at / "appended", os.O_RDONLY)
+    (at / "removed").unlink()
+    (at / "other").rename(at / "replaced")
+    os.truncate(at / "cut", 4)
+    with (at / "appended").open("ab") as file:
+        file.write(b"more")
+        file.flush()
+        assert os.pread(readers["appended"], 100, 0) == b"0123456789more"
+    # Longer than what no name leads to is kept for whoever is about to open it.
+    time.sleep(2.5)
+    for name in ("removed", "replaced"):
+        status = os.fstat(readers[name])
+        assert (status.st_size, status.st_nlink) == (10, 0)
+        assert os.pread(readers[name], 100, 0) == b"0123456789"
+    assert os.pread(readers["cut"], 100, 0) == b"0123" and os.fstat(readers["cut"]).st_size == 4
+    assert os.pread(readers["appended"], 100, 0) == b"0123456789more"
+    for fd in readers.values():
+        os.close(fd)
+    assert (at / "replaced").read_bytes() == b"other"
+    drained(absorbing, "replaced", "cut", "appended")
+
+    def kept() -> int:
+        return sum(
+            path.read_bytes() == b"0123456789" for path in objects_in(absorbing.tiers["fast"])
+        )
+
+    wait_until(lambda: kept() == 0, "what was removed and closed is gone")
+
+
+@pytest.mark.promise(63)
+def test_an_fsync_of_a_descriptor_that_only_reads_makes_a_closed_file_safe(
+    absorbing: Mounted,
+) -> None:
+    (absorbing.path / "new").write_bytes(b"bytes")
+    fd = os.open(absorbing.path / "new", os.O_RDONLY)
+    os.fsync(fd)
+    assert durable(absorbing.path / "new") in ("local", "source")
+    os.close(fd)
+
+
+@pytest.mark.modes("relay", "passthrough")
+def test_a_closed_file_has_its_holes_and_is_mapped(absorbing: Mounted) -> None:
+    with (absorbing.path / "sparse").open("wb") as file:
+        file.write(b"x" * 4096)
+        file.truncate(_MB)
+    with (absorbing.path / "sparse").open("rb") as file:
+        assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == 4096
+        with pytest.raises(OSError, match="No such device or address"):
+            os.lseek(file.fileno(), 8192, os.SEEK_DATA)
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            assert mapped[:4097] == b"x" * 4096 + b"\0"
+
+
+@pytest.mark.modes("relay", "passthrough")
+def test_what_was_let_go_of_is_read_whole_by_who_has_it_open_and_who_opens_it_then(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree({"a": 1}), options=["write=absorb", "writeback.reserve=0"])
+    content = contents("f", 300_000)
+    (mounted.path / "f").write_bytes(content)
+    with (mounted.path / "f").open("rb", buffering=0) as file:
+        drained(mounted, "f")
+        wait_until(lambda: not objects_in(mounted.tiers["fast"]), "it is kept")
+        assert file.read() == content
+        assert (mounted.path / "f").read_bytes() == content
+        with (mounted.path / "f").open("r+b") as other:
+            other.write(b"new")
+        assert os.pread(file.fileno(), 3, 0) == b"new"

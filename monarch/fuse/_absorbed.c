@@ -1,0 +1,129 @@
+#include "_absorbed.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* In the place of an inode: nothing was there, or something that is gone. */
+enum { FREE = 0, GONE = 1, FIRST_ROOM = 64 };
+
+bool absorbed_prepare(struct absorbed *absorbed) {
+    absorbed->directory = -1;
+    return pthread_mutex_init(&absorbed->lock, NULL) == 0;
+}
+
+void absorbed_free(struct absorbed *absorbed) {
+    if (absorbed->directory >= 0)
+        close(absorbed->directory);
+    free(absorbed->keys);
+    free(absorbed->objects);
+    pthread_mutex_destroy(&absorbed->lock);
+}
+
+/* Inodes are numbered one after the other, so neighbours are far apart in the table. */
+static size_t first_place(const struct absorbed *absorbed, uint64_t ino) {
+    return (size_t)(ino * 0x9e3779b97f4a7c15 >> 20) & (absorbed->room - 1);
+}
+
+/* The place of an inode, or the one where it would come; the lock is held, and there is room. */
+static size_t place_of(const struct absorbed *absorbed, uint64_t ino) {
+    size_t place = first_place(absorbed, ino);
+    while (absorbed->keys[place] != FREE && absorbed->keys[place] != ino)
+        place = (place + 1) & (absorbed->room - 1);
+    return place;
+}
+
+/* Have room for one more, with at least a third of it free; the lock is held. */
+static bool grow(struct absorbed *absorbed) {
+    if (3 * (absorbed->used + 1) <= 2 * absorbed->room)
+        return true;
+    struct absorbed grown = *absorbed;
+    grown.room = FIRST_ROOM;
+    while (grown.room < 3 * (absorbed->count + 1))
+        grown.room *= 2;
+    grown.keys = calloc(grown.room, sizeof *grown.keys);
+    grown.objects = calloc(grown.room, sizeof *grown.objects);
+    if (!grown.keys || !grown.objects) {
+        free(grown.keys);
+        free(grown.objects);
+        return false;
+    }
+    for (size_t i = 0; i < absorbed->room; i++) {
+        if (absorbed->keys[i] == FREE || absorbed->keys[i] == GONE)
+            continue;
+        size_t place = place_of(&grown, absorbed->keys[i]);
+        grown.keys[place] = absorbed->keys[i];
+        grown.objects[place] = absorbed->objects[i];
+    }
+    free(absorbed->keys);
+    free(absorbed->objects);
+    absorbed->keys = grown.keys;
+    absorbed->objects = grown.objects;
+    absorbed->room = grown.room;
+    absorbed->used = absorbed->count;
+    return true;
+}
+
+bool absorbed_put(struct absorbed *absorbed, uint64_t ino, uint64_t object) {
+    pthread_mutex_lock(&absorbed->lock);
+    bool kept = grow(absorbed);
+    if (kept) {
+        size_t place = place_of(absorbed, ino);
+        bool is_new = absorbed->keys[place] == FREE;
+        absorbed->used += is_new;
+        absorbed->count += is_new;
+        absorbed->keys[place] = ino;
+        absorbed->objects[place] = object;
+    }
+    pthread_mutex_unlock(&absorbed->lock);
+    return kept;
+}
+
+void absorbed_forget(struct absorbed *absorbed, uint64_t ino) {
+    pthread_mutex_lock(&absorbed->lock);
+    if (absorbed->room) {
+        size_t place = place_of(absorbed, ino);
+        if (absorbed->keys[place] == ino) {
+            absorbed->keys[place] = GONE;
+            absorbed->count--;
+        }
+    }
+    pthread_mutex_unlock(&absorbed->lock);
+}
+
+/* 0: it has none that Python has told of. */
+static uint64_t object_of(struct absorbed *absorbed, uint64_t ino) {
+    uint64_t object = 0;
+    pthread_mutex_lock(&absorbed->lock);
+    if (absorbed->count) {
+        size_t place = place_of(absorbed, ino);
+        object = absorbed->keys[place] == ino ? absorbed->objects[place] : 0;
+    }
+    pthread_mutex_unlock(&absorbed->lock);
+    return object;
+}
+
+int absorbed_open(struct absorbed *absorbed, uint64_t ino, uint64_t *size) {
+    uint64_t object = object_of(absorbed, ino);
+    if (!object)
+        return -1;
+    char name[32];
+    snprintf(name, sizeof name, "%02x/%llu", (unsigned)(object & 0xff), (unsigned long long)object);
+    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    int fd = openat(absorbed->directory, name, flags | O_NOATIME);
+    if (fd < 0 && errno == EPERM)
+        fd = openat(absorbed->directory, name, flags);
+    struct stat status;
+    /* Looked at again: Python may have taken it back before it was open. */
+    if (fd >= 0 &&
+        (fstat(fd, &status) || !S_ISREG(status.st_mode) || object_of(absorbed, ino) != object)) {
+        close(fd);
+        return -1;
+    }
+    if (fd >= 0)
+        *size = (uint64_t)status.st_size;
+    return fd;
+}
