@@ -113,7 +113,9 @@ def _passed(ops: Iterable[Numbered], done: Done) -> set[int]:
                     stays |= {there, number}
             case "rename":
                 there = paths.pop(op.to, 0)
-                if there != op.over_ino or replaced_at.get(there, op.to) != op.to:
+                # A file leaves at the source what it replaces until its bytes come.
+                is_left = op.object or replaced_at.get(there, op.to) != op.to
+                if there != op.over_ino or is_left:
                     stays |= {there, op.over_ino}
                 if there or op.over_ino or op.over_object or op.over is not None:
                     replaced_at[number] = op.to

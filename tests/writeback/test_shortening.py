@@ -108,7 +108,6 @@ def test_what_others_need_is_not_left_out() -> None:
 
 
 @pytest.mark.promise(139)
-@pytest.mark.promise(139)
 def test_what_came_and_went_without_an_object_is_left_out_if_it_left_no_trace() -> None:
     def of(*ops: Op, undone: int = 0) -> list[int]:
         numbered = list(enumerate(ops, 1))
@@ -143,6 +142,10 @@ def test_what_came_and_went_without_an_object_is_left_out_if_it_left_no_trace() 
     ]
     assert of(*links) == [5, 6]
     assert of(*links, Op(kind="unlink", path=b"latest", ino=13)) == [5, 6, 7]
+    # A file whose bytes are not there yet: the source has the link under its name until then.
+    file = Op(kind="create", path=b"new", ino=14, object=2)
+    over = Op(kind="rename", path=b"new", to=b"latest", ino=14, object=2, over_ino=13)
+    assert of(*links, file, over) == [5, 6, 7, 8]
     other = replace(links[3], to=b"other", over_ino=3)
     assert of(*links[:3], other, *links[4:]) == [1, 2, 3, 4, 5, 6]
 
