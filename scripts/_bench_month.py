@@ -47,6 +47,8 @@ from monarch.transfer.readers import Readers
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.inquiry import Inquiry
 from monarch.writeback import commits, drain
+from monarch.writeback.growth import Growth
+from monarch.writeback.staging import Staging
 
 Args = TypeVarTuple("Args")
 
@@ -92,7 +94,7 @@ class Counted:
     bytes = 0
 
 
-class CountedGrowth(drain.Growth):
+class CountedGrowth(Growth):
     """Of the log: nothing else is appended to."""
 
     def write(self) -> Any:
@@ -103,7 +105,7 @@ class CountedGrowth(drain.Growth):
             Counted.bytes += self._offset - before
 
 
-class CountedStaging(drain.Staging):
+class CountedStaging(Staging):
     """Of the log as well: it is the first object."""
 
     def turn(self, count: int) -> int:

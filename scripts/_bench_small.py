@@ -162,7 +162,7 @@ class Lab:
         for number in range(self.counts.files):
             make_and_close(str(other / f"{number}"), content)
         wait_until(lambda: self._come(other) > 0, timeout_s=PATIENCE_S, step_s=0.01)
-        beside = []
+        beside: list[float] = []
         while not beside or self._come(other) < self.counts.files:
             beside.append(opened())
         return median(beside) - before

@@ -280,6 +280,7 @@ def _meets_what_it_meant(
     return True
 
 
+_MAKING = ("create", "save", "mkdir", "mkfifo", "symlink")
 _CONFLICT = ".monarch-conflict-"
 # What waits for its turn at the source has such a name.
 _STAGED = ".monarch-"
@@ -318,6 +319,8 @@ class Judge:
             if now is None and self._is_renamed_beside(path, after):
                 continue
             if was is None and now is not None and self._is_made_again(path, now):
+                continue
+            if now is not None and self._is_made_and_renamed(path, was, now):
                 continue
             if any(self._may(user, path, was, now, after) for user in self._users):
                 continue
@@ -404,6 +407,24 @@ class Judge:
             (now.uid, now.data) == (each.uid, each.data) and not now.mode & ~each.mode
             for shown, each in self._shown.items()
             if shown.rpartition("/")[0] == above
+        )
+
+    def _is_made_and_renamed(self, path: str, was: Entry | None, now: Entry) -> bool:
+        """Whether its owner has made it on the mount, and a user who may do that has renamed it.
+
+        Others have taken its first name at the source meanwhile, so it comes under the second.
+        """
+        made = {(call.user, call.paths[0]) for call, _ in self._made if call.name in _MAKING}
+        return (
+            now == self._shown.get(path)
+            and not self._is_dressed_up(now)
+            and any(
+                call.name == "rename"
+                and call.paths[1] == path
+                and (now.uid, call.paths[0]) in made
+                and (call.user == ROOT or self._may_name(call.user, path, was))
+                for call, _ in self._made
+            )
         )
 
     def _is_made_again(self, path: str, now: Entry) -> bool:

@@ -36,7 +36,7 @@ def in_memory(life: Life) -> int:
     owners = (side.stock, side.drain, side.place.journal, side.files, side.place.objects)
     listings = sum(map(len, names._listings.values()))
     gc.collect()
-    nodes = sum(isinstance(it, written.Node) for it in gc.get_objects())
+    nodes = sum(type(it) is written.Node for it in gc.get_objects())
     return tables(*owners, names, names._known) + listings + nodes
 
 
