@@ -320,7 +320,7 @@ class Judge:
                 continue
             if was is None and now is not None and self._is_made_again(path, now):
                 continue
-            if now is not None and self._is_made_and_renamed(path, was, now):
+            if now is not None and self._is_brought_renamed(path, was, now):
                 continue
             if any(self._may(user, path, was, now, after) for user in self._users):
                 continue
@@ -409,19 +409,21 @@ class Judge:
             if shown.rpartition("/")[0] == above
         )
 
-    def _is_made_and_renamed(self, path: str, was: Entry | None, now: Entry) -> bool:
-        """Whether its owner has made it on the mount, and a user who may do that has renamed it.
+    def _is_brought_renamed(self, path: str, was: Entry | None, now: Entry) -> bool:
+        """Whether a file comes under the name that a user, who may do that, has given it.
 
-        Others have taken its first name at the source meanwhile, so it comes under the second.
+        It is not found under its first name: its owner has made it on the mount, and others have
+        taken that name at the source, or others have moved it there meanwhile.
         """
         made = {(call.user, call.paths[0]) for call, _ in self._made if call.name in _MAKING}
+        is_moved = now in self._before.entries.values()
         return (
             now == self._shown.get(path)
             and not self._is_dressed_up(now)
             and any(
                 call.name == "rename"
                 and call.paths[1] == path
-                and (now.uid, call.paths[0]) in made
+                and (is_moved or (now.uid, call.paths[0]) in made)
                 and (call.user == ROOT or self._may_name(call.user, path, was))
                 for call, _ in self._made
             )
