@@ -119,7 +119,7 @@ class Changes:
                 self._noticed(ino, "changed at the source")
         else:
             self.forget_copy(ino)
-            fresh = _refreshed(known, status, mode)
+            fresh = attributes_of(status, known.ino, known.parent, mode)
         if fresh != known or acls != access[3]:
             self._names.refresh(ino, fresh, acls)
             self._noticed(ino, "changed at the source")
@@ -145,7 +145,7 @@ class Changes:
         known, access = node.attributes, (node.mode, node.uid, node.gid)
         # The source has all that was set here, and others have changed it.
         node.keeps_mode = node.keeps_owner = node.keeps_times = False
-        fresh = _refreshed(known, status, self._shown_mode(status, acls))
+        fresh = attributes_of(status, known.ino, known.parent, self._shown_mode(status, acls))
         self._names.refresh(ino, fresh, acls)
         if (known.size, known.mtime_ns, known.source_ino) != (
             node.size,
@@ -188,7 +188,7 @@ class Changes:
         if self._names.is_gone(ino):
             acls = await self._inquiry.acls(ino, self._names.path(ino))
             mode = self._shown_mode(status, acls)
-            fresh = _refreshed(self._names.attributes(ino), status, mode)
+            fresh = attributes_of(status, ino, self._names.attributes(ino).parent, mode)
             self._names.refresh(ino, fresh, acls)
             self._names_changed(self._names.attributes(ino).parent)
             log.info("%s is back at the source", self._inquiry.told(ino))
@@ -282,10 +282,11 @@ class Changes:
         return size
 
 
-def _refreshed(known: Attributes, status: os.stat_result, mode: int) -> Attributes:
+def attributes_of(status: os.stat_result, ino: Ino, parent: Ino, mode: int) -> Attributes:
+    """Attributes of an entry by its status at the source; ``mode`` as the mount shows it."""
     return Attributes(
-        ino=known.ino,
-        parent=known.parent,
+        ino=ino,
+        parent=parent,
         mode=mode,
         nlink=status.st_nlink,
         uid=status.st_uid,

@@ -29,7 +29,8 @@ from monarch.namespace.overlay import Namespace
 from monarch.namespace.written import NAME_BYTES
 from monarch.threads import Threads
 from monarch.tiers.source import Source
-from monarch.types import Attributes, Ino, kept_ns
+from monarch.types import Ino, kept_ns
+from monarch.vfs.changes import attributes_of
 from monarch.vfs.files import WrittenFiles
 from monarch.vfs.stock import Stock
 from monarch.vfs.writing import Writing
@@ -286,7 +287,7 @@ class Others:
         status, mode = found.status, found.status.st_mode
         if not names.has_acls:
             mode = narrowed(mode, found.acls)
-        now = _attributes(status, mode, directory)
+        now = attributes_of(status, Ino(0), directory, mode)
         node = names.adopt(directory, name, now, target=found.target)
         names.refresh(node.ino, now, found.acls)
         if node.is_dir:
@@ -391,20 +392,3 @@ def _target_at(root: int, path: bytes) -> bytes:
         return os.readlink(name, dir_fd=fd)
     finally:
         os.close(fd)
-
-
-def _attributes(status: os.stat_result, mode: int, parent: Ino) -> Attributes:
-    return Attributes(
-        ino=Ino(0),
-        parent=parent,
-        mode=mode,
-        nlink=status.st_nlink,
-        uid=status.st_uid,
-        gid=status.st_gid,
-        size=status.st_size,
-        mtime_ns=kept_ns(status.st_mtime_ns),
-        ctime_ns=kept_ns(status.st_ctime_ns),
-        source_ino=status.st_ino,
-        blocks=status.st_blocks,
-        rdev=status.st_rdev,
-    )
