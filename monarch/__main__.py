@@ -1,4 +1,4 @@
-"""``python -m monarch``: the command line without its entry point installed."""
+"""``python -m monarch``: the command line, also if its entry point is not installed."""
 
 from __future__ import annotations
 

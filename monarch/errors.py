@@ -1,26 +1,25 @@
-"""The one tree of errors. Each class has an errno for a system call and an exit code for the shell.
+"""The classes of errors, each with an exit code for the shell and an errno for a system call.
 
-    MonarchError            1  EIO     anything that has no better name
-      Refused               1  (own)   a system call that cannot be carried out
-      UsageError            2  EINVAL  a command line that cannot be carried out
+    MonarchError            1  EIO     any other failure
+      Refused               1  (own)   a system call that must be refused
+      UsageError            2  EINVAL  a command line that cannot be executed
         ConfigError         2  EINVAL  mistakes in a configuration file, all of them at once
       MountPointError       3  EINVAL  the mount point cannot be used
       SourceError           4  (own)   the source answered with an error
-        SourceChanged       4  ESTALE  the source is not what the snapshot says
+        SourceChanged       4  ESTALE  the source differs from the snapshot
       SnapshotError         5  EIO     a snapshot that cannot be used
         NewerSnapshot       5  EIO     written by a newer Monarch
       TierError             6  EIO     a tier or the state directory cannot be used
-      LockedError           7  EBUSY   another daemon has the tier or the state
-      FuseError             8  EIO     the kernel or fusermount3 would not mount; the daemon died
+      LockedError           7  EBUSY   another daemon uses the tier or the state
+      FuseError             8  EIO     the kernel or fusermount3 refused, or the daemon died
       NotMountedError       9  ENOTCONN  no Monarch daemon answers there
       BusyError            10  EBUSY   files are open; nothing was done
-      NotDrainedError      13  EBUSY   what was written is not all at the source
+      NotDrainedError      13  EBUSY   not all written files are at the source
       CheckpointError       1  EIO     a checkpoint, or a data order, that cannot be used
 
-Exit code 0 is success; 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
-"something is wrong" of ``fsck`` and ``ckpt verify``;
-11 and 12 are the answers "degraded" and "failing" of ``status --check``; 130 is an interrupt from
-the keyboard.
+Exit code 0 is success. 1 is also the answer "they differ" of ``snapshot verify`` and ``diff``, and
+"something is wrong" of ``fsck`` and ``ckpt verify``. 11 and 12 are the answers "degraded" and
+"failing" of ``status --check``; 130 is an interrupt from the keyboard.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import os
 
 
 class MonarchError(Exception):
-    """A failure to be told in one line: what, where, and in ``hint`` what to do about it."""
+    """A failure described in one line: what failed and where; ``hint`` says what to do."""
 
     exit_code = 1
     errno = errno_.EIO
@@ -45,14 +44,21 @@ class MonarchError(Exception):
 
 
 class Refused(MonarchError):
-    """A system call asks for what cannot be, as on any file system: its caller's ``errno``.
+    """A system call that must fail with ``errno``, as on any file system.
 
-    The caller is told and nobody else: it is no line of a log.
+    Its caller gets the error; it is not logged.
     """
 
     def __init__(self, errno: int) -> None:
         super().__init__(os.strerror(errno))
         self.errno = errno
+
+
+class Unanswered(Refused):
+    """A disk of Monarch's own does not answer. Nothing was changed: the call may come again."""
+
+    def __init__(self) -> None:
+        super().__init__(errno_.ETIMEDOUT)
 
 
 class UsageError(MonarchError):
@@ -74,7 +80,7 @@ class MountPointError(MonarchError):
 
 
 class SourceError(MonarchError):
-    """The source failed; ``errno`` is its own, and the caller's system call gets it."""
+    """The source failed with ``errno``, which the system call of the reader returns."""
 
     exit_code = 4
 
@@ -84,17 +90,17 @@ class SourceError(MonarchError):
 
 
 def source_remedy(number: int | None, path: str) -> str:
-    """What to do about a source that fails with that errno."""
+    """The remedy for a source that fails with errno ``number``."""
     if number in (errno_.EACCES, errno_.EPERM):
         return (
             f"mount as a user who may read it (this one is uid {os.geteuid()}), or have its owner"
-            f" give the right: ls -ld {path}"
+            f" grant the permission: ls -ld {path}"
         )
     return "check the path, and that its file system is mounted"
 
 
 class SourceChanged(SourceError):
-    """A source file is not the one that the snapshot describes."""
+    """A source file differs from its entry in the snapshot."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, errno=errno_.ESTALE)
@@ -105,7 +111,7 @@ class SnapshotError(MonarchError):
 
 
 class NewerSnapshot(SnapshotError):
-    """A snapshot in a format that this Monarch does not know yet."""
+    """A snapshot in a format of a newer Monarch."""
 
 
 class TierError(MonarchError):
@@ -132,14 +138,14 @@ class BusyError(MonarchError):
 
 
 class NotDrainedError(MonarchError):
-    """What was written through a mount did not come to the source in the time given."""
+    """Files written through a mount are not at the source before the timeout."""
 
     exit_code = 13
     errno = errno_.EBUSY
 
 
 class CheckpointError(MonarchError):
-    """To a trainer, which is another process than the daemon."""
+    """A checkpoint, or the state of a data order, cannot be used; raised in the trainer."""
 
 
 _BY_EXIT_CODE: dict[int, type[MonarchError]] = {
@@ -160,5 +166,5 @@ _BY_EXIT_CODE: dict[int, type[MonarchError]] = {
 
 
 def error_of(exit_code: int, message: str, *, hint: str = "") -> MonarchError:
-    """The error that another process of Monarch ended with, by its exit code."""
+    """The error with which another Monarch process ended, from its exit code."""
     return _BY_EXIT_CODE.get(exit_code, MonarchError)(message, hint=hint)

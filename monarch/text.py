@@ -1,4 +1,4 @@
-"""Names and messages as one line of text, whatever is in them."""
+"""Names and messages as one line of printable text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def escape_text(text: str) -> str:
-    """``text`` on one line that a terminal shows as it is.
+    """``text`` on one line, safe for a terminal.
 
     Control and other unprintable characters become ``\\n``, ``\\xNN`` or ``\\uNNNN``; a byte that
     is not UTF-8 (from ``os.fsdecode``) becomes ``\\xNN``.
@@ -29,7 +29,7 @@ def _escape_character(character: str) -> str:
 
 
 def errno_words(number: int | None) -> str:
-    """``Input/output error (EIO)``: for a person, and for who looks it up."""
+    """``Input/output error (EIO)``: a text and a symbol that can be searched for."""
     if not number:
         return "an error without a number"
     return f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
@@ -41,5 +41,5 @@ def counted(number: int, one: str, many: str) -> str:
 
 
 def plain_name(path: Path) -> str:
-    """The last component as a word without surprises for shells, labels and file names."""
+    """The last component as a plain word, safe in shells, labels and file names."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.name).strip("-._")[:40] or "root"

@@ -1,12 +1,13 @@
-"""The vocabulary that every layer shares: inode numbers, attributes and the identity of a file.
+"""Types that every layer shares: inode numbers, attributes and the identity of a file.
 
-Inode numbers are dense and come from the snapshot: 1 is the root, n the last entry. What is made
-through the mount has a number from ``WRITTEN_INO`` on. What crosses a module border is one of these
-frozen values, never a tuple of five or a dict.
+Inode numbers are dense and come from the snapshot: 1 is the root, n the last entry. Files created
+through the mount have numbers from ``WRITTEN_INO`` on. Values between modules are of these frozen
+types, never a tuple of five or a dict.
 """
 
 from __future__ import annotations
 
+import os
 import stat
 import time
 from collections.abc import Callable
@@ -19,37 +20,37 @@ ROOT_INO = Ino(1)
 # Above every number of a snapshot, whose table has 32 bits for it.
 WRITTEN_INO = Ino(1 << 32)
 
-# Snapshots and records keep times as 64 bits of ns, which end in the year 2262.
+# Snapshots and records store times as signed 64-bit ns, which end in the year 2262.
 _LEAST_NS, _MOST_NS = -(1 << 63), (1 << 63) - 1
 
-# How long work reports that it is going on: (done, total or None while unknown, words).
+# A callback for the progress of long work: (done, total or None if unknown, words).
 Progress = Callable[[int, int | None, str], None]
 
 
-# clock_gettime(2): the clock of the last tick, which file systems stamp their files with.
+# clock_gettime(2): the clock of the last tick, which file systems use for times of files.
 _CLOCK_REALTIME_COARSE = 5
 
 
 def file_now_ns() -> int:
-    """The time now in ns since the epoch, by the clock that local file systems take for files.
+    """The current time in ns since the epoch, by the clock that local file systems use.
 
-    It is up to one tick (4 ms) behind ``time.time_ns``, whose time could be later than the time
-    that the tier's file system gives to a file that is written just after it.
+    It is up to one tick (4 ms) behind ``time.time_ns``, which could return a later time than a
+    tier's file system gives to a file that is written just after it.
     """
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
 
 
 def kept_ns(time_ns: int) -> int:
-    """A time as it is kept and compared: what is beyond the end of 64 bits is told as that end."""
+    """A time as it is stored and compared: limited to the range of 64 bits."""
     return max(_LEAST_NS, min(time_ns, _MOST_NS))
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What makes a source file the same file with the same bytes (faults S4).
+    """The properties that tell whether a source file is the same file with the same bytes (S4).
 
-    ``size`` in bytes, times in ns since the epoch (``kept_ns``), ``source_ino`` as the source
-    numbers it.
+    ``size`` in bytes, times in ns since the epoch (``kept_ns``), ``source_ino`` is the inode number
+    at the source.
     """
 
     size: int
@@ -58,15 +59,15 @@ class Identity:
     source_ino: int
 
 
-# The size in an identity of which the inode number alone is known.
+# The size of an identity of which only the inode number is known.
 ANY_SIZE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What ``stat`` tells of one entry. ``blocks`` are 512-byte units, as in ``st_blocks``.
+    """The attributes of ``stat`` of one entry. ``blocks`` are 512-byte units, as in ``st_blocks``.
 
-    ``atime_ns`` is None where access times are not kept: it is then shown as ``mtime_ns``.
+    ``atime_ns`` is None if access times are not kept: it is then shown as ``mtime_ns``.
     """
 
     ino: Ino
@@ -94,3 +95,21 @@ class Attributes:
     @property
     def identity(self) -> Identity:
         return Identity(self.size, self.mtime_ns, self.ctime_ns, self.source_ino)
+
+
+def attributes_of(status: os.stat_result, ino: Ino, parent: Ino, mode: int) -> Attributes:
+    """Attributes of an entry by its status at the source; ``mode`` as the mount shows it."""
+    return Attributes(
+        ino=ino,
+        parent=parent,
+        mode=mode,
+        nlink=status.st_nlink,
+        uid=status.st_uid,
+        gid=status.st_gid,
+        size=status.st_size,
+        mtime_ns=kept_ns(status.st_mtime_ns),
+        ctime_ns=kept_ns(status.st_ctime_ns),
+        source_ino=status.st_ino,
+        blocks=status.st_blocks,
+        rdev=status.st_rdev,
+    )

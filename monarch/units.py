@@ -37,7 +37,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(text: str) -> int:
     """``"800GiB"`` as bytes. A bare K, M, G or T is binary, as for ``dd`` and ``lvcreate``.
 
-    Raises ValueError with the units that are known.
+    Raises ValueError, with examples, if ``text`` is not a size.
     """
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
@@ -46,7 +46,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """``"250ms"``, ``"10m"`` or ``"7d"`` as seconds. Raises ValueError with the units known."""
+    """``"250ms"``, ``"10m"`` or ``"7d"`` as seconds. Raises ValueError if it is none."""
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2].lower() not in _SECONDS:
         raise ValueError(f"{text!r} is not a duration; write it like 250ms, 30s, 10m or 7d")
@@ -59,7 +59,7 @@ def format_bytes(count: float) -> str:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         count /= 1024
-        # As it will be shown: 999.7 is 1000 in three digits, and so the next unit's.
+        # 999.7 rounds to 1000, which is shown in the next unit.
         if abs(round(count)) < 1000:
             return f"{count:.3g} {unit}"
     return f"{count:,.0f} PiB"

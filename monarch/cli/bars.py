@@ -1,4 +1,4 @@
-"""Bars in a terminal that show how far long work is."""
+"""Progress bars in a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from monarch.units import format_bytes
 
 
 class Bar:
-    """A bar that begins with the first step and stays as it was at the last."""
+    """A progress bar. It appears at the first call and stays on the screen after the last."""
 
     def __init__(self, *, of_bytes: bool) -> None:
         console = Console(stderr=True, highlight=False)
@@ -50,7 +50,7 @@ class Bar:
 
 
 class _Count(ProgressColumn):
-    """``1,080 of 2,000``, or what is known of it."""
+    """``1,080 of 2,000``, or only the count if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         total = "" if task.total is None else f" of {task.total:,.0f}"

@@ -1,4 +1,4 @@
-"""What the shell may complete: file names, running mounts, names of a configuration, settings."""
+"""Shell completion of file names, running mounts, names in a configuration, and settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem
 
-# Nothing here may fail or wait for long: a user has pressed the tab key.
+# No function here may fail or wait for long: it runs when a user presses the tab key.
 
 
 def directories(
@@ -27,9 +27,9 @@ def files(
 def mount_points(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """The mounts of this user, or directories if none begins so."""
-    from monarch.places import state_root
-    from monarch.registry import Registry
+    """The mounts of this user, or directories if no mount matches."""
+    from monarch.config.defaults import state_root
+    from monarch.control.registry import Registry
 
     if incomplete.startswith(("/", "~")) or not incomplete:
         found = [record.mountpoint for record in Registry(state_root()).all()]
@@ -41,7 +41,7 @@ def mount_points(
 def sources(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """The mounts of a configuration, with -c of that file alone, or directories."""
+    """The mounts of the configuration files (with -c, of that file only), or directories."""
     file = context.params.get("file")
     names = _names([Path(file)] if file else default_configurations())
     items = _beginning(incomplete, names)
@@ -51,8 +51,8 @@ def sources(
 def options(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """The keys of -o, the last one of several."""
-    from monarch.config import option_keys
+    """The keys of -o; of several keys, the last is completed."""
+    from monarch.config.load import option_keys
 
     before, comma, last = incomplete.rpartition(",")
     keys = (key if is_flag else f"{key}=" for key, is_flag in option_keys().items())
@@ -60,32 +60,32 @@ def options(
 
 
 def default_configurations() -> list[Path]:
-    """The files that are searched for a mount when no configuration is named, in this order."""
+    """The configuration files that are searched, in this order, if -c is not given."""
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return [Path("/etc/monarch/monarch.yaml"), Path(home) / "monarch" / "monarch.yaml"]
 
 
 def _names(candidates: Sequence[Path]) -> list[str]:
-    from monarch import config
+    from monarch.config import load
     from monarch.errors import ConfigError
 
     names: list[str] = []
     for path in candidates:
         try:
-            names += config.load(path).mounts
+            names += load.load(path).mounts
         except ConfigError:
             continue
     return names
 
 
 def _beginning(incomplete: str, found: Iterable[str]) -> list[CompletionItem]:
-    # A line or a blank in a name would be several answers.
+    # bash would split a name with a newline or a blank into several answers.
     plain = (text for text in found if text.isprintable() and " " not in text)
     return [CompletionItem(text) for text in plain if text.startswith(incomplete)]
 
 
 class KeyComplete(BashComplete):
-    """As click's, but no blank is put behind a key that is to have a value."""
+    """The completion of click, without a blank after a key that needs a value."""
 
     source_template = BashComplete.source_template.replace(
         "COMPREPLY+=($value)",

@@ -1,4 +1,4 @@
-"""``monarch completion``: the script that teaches a shell our verbs and options."""
+"""``monarch completion``: prints the completion script of a shell."""
 
 from __future__ import annotations
 

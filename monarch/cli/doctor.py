@@ -1,4 +1,4 @@
-"""``monarch doctor``: is this machine as Monarch needs it, and what to do if not."""
+"""``monarch doctor``: checks whether this node can mount, and says what to do if not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from monarch.checks.doctor import Machine, examine
+from monarch.checks.preflight import Check
+from monarch.cli.options import JSON
 from monarch.cli.output import emit_json, stdout
-from monarch.doctor import Machine, examine
-from monarch.places import state_root
-from monarch.premises import Check
+from monarch.config.defaults import state_root
 from monarch.text import escape_text
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -31,9 +32,9 @@ Examples:
     "configuration",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Validate this configuration, too, and look at its tiers.",
+    help="Validate this configuration, too, and check its tiers.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def doctor(configuration: Path | None, as_json: bool) -> int:
     """Check whether this node can mount, and how well.
 
@@ -43,7 +44,7 @@ def doctor(configuration: Path | None, as_json: bool) -> int:
     for check in examine(Machine.here(), state_root(), configuration=configuration):
         checks.append(check)
         if not as_json:
-            # At once, because some take a moment.
+            # Each line is printed at once, because some checks take seconds.
             stdout().print(_line(check), soft_wrap=True)
     failed = sum(check.status == "fail" for check in checks)
     if as_json:

@@ -1,4 +1,4 @@
-"""``monarch evict``: drop copies from the tiers; the source keeps everything."""
+"""``monarch evict``: removes copies from the tiers; the source keeps all files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from monarch.cli import complete
-from monarch.cli.ask import ask, mount_and_paths
+from monarch.cli.daemon_call import ask, mount_and_paths
 from monarch.cli.output import age, emit_json, say
 from monarch.errors import LockedError, TierError, UsageError
-from monarch.report import EvictReport
+from monarch.telemetry.report import EvictReport
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
@@ -21,8 +21,8 @@ from monarch.units import format_bytes
 Examples:
   monarch evict /mnt/data
   monarch evict /mnt/data train
-  monarch evict --tier /local/me                       show of which sources it holds copies
-  monarch evict --tier /local/me --source /pfs/old     drop those of a source that is not mounted
+  monarch evict --tier /local/me                       list the sources of its copies
+  monarch evict --tier /local/me --source /pfs/old     remove those of a source that is not mounted
 """
 )
 @click.argument(
@@ -32,9 +32,11 @@ Examples:
     shell_complete=complete.mount_points,
 )
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@click.option("--tier", metavar="PATH", help="Show what a tier holds, of all sources.")
-@click.option("--source", metavar="DIR", help="With --tier: drop the copies of this source.")
-@click.option("--all", "everything", is_flag=True, help="With --tier: drop all that is not in use.")
+@click.option("--tier", metavar="PATH", help="Show the copies in a tier, of all sources.")
+@click.option("--source", metavar="DIR", help="With --tier: remove the copies of this source.")
+@click.option(
+    "--all", "everything", is_flag=True, help="With --tier: remove all copies that are not in use."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def evict(
     mountpoint: Path | None,
@@ -45,15 +47,15 @@ def evict(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Drop copies from the tiers.
+    """Remove copies from the tiers.
 
-    PATHs are files and directories inside the mount, or relative to it; without any, everything.
-    One PATH in the mount can be given without the MOUNTPOINT. The files stay readable, from the
-    source; those open now are read from their copy until they are closed. A copy under way is
-    dropped, and a `monarch warm` that goes on leaves them out.
+    PATHs are files and directories inside the mount, or relative to it; without PATH, all files. A
+    PATH inside the mount can be given without MOUNTPOINT. The files stay readable from the source.
+    A file that is open is read from its copy until it is closed. A copy that is being made is
+    removed, and a running `monarch warm` does not copy these files.
 
-    With --tier, the copies of sources that are not mounted. What is written and not at its source
-    yet stays.
+    With --tier, copies of sources that are not mounted are removed. Written data that is not at its
+    source yet is kept.
     """
     if (tier is None) == (mountpoint is None) or (tier is None and (source or everything)):
         raise UsageError(
@@ -97,7 +99,7 @@ def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool)
     if wanted is not None and not any(dropped or used_by for _, dropped, used_by in found):
         raise UsageError(
             f"tier {os.fspath(tier)!r} holds no copies of {source!r}",
-            hint=f"`monarch evict --tier {tier}` shows what it holds",
+            hint=f"`monarch evict --tier {tier}` lists its copies",
         )
     if as_json:
         emit_json(

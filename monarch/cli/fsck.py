@@ -1,4 +1,4 @@
-"""``monarch fsck``: is all that a mount keeps as it should be, and what is not is mended."""
+"""``monarch fsck``: checks all that a mount keeps, and repairs it with --repair."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import click
 from rich.text import Text
 
+from monarch.checks.fsck import check_state
 from monarch.cli import complete
-from monarch.cli.ask import ask
+from monarch.cli.daemon_call import ask
+from monarch.cli.options import JSON
 from monarch.cli.output import emit_json, progress_bar, say, stdout
+from monarch.config.defaults import state_root
+from monarch.control.registry import MountRecord, Registry, alive, real_path
+from monarch.control.state_directory import NOTE, read_note
 from monarch.errors import LockedError, MonarchError, NotMountedError, UsageError
-from monarch.fsck import check_state
-from monarch.places import state_root
-from monarch.registry import MountRecord, Registry, alive, real_path
-from monarch.report import Finding, FsckProgress, FsckReport
-from monarch.state import NOTE, read_note
+from monarch.telemetry.report import Finding, FsckProgress, FsckReport
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
@@ -28,8 +29,8 @@ _PROBLEMS = 1
 @click.command(
     epilog="""\b
 Examples:
-  monarch fsck /mnt/data                       a mount that is served: its daemon looks
-  monarch fsck /mnt/data --digests             and reads every copy
+  monarch fsck /mnt/data                       a mounted mount: its daemon checks
+  monarch fsck /mnt/data --digests             the same, and reads every copy
   monarch fsck /var/lib/monarch/imagenet-1f2e3d4c --repair
   monarch fsck /mnt/data --json | jq .findings
 """
@@ -41,14 +42,14 @@ Examples:
     shell_complete=complete.mount_points,
 )
 @click.option("--digests", is_flag=True, help="Read every copy and compare it with its digest.")
-@click.option("--repair", is_flag=True, help="Mend what is wrong; without it nothing is changed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--repair", is_flag=True, help="Repair what is wrong; without it nothing is changed.")
+@JSON
 def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
     """Check everything that a mount keeps: copies, records, snapshot, directories.
 
-    Of a mount that is served the daemon does it; else the state directory is checked, found by
-    itself or by the mount point. --repair deletes damaged copies and records. It never touches the
-    source. The exit code is 1 if something is wrong and was not mended.
+    The daemon of a served mount does the check. Otherwise the state directory is checked, given by
+    its path or by the mount point. --repair deletes damaged copies and records. It never changes
+    the source. The exit code is 1 if something is wrong and was not repaired.
     """
     registry = Registry(state_root())
     record = _record(registry, place)
@@ -58,7 +59,7 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
             if digests:
                 advance(at.bytes_done, at.bytes_total, "reading copies")
             else:
-                advance(at.done, at.total, "looking at copies")
+                advance(at.done, at.total, "checking copies")
 
         def on_progress(raw: dict[str, Any]) -> None:
             show(FsckProgress.from_dict(raw))
@@ -69,7 +70,7 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
                 "fsck",
                 {"digests": digests, "repair": repair},
                 answer=FsckReport,
-                # A disk may take its time for a piece, and so may a directory of many copies.
+                # No timeout: a slow disk or a directory of many copies may take long for one step.
                 timeout=None,
                 on_progress=on_progress,
             )
@@ -81,7 +82,7 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
                 )
             except LockedError as error:
                 raise LockedError(
-                    str(error.args[0]), hint="give the mount point to check what is served"
+                    str(error.args[0]), hint="give the mount point to check a served mount"
                 ) from error
     if as_json:
         emit_json(report.to_dict())
@@ -93,7 +94,7 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
 
 
 def _record(registry: Registry, place: Path) -> MountRecord | None:
-    """The mount that ``place`` is, or lies in, by names alone: a dead one may hang."""
+    """The mount at or above ``place``, found by names alone: a dead mount may hang."""
     try:
         record = registry.find(place)
     except NotMountedError:
@@ -107,9 +108,9 @@ def _record(registry: Registry, place: Path) -> MountRecord | None:
 
 
 def _state(place: Path) -> Path:
-    """The state directory that ``place`` is, or that of the last mount there."""
+    """The state directory ``place``, or that of the last mount at ``place``."""
     path = Path(os.path.abspath(place))
-    # Not those of pathlib, which raise where one may not look.
+    # Not pathlib's exists(), which raises if a directory may not be searched.
     if os.path.exists(path / NOTE):
         return path
     root = state_root()
@@ -126,9 +127,9 @@ def _state(place: Path) -> Path:
 
 
 def _line(finding: Finding) -> Text:
-    told = f"  {finding.where}: {escape_text(finding.path)}: {escape_text(finding.what)}"
-    word = ("mended", "green") if finding.repaired else ("wrong ", "bold red")
-    return Text.assemble(word, f"{told} [{finding.kind}]\n        {_advice(finding)}")
+    words = f"  {finding.where}: {escape_text(finding.path)}: {escape_text(finding.what)}"
+    word = ("repaired", "green") if finding.repaired else ("wrong   ", "bold red")
+    return Text.assemble(word, f"{words} [{finding.kind}]\n        {_advice(finding)}")
 
 
 def _advice(finding: Finding) -> str:
@@ -138,15 +139,15 @@ def _advice(finding: Finding) -> str:
 
 
 def _summary(report: FsckReport) -> str:
-    looked = f"{counted(report.files, 'copy', 'copies')} looked at"
+    looked = f"{counted(report.files, 'copy', 'copies')} checked"
     if report.bytes:
         looked += f", {format_bytes(report.bytes)} read"
     if not report.problems:
-        return f"{looked}: all is as it should be"
+        return f"{looked}: nothing is wrong"
     told = f"{looked}: {counted(report.problems, 'problem', 'problems')}"
     if more := report.problems - len(report.findings):
         told += f" ({more:,} of them not listed)"
     left = report.problems - report.repaired
     if not left:
-        return f"{told}, all mended"
-    return f"{told}, {report.repaired:,} mended" if report.repaired else told
+        return f"{told}, all repaired"
+    return f"{told}, {report.repaired:,} repaired" if report.repaired else told

@@ -1,4 +1,4 @@
-"""The command ``monarch``: finds the verb; what goes wrong becomes a line and an exit code."""
+"""The command ``monarch``: finds the verb, and turns errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Verb:
     help: str
 
 
-# The help is here, too, so that `monarch --help` and completion load no verb and none of what it
-# needs: half a second on a node whose Python lives on the parallel file system.
+# The help is repeated here so that `monarch --help` and completion need not import the verbs: that
+# takes half a second on a node whose Python is on the parallel file system.
 VERBS = {
     "mount": Verb("monarch.cli.mount:mount", "Mount a directory through the tiers of this node."),
-    "umount": Verb("monarch.cli.umount:umount", "Unmount, and end the daemon behind it."),
+    "umount": Verb("monarch.cli.umount:umount", "Unmount, and end its daemon."),
     "status": Verb("monarch.cli.status:status", "Show what mounts hold, serve and copy."),
     "warm": Verb("monarch.cli.warm:warm", "Copy files into the tiers before a job starts."),
-    "evict": Verb("monarch.cli.evict:evict", "Drop copies from the tiers."),
-    "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or thin out all files written."),
-    "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and mend it."),
+    "evict": Verb("monarch.cli.evict:evict", "Remove copies from the tiers."),
+    "ckpt": Verb("monarch.cli.ckpt:ckpt", "List, await, verify or prune all files written."),
+    "fsck": Verb("monarch.cli.fsck:fsck", "Check all that a mount keeps, and repair it."),
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
     "completion": Verb(
@@ -42,26 +42,26 @@ VERBS = {
 
 EXIT_CODES = {
     0: "success",
-    1: "the answer is no (snapshot verify, diff, fsck, ckpt verify), or a failure without a better"
-    " code",
+    1: "the answer is no (snapshot verify, diff, fsck, ckpt verify), or a failure without a code of"
+    " its own",
     2: "mistake on the command line or in the configuration",
     3: "the mount point cannot be used",
-    4: "the source failed, or is not what the snapshot says",
+    4: "the source failed, or differs from the snapshot",
     5: "the snapshot cannot be used",
     6: "a tier or the state directory cannot be used",
-    7: "another daemon has the tier or the state",
-    8: "the kernel or fusermount3 would not mount; the daemon died",
+    7: "another daemon uses the tier or the state",
+    8: "the kernel or fusermount3 refused the mount, or the daemon died",
     9: "no Monarch daemon answers there",
     10: "files are open; nothing was done",
-    11: "degraded, says status --check: all is served, something is not as it should be",
+    11: "degraded, says status --check: all is served, but something is wrong",
     12: "failing, says status --check: some reads or writes fail or wait now",
-    13: "what was written is not all at the source yet (umount, ckpt wait); nothing was undone",
+    13: "not all written files are at the source yet (umount, ckpt wait); nothing was undone",
     130: "interrupted from the keyboard",
 }
 
 
 class _Verbs(click.Group):
-    """A group whose verbs are imported when called."""
+    """A group that imports a verb when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -119,7 +119,7 @@ def main() -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has what it wanted. Python flushes once more at exit, into nothing.
+        # The reader closed the pipe. The flush of Python at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -130,17 +130,16 @@ def main() -> int:
 
 
 def _require_no_empty_argument(arguments: Sequence[str]) -> None:
-    """Raises UsageError for an argument without a character, which is never meant.
-
-    As a path it would be the current directory.
-    """
+    """Raises UsageError for an empty argument: as a path it would be the current directory."""
     for before, argument in zip(("", *arguments), arguments, strict=False):
         option, equals, value = argument.partition("=")
         is_option = argument.startswith("--") and equals
         if argument == "" or (is_option and value == ""):
             named = option if is_option else before
             place = f"{named}: " if named.startswith("-") else ""
-            raise UsageError(f"{place}the path is empty", hint="is a variable not set?")
+            raise UsageError(
+                f"{place}the path is empty", hint="check for a variable that is not set"
+            )
 
 
 def _run() -> int:
@@ -154,7 +153,7 @@ def _run() -> int:
         _tell(str(error))
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        # A group alone, `monarch ckpt`: its help is the message.
+        # A group without a verb, such as `monarch ckpt`: its help is the message.
         error.show()
         return error.exit_code
     except click.ClickException as error:
@@ -166,13 +165,13 @@ def _run() -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # The reader of our output has what it wanted.
+        # The reader of the output closed the pipe.
         return 1
     except OSError as error:
         place = f"{error.filename}: " if error.filename is not None else ""
         _tell(f"{place}{error.strerror or error}")
         return 1
-    # A verb answers by returning its exit code, or None; `ctx.exit` comes out here as well.
+    # The result is the exit code of the verb or of `ctx.exit`, or None.
     return result if isinstance(result, int) else 0
 
 

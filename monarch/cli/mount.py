@@ -1,4 +1,4 @@
-"""``monarch mount``: start a daemon and come back when its mount answers."""
+"""``monarch mount``: starts a daemon and returns when its mount answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 
 import click
 
-from monarch import config, signals
 from monarch.cli import complete
 from monarch.cli.output import Scanning, progress_bar, remark
+from monarch.config import load
+from monarch.config.defaults import state_directory
+from monarch.config.settings import MountSettings
+from monarch.control.registry import real_path
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
-from monarch.places import state_directory
-from monarch.registry import real_path
-from monarch.settings import MountSettings
+from monarch.posix import signals
 from monarch.text import escape_text
 from monarch.types import Progress
 
@@ -42,10 +43,10 @@ Examples:
     "--config",
     "file",
     metavar="FILE",
-    # Before NAME, which is completed from it.
+    # Parsed before NAME, whose completion needs it.
     is_eager=True,
     shell_complete=complete.files,
-    help="Take mount NAME from this file. Without: /etc/monarch/monarch.yaml, then"
+    help="Take mount NAME from this file. Default: /etc/monarch/monarch.yaml, then"
     " ~/.config/monarch/monarch.yaml.",
 )
 @click.option(
@@ -54,13 +55,13 @@ Examples:
     metavar="PATH[:SIZE]",
     shell_complete=complete.directories,
     multiple=True,
-    help="A tier; repeat it, fastest first. Without: the roomiest local scratch.",
+    help="A tier; repeat it, fastest first. Default: the largest local scratch.",
 )
 @click.option(
     "--snapshot",
     metavar="FILE",
     shell_complete=complete.files,
-    help="The snapshot of the names. A missing FILE is built there, and a line says so.",
+    help="The file of the snapshot; it is built, with a message, if it does not exist.",
 )
 @click.option(
     "--state",
@@ -74,15 +75,17 @@ Examples:
     shell_complete=complete.options,
     metavar="KEY=VALUE,...",
     multiple=True,
-    help="Any key of the configuration file, like limits.copy_workers=8.",
+    help="Any key of the configuration file, such as limits.copy_workers=8.",
 )
 @click.option(
     "--refresh",
     is_flag=True,
     help="Compare the whole source with the snapshot first, and bring the snapshot up to date, as"
-    " `monarch snapshot refresh` does. Without: as -o snapshot.freshness says.",
+    " `monarch snapshot refresh` does. Default: see snapshot.freshness.",
 )
-@click.option("--foreground", is_flag=True, help="Stay here until the end; log to stderr, too.")
+@click.option(
+    "--foreground", is_flag=True, help="Do not detach from the terminal; log to stderr, too."
+)
 def mount(
     source_or_name: str,
     mountpoint: str | None,
@@ -97,14 +100,14 @@ def mount(
 ) -> None:
     """Show SOURCE at MOUNTPOINT, served from the tiers of this node.
 
-    Comes back when the mount answers. The first mount of a source builds a snapshot of its names.
+    Returns when the mount answers. The first mount of a source builds a snapshot of its names.
     """
     settings = _settings(source_or_name, mountpoint, file, tiers, snapshot, state, options)
-    # As the kernel's table of mounts will have it: /data may be a link to /raid.
+    # The path that the kernel's mount table will show: /data may be a link to /raid.
     real = {"mountpoint": Path(real_path(settings.mountpoint))}
     settings = settings.model_copy(update=real)
-    # The daemon is imported here, so that a mistake above is told in no time.
-    from monarch import daemon
+    # The daemon is imported here, so that mistakes above are reported without delay.
+    from monarch.daemon import run as daemon
 
     settings = daemon.prepare(settings)
     _tell_of_a_missing_snapshot(settings)
@@ -134,16 +137,16 @@ def _tell_of_a_missing_snapshot(settings: MountSettings) -> None:
     try:
         os.lstat(file)
     except FileNotFoundError:
-        told = escape_text(os.fspath(file))
-        _tell(f"snapshot {told} is not there: it is built there now, from a scan of the source")
+        path_text = escape_text(os.fspath(file))
+        _tell(f"snapshot {path_text} does not exist: it is built now, from a scan of the source")
     except OSError:
         # The mount itself reports it.
         return
 
 
 def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> None:
-    """Serve the mount in this process until its end."""
-    from monarch import daemon
+    """Serves the mount in this process until the mount ends."""
+    from monarch.daemon import run as daemon
 
     with ExitStack() as until_ready:
         scanning.bar = until_ready.enter_context(progress_bar())
@@ -157,7 +160,7 @@ def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> N
 
 
 def _tell_all(settings: MountSettings, remarks: Sequence[str]) -> None:
-    """What has been mounted, in which mode and how much of it fits; then what to look at."""
+    """Reports the mount, its mode and how much of it fits; then the remarks."""
     first, *others = remarks
     for line in (f"{_told(settings)}; {first}", *others):
         _tell(escape_text(line))
@@ -185,7 +188,7 @@ def _settings(
         file = _configuration_with(source_or_name)
     if file is None:
         assert mountpoint is not None
-        return config.from_options(
+        return load.from_options(
             Path(source_or_name),
             Path(mountpoint),
             tiers=tiers,
@@ -198,19 +201,19 @@ def _settings(
             "with -c, the mount point, tiers, snapshot and state come from the file",
             hint="monarch mount -c FILE NAME [-o KEY=VALUE]",
         )
-    mounts = config.load(Path(file)).mounts
+    mounts = load.load(Path(file)).mounts
     if source_or_name not in mounts:
         raise ConfigError(
             [f"{file}:1: no mount {source_or_name!r}; there are {', '.join(sorted(mounts))}"]
         )
-    return config.with_options(mounts[source_or_name], list(options))
+    return load.with_options(mounts[source_or_name], list(options))
 
 
 Serve = Callable[[Progress, Callable[[list[str]], None]], None]
 
 
 def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[str]:
-    """Run ``serve`` in a daemon; its remarks when it is ready. Raises what it failed with."""
+    """Runs ``serve`` in a daemon; returns its remarks when it is ready, or raises its error."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -230,31 +233,31 @@ def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[st
 
 
 def _wait_until_ready(reading: int, settings: MountSettings, scanning: Scanning) -> list[str]:
-    """Show the daemon's progress; its remarks at the end. The pipe carries a JSON object a line."""
+    """Shows the daemon's progress, returns its remarks. The pipe has one JSON object a line."""
     with progress_bar() as scanning.bar, open(reading, "rb", closefd=False) as lines:
         for line in lines:
-            told = json.loads(line)
-            if "progress" in told:
-                scanning(*told["progress"])
-            elif "error" in told:
-                raise error_of(told["exit_code"], told["error"], hint=told["hint"])
+            raw = json.loads(line)
+            if "progress" in raw:
+                scanning(*raw["progress"])
+            elif "error" in raw:
+                raise error_of(raw["exit_code"], raw["error"], hint=raw["hint"])
             else:
-                return list(told["remarks"])
+                return list(raw["remarks"])
     where = settings.log.file or state_directory(settings) / "daemon.log"
     raise FuseError("the daemon died before the mount answered", hint=f"see {where}")
 
 
 def _configuration_with(name: str) -> str:
-    """The first of the usual configuration files that has a mount of this name.
+    """The first of the default configuration files that has a mount of this name.
 
-    Raises UsageError if there is none, ConfigError for mistakes in one that was looked at.
+    Raises UsageError if there is none, ConfigError for a mistake in one of the files.
     """
     hint = "monarch mount SOURCE MOUNTPOINT, or monarch mount -c FILE NAME"
     if "/" in name:
         raise UsageError("a mount point is missing", hint=hint)
     there = [path for path in complete.default_configurations() if path.exists()]
     for path in there:
-        if name in config.load(path).mounts:
+        if name in load.load(path).mounts:
             return os.fspath(path)
     places = there or complete.default_configurations()
     shown = " or ".join(escape_text(os.fspath(path)) for path in places)
@@ -263,26 +266,26 @@ def _configuration_with(name: str) -> str:
 
 
 def _tell_service_manager() -> None:
-    """Tell systemd that the mount answers, if it asks for that (sd_notify(3))."""
+    """Reports to systemd that the mount is ready, if NOTIFY_SOCKET is set (sd_notify(3))."""
     address = os.environ.pop("NOTIFY_SOCKET", "")
     if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
-        # An abstract address is written with an @.
+        # NOTIFY_SOCKET writes the leading zero byte of an abstract address as @.
         manager.connect("\0" + address[1:] if address.startswith("@") else address)
         manager.sendall(b"READY=1")
 
 
 def _become_daemon(writing: int, serve: Serve) -> NoReturn:
-    """The child: a session of its own, nothing of the caller's held open, then ``serve``."""
+    """Runs ``serve`` in this child: in a new session, without the caller's descriptors."""
     code = 0
     try:
         signals.heed_all()
         os.setsid()
         os.chdir("/")
         os.umask(0o077)
-        # Whoever waits for the end of our output, a Slurm step say, must not wait for the daemon,
-        # nor for a lock that a script holds by a descriptor.
+        # A process that waits for the end of our output, such as a Slurm step, must not wait for
+        # the daemon, nor must a process that waits for a lock that a script holds by a descriptor.
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd > 2 and fd != writing:
                 with suppress(OSError):
@@ -305,12 +308,12 @@ def _become_daemon(writing: int, serve: Serve) -> NoReturn:
             told.tell(error=f"the daemon died: {error!r}", hint="see its log", exit_code=8)
             code = 8
     finally:
-        # Not the interpreter's way out: its handlers belong to the parent.
+        # Not sys.exit(): the exit handlers of the interpreter belong to the parent.
         os._exit(code)
 
 
 class _Pipe:
-    """The daemon's line to the command that started it, until the mount is ready."""
+    """The pipe from the daemon to the command that started it; used until the mount is ready."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -320,7 +323,7 @@ class _Pipe:
             try:
                 os.write(self._fd, json.dumps(what).encode() + b"\n")
             except BrokenPipeError:
-                # The command was killed; the mount may live.
+                # The command was killed; the mount continues.
                 self._fd = -1
 
     def close_with_ready(self, remarks: list[str]) -> None:

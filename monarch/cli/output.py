@@ -1,4 +1,4 @@
-"""What the verbs share in talking to a person or a script: names, JSON and progress."""
+"""Output of the verbs for a person or a script: names, JSON and progress."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from monarch.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Where nobody watches, a line now and then: a job's log is not a terminal.
+# Interval of progress lines when the output is not a terminal, such as the log of a job.
 _LINE_EVERY_S = 5.0
-# A rate over less time than this says nothing.
+# A rate over less time than this is not meaningful.
 _LEAST_RATE_S = 1.0
 
 
@@ -34,22 +34,22 @@ def stdout() -> Console:
 
 
 def say(line: str) -> None:
-    """Prints a line of the answer. Names must pass through :func:`escape` first."""
+    """Prints a line to stdout. Names must pass through :func:`escape` first."""
     click.echo(line)
 
 
 def remark(line: str) -> None:
-    """Prints a line beside the answer, to stderr."""
+    """Prints a line to stderr."""
     click.echo(line, err=True)
 
 
 def escape(name: bytes) -> str:
-    """A name of the source as a terminal may show it: on one line, without control characters."""
+    """A file name as safe text for a terminal: on one line, without control characters."""
     return escape_text(os.fsdecode(name))
 
 
 def emit_json(value: Any) -> None:
-    """Prints ``value`` as JSON in ASCII; bytes as by :func:`escape`, paths as text."""
+    """Prints ``value`` as JSON in ASCII; bytes become text by :func:`escape`."""
     sys.stdout.write(json.dumps(value, indent=2, default=_as_text) + "\n")
 
 
@@ -62,7 +62,7 @@ def _as_text(value: object) -> str:
 
 
 def age(ns: int) -> str:
-    """How long ago a time is, in ns since the epoch: ``12 s``, ``5 min``, ``3 h``."""
+    """The age of a time, in ns since the epoch, as text: ``12 s``, ``5 min``, ``3 h``."""
     return duration(max(0.0, time.time() - ns / 1e9))
 
 
@@ -75,11 +75,11 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Progress]:
-    """Yields what long work calls with ``(done, total, words)``.
+    """Yields a function that long work calls with ``(done, total, words)``.
 
-    A bar when stderr is a terminal, from the first call to the end; else a line every five seconds
-    and one at the end. Work that calls nothing shows nothing. ``of_bytes`` is what ``done``
-    counts: the bar then tells how long it will take.
+    It shows a bar if stderr is a terminal, else a line every five seconds and one at the end.
+    Without a call, nothing is shown. ``of_bytes``: ``done`` counts bytes, and the bar shows the
+    time left.
     """
     if quiet:
         yield lambda done, total, words: None
@@ -89,7 +89,7 @@ def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Pro
         yield lines
         lines.finish()
         return
-    # Imported here: what draws bars takes a tenth of a second to load.
+    # Imported here: the module takes a tenth of a second to load.
     from monarch.cli.bars import Bar
 
     bar = Bar(of_bytes=of_bytes)
@@ -100,7 +100,7 @@ def progress_bar(*, quiet: bool = False, of_bytes: bool = False) -> Iterator[Pro
 
 
 class Scanning:
-    """Progress of a scan: shows it by ``bar`` with the source's name, and keeps how far it came."""
+    """Shows the progress of a scan by ``bar``, with the name of the source, and keeps the count."""
 
     def __init__(self, source: Path) -> None:
         self._source = escape_text(os.fspath(source))
@@ -112,12 +112,12 @@ class Scanning:
         self.bar(done, total, f"scanning {self._source}, {words}")
 
     def interrupted(self) -> str:
-        """What an interrupted scan leaves, in words: nothing that the next one goes on from."""
+        """A sentence about the work that an interrupted scan lost."""
         if not self.entries:
             return "nothing was scanned yet"
         return (
-            f"the scan was {counted(self.entries, 'entry', 'entries')} far and is not kept: the"
-            " next one begins anew"
+            f"the scan had read {counted(self.entries, 'entry', 'entries')}, which are not kept:"
+            " the next one starts again"
         )
 
 
@@ -126,7 +126,7 @@ def _grouped(number: int) -> str:
 
 
 class ProgressLines:
-    """Progress as lines of text, at most one per interval and the last one always."""
+    """Progress as lines of text: at most one per interval, and always the last."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class ProgressLines:
             self._next_line_at = now + _LINE_EVERY_S
 
     def finish(self) -> None:
-        """Writes the last line, if it was held back."""
+        """Writes the last line, if it was not written yet."""
         self._stream.write(self._waiting)
         self._stream.flush()
         self._waiting = ""

@@ -1,19 +1,19 @@
-"""The mounts of this node: each with its daemon's report, or what is wrong with it."""
+"""The mounts of this node: each with the report of its daemon, or a description of its trouble."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from monarch.cli.ask import ask
+from monarch.cli.daemon_call import ask
+from monarch.control.node_mounts import SeenMount, seen_mounts
+from monarch.control.registry import MountRecord, Registry
 from monarch.errors import MonarchError
-from monarch.node_mounts import SeenMount, seen_mounts
-from monarch.registry import MountRecord, Registry
-from monarch.report import StatusReport
+from monarch.telemetry.report import StatusReport
 
-# A daemon answers from memory; longer than this it is in trouble, and the other mounts wait.
+# Time limit for an answer, in seconds: a daemon answers from memory, and other mounts wait.
 ANSWER_SECONDS = 5.0
-# Of a mount whose daemon gives no report: the word for it in the table, in JSON and of --check.
+# The state of a mount whose daemon gives no report, in the table, in JSON and for --check.
 _STATE_WORDS = {
     "served": "not answering",
     "stale": "dead",
@@ -24,7 +24,7 @@ _STATE_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A mount of the overview: its report, or what is wrong with it and what to do."""
+    """A mount of the overview: its report, or its trouble and a remedy."""
 
     seen: SeenMount
     report: StatusReport | None
@@ -32,11 +32,11 @@ class Line:
 
     @property
     def state(self) -> str:
-        """One word, the same wherever this mount is shown."""
+        """The state of the mount in one word."""
         return self.report.state if self.report else _STATE_WORDS[self.seen.state]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report, as for this mount alone; of one without a daemon what is known of it."""
+        """The report of the daemon; without a daemon, the known facts about the mount."""
         record = self.seen.record
         known = {
             "mountpoint": self.seen.mountpoint,
@@ -51,7 +51,7 @@ class Line:
 
 
 def report_of(record: MountRecord) -> StatusReport:
-    """Asks the daemon. NotMountedError if it is dead, MonarchError if it does not answer."""
+    """The report of the daemon. Raises NotMountedError if it is dead, MonarchError on a timeout."""
     return ask(record, "status", {}, answer=StatusReport, timeout=ANSWER_SECONDS)
 
 
@@ -60,7 +60,7 @@ def line_of(record: MountRecord) -> Line:
 
 
 def overview(records: Registry, *, only: str | None = None) -> list[Line]:
-    """A line for each mount, or for the one at the mount point ``only``; all are asked."""
+    """A line for each mount, or for the one at ``only``; each daemon is asked for its report."""
     lines = []
     for seen in seen_mounts(records):
         if only is not None and seen.mountpoint != only:

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from monarch.control.registry import real_path
 from monarch.errors import MonarchError, NotMountedError
 from monarch.fuse.mountpoint import FS_TYPE, monarch_above, mounts
-from monarch.registry import real_path
+from monarch.posix.timeouts import within
 from monarch.text import escape_text
-from monarch.timeouts import within
 from monarch.units import format_bytes
 
 ATTRIBUTE = "user.monarch.status"
@@ -20,10 +20,10 @@ _ANSWER_S = 5.0
 
 
 def public_status(place: Path) -> tuple[str, dict[str, Any]]:
-    """The mount point of the Monarch mount above ``place``, and the numbers that users may read.
+    """The mount point of the Monarch mount above ``place``, and its public figures.
 
-    Raises NotMountedError if there is none, or its daemon is dead; MonarchError if it does not
-    answer, or does not let us in.
+    Raises NotMountedError if there is no mount or its daemon is dead; MonarchError if the daemon
+    does not answer or denies access.
     """
     ours = [os.fsdecode(mounted.mountpoint) for mounted in mounts() if mounted.type == FS_TYPE]
     mountpoint = monarch_above(real_path(place, ours))
@@ -42,24 +42,24 @@ def public_status(place: Path) -> tuple[str, dict[str, Any]]:
 
     where = escape_text(mountpoint)
     if not within(_ANSWER_S, ask):
-        raise MonarchError(f"{where} does not answer", hint="ask the user that mounted it")
+        raise MonarchError(f"{where} does not answer", hint="ask the owner of the mount")
     (answer,) = found
     if isinstance(answer, OSError):
         if answer.errno == errno.ENOTCONN:
-            raise NotMountedError(f"the daemon of {where} is dead", hint="mount it anew")
+            raise NotMountedError(f"the daemon of {where} is dead", hint="mount it again")
         raise MonarchError(
             f"{where} is a Monarch mount of another user: {answer.strerror}",
-            hint="ask as the user that mounted it; with allow_other every user may ask",
+            hint="run the command as the owner of the mount; with allow_other every user may ask",
         )
     try:
-        told = json.loads(answer)
+        raw = json.loads(answer)
     except ValueError as error:
         raise MonarchError(f"{where}: its daemon is of another version: {error}") from error
-    return mountpoint, told
+    return mountpoint, raw
 
 
 def words(mountpoint: str, told: dict[str, Any]) -> list[str]:
-    """One line for each subject, for a person."""
+    """One line for each subject, as text for a person."""
     files, nbytes = told["files"], told["bytes"]
     head = f"{escape_text(mountpoint)}: {told['health']}, {told['state']}, pid {told['pid']}"
     lines = [

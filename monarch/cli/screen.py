@@ -1,7 +1,7 @@
-"""Laying text out for a terminal of any width: tables, fields and bars, as lines.
+"""Layout of text for a terminal of any width: tables, fields and bars, as lines.
 
-Words are never broken: what is too long keeps its end behind "...", and columns that have no place
-are left out, the least important first.
+Words are not broken. A text that is too long keeps its end after "...". Columns without space are
+left out, the least important first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Cell = str | Text
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``drop``: columns with higher numbers are left out first, those with 0 never.
+    """A column. Columns with a higher ``drop`` are left out first, those with 0 never.
 
-    ``shrinks``: its cells may be shortened, as paths may; ``prose``: at their end.
+    ``shrinks``: cells may be shortened at their start, as paths; ``prose``: at their end.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Column:
 
 
 def shortened(text: str, width: int) -> str:
-    """``text`` in ``width`` cells: the end of what is longer, behind "..."."""
+    """``text`` in at most ``width`` cells: a longer text keeps its end, after "..."."""
     if cell_len(text) <= width:
         return text
     end = text
@@ -49,7 +49,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int) -> list[Text]:
-    """A headline and the rows, each on one line no longer than ``width`` if that can be."""
+    """The header and the rows, each on one line, if possible no longer than ``width``."""
     cells = [[_text(cell) for cell in row] for row in rows]
     kept = list(range(len(columns)))
     natural = [max([cell_len(columns[i].name), *(row[i].cell_len for row in cells)]) for i in kept]
@@ -71,7 +71,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int)
 
 
 def fields(pairs: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """``name  value`` lines; a long value goes on beneath itself, at the end of a word."""
+    """``name  value`` lines; a long value continues on the next line, indented."""
     indent = max((cell_len(name) for name, _ in pairs), default=0) + _GAP
     room = max(width - indent, 20)
     lines = []
@@ -83,9 +83,9 @@ def fields(pairs: Sequence[tuple[str, str]], width: int) -> list[Text]:
 
 
 def paragraph(text: str, width: int, *, indent: str = "", style: str = "") -> list[Text]:
-    """``text`` on as many lines as it takes; those after the first begin with ``indent``.
+    """``text`` on as many lines as needed; the lines after the first begin with ``indent``.
 
-    A long path stays whole, for it may be a part of a command that is to be copied.
+    A long path stays whole: it may be part of a command that the user copies.
     """
     first, *others = _wrapped(text, max(width - len(indent), 20), whole=True)
     return [Text(first, style=style), *(Text(indent + line, style=style) for line in others)]
@@ -109,7 +109,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _shared(natural: Sequence[int], least: Sequence[int], width: int) -> list[int]:
-    """The natural widths, or what is left of them: the widest gives way first."""
+    """The widths of the columns in the available space; the widest columns shrink first."""
     widths = list(natural)
     while _total(widths) > width:
         spare = [widths[i] - least[i] for i in range(len(widths))]

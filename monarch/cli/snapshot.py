@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from monarch.cli.options import JSON
 from monarch.cli.output import Scanning, emit_json, escape, progress_bar
 from monarch.errors import UsageError
 from monarch.namespace.build import build as build_snapshot
@@ -23,7 +24,7 @@ from monarch.namespace.refresh import refresh as refresh_snapshot
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import may_replace
-from monarch.signals import interruptible
+from monarch.posix.signals import interruptible
 from monarch.text import escape_text
 from monarch.units import format_bytes
 
@@ -40,7 +41,6 @@ _JOBS = click.option(
     metavar="N",
     help="Maximum number of concurrent calls to the source.",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 _QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 
 
@@ -57,23 +57,26 @@ def _file_mode(context: click.Context, parameter: click.Parameter, value: str | 
 def snapshot() -> None:
     """Build, show, verify or diff snapshots of the names and attributes of a source.
 
-    A mount builds its snapshot by itself. Build one by hand to share it between nodes, to take
-    the time when it suits, or to know what changed.
+    A mount builds its snapshot itself. Build one by hand to share it between nodes, to choose the
+    time of the scan, or to compare two states of the source.
     """
 
 
 @snapshot.command()
 @click.argument("source", type=_SOURCE)
-@click.option("-o", "--output", type=_FILE, required=True, metavar="FILE", help="What to write.")
+@click.option(
+    "-o", "--output", type=_FILE, required=True, metavar="FILE", help="The file to write."
+)
 @click.option("--one-file-system", is_flag=True, help="Do not enter other file systems.")
 @click.option(
     "--mode",
     callback=_file_mode,
     metavar="MODE",
-    help="The mode of FILE in octal, such as 0640 or 0644. Default: as it is, a new one 0600.",
+    help="The mode of FILE in octal, such as 0640 or 0644. Default: the mode of an existing FILE,"
+    " else 0600.",
 )
 @_JOBS
-@_JSON
+@JSON
 @_QUIET
 def build(
     source: Path,
@@ -86,9 +89,9 @@ def build(
 ) -> None:
     """Scan SOURCE and write its snapshot.
 
-    No file is opened and no symbolic link followed. FILE appears, or is replaced, only when it is
-    complete. It has the names, sizes and owners of all that you may list, also in directories that
-    are closed to others.
+    No file is opened and no symbolic link followed. FILE is created or replaced only when the
+    snapshot is complete. It has the names, sizes and owners of all files that you may list, also in
+    directories that are closed to other users.
 
     \b
     Examples:
@@ -98,7 +101,7 @@ def build(
     """
     if not may_replace(output):
         raise UsageError(
-            f"{escape_text(str(output))} is there and is not a snapshot",
+            f"{escape_text(str(output))} exists and is not a snapshot",
             hint="remove it, or name another file",
         )
     scanning = Scanning(source)
@@ -128,9 +131,9 @@ def build(
 
 @snapshot.command()
 @click.argument("file", type=_FILE)
-@_JSON
+@JSON
 def info(file: Path, as_json: bool) -> None:
-    """Show what the snapshot FILE holds.
+    """Show the properties of the snapshot FILE.
 
     \b
     Example:
@@ -170,15 +173,15 @@ def info(file: Path, as_json: bool) -> None:
     "--sample",
     type=click.IntRange(1),
     metavar="N",
-    help="Look at N entries taken at random, and at the names beside and in them.",
+    help="Check N random entries, the other names of their directories, and their own names.",
 )
 @_JOBS
-@_JSON
+@JSON
 @_QUIET
 def verify(
     source: Path, file: Path, sample: int | None, jobs: int, as_json: bool, quiet: bool
 ) -> int:
-    """Tell how SOURCE differs from the snapshot FILE. Exit code 1: it does.
+    """Report how SOURCE differs from the snapshot FILE. Exit code 1: it differs.
 
     \b
     Examples:
@@ -193,9 +196,9 @@ def verify(
 @snapshot.command()
 @click.argument("before", metavar="A", type=_FILE)
 @click.argument("after", metavar="B", type=_FILE)
-@_JSON
+@JSON
 def diff(before: Path, after: Path, as_json: bool) -> int:
-    """Tell what changed from the snapshot A to the snapshot B. Exit code 1: something did.
+    """Report the changes from snapshot A to snapshot B. Exit code 1: there are changes.
 
     \b
     Example:
@@ -211,18 +214,18 @@ def diff(before: Path, after: Path, as_json: bool) -> int:
 @click.option(
     "--quick",
     is_flag=True,
-    help="Look only at directories: misses files that were written in place.",
+    help="Check only directories: files that were written in place are missed.",
 )
 @_JOBS
-@_JSON
+@JSON
 @_QUIET
 def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, quiet: bool) -> None:
     """Bring the snapshot FILE up to date with SOURCE.
 
-    Directories whose times have not changed are not listed again; their entries are looked at.
-    Mounts that run keep the names that they began with: the next mount with FILE has the new ones.
-    `monarch mount --refresh` does the same for the snapshot of a mount, and the setting
-    `snapshot.freshness` says when a mount looks for changes by itself.
+    Directories whose times have not changed are not listed again; their entries are checked.
+    Running mounts keep their names: the next mount with FILE has the new ones. `monarch mount
+    --refresh` does the same for the snapshot of a mount, and the setting `snapshot.freshness` says
+    when a mount checks for changes itself.
 
     \b
     Examples:
@@ -244,8 +247,8 @@ def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, qui
         f" {report.removed:,} removed, {report.changed:,} changed"
     )
     click.echo(
-        f"{report.unlisted:,} directories not listed again,"
-        f" {report.reused:,} entries not looked at, {report.info.scan_seconds:.1f} s"
+        f"{report.unlisted:,} directories not listed again, {report.reused:,} entries not checked,"
+        f" {report.info.scan_seconds:.1f} s"
     )
     _warn_unreadable(report.info)
 
@@ -271,7 +274,7 @@ def _tell_differences(found: Iterable[Difference], *, as_json: bool) -> int:
 
 def _tell_interrupted(file: Path, scanning: Scanning) -> None:
     where = escape_text(str(file))
-    click.echo(f"monarch: interrupted: {where} is as it was; {scanning.interrupted()}", err=True)
+    click.echo(f"monarch: interrupted: {where} is unchanged; {scanning.interrupted()}", err=True)
 
 
 def _info_as_json(file: Path, told: SnapshotSummary) -> dict[str, Any]:

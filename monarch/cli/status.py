@@ -1,4 +1,4 @@
-"""``monarch status``: what the mounts of this node hold, serve and copy."""
+"""``monarch status``: the state of the mounts of this node."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import click
 from monarch.cli import complete
 from monarch.cli.output import emit_json, say
 from monarch.cli.overview import Line, line_of, overview
+from monarch.config.defaults import state_root
+from monarch.control.registry import Registry
 from monarch.errors import NotMountedError, UsageError
-from monarch.health import State, worst
-from monarch.places import state_root
-from monarch.registry import Registry
+from monarch.telemetry.health import State, worst
 from monarch.text import escape_text
 
-# What --check ends with, beside that of a mount that nobody serves.
+# The exit codes of --check for mounts that a daemon serves.
 CHECK_CODES: Mapping[State, int] = {"ok": 0, "degraded": 11, "failing": 12}
 
 
@@ -40,16 +40,14 @@ Examples:
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object: that of MOUNTPOINT, or {mounts: [...]} with the same of each.",
+    help="Print one JSON object: the report of MOUNTPOINT, or {mounts: [...]} with all reports.",
 )
-@click.option(
-    "--watch", is_flag=True, help="Show it anew every two seconds, with rates, until Ctrl-C."
-)
+@click.option("--watch", is_flag=True, help="Refresh every two seconds, with rates, until Ctrl-C.")
 @click.option(
     "--check",
     is_flag=True,
-    help="Tell the health only, and by the exit code: 0 ok, 11 degraded, 12 failing, 9 dead or not"
-    " answering; of several mounts the worst.",
+    help="Print only the health, and exit with 0 for ok, 11 for degraded, 12 for failing, 9 for"
+    " dead or not answering; with several mounts, the worst of them.",
 )
 def status(mountpoint: Path | None, as_json: bool, watch: bool, check: bool) -> int:
     """Show what mounts hold, serve and copy.
@@ -74,7 +72,7 @@ def status(mountpoint: Path | None, as_json: bool, watch: bool, check: bool) -> 
             emit_json(line_of(records.find(mountpoint)).to_dict())
         return 0
 
-    # Imported here, with all that draws on a terminal, so that a script does not wait for it.
+    # Imported here: a script does not need the terminal libraries and must not wait for them.
     from monarch.cli.status_screen import show
 
     show(records, mountpoint, watch=watch)
@@ -90,7 +88,7 @@ def _is_ours(records: Registry, place: Path) -> bool:
 
 
 def _public(place: Path, *, as_json: bool, check: bool) -> int:
-    """Of a mount that another user's daemon serves, or that is in another state directory."""
+    """Shows a mount of another user, or of another state directory, by its public figures."""
     from monarch.cli.public_status import public_status, words
 
     mountpoint, told = public_status(place)
@@ -104,21 +102,21 @@ def _public(place: Path, *, as_json: bool, check: bool) -> int:
 
 
 def _chosen(records: Registry, mountpoint: Path | None) -> list[Line]:
-    """The lines of all mounts, or of the one that ``mountpoint`` is in. NotMountedError if none."""
+    """The lines of all mounts, or of one. Raises NotMountedError if there is none."""
     only = None if mountpoint is None else records.find(mountpoint).mountpoint
     return [line for line in overview(records, only=only) if line.seen.state != "foreign"]
 
 
 def _check(lines: Sequence[Line], *, as_json: bool) -> int:
-    """Tell the health of each mount on a line of its own; the exit code says the worst."""
+    """Prints the health of each mount, one a line; returns the exit code of the worst."""
     found = [line.report.health for line in lines if line.report is not None]
     if as_json:
         emit_json({"mounts": [line.to_dict() for line in lines]})
     for line in [] if as_json else lines:
         word = line.report.health.state if line.report else line.state
         why = line.report.health.why if line.report else line.trouble
-        told = f"{line.seen.mountpoint}: {word}{f': {why}' if why else ''}"
-        say(escape_text(told))
+        words = f"{line.seen.mountpoint}: {word}{f': {why}' if why else ''}"
+        say(escape_text(words))
     if len(found) < len(lines):
         return NotMountedError.exit_code
     return CHECK_CODES[worst([health.state for health in found])]

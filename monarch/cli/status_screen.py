@@ -1,4 +1,4 @@
-"""How the status of mounts looks in a terminal, or in a file: tables, fields and live figures."""
+"""The status of mounts as text for a terminal or a file: tables, fields and rates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.text import Text
 from monarch.cli.output import age, duration, stdout
 from monarch.cli.overview import Line, overview, report_of
 from monarch.cli.screen import Column, bar, fields, paragraph, table
-from monarch.health import Health, Problem, State
-from monarch.registry import MountRecord, Registry
-from monarch.report import (
+from monarch.control.registry import MountRecord, Registry
+from monarch.telemetry.health import Health, Problem, State
+from monarch.telemetry.report import (
     EpochReport,
     Mode,
     Quantiles,
@@ -31,7 +31,7 @@ from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
 WATCH_SECONDS = 2.0
-# Where nobody looks, a mount stays on its line whatever its length, for `grep` and `awk`.
+# In a file each mount has one line of any length, for `grep` and `awk`.
 _FILE_COLUMNS = 100_000
 _BAR_CELLS = 20
 _SHOWN_LOST = 5
@@ -39,7 +39,7 @@ _SHOWN_EPOCHS = 10
 
 
 def show(records: Registry, mountpoint: Path | None, *, watch: bool) -> None:
-    """Print the overview, or everything about one mount; with ``watch`` again and again."""
+    """Prints the overview, or the details of one mount; with ``watch`` repeatedly."""
     rates = _Rates()
 
     def lines(width: int, ascii_only: bool) -> list[Text]:
@@ -72,21 +72,21 @@ Lines = Callable[[int, bool], list[Text]]
 
 
 def _watch(lines: Lines, console: Console) -> None:
-    """Show ``lines`` again and again: over each other in a terminal, else one after the other.
+    """Shows ``lines`` repeatedly: a terminal is overwritten, a file gets one block after another.
 
-    Ends with Ctrl-C, and when the reader of a pipe has gone.
+    Ends with Ctrl-C, or when the reader of a pipe has closed it.
     """
     try:
         if not console.is_terminal:
             while True:
                 seen = lines(_FILE_COLUMNS, _ascii_only(console))
-                # Not by rich, which ends the process when the reader has gone.
+                # Not printed by rich, which ends the process when the reader has closed the pipe.
                 text = "\n".join(line.plain for line in seen)
                 sys.stdout.write(f"{time.strftime('%H:%M:%S')}\n{text}\n\n")
                 sys.stdout.flush()
                 if _reader_has_gone(WATCH_SECONDS):
                     return
-        # On the terminal's alternate screen: no frame depends on how the one before was wrapped.
+        # On the alternate screen no frame depends on the line wrapping of the frame before.
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
                 seen = lines(console.width, _ascii_only(console))
@@ -97,26 +97,26 @@ def _watch(lines: Lines, console: Console) -> None:
                 live.update(Group(*seen), refresh=True)
                 time.sleep(WATCH_SECONDS)
     except (KeyboardInterrupt, BrokenPipeError):
-        # So one ends watching.
+        # Ctrl-C is the normal end.
         return
 
 
 def _reader_has_gone(patience_s: float) -> bool:
-    """Wait so long, or until nobody reads our output any more; whether that is so."""
+    """Waits up to ``patience_s``; returns whether the reader of our output closed the pipe."""
     output = select.poll()
-    # No event is asked for: errors are told always.
+    # No event is requested: poll() always reports errors.
     output.register(sys.stdout.fileno(), 0)
     return bool(output.poll(patience_s * 1000))
 
 
 class _Rates:
-    """What has happened since the last look at a mount, in words; nothing at the first look."""
+    """The activity of each mount since its last report, as text; empty for the first report."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, StatusReport]] = {}
 
     def since_last_look(self, report: StatusReport) -> dict[str, str]:
-        """By name: what readers got, what the source gave, what was copied and flushed."""
+        """Rates by name: read by readers, read from the source, copied, flushed."""
         now = time.monotonic()
         then, before = self._seen.get(report.mountpoint, (now, report))
         self._seen[report.mountpoint] = (now, report)
@@ -146,7 +146,7 @@ class _Rates:
 
 _NOT_COUNTED = "not counted"
 _HEALTH_STYLES: Mapping[State, str] = {"ok": "green", "degraded": "yellow", "failing": "bold red"}
-# Of a mount whose daemon gives no report.
+# The styles for a mount whose daemon gives no report.
 _STATE_STYLES = {"served": "red", "stale": "red", "leftover": "yellow"}
 
 _OVERVIEW = (
@@ -205,7 +205,7 @@ def _overview_lines(lines: Sequence[Line], width: int, rates: _Rates) -> list[Te
 def _detail_lines(
     report: StatusReport, record: MountRecord, width: int, ascii_only: bool, rates: _Rates
 ) -> list[Text]:
-    """Everything about one mount, what matters most first: a low window shows the top."""
+    """The details of one mount, the most important first: a low window shows only the top."""
     up = duration(max(time.time() - report.started_ns / 1e9, 0))
     rate = rates.since_last_look(report)
     now = ", ".join(f"{name} {words}" for name, words in rate.items())
@@ -264,7 +264,7 @@ def _told(problem: Problem) -> str:
 
 
 def _moment(ns: int) -> str:
-    """``12:04``, and the date with it if that is not today."""
+    """``12:04``, with the date if it is not today."""
     then = datetime.fromtimestamp(ns / 1e9)
     return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
 
@@ -301,7 +301,7 @@ def _tiers(tiers: Sequence[TierReport], width: int, ascii_only: bool) -> list[Te
     for tier in tiers:
         if tier.others:
             told = f"tier {tier.name} also holds copies of {', '.join(tier.others)}"
-            told += f": `monarch evict --tier {tier.path}` shows them"
+            told += f": `monarch evict --tier {tier.path}` lists them"
             lines += paragraph(escape_text(told), width, indent="  ")
     return lines
 
@@ -367,7 +367,7 @@ def _resident(report: StatusReport, ascii_only: bool) -> str:
 
 
 def _fits(report: StatusReport) -> Iterable[tuple[str, str]]:
-    """How much of the data set the tiers can hold, where that is not all of it."""
+    """The share of the data set that fits into the tiers, if not all of it does."""
     reserve = report.writing.reserve if report.writing is not None else 0
     capacity = max(0, sum(tier.capacity for tier in report.tiers) - reserve)
     if capacity < report.snapshot.bytes:
@@ -389,20 +389,20 @@ def _warming(work: WarmProgress) -> str:
 
 def _readers(report: StatusReport) -> str:
     if report.opens is None:
-        told = "opens and hits not counted (the kernel serves them)"
+        words = "opens and hits not counted (the kernel serves them)"
     else:
-        told = (
+        words = (
             f"{counted(report.opens, 'open', 'opens')}, {_percent(report.hit_ratio)} hits,"
             f" {counted(report.handles.open_files or 0, 'file', 'files')} open"
         )
     if report.reads is None or report.bytes is None:
-        return f"{told}; reads not counted (the kernel reads copies itself)"
+        return f"{words}; reads not counted (the kernel reads copies itself)"
     reads = f"{counted(report.reads, 'read', 'reads')}, {format_bytes(report.bytes)}"
-    return f"{told}; {reads} answered by the daemon"
+    return f"{words}; {reads} answered by the daemon"
 
 
 def _saved(report: StatusReport) -> str:
-    """What the source did not serve, as far as that is known."""
+    """The opens and reads that the source did not serve, if they are counted."""
     saved, residency = report.saved, report.residency
     parts = []
     if saved.opens is not None:
@@ -425,7 +425,7 @@ def _source(report: StatusReport) -> str:
 
 
 def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
-    """What the source has not got yet, and what it has; nothing where nothing is written."""
+    """The written data that waits for the source, and that which was flushed, if any."""
     if writing is None:
         return
     backlog = f"{counted(writing.files, 'file', 'files')}, {format_bytes(writing.bytes)}"
@@ -439,14 +439,14 @@ def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
     if writing.oldest_ns:
         told += f", the oldest written {age(writing.oldest_ns)} ago"
     if writing.trouble:
-        told += f"; it waits: {writing.trouble}"
+        told += f"; it waits because: {writing.trouble}"
     yield "written", told
     yield (
         "drained",
         f"{counted(writing.drained_files, 'file', 'files')}, {format_bytes(writing.drained_bytes)};"
         f" {counted(writing.errors, 'error', 'errors')} of the source",
     )
-    local = "this node's memory, which a power cut takes" if writing.in_memory else "this disk"
+    local = "this node's memory, which a power cut erases" if writing.in_memory else "this disk"
     yield (
         "written to",
         f"tier {writing.tier}, {writing.directory}: {format_bytes(writing.held)} held,"
@@ -479,5 +479,5 @@ def _number(value: int | None) -> str:
 
 
 def _percent(ratio: float | None) -> str:
-    # 99.96 % must not read as complete.
+    # Rounded down: 99.96 % must not be shown as 100 %.
     return "-" if ratio is None else f"{int(ratio * 1000) / 10:g}%"

@@ -1,4 +1,4 @@
-"""``monarch umount``: bring home what was written, take the mount away, see its daemon end."""
+"""``monarch umount``: drains written files, unmounts, and waits until the daemon ended."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 import click
 
 from monarch.cli import complete
-from monarch.cli.draining import drain, seconds, waiting
+from monarch.cli.options import JSON
 from monarch.cli.output import duration, emit_json, remark
+from monarch.cli.wait_drained import drain, seconds, waiting
+from monarch.config.defaults import state_root
 from monarch.control.client import call
-from monarch.ending import STEPS, step_of
+from monarch.control.ending import STEPS, step_of
+from monarch.control.registry import MountRecord, Registry, alive, real_path
 from monarch.errors import (
     BusyError,
     FuseError,
@@ -26,19 +29,17 @@ from monarch.errors import (
     TierError,
 )
 from monarch.fuse import mountpoint as mountpoints
-from monarch.places import state_root
-from monarch.registry import MountRecord, Registry, alive, real_path
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
 if TYPE_CHECKING:
-    from monarch.writeback.survey import Survey
+    from monarch.writeback.inspect import Inspection
 
 INTERRUPTED = 130
-# How long each step of the daemon's end may last. It gives up the longest after ten seconds, but a
-# process is not gone before the disk has answered its last call.
+# Time limit for each step of the daemon's end. Its longest step gives up after ten seconds, but a
+# process exists until the disk has answered its last call.
 _DEADLINE_S = 60.0
-# How long a process of the daemon's own, or one that has just let go, may be in the way. Seconds.
+# Unmounting is tried this long while a process of the daemon, or one about to end, uses the mount.
 _PASSING_S = 2.0
 _STEP_S = 0.02
 _SHOWN_PIDS = 10
@@ -49,8 +50,8 @@ _ANSWER_S = 5.0
     epilog="""\b
 Examples:
   monarch umount /mnt/data
-  monarch umount /mnt/data --timeout 1h     what was written may take that long to the source
-  monarch umount /mnt/data --abandon        at once; the next mount goes on draining
+  monarch umount /mnt/data --timeout 1h     allow this time for draining to the source
+  monarch umount /mnt/data --abandon        do not wait; the next mount drains the rest
   monarch umount --lazy /mnt/data           files in use stay readable until they are closed
 """
 )
@@ -62,27 +63,27 @@ Examples:
     default="10m",
     show_default=True,
     metavar="TIME",
-    help="How long what was written may take to the source; after that nothing is unmounted.",
+    help="Time limit for draining to the source; after it the mount stays mounted.",
 )
 @click.option(
     "--abandon",
     is_flag=True,
-    help="Do not wait for the source: what is not there stays in the tier for the next mount.",
+    help="Do not wait for the source: files that wait stay in the tier for the next mount.",
 )
 @click.option(
     "--lazy",
     is_flag=True,
-    help="Do it although files are open; after their last close the daemon drains, and ends.",
+    help="Unmount although files are open; after the last close the daemon drains and ends.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
+@JSON
 def umount(
     mountpoint: str, *, timeout_s: float, abandon: bool, lazy: bool, as_json: bool
 ) -> int | None:
     """Unmount MOUNTPOINT and wait until its daemon has ended. The tiers keep their copies.
 
-    What was written through the mount is brought to the source first. If that takes longer than
-    the timeout, or Ctrl-C ends it, the mount stays as it is, and goes on. The exit code is then 13,
-    or 130.
+    The files written through the mount are drained to the source first. After the timeout (exit
+    code
+    13), or after Ctrl-C (exit code 130), the mount stays as it is and continues to drain.
     """
     registry = Registry(state_root())
     path = Path(real_path(mountpoint, [record.mountpoint for record in registry.all()]))
@@ -97,17 +98,17 @@ def umount(
         writes = record is not None and bool(record.absorbs) and alive(record)
         if writes and record is not None and not abandon:
             try:
-                _bring_home(record, timeout_s, quiet=as_json)
+                _drain(record, timeout_s, quiet=as_json)
             except KeyboardInterrupt:
-                told = f"monarch: {shown} stays mounted, and goes on draining"
-                remark(told)
+                words = f"monarch: {shown} stays mounted and continues to drain"
+                remark(words)
                 return INTERRUPTED
         users = mountpoints.users_of(path) if lazy else []
         _unmount(path, record, lazy=lazy)
         if users:
             who = counted(len(users), "process uses", "processes use")
-            told = f"monarch: {shown} is detached: {who} it still{_named(users)}"
-            remark(told.replace(" by pid", ": pid"))
+            words = f"monarch: {shown} is detached: {who} it still{_named(users)}"
+            remark(words.replace(" by pid", ": pid"))
         if writes and record is not None and not lazy:
             _last_look(record, 0.0 if abandon else max(0.0, until - time.monotonic()))
     if record is not None:
@@ -124,8 +125,8 @@ def umount(
         return None
     remark(f"monarch: {shown} is unmounted")
     if left is not None and record is not None:
-        told = f"monarch: {_told(left, record.absorbs)}"
-        remark(told)
+        words = f"monarch: {_told(left, record.absorbs)}"
+        remark(words)
     return None
 
 
@@ -133,10 +134,10 @@ def _record(registry: Registry, path: Path) -> MountRecord | None:
     return next((r for r in registry.all() if r.mountpoint == os.fspath(path)), None)
 
 
-def _bring_home(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
-    """Wait until all that was written is at the source.
+def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
+    """Waits until all written files are at the source.
 
-    Raises NotDrainedError if it is not in time, NotMountedError and MonarchError as ``drain``.
+    Raises NotDrainedError after the timeout; NotMountedError and MonarchError as ``drain``.
     """
     where = escape_text(record.mountpoint)
     try:
@@ -148,37 +149,37 @@ def _bring_home(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
     if not report.drained:
         raise NotDrainedError(
             f"{where} stays mounted: after {duration(timeout_s)}, {waiting(report)}",
-            hint=f"`monarch ckpt wait {where}` waits on, and with --abandon it is left in"
+            hint=f"`monarch ckpt wait {where}` waits longer; with --abandon the files stay in"
             f" {escape_text(report.directory)} for the next mount",
         )
 
 
 def _last_look(record: MountRecord, timeout_s: float) -> None:
-    """Of a mount that is gone: let its daemon go on draining so long, and no longer.
+    """Lets the daemon of a mount that is unmounted drain for up to ``timeout_s``.
 
-    Between the draining and the end somebody may have written; or nobody wants to wait.
+    A process may have written after the first draining; with --abandon the time is zero.
     """
-    # That the daemon has ended by now is fine; if it hangs, whoever waits for its end says so.
+    # The daemon may have ended by now; if it hangs, the wait for its end reports that.
     with suppress(MonarchError):
         report = drain(record, {}, timeout_s=timeout_s, quiet=True, silence_s=_ANSWER_S)
         if not report.drained:
             call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
 
 
-def _left(record: MountRecord | None) -> Survey | None:
-    """What waits in the tier for the next mount; None if nothing does, or nobody can say."""
+def _left(record: MountRecord | None) -> Inspection | None:
+    """The data that waits in the tier for the next mount; None if none does, or unknown."""
     if record is None or not record.absorbs or alive(record):
         return None
-    from monarch.writeback.survey import survey
+    from monarch.writeback.inspect import inspect
 
     try:
-        found = survey(Path(record.absorbs))
+        found = inspect(Path(record.absorbs))
     except (TierError, OSError):
         return None
     return found if found.operations else None
 
 
-def _told(left: Survey, directory: str) -> str:
+def _told(left: Inspection, directory: str) -> str:
     count, what = len(left.waiting), f", {format_bytes(left.bytes)}"
     if count:
         told = counted(count, "file", "files") + what
@@ -187,12 +188,12 @@ def _told(left: Survey, directory: str) -> str:
         told = counted(count, "change of names", "changes of names")
     return (
         f"{told}, not at the source yet, {'stays' if count == 1 else 'stay'} in"
-        f" {escape_text(directory)}: mount again to go on draining"
+        f" {escape_text(directory)}: mount again to continue draining"
     )
 
 
 def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:
-    """Raises BusyError with who it is, unless it is the daemon that has had something looked at."""
+    """Raises BusyError, with the processes that use the mount, unless the daemon itself used it."""
     deadline = time.monotonic() + _PASSING_S
     while True:
         try:
@@ -213,7 +214,7 @@ def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:
 
 
 def _parent(pid: int) -> int | None:
-    """The process that started another, None if that has ended."""
+    """The pid of the parent of ``pid``, None if ``pid`` has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1])
@@ -238,7 +239,7 @@ def _command(pid: int) -> str:
 
 
 def _wait_for_end(record: MountRecord) -> None:
-    """Wait as long as the daemon gets on with its end. Raises FuseError with what it waits for."""
+    """Waits until the daemon has ended. Raises FuseError if a step takes over _DEADLINE_S."""
     step: str | None = None
     deadline = time.monotonic() + _DEADLINE_S
     while alive(record):
@@ -249,6 +250,6 @@ def _wait_for_end(record: MountRecord) -> None:
             waits = f": it has waited {_DEADLINE_S:.0f} s for {STEPS[step]}" if step else ""
             raise FuseError(
                 f"unmounted, but the daemon (pid {record.pid}) has not ended{waits}",
-                hint=f"nothing is lost by waiting on; see {record.log}",
+                hint=f"no data is lost; wait longer, and see {record.log}",
             )
         time.sleep(_STEP_S)

@@ -1,4 +1,4 @@
-"""``monarch warm``: bring files into the tiers before a job needs them."""
+"""``monarch warm``: copies files into the tiers before a job needs them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import IO, Any
 import click
 
 from monarch.cli import complete
-from monarch.cli.ask import ask, mount_and_paths
+from monarch.cli.daemon_call import ask, mount_and_paths
 from monarch.cli.output import emit_json, progress_bar, remark, say
+from monarch.config.defaults import state_root
 from monarch.control.messages import MAX_LINE_BYTES
+from monarch.control.registry import Registry
 from monarch.errors import UsageError
-from monarch.places import state_root
-from monarch.registry import Registry
-from monarch.report import WarmCancelled, WarmProgress, WarmReport
+from monarch.telemetry.report import WarmCancelled, WarmProgress, WarmReport
 from monarch.text import counted, escape_text
 from monarch.types import Progress
 from monarch.units import format_bytes
 
 INTERRUPTED = 130
-# Of one request to the daemon. A byte of a name takes up to six in JSON.
+# The size of one request. JSON may use six characters for one byte of a name.
 _BATCH_BYTES = MAX_LINE_BYTES // 8
 
 
@@ -42,10 +42,10 @@ Examples:
     "--files-from",
     type=click.File("rb"),
     metavar="FILE",
-    help="Take PATHs from the lines of FILE too; - is the standard input.",
+    help="Read further PATHs from the lines of FILE; - is the standard input.",
 )
 @click.option("--wait", is_flag=True, help="Wait, with a progress bar, until all are resident.")
-@click.option("--cancel", is_flag=True, help="Stop what `monarch warm` was asked for before.")
+@click.option("--cancel", is_flag=True, help="Stop all earlier requests of `monarch warm`.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def warm(
     mountpoint: Path,
@@ -57,18 +57,17 @@ def warm(
 ) -> int:
     """Copy files into the tiers before a job starts.
 
-    PATHs are files and directories inside the mount, or relative to it; without any, everything.
-    One PATH in the mount can be given without the MOUNTPOINT.
-    The copies are made in the background, no more than fit; `monarch status MOUNTPOINT` shows how
-    far they are. Ctrl-C ends the waiting, not the copies: --cancel does. The exit code is 1 if
-    something waited for did not fit, could not be copied, or was cancelled.
+    PATHs are files and directories inside the mount, or relative to it; without PATH, all files. A
+    PATH inside the mount can be given without MOUNTPOINT. The copies are made in the background, as
+    many as fit; `monarch status MOUNTPOINT` shows the progress. Ctrl-C ends only the waiting;
+    --cancel
+    ends the copies. The exit code is 1 if a file did not fit, could not be copied, or was cancelled
+    while the command waited.
     """
     if cancel:
         record = Registry(state_root()).find(mountpoint)
         if paths or files_from is not None or wait:
-            raise UsageError(
-                "--cancel stops everything that is being warmed", hint="leave the others out"
-            )
+            raise UsageError("--cancel stops all requests", hint="give it without --wait and paths")
         stopped = ask(record, "warm", {"cancel": True}, answer=WarmCancelled, timeout=10.0)
         if as_json:
             emit_json(stopped.to_dict())
@@ -85,7 +84,7 @@ def warm(
         with progress_bar(quiet=not wait, of_bytes=True) as advance:
             for batch in _batches(relative):
                 shown = _Shown(advance, report)
-                # Walking a large tree and copying a large file both take their time.
+                # No timeout: a large tree or a large file may take long.
                 answer = ask(
                     record,
                     "warm",
@@ -105,8 +104,8 @@ def warm(
     except KeyboardInterrupt:
         where = escape_text(record.mountpoint)
         remark(
-            f"the copies go on; `monarch status {where}` shows them, and"
-            f" `monarch warm {where} --cancel` stops them"
+            f"the copies continue; `monarch status {where}` shows them, and `monarch warm {where}"
+            " --cancel` stops them"
         )
         return INTERRUPTED
     if as_json:
@@ -117,7 +116,7 @@ def warm(
 
 
 class _Shown:
-    """Shows the progress of one request as that of all; ``before``: what was done already."""
+    """Shows the progress over all requests; ``before`` is the sum of those already answered."""
 
     def __init__(self, advance: Progress, before: WarmReport) -> None:
         self._advance = advance
@@ -136,7 +135,7 @@ def _lines(file: IO[bytes] | None) -> Iterator[str]:
 
 
 def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
-    """The paths in parts that each fit into one request."""
+    """The paths in lists that each fit into one request."""
     batch: list[str] = []
     room = _BATCH_BYTES
     for path in paths:
@@ -151,10 +150,10 @@ def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
 def _told(report: WarmReport, *, wait: bool) -> str:
     asked = f"{counted(report.files, 'file', 'files')}, {format_bytes(report.bytes)}"
     if not wait:
-        return f"{asked}: copying in the background; `monarch status MOUNTPOINT` shows how far"
+        return f"{asked}: copying in the background; `monarch status MOUNTPOINT` shows the progress"
     if report.cancelled:
         return f"{asked}: stopped by `monarch warm --cancel`"
     resident = f"{asked}: {report.files - report.refused:,} resident"
     if not report.refused:
         return resident
-    return f"{resident}; {report.refused:,} are not: the tiers are full, or the log says why"
+    return f"{resident}; {report.refused:,} are not: the tiers are full, or see the log"

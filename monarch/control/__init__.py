@@ -1,1 +1,1 @@
-"""Talking to a running daemon through its socket: the messages, the server and the client."""
+"""The control socket of a running daemon: the messages, the server and the client."""

@@ -1,6 +1,6 @@
-"""Asking a daemon something from anywhere: synchronous, and with the standard library only.
+"""A synchronous client of the control socket; it uses the standard library only.
 
-A trainer's process that imports this loads neither trio nor lmdb nor pyfuse3.
+A training process that imports it loads neither trio nor lmdb nor pyfuse3.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def call(
     timeout: float | None = 10.0,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Ask the daemon at ``socket_path`` and wait for its result.
+    """Sends a request to the daemon at ``socket_path`` and waits for its result.
 
-    ``timeout`` is the longest silence in seconds, None for no limit; progress breaks the silence.
-    Raises NotMountedError if nobody listens there, what the daemon raised (by its exit code), and
-    MonarchError if it does not answer or not in our language. Interrupting the call hangs up,
-    which ends the verb.
+    ``timeout`` is the longest silence in seconds, None for no limit; a progress message ends the
+    silence. Raises NotMountedError if no process listens there, the error of the daemon (by its
+    exit code), and MonarchError if the daemon does not answer or its answer is not valid.
+    Interrupting the call closes the connection, which ends the request.
     """
     try:
         line = Request(verb, params).encode()
@@ -58,7 +58,7 @@ def call(
         except TimeoutError as error:
             raise MonarchError(
                 f"the daemon at {socket_path} has not answered for {timeout:g} seconds",
-                hint="it may wait for a hung source; its log says more",
+                hint="it may wait for a hung source; see its log",
             ) from error
         except OSError as error:
             raise _hung_up(socket_path) from error
@@ -67,7 +67,7 @@ def call(
 
 def _hung_up(socket_path: Path) -> NotMountedError:
     return NotMountedError(
-        f"the daemon at {socket_path} ended before it answered", hint="its log says why"
+        f"the daemon at {socket_path} ended before it answered", hint="see its log"
     )
 
 
@@ -78,14 +78,14 @@ def _connected(path: Path, timeout: float | None) -> socket.socket:
     try:
         directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # An address has room for 107 bytes only; a path may be longer.
+            # The address of a socket has at most 107 bytes; a path may be longer.
             address = f"/proc/self/fd/{directory}/{path.name}"
             while True:
                 try:
                     connection.connect(address)
                     return connection
                 except BlockingIOError:
-                    # A full backlog answers so at once when a timeout is set.
+                    # With a timeout set, a full backlog fails at once with this error.
                     if deadline is None or time.monotonic() > deadline:
                         raise
                     time.sleep(0.02)
@@ -100,12 +100,12 @@ def _connected(path: Path, timeout: float | None) -> socket.socket:
         connection.close()
         raise MonarchError(
             f"cannot reach the daemon at {path}: {error.strerror or error}",
-            hint="its user or root must ask",
+            hint="run the command as its user or as root",
         ) from error
 
 
 def _replies(connection: socket.socket, request: bytes, timeout: float | None) -> Iterator[bytes]:
-    # Refused before it was read? Then the reply says why.
+    # If the request was refused before it was read, the reply has the reason.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(request)
     received = bytearray()

@@ -1,12 +1,12 @@
-"""What goes over the control socket: one request and its replies, each a line of JSON.
+"""The messages of the control socket: one request and its replies, each a line of JSON.
 
     client   {"verb": "warm", "params": {"paths": ["train"], "wait": true}}
     daemon   {"progress": {"done": 10, "total": 200, "bytes_done": 4096, "bytes_total": 81920}}
     daemon   {"ok": true, "result": {...}}
        or    {"ok": false, "error": "what, where", "hint": "what to do", "exit_code": 5}
 
-One request a connection, any number of progress lines, one last line. Lines are ASCII; names that
-are not UTF-8 travel as surrogate escapes.
+Each connection has one request, any number of progress lines, and one last line. Lines are
+ASCII; names that are not UTF-8 have surrogate escapes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
     "parse_request",
 ]
 
-# Room for some ten thousand paths; a peer cannot make us hold more.
+# Enough for some ten thousand paths; the limit bounds the memory for a peer.
 MAX_LINE_BYTES = 1 << 20
 
 
 class MalformedError(MonarchError):
-    """A line that is no message, or too long a one."""
+    """A line that is not a message, or is too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Request:
     params: dict[str, Any]
 
     def encode(self) -> bytes:
-        """Raises MalformedError if it would be too long."""
+        """The message as one line. Raises MalformedError if it is too long."""
         return _line({"verb": self.verb, "params": self.params})
 
 
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``exit_code`` names the class in the tree of errors."""
+    """``exit_code`` identifies the class of the error (errors.py)."""
 
     error: str
     hint: str
@@ -81,7 +81,7 @@ Reply = Progress | Result | Failure
 
 
 def parse_request(line: bytes) -> Request:
-    """Raises MalformedError for everything that is not exactly a request."""
+    """Parses a request. Raises MalformedError for any other line."""
     match _object(line):
         case {"verb": str(verb), "params": dict(params), **rest} if not rest:
             return Request(verb, params)
@@ -89,7 +89,7 @@ def parse_request(line: bytes) -> Request:
 
 
 def parse_reply(line: bytes) -> Reply:
-    """Raises MalformedError for everything that is not exactly a reply."""
+    """Parses a reply. Raises MalformedError for any other line."""
     match _object(line):
         case {"progress": dict(progress), **rest} if not rest:
             return Progress(progress)
@@ -103,7 +103,7 @@ def parse_reply(line: bytes) -> Reply:
             **rest,
         } if not rest:
             return Failure(error, hint, exit_code)
-    raise MalformedError("the answer is none that this version of monarch knows")
+    raise MalformedError("the answer is not known to this version of monarch")
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
-"""The daemon's end of the control socket: one request a connection, each in a task of its own.
+"""The daemon's end of the control socket: one request a connection, each in its own task.
 
-Nobody who connects can disturb the service: lines, connections and times are bounded, only the
-daemon's own user and root are heard, and what goes wrong in a verb is answered to its caller.
+A client cannot disturb the service: lines, connections and times are bounded, only the daemon's own
+user and root may send requests, and the caller gets the error of a failed verb.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from monarch.control.messages import (
     parse_request,
 )
 from monarch.errors import BusyError, MonarchError, TierError, UsageError
-from monarch.log import Limiter
+from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 
 if sys.version_info < (3, 11):
@@ -39,24 +39,24 @@ if sys.version_info < (3, 11):
 
 log = logging.getLogger(__name__)
 
-# Streams one progress message to the client; waits while the client does not read.
+# Sends one progress message to the client; waits while the client does not read.
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Verb = Callable[[dict[str, Any], Send], Awaitable[dict[str, Any]]]
 
-# A person's terminals, a monitor and a job's ranks; each may hold a line of MAX_LINE_BYTES.
+# For terminals, a monitor and the ranks of a job; each may hold MAX_LINE_BYTES of memory.
 MAX_CONNECTIONS = 64
-# Until the request's last byte, and for each reply to be taken off our hands.
+# Time limit for receiving the request, and for sending each reply.
 IDLE_SECONDS = 30.0
-# How long the end of the server waits for a client to take its reply.
+# Time limit, at the end of the server, for a client to receive its reply.
 LAST_WORD_SECONDS = 1.0
-# Connections that the kernel holds for us while the loop is busy elsewhere.
+# Connections that the kernel queues while the event loop is busy.
 _BACKLOG = 128
 _ACCEPT_PAUSE_SECONDS = 0.1
 _GONE_MEANWHILE = frozenset({errno.ECONNABORTED, errno.EPROTO})
 
 
 class Server:
-    """Serves ``verbs`` at ``path``, whose directory must exist and be the daemon's own."""
+    """Serves ``verbs`` at ``path``, whose directory must exist and belong to the daemon's user."""
 
     def __init__(
         self, path: Path, verbs: Mapping[str, Verb], *, idle_seconds: float = IDLE_SECONDS
@@ -67,14 +67,15 @@ class Server:
         self._connections = 0
         self._uids = frozenset({os.geteuid(), 0})
         self._limiter = Limiter(60.0)
-        # Let go of where no other is to be had: who asks what is wrong must get an answer then.
+        # A spare descriptor, closed on EMFILE so that a status request is still answered.
         self._spare = -1
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; started once the socket listens. The file goes with the server.
+        """Serves until cancelled; reports "started" once the socket listens, and removes it at the
+        end.
 
-        A socket file that an earlier daemon left is replaced. Raises TierError when the socket
-        cannot be made.
+        Replaces the socket file of an earlier daemon. Raises TierError if the socket cannot be
+        created.
         """
         with _listening(self._path) as listener, self._spare_descriptor():
             async with trio.open_nursery() as nursery:
@@ -86,12 +87,12 @@ class Server:
                         if error.errno in (errno.EMFILE, errno.ENFILE) and self._spare >= 0:
                             self._let_spare_go()
                             continue
-                        # Without a descriptor or memory for it, trying at once fails at once.
+                        # Without a free descriptor or memory an immediate retry would fail again.
                         if error.errno not in _GONE_MEANWHILE:
                             self._limiter.warning(
                                 log,
                                 error.errno,
-                                "cannot take a control connection: %s; it waits, reads go on",
+                                "cannot accept a control connection: %s; it waits, reads continue",
                                 errno_words(error.errno),
                             )
                             await trio.sleep(_ACCEPT_PAUSE_SECONDS)
@@ -161,7 +162,7 @@ class Server:
             nursery.start_soon(_watch_for_hang_up, stream, nursery.cancel_scope)
             reply = await self._carry_out(request, stream)
             if reply is not None:
-                # What a verb has done is told even if it was `stop`.
+                # The reply is sent even if the verb was `stop`.
                 with (
                     trio.CancelScope(deadline=trio.current_time() + LAST_WORD_SECONDS, shield=True),
                     suppress(trio.BrokenResourceError),
@@ -170,7 +171,7 @@ class Server:
             nursery.cancel_scope.cancel()
 
     async def _carry_out(self, request: Request, stream: trio.SocketStream) -> Reply | None:
-        """The last line for the client; None when the client is gone."""
+        """The last line for the client; None if the client has disconnected."""
         verb = self._verbs.get(request.verb)
         if verb is None:
             known = ", ".join(sorted(self._verbs))
@@ -187,7 +188,7 @@ class Server:
         except Exception as error:
             if _hung_up_only(error):
                 return None
-            # A verb that raises in a nursery of its own raises a group of one.
+            # An error in a nursery of the verb is raised as an ExceptionGroup of one.
             cause: BaseException = error
             while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
                 cause = cause.exceptions[0]
@@ -200,17 +201,17 @@ class Server:
                 " report it",
                 request.verb,
             )
-            return Failure(f"{request.verb} failed: {cause!r:.500}", "the log says more", 1)
+            return Failure(f"{request.verb} failed: {cause!r:.500}", "see the log", 1)
 
     async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
-        """Raises BrokenResourceError when the client is gone or takes nothing for too long."""
+        """Raises BrokenResourceError if the client has disconnected or does not read in time."""
         try:
             line = reply.encode()
         except (MalformedError, TypeError, ValueError):
             self._limiter.exception(
-                log, "reply", "a control reply cannot be sent, its client was told so"
+                log, "reply", "a control reply cannot be sent, the client gets an error instead"
             )
-            line = Failure("the answer cannot be sent", "the log says more", 1).encode()
+            line = Failure("the answer cannot be sent", "see the log", 1).encode()
         with trio.move_on_after(self._idle_seconds) as patience:
             await stream.send_all(line)
         if patience.cancelled_caught:
@@ -222,7 +223,7 @@ def _failure(error: MonarchError) -> Failure:
 
 
 async def _request_line(stream: trio.SocketStream) -> bytes:
-    """The bytes before the first newline, which must be the last byte there is."""
+    """The bytes before the first newline, which must be the last byte of the request."""
     received = bytearray()
     while True:
         chunk = await stream.receive_some(64 * 1024)
@@ -233,20 +234,20 @@ async def _request_line(stream: trio.SocketStream) -> bytes:
         if end == len(chunk) - 1:
             return bytes(received[:-1])
         if end >= 0:
-            raise MalformedError("one request a connection")
+            raise MalformedError("a connection may have only one request")
         if len(received) >= MAX_LINE_BYTES:
             raise MalformedError(f"a request is at most {MAX_LINE_BYTES} bytes")
 
 
 async def _watch_for_hang_up(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-    """Cancel ``scope`` once the client closes its end, or sends what it was not asked for."""
+    """Cancels ``scope`` when the client closes its end, or sends more data."""
     with suppress(trio.BrokenResourceError):
         await stream.receive_some(1)
     scope.cancel()
 
 
 def _hung_up_only(error: BaseException) -> bool:
-    """Whether ``error`` says no more than that the client went away, which is its right."""
+    """Whether ``error`` only means that the client disconnected, which is allowed."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(trio.BrokenResourceError)[1] is None
     return isinstance(error, trio.BrokenResourceError)
@@ -271,7 +272,7 @@ def _listening(path: Path) -> Iterator[trio.socket.SocketType]:
                 _remove_stale(path.name, directory)
                 # Before bind, so that the file never exists with a wider mode.
                 os.fchmod(made.fileno(), 0o600)
-                # An address has room for 107 bytes only; a path may be longer.
+                # The address of a socket has at most 107 bytes; a path may be longer.
                 made.bind(f"/proc/self/fd/{directory}/{path.name}")
                 made.listen(_BACKLOG)
             except OSError as error:
@@ -283,7 +284,7 @@ def _listening(path: Path) -> Iterator[trio.socket.SocketType]:
             finally:
                 with suppress(OSError):
                     now = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
-                    # Not the one that a successor has made meanwhile.
+                    # Not removed if a later daemon has created a new one.
                     if (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino):
                         os.unlink(path.name, dir_fd=directory)
     finally:

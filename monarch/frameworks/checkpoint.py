@@ -1,10 +1,10 @@
-"""Checkpoints beside the training: copied behind one iteration, written behind the next ones.
+"""Checkpoints during training: copied in one iteration, written during the following ones.
 
 Two phases, as in CheckFreq (Mohan, Phanishayee and Chidambaram, FAST 2021): a thread copies the
-state into host memory while the next iteration goes on, and the gate ``before_update`` holds the
-update of the weights until that is done; then the thread writes it to storage. ``interval.py`` says
-how often, ``shelf.py`` how it is written, ``layout.py`` what a state may be, ``group.py`` what
-several ranks tell each other.
+state into host memory while the next iteration runs, and ``before_update`` delays the update of the
+weights until the copy is done; then the thread writes it to storage. ``interval.py`` decides how
+often, ``store.py`` writes, ``restore.py`` chooses what to read, ``format.py`` defines what a state
+may contain, ``group.py`` exchanges messages between ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -23,26 +23,25 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.group import Group, PartSet, directory_of, ranks_in, sets_of
+from monarch.frameworks.format import Capture, Octets, Parts, UpdatedOnly, trailer
+from monarch.frameworks.group import Group, directory_of
 from monarch.frameworks.interval import FIRST_INTERVAL, Interval
-from monarch.frameworks.layout import Capture, Octets, Parts, UpdatedOnly, trailer
-from monarch.frameworks.shelf import (
+from monarch.frameworks.restore import CheckpointWarning, newest_set, newest_whole
+from monarch.frameworks.sampler import ResumableSampler
+from monarch.frameworks.store import (
     PIECE_BYTES,
     Checkpoint,
+    CheckpointStore,
     Durable,
     Listed,
-    Shelf,
     Verified,
     durability,
-    entry_of,
     list_checkpoints,
-    load,
     name_of,
     prune,
     serial_of,
     verify,
 )
-from monarch.order import ResumableSampler
 
 __all__ = [
     "Checkpointer",
@@ -61,17 +60,13 @@ __all__ = [
 
 Batch = TypeVar("Batch")
 
-# Of so many sets that may not be complete yet the ranks tell each other.
+# The ranks exchange at most this many sets that may be incomplete.
 _MOST_TOLD = 8
-
-
-class CheckpointWarning(RuntimeWarning):
-    """A checkpoint was not saved, or one that was saved cannot be used. The training goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A state that was saved after ``step`` updates. The order of its data is set already.
+    """A restored state, saved after ``step`` updates. The order of its data is already set.
 
     ``state`` is a ``Parts`` if another number of ranks saved it."""
 
@@ -83,14 +78,14 @@ class Restored:
 
 
 def allocate(size: int) -> Octets:
-    """``size`` bytes of host memory that the kernel has given already."""
+    """``size`` bytes of host memory whose pages are already allocated."""
     buffer = np.empty(size, np.uint8)
     buffer.fill(0)
     return buffer
 
 
 class Checkpointer:
-    """Checkpoints of one training run, in a directory of its own::
+    """Checkpoints of one training run, in their own directory::
 
         with Checkpointer(directory, order=sampler) as checkpointer:
             restored = checkpointer.restore()
@@ -102,15 +97,15 @@ class Checkpointer:
                 sampler.consumed(len(batch))
                 checkpointer.after_update(state_of_the_run)
 
-    All calls come from one thread. Of several ranks one has a Checkpointer, or all have one of the
-    same directory and a ``group``: then they save and restore the same steps.
+    All calls must come from one thread. With several ranks, either one has a Checkpointer, or all
+    have one for the same directory and a ``group``: then they save and restore the same steps.
 
-    Training waits for no storage: a checkpoint that is due while ``max_in_flight`` are being
-    written is left out with ``every`` (the next one is due ``every`` updates later), otherwise put
-    off until one of these is done, and with a ``group`` put off until that is so at every rank.
+    Training does not wait for storage. If a checkpoint is due while ``max_in_flight`` are being
+    written, it is skipped with ``every`` (the next one is due ``every`` updates later); otherwise
+    it is postponed until one of these is done, and with a ``group`` until that is so at every rank.
 
-    A checkpoint that cannot be written harms none that was; the next step warns (CheckpointWarning,
-    once until one succeeds), ``last_error`` has the reason, and ``close()`` raises the first.
+    A failed write does not harm earlier checkpoints. The next step warns (CheckpointWarning, once
+    until one succeeds), ``last_error`` has the reason, and ``close()`` raises the first error.
     """
 
     def __init__(
@@ -127,23 +122,22 @@ class Checkpointer:
         group: Group | None = None,
         allocate: Callable[[int], Octets] | None = None,
     ) -> None:
-        """``p``: the share of the run's time that checkpoints may cost; from it, and from what they
-        are seen to cost, follows how often they are taken, unless ``every`` says so: after each
-        update whose number is a multiple of it.
+        """``p``: the share of the run's time that checkpoints may cost. The interval follows from
+        it and from the measured cost, unless ``every`` is given: then a checkpoint is taken after
+        each update whose number is a multiple of it.
 
-        ``group``: the ranks that save together, each its part, in ``directory/rank-RANK``.
-        ``after_update``, ``save`` and ``restore`` are then called by all of them.
-        ``max_in_flight`` copies of the state are kept in host memory, each from ``allocate``, or
-        from what the state of the run has under that name (``TorchState``).
-        ``keep_last`` and ``keep_every`` as in ``prune``. ``durable``: what a checkpoint on a
-        Monarch mount must be before older ones are removed. ``order``: its state is saved with
-        every checkpoint and restored with it.
+        ``group``: the ranks that save together, each its part, in ``directory/rank-RANK``; all of
+        them must call ``after_update``, ``save`` and ``restore``. ``max_in_flight`` copies of the
+        state are kept in host memory, each from ``allocate``, or from the state's own ``allocate``
+        (``TorchState``). ``keep_last`` and ``keep_every`` as in ``prune``. ``durable``: the
+        durability that a checkpoint on a Monarch mount must have before older ones are removed.
+        ``order``: its state is saved with every checkpoint and restored with it.
 
         Raises LockedError if another trainer uses the directory, CheckpointError, OSError, and
-        ValueError for a number that cannot be.
+        ValueError for an invalid number.
         """
         if max_in_flight < 1 or keep_last < 1 or (every is not None and every < 1):
-            raise ValueError("max_in_flight, keep_last and every are at least 1")
+            raise ValueError("max_in_flight, keep_last and every must be at least 1")
         self.step = 0
         self._interval = Interval(p=p, max_in_flight=max_in_flight)
         self._every = every
@@ -153,12 +147,12 @@ class Checkpointer:
         self._order = order
         self._allocate = allocate
         self._is_met = False
-        # Buffers that nobody uses; of the right size from the first checkpoint on.
+        # Free buffers; from the first checkpoint on they have the right size.
         self._buffers = [np.empty(0, np.uint8) for _ in range(max_in_flight)]
         self._slots = max_in_flight
-        # Guards what the threads change and the training looks at; never held for storage.
+        # Guards data that the threads and the training share; never held during I/O.
         self._changed = threading.Condition()
-        # One at a time enters its checkpoint, and removes others.
+        # One thread at a time enters its checkpoint in the manifest and removes others.
         self._shelving = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._first_error: BaseException | None = None
@@ -171,62 +165,61 @@ class Checkpointer:
         self._copied = threading.Event()
         self._copied.set()
         self._gate_passed = False
-        # Of the iteration under way.
+        # The start of the current iteration.
         self._began_s: float | None = None
         self._update_began_s = 0.0
         self._visible_s = 0.0
         self._quiet = True
-        # Since the last checkpoint began.
-        self._age = 0
-        self._late = False
+        # Iterations since the last checkpoint began, and whether one was delayed since.
+        self._age, self._late = 0, False
 
         self._group = group
-        # Agreed between the ranks when they last asked each other.
+        # The interval that the ranks agreed on at the last exchange.
         self._agreed = FIRST_INTERVAL
-        # The checksums of this rank's parts of sets, by name, that not all ranks are known to have;
-        # and of sets that all have, of all ranks, until a manifest has them.
+        # The checksums of this rank's parts, by name of the set, while not all ranks are known to
+        # have theirs; and of complete sets, the checksums of all ranks until a manifest has them.
         self._written: dict[str, str] = {}
         self._commits: dict[str, tuple[str, ...]] = {}
 
         self._root = Path(directory)
-        self._shelf = Shelf(directory_of(self._root, group.rank) if group else self._root)
-        self._serial = self._shelf.next_serial()
-        self._token = self._shelf.token
-        for trouble in self._shelf.troubles:
+        self._store = CheckpointStore(directory_of(self._root, group.rank) if group else self._root)
+        self._serial = self._store.next_serial()
+        self._token = self._store.token
+        for trouble in self._store.troubles:
             warnings.warn(trouble, CheckpointWarning, stacklevel=2)
 
     @property
     def interval(self) -> int:
-        """How many iterations lie between two checkpoints now."""
+        """The current number of iterations between two checkpoints."""
         if self._every:
             return self._every
         return self._agreed if self._group else self._interval.iterations
 
     @property
     def last_error(self) -> BaseException | None:
-        """Why the newest checkpoint was not saved; None if it was."""
+        """The error of the newest checkpoint; None if it was saved."""
         return self._last_error
 
     @property
     def newest(self) -> Checkpoint | None:
-        """The newest one that is on storage."""
-        checkpoints = self._shelf.checkpoints
+        """The newest checkpoint on storage; None if there is none."""
+        checkpoints = self._store.checkpoints
         return checkpoints[-1] if checkpoints else None
 
     def durable(self, step: int) -> Durable | None:
-        """Where the bytes of the newest checkpoint of ``step`` are, on a Monarch mount: ``none``,
-        ``local`` or ``source``; None on any other. Raises CheckpointError if there is none, OSError
-        if the mount cannot say it.
+        """The durability of the newest checkpoint of ``step`` on a Monarch mount: ``none``,
+        ``local`` or ``source``; None on other file systems. Raises CheckpointError if there is
+        none, OSError if the mount does not report it.
         """
-        names = [each.name for each in self._shelf.checkpoints if each.step == step]
+        names = [each.name for each in self._store.checkpoints if each.step == step]
         if not names:
             raise CheckpointError(f"there is no checkpoint of step {step}")
-        return durability(self._shelf.directory / names[-1])
+        return durability(self._store.directory / names[-1])
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """Each batch with the number of the update it will be part of, from 1.
+        """Yields each batch with the number of its update, from 1.
 
-        What happens between two loops, a validation say, is not taken for part of an iteration.
+        The time between two loops, of a validation for example, does not count for an iteration.
         """
         self._began_s, self._visible_s = time.monotonic(), 0.0
         try:
@@ -236,7 +229,7 @@ class Checkpointer:
             self._began_s = None
 
     def before_update(self) -> None:
-        """The gate: returns when the copy of the state is made, so the weights may change."""
+        """Waits until the copy of the state is made; after it the weights may change."""
         self._tell()
         began_s = time.monotonic()
         self._copied.wait()
@@ -245,19 +238,19 @@ class Checkpointer:
         self._gate_passed = True
 
     def after_update(self, state: Callable[[], object]) -> bool:
-        """Counts the update, and begins a checkpoint if one is due: whether it did.
+        """Counts the update, and begins a checkpoint if one is due; returns whether it did.
 
-        ``state()`` is called then and gives what is to be saved. Arrays in it are copied before
-        this returns, but those that only the update of the weights changes (``UpdatedOnly``, and
-        what the adapter of a framework knows to be such) behind the next iteration.
+        ``state()`` is then called and returns the state to save. Its arrays are copied before this
+        returns, except those that only the update of the weights changes (``UpdatedOnly``, and
+        those that the adapter of a framework marks so): they are copied during the next iteration.
 
-        Raises CheckpointError if ``before_update`` was not called, ranks are at different steps, or
-        the state needs a ``group``, TypeError for a state that a checkpoint cannot hold, and what
-        ``state`` raises. A ``TorchState`` that no checkpoint can hold is told at the first call.
+        Raises CheckpointError if ``before_update`` was not called, if ranks are at different steps,
+        or if the state needs a ``group``, TypeError for a state that a checkpoint cannot hold, and
+        the errors of ``state``. A ``TorchState`` that cannot be saved raises at the first call.
         """
         now_s = time.monotonic()
         if not self._gate_passed:
-            raise CheckpointError("before_update() comes before each update of the weights")
+            raise CheckpointError("call before_update() before each update of the weights")
         self._gate_passed = False
         if not self._is_met:
             self._meet(state)
@@ -273,7 +266,7 @@ class Checkpointer:
                     quiet=self._quiet,
                 )
         self._visible_s = 0.0
-        # With several ranks ``state`` may call them all together: all come here, or none.
+        # ``state`` may be a collective call: all ranks must reach this point, or none.
         begins = self._is_due() and self._may_begin()
         if begins:
             self._begin(state, self._buffers.pop())
@@ -284,10 +277,11 @@ class Checkpointer:
         return begins
 
     def save(self, state: object) -> Checkpoint:
-        """A checkpoint now, after those in flight; returns when it is on storage, at every rank.
+        """Saves a checkpoint now, after those in flight; returns when it is on storage, at every
+        rank.
 
-        Raises OSError if it could not be written, CheckpointError if another rank's could not,
-        TypeError as ``after_update``.
+        Raises OSError if it could not be written, CheckpointError if that of another rank could
+        not, TypeError as ``after_update``.
         """
         self._tell()
         with self._changed:
@@ -314,45 +308,44 @@ class Checkpointer:
             checkpoint = self._record_commits(checkpoint)
         self._age, self._late = 0, False
         if self._began_s is not None:
-            # No part of an iteration.
+            # This time is not part of an iteration.
             self._began_s, self._visible_s = time.monotonic(), 0.0
         return checkpoint
 
     def restore(self, step: int | None = None) -> Restored | None:
-        """The newest checkpoint that is whole, at every rank, or the newest of ``step``; None if
-        none was ever saved here. Sets ``step``, and the state of ``order``.
+        """Restores the newest checkpoint that is complete at every rank, or the newest of ``step``;
+        None if none was ever saved here. Sets ``step``, and the state of ``order``.
 
-        Warns of those that are newer and damaged, or not complete. Raises CheckpointError if none
-        is left, there is none of ``step``, or the order is one of other data.
+        Warns of newer checkpoints that are damaged or incomplete. Raises CheckpointError if no
+        usable one is left, there is none of ``step``, or the order is of other data.
         """
-        if self._group is not None:
-            return self._restore_set(self._group, step)
-        wanted = [c for c in self._shelf.checkpoints if step is None or c.step == step]
-        if not wanted and (others := ranks_in(self._root)):
-            raise CheckpointError(
-                f"{os.fspath(self._root)!r} has the checkpoints of {len(others)} ranks",
-                hint="give the Checkpointer of each rank the group; it may be another number",
-            )
-        for checkpoint in reversed(wanted):
-            try:
-                facts, state = load(self._shelf.directory, checkpoint)
-            except CheckpointError as error:
-                warnings.warn(f"{error}; the one before is tried", CheckpointWarning, stacklevel=2)
-                continue
-            self._believed.add(checkpoint.name)
-            return self._taken_up(checkpoint, facts, state)
-        if not wanted and step is None:
+        if self._group is None:
+            found = newest_whole(self._store, self._root, step)
+        else:
+            found = newest_set(self._store, self._root, self._group, step)
+        if found is None:
             return None
-        raise self._nothing_left(step)
+        checkpoint = found.checkpoint
+        if not found.is_of_others:
+            self._believed.add(checkpoint.name)
+            if found.digests:
+                self._commits[checkpoint.name] = found.digests
+        if self._order is not None and found.facts.get("order") is not None:
+            self._order.load_state_dict(found.facts["order"])
+        self.step = checkpoint.step
+        self._age, self._late = 0, False
+        return Restored(
+            checkpoint, checkpoint.step, checkpoint.epoch, checkpoint.consumed, found.state
+        )
 
     def close(self) -> None:
-        """Waits until nothing is being written. Raises CheckpointError, from the first error, if
-        any checkpoint could not be saved. May be called twice.
+        """Waits until all writes are done. Raises CheckpointError, caused by the first error, if a
+        checkpoint could not be saved. May be called twice.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._threads)
         self._closed = True
-        self._shelf.release()
+        self._store.release()
         first, self._first_error = self._first_error, None
         if first is not None:
             newest = self.newest
@@ -375,76 +368,11 @@ class Checkpointer:
         except CheckpointError as failed:
             if error is None:
                 raise
-            # The training's own error is the one to be seen.
+            # The training has an error of its own, which must not be hidden.
             warnings.warn(str(failed), CheckpointWarning, stacklevel=2)
 
-    def _restore_set(self, group: Group, step: int | None) -> Restored | None:
-        """What all ranks can restore, agreed between them."""
-        told = group.exchange("restore", step, parts=[*map(asdict, self._parts(group))])
-        parts = [entry_of(part) for each in told for part in each["parts"]]
-        sets = [each for each in sets_of(parts) if step is None or each.step == step]
-        for each in sets:
-            trouble, read = "", None
-            if not each.is_complete:
-                trouble = f"{each.name}: not all of its {each.ranks} parts are there"
-            else:
-                try:
-                    read = self._read_set(group, each)
-                except CheckpointError as error:
-                    trouble = str(error)
-            answers = group.exchange("restore", each.name, trouble=trouble)
-            troubles = [f"rank {r}: {a['trouble']}" for r, a in enumerate(answers) if a["trouble"]]
-            if troubles or read is None:
-                warnings.warn(
-                    f"{troubles[0]}; the one before is tried", CheckpointWarning, stacklevel=3
-                )
-                continue
-            if each.ranks == group.size:
-                self._believed.add(each.name)
-                self._commits[each.name] = tuple(each.parts[r].xxh3 for r in range(each.ranks))
-            return self._taken_up(each.parts[min(group.rank, each.ranks - 1)], *read)
-        if step is None and not any(each.digests for each in sets):
-            # None was ever complete, as far as anybody knows.
-            return None
-        raise self._nothing_left(step)
-
-    def _parts(self, group: Group) -> Iterator[Checkpoint]:
-        """Those of this rank; and by rank 0 those of ranks that are no more."""
-        yield from self._shelf.checkpoints
-        if group.rank:
-            return
-        for rank in [rank for rank in ranks_in(self._root) if rank >= group.size]:
-            for listed in list_checkpoints(directory_of(self._root, rank)):
-                yield listed.checkpoint
-
-    def _read_set(self, group: Group, found: PartSet) -> tuple[dict[str, Any], Any]:
-        """The facts and the state of this rank. Raises CheckpointError."""
-        if found.ranks == group.size:
-            return load(self._shelf.directory, found.parts[group.rank])
-        read = [
-            load(directory_of(self._root, rank), found.parts[rank], mapped=True)
-            for rank in range(found.ranks)
-        ]
-        facts = read[min(group.rank, found.ranks - 1)][0]
-        return facts, Parts(tuple(state for _, state in read), group.rank, group.size)
-
-    def _taken_up(self, checkpoint: Checkpoint, facts: dict[str, Any], state: Any) -> Restored:
-        if self._order is not None and facts.get("order") is not None:
-            self._order.load_state_dict(facts["order"])
-        self.step = checkpoint.step
-        self._age, self._late = 0, False
-        return Restored(checkpoint, checkpoint.step, checkpoint.epoch, checkpoint.consumed, state)
-
-    def _nothing_left(self, step: int | None) -> CheckpointError:
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        whole = "whole" if self._group is None else "whole at every rank"
-        return CheckpointError(
-            f"{which} in {os.fspath(self._root)!r} is {whole}",
-            hint="bring one back from elsewhere, or begin anew in another directory",
-        )
-
     def _meet(self, state: object) -> None:
-        """What there is to know of the state of the run, at the first update."""
+        """Checks the state of the run and takes its ``allocate``, at the first update."""
         check = getattr(state, "check", None)
         if check is not None:
             check(together=self._group is not None)
@@ -453,14 +381,14 @@ class Checkpointer:
         self._is_met = True
 
     def _is_due(self) -> bool:
-        """Of this update, by what every rank knows."""
+        """Whether a checkpoint is due after this update; the same at every rank."""
         if self._every:
             put_off = self._group is not None and self._late
             return put_off or self.step % self._every == 0
         return self._age >= self.interval
 
     def _may_begin(self) -> bool:
-        """Whether there is room for the copy, at every rank; and it is still due by all."""
+        """Whether a buffer is free at every rank, and the checkpoint is still due."""
         if self._group is None:
             begins = bool(self._buffers)
         else:
@@ -471,7 +399,7 @@ class Checkpointer:
         return begins
 
     def _agree(self, call: str, error: str = "") -> bool:
-        """Ask the other ranks: whether all have room; what else they tell is noted."""
+        """Exchanges messages with the other ranks; returns whether all have a free buffer."""
         assert self._group is not None
         with self._changed:
             told: dict[str, object] = {
@@ -479,12 +407,12 @@ class Checkpointer:
                 "interval": self._interval.iterations,
                 "every": self._every,
                 "serial": self._serial,
-                "token": self._shelf.token,
+                "token": self._store.token,
                 "written": dict(self._written),
             }
         heard = self._group.exchange(call, self.step, error=error, **told)
         if {other["every"] for other in heard} != {self._every}:
-            raise CheckpointError("the ranks have different numbers for `every`")
+            raise CheckpointError("the ranks have different values of `every`")
         with self._changed:
             self._agreed = max(other["interval"] for other in heard)
             self._serial = max(other["serial"] for other in heard)
@@ -492,7 +420,7 @@ class Checkpointer:
             written = [other["written"] for other in heard]
             for name in [n for n in self._written if all(n in other for other in written)]:
                 self._commits[name] = tuple(other[name] for other in written)
-                # A set before it of which a part is missing never gets complete.
+                # An earlier set with a missing part will never be complete.
                 for older in [n for n in self._written if serial_of(n) <= serial_of(name)]:
                     del self._written[older]
         return all(other["free"] for other in heard)
@@ -501,7 +429,7 @@ class Checkpointer:
         with self._shelving:
             with self._changed:
                 commits, self._commits = self._commits, {}
-            self._shelf.commit(commits)
+            self._store.commit(commits)
             self._thin_out()
         return replace(checkpoint, digests=commits[checkpoint.name])
 
@@ -527,7 +455,7 @@ class Checkpointer:
         try:
             thread.start()
         except BaseException:
-            # There are too many threads, or too little memory for one.
+            # No thread could be started: a limit of threads or of memory is reached.
             with self._changed:
                 self._threads.discard(thread)
             self._copied.set()
@@ -561,7 +489,7 @@ class Checkpointer:
                 self._changed.notify_all()
 
     def _capture(self, state: object) -> tuple[Capture, Checkpoint]:
-        """The state at this moment, and its entry but for what is known when it is written."""
+        """Captures the state now; its entry lacks the values that are known after the write."""
         if self._closed:
             raise CheckpointError("this Checkpointer is closed")
         order = None if self._order is None else self._order.state
@@ -605,13 +533,13 @@ class Checkpointer:
 
     def _persist(self, capture: Capture, checkpoint: Checkpoint, buffer: Octets) -> Checkpoint:
         pieces = capture.pieces(buffer, PIECE_BYTES)
-        part, size, xxh3 = self._shelf.stage(checkpoint.name, pieces, end=trailer)
+        part, size, xxh3 = self._store.stage(checkpoint.name, pieces, end=trailer)
         written = replace(checkpoint, size=size, xxh3=xxh3)
         with self._shelving:
             with self._changed:
                 commits, self._commits = self._commits, {}
             try:
-                self._shelf.publish(part, written, commits)
+                self._store.publish(part, written, commits)
             except BaseException:
                 with self._changed:
                     self._commits = {**commits, **self._commits}
@@ -620,7 +548,7 @@ class Checkpointer:
             if self._group is not None:
                 with self._changed:
                     self._written[written.name] = written.xxh3
-                    # Sets of which another rank could not save its part are given up.
+                    # A set is given up if another rank could not save its part.
                     while len(self._written) > _MOST_TOLD + self._slots:
                         del self._written[next(iter(self._written))]
             self._thin_out()
@@ -628,7 +556,7 @@ class Checkpointer:
 
     def _thin_out(self) -> None:
         try:
-            self._shelf.thin_out(
+            self._store.thin_out(
                 keep_last=self._keep_last,
                 keep_every=self._keep_every,
                 durable=self._durable,
@@ -643,7 +571,7 @@ class Checkpointer:
             self._changed.notify_all()
 
     def _tell(self) -> None:
-        """Warn, in the trainer's own thread, of what failed in another."""
+        """Warns, in the trainer's thread, of failures in other threads."""
         if self._untold:
             untold, self._untold = self._untold, ""
             warnings.warn(untold, CheckpointWarning, stacklevel=3)

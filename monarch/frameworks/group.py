@@ -1,8 +1,8 @@
-"""The ranks that save one state together: what they tell each other, and which sets are complete.
+"""The ranks that save one state together: their messages, and which sets are complete.
 
-A checkpoint of several ranks is a set: each rank's part lies in a directory of its own, under the
-same name. A set counts only when every part is there: the parts say how many ranks there were, and
-once all ranks have told that theirs is on storage, each manifest has the checksums of all.
+A checkpoint of several ranks is a set: each rank writes its part into its own directory, under the
+same name. A set counts only when it is complete: each part has the number of ranks, and once all
+ranks have reported that their part is on storage, each manifest has the checksums of all parts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.shelf import Checkpoint
+from monarch.frameworks.store import Checkpoint
 
 _DIRECTORY = re.compile(r"rank-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This rank, how many there are, and how they tell each other something.
+    """This rank, the number of ranks, and their means of communication.
 
-    ``all_gather(message)`` gives the messages of all ranks, by rank. Each rank calls it equally
-    often, from the thread that trains, at most once an update: with mpi4py
-    ``Group(comm.rank, comm.size, comm.allgather)``; ``monarch.frameworks.torch.group()`` makes the
-    one of torch.distributed.
+    ``all_gather(message)`` returns the messages of all ranks, by rank. Every rank must call it the
+    same number of times, from the training thread, at most once an update. With mpi4py:
+    ``Group(comm.rank, comm.size, comm.allgather)``. ``monarch.frameworks.torch.group()`` makes one
+    from torch.distributed.
     """
 
     rank: int
@@ -37,10 +37,8 @@ class Group:
     def exchange(
         self, call: str, at: object, *, error: str = "", **told: object
     ) -> list[dict[str, Any]]:
-        """What each rank tells, by rank; JSON.
-
-        Raises CheckpointError, at every rank, if one has an error to tell, or is at another call.
-        """
+        """The message of each rank, by rank; JSON. Raises CheckpointError, at every rank, if one
+        reports an error or is at another call."""
         message = {"call": call, "at": at, "error": error, **told}
         answers = self.all_gather(json.dumps(message, separators=(",", ":")).encode())
         heard: list[dict[str, Any]] = [json.loads(bytes(answer)) for answer in answers]
@@ -52,15 +50,16 @@ class Group:
             if other_call != calls[0]:
                 raise CheckpointError(
                     f"rank {rank} is at {other_call}, rank 0 at {calls[0]}",
-                    hint="all ranks call after_update, save and restore equally often",
+                    hint="all ranks must call after_update, save and restore the same number of"
+                    " times",
                 )
         return heard
 
 
 @dataclass(frozen=True, slots=True)
 class PartSet:
-    """The parts of one checkpoint of several ranks, by rank; ``digests``: the checksums that its
-    commit record names, empty if no rank has one."""
+    """The parts of one checkpoint of several ranks, by rank; ``digests``: the checksums in its
+    commit record, empty if no rank has one."""
 
     name: str
     step: int
@@ -71,7 +70,7 @@ class PartSet:
 
     @property
     def is_complete(self) -> bool:
-        """Every rank's part is there, with the checksum that was recorded."""
+        """Whether the part of every rank is there, with the recorded checksum."""
         found = tuple(self.parts[r].xxh3 if r in self.parts else "" for r in range(self.ranks))
         return all(found) and self.digests in ((), found)
 
@@ -90,7 +89,7 @@ def ranks_in(root: Path) -> list[int]:
 
 
 def sets_of(parts: Iterable[Checkpoint]) -> list[PartSet]:
-    """What belongs together, newest first."""
+    """The sets that the parts form, newest first."""
     by_set: dict[tuple[str, int], dict[int, Checkpoint]] = {}
     for part in parts:
         by_set.setdefault((part.name, part.ranks), {})[part.rank] = part

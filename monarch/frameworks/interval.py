@@ -1,8 +1,8 @@
-"""How many iterations lie between two checkpoints: as few as the accepted overhead allows.
+"""The number of iterations between two checkpoints: the least that the accepted overhead allows.
 
-``choose_interval`` is the choice of CheckFreq (Mohan, Phanishayee and Chidambaram, FAST 2021) from
-measured costs. ``Interval`` makes it anew whenever a checkpoint is on storage, from what that one
-cost: storage that becomes slower or faster is followed at once, in both directions.
+``choose_interval`` is the algorithm of CheckFreq (Mohan, Phanishayee and Chidambaram, FAST 2021)
+on measured costs. ``Interval`` repeats it after each checkpoint with the cost of that checkpoint:
+so it follows storage that becomes slower or faster at once.
 
 Pure: times are arguments, in seconds.
 """
@@ -15,31 +15,31 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-# Before anything is known, a checkpoint comes early, to be measured.
+# The first checkpoint comes early, to measure its cost.
 FIRST_INTERVAL = 10
 
-# One slow write is believed at once, and forgotten when it is not among the last few.
+# A slow write counts at once, for as long as it is among this many last writes.
 _WRITES = 3
-# What an iteration takes while nothing is written is the median of so many.
+# The time of an iteration without a write is the median of this many.
 _QUIET_ITERATIONS = 32
 
-# Interference that shows in so many intervals in a row is answered by a longer interval.
+# Interference in this many intervals in a row lengthens the interval.
 _WINDOWS = 3
 _STRETCH = 1.25
 _MOST_STRETCH = 8.0
 
-# Quotients of times that are whole numbers but for the last bit.
+# The tolerance for quotients of times that are whole numbers but for rounding.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What was measured, in seconds and bytes.
+    """Measured costs, in seconds and bytes.
 
     ``iteration_s``: an iteration; ``update_s``: its part in which the weights change. ``copy_s``: a
-    copy of the state to host memory, ``write_s``: from there to storage. ``visible_s``: how long a
-    copy to host memory holds up the training, if that was measured. ``gpu_copy_s``: a copy that
-    stays on the GPU, ``gpu_free_bytes`` what is free there, ``state_bytes`` what it needs.
+    copy of the state to host memory; ``write_s``: from there to storage. ``visible_s``: the time in
+    which a copy to host memory delays training, if measured. ``gpu_copy_s``: a copy on the GPU;
+    ``gpu_free_bytes``: free memory there; ``state_bytes``: the size of the copy.
     """
 
     iteration_s: float
@@ -54,11 +54,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where the copy is made first, what it costs, and the least interval for either reason.
+    """The place of the first copy, its cost, and the least interval by each criterion.
 
-    ``visible_s``: how long training is held up. ``by_write``: iterations until the checkpoint is on
-    storage, shared by those in flight. ``by_budget``: iterations that make ``visible_s`` the
-    accepted share.
+    ``visible_s``: the delay of training. ``by_write``: iterations until the checkpoint is on
+    storage, divided by the number in flight. ``by_budget``: iterations of which ``visible_s`` is
+    the accepted share.
     """
 
     mode: Literal["gpu", "cpu"]
@@ -68,15 +68,15 @@ class Choice:
 
     @property
     def interval(self) -> int:
-        """Iterations, at least 1."""
+        """The interval in iterations, at least 1."""
         return max(1, self.by_write, self.by_budget)
 
 
 def choose_interval(costs: Costs, *, p: float, max_in_flight: int = 1) -> Choice:
-    """CheckFreq's choice. ``p``: the share of an iteration that checkpoints may cost, 0.035 say."""
+    """CheckFreq's choice. ``p``: the share of the time that checkpoints may cost, such as 0.035."""
     visible = costs.visible_s
     if visible is None:
-        # The copy goes on behind the next iteration, but not behind its update of the weights.
+        # The copy runs during the next iteration, until its update of the weights.
         visible = max(0.0, costs.copy_s - (costs.iteration_s - costs.update_s))
     mode: Literal["gpu", "cpu"] = "cpu"
     total = costs.copy_s + costs.write_s
@@ -92,12 +92,12 @@ def choose_interval(costs: Costs, *, p: float, max_in_flight: int = 1) -> Choice
 
 
 class Interval:
-    """The interval in use, ``iterations``, made anew from what is told of the run."""
+    """The current interval, ``iterations``, updated from measurements of the run."""
 
     def __init__(self, *, p: float, max_in_flight: int = 1) -> None:
         """``p`` as in ``choose_interval``. Raises ValueError if one of them is not positive."""
         if not p > 0 or max_in_flight < 1:
-            raise ValueError("p is above 0 and max_in_flight at least 1")
+            raise ValueError("p must be above 0 and max_in_flight at least 1")
         self._p = p
         self._max_in_flight = max_in_flight
         self.iterations = FIRST_INTERVAL
@@ -115,8 +115,8 @@ class Interval:
     def iterated(
         self, seconds: float, *, update_s: float = 0.0, visible_s: float = 0.0, quiet: bool = True
     ) -> None:
-        """An iteration took ``seconds``, of these ``update_s`` for its update, and besides was held
-        up by a checkpoint for ``visible_s``; ``quiet``: nothing was being written meanwhile.
+        """Records an iteration of ``seconds``, of which ``update_s`` for its update; a checkpoint
+        delayed it by another ``visible_s``. ``quiet``: nothing was written meanwhile.
         """
         self._window.append(seconds)
         self._updates.append(update_s)
@@ -125,8 +125,8 @@ class Interval:
             self._quiet.append(seconds)
 
     def begun(self, *, late: bool = False) -> None:
-        """A checkpoint begins, and with it a window; ``late``: one was due before it, but those
-        before were still being written."""
+        """Records that a checkpoint begins, and with it a window; ``late``: an earlier one was due,
+        but the ones before were still being written."""
         if self._window:
             self._visibles.append(self._visible_s)
             if self._quiet and not late:
@@ -135,7 +135,7 @@ class Interval:
         self._window, self._updates, self._visible_s = [], [], 0.0
 
     def persisted(self, *, copy_s: float, write_s: float) -> None:
-        """A checkpoint is on storage: copied to host memory in ``copy_s``, then written."""
+        """Records that a checkpoint is on storage, with the times of its copy and its write."""
         self._writes.append(write_s)
         window, updates = (self._window, self._updates) if self._window else self._last
         if not window:
@@ -144,7 +144,7 @@ class Interval:
             iteration_s=max(median(window), _ROUNDING),
             update_s=median(updates),
             copy_s=copy_s,
-            # The median alone would let two more be late before it follows.
+            # The median alone would react only after two more late writes.
             write_s=max(write_s, median(self._writes)),
             visible_s=median(self._visibles) if self._visibles else None,
         )
@@ -153,7 +153,7 @@ class Interval:
         self._apply()
 
     def _look_at(self, window: list[float]) -> None:
-        """The second guard: what writing costs without being late, in processor time or memory."""
+        """The second criterion: the delay of iterations by writes that are not late."""
         undisturbed = median(self._quiet) * len(window)
         overhead = (sum(window) + self._visible_s) / max(undisturbed, _ROUNDING) - 1
         self._noisy = self._noisy + 1 if overhead > self._p else 0
@@ -162,7 +162,7 @@ class Interval:
             self._stretch = min(self._stretch * _STRETCH, _MOST_STRETCH)
             self._apply()
         elif overhead * _STRETCH <= self._p and self._stretch > 1:
-            # A shorter interval would still be within the budget.
+            # A shorter interval would also be within the budget.
             self._stretch = max(1.0, self._stretch / _STRETCH)
             self._apply()
 

@@ -1,11 +1,11 @@
-"""Who writes into a directory of checkpoints: one trainer, on one node or on several.
+"""Ensures one writer of a directory of checkpoints, on one node or on several.
 
-On one node a lock of the file ``lock`` says so, and goes with the process. Other nodes see the file
-``owner``: it names the holder, is made so that it fails where there is one, and its times are
-renewed every 15 seconds. One that was not renewed for 60 seconds, by the file system's own clock,
-or by ours while we watch it, is not in force any more; nor is one of a process of this machine that
-is gone. Nodes that do not see each other's files, as below two mounts that absorb, are not kept
-apart so: their mounts tell (``writeback/lease.py``), and the names of their files differ.
+On one node a lock on the file ``lock`` ensures it, and ends with the process. Other nodes see the
+file ``owner``: it names the holder, is created exclusively, and its times are renewed every 15
+seconds. It is void if it was not renewed for 60 seconds, by the clock of the file system or by the
+local one, or if its process was on this machine and has ended. Nodes that do not see each other's
+files, as with two mounts that absorb writes, are not separated in this way: their mounts detect it
+(``writeback/lease.py``), and the names of their files differ.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pathlib import Path
 
 import xxhash
 
+from monarch.control.registry import process_started
 from monarch.errors import LockedError
-from monarch.registry import process_started
 
 LOCK = "lock"
 OWNER = "owner"
 RENEW_S = 15.0
-# An owner that was not renewed for so long is not in force any more. Seconds.
+# An owner that was not renewed for this time is void. Seconds.
 STALE_S = 60.0
-# How often one that may be is looked at.
+# The interval of checks of another owner. Seconds.
 _LOOK_S = 1.0
 _LARGEST = 4096
 
-# Each is a reason to go on without a lock, or a link: this file system has none.
+# Errors of file systems without locks or links: then none is used.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
@@ -46,7 +46,7 @@ _FLAGS_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """As its file tells. ``started`` in clock ticks, ``namespace`` that of its process numbers."""
+    """The contents of the file. ``started`` in clock ticks, ``namespace`` is the pid namespace."""
 
     token: str
     host: str
@@ -63,10 +63,10 @@ class _Seen:
 
 
 class Owner:
-    """This process as the one writer of ``directory``.
+    """This process as the single writer of ``directory``.
 
-    Raises LockedError, naming the other one, if there is one; that may take the 60 seconds after
-    which one of another node is not in force. OSError.
+    Raises LockedError, naming the other writer, if there is one; an owner on another node may be
+    waited for until it is void, 60 seconds. Raises OSError.
     """
 
     def __init__(self, directory: Path, token: str) -> None:
@@ -95,17 +95,17 @@ class Owner:
         threading.Thread(target=self._renew, name="checkpoints-owner", daemon=True).start()
 
     def confirm(self) -> None:
-        """Raises LockedError if another one took the directory over, OSError."""
+        """Raises LockedError if another process has taken over the directory, and OSError."""
         seen = _look(self._path)
         if seen is None and self._make():
-            # Somebody removed it; nobody else has it.
+            # The file was removed; no other process owns the directory.
             return
         seen = _look(self._path)
         if seen is None or seen.content != self._mine:
             raise self._refused(seen)
 
     def release(self) -> None:
-        """Let another one write. May be called twice."""
+        """Releases the directory. May be called twice."""
         if self not in _HELD:
             return
         self._ending.set()
@@ -116,7 +116,7 @@ class Owner:
         self.forget()
 
     def forget(self) -> None:
-        """Release what a process has that is not the owner, but was forked off it."""
+        """Closes the descriptors in a forked process, which is not the owner."""
         _HELD.discard(self)
         self._unlock()
 
@@ -126,7 +126,7 @@ class Owner:
             self._lock_fd = -1
 
     def _locked(self) -> int:
-        """A descriptor that holds the lock of this node, or -1 where there are no locks."""
+        """A descriptor that holds the lock of this node, or -1 if locks are not supported."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._directory / LOCK, flags, 0o666)
         try:
@@ -141,7 +141,7 @@ class Owner:
         return fd
 
     def _make(self) -> bool:
-        """Whether the owner is this one now; False if there is one."""
+        """Tries to become the owner; returns False if there is one."""
         try:
             fd = os.open(self._part, _FLAGS_NEW, 0o666)
             try:
@@ -153,7 +153,7 @@ class Owner:
             try:
                 os.link(self._part, self._path)
             except FileExistsError:
-                # On NFS the answer to a link that was made may be lost, and it is tried again.
+                # NFS may lose the reply to a successful link and try again, which fails.
                 return os.stat(self._part).st_nlink == 2
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -176,7 +176,7 @@ class Owner:
         return True
 
     def _remove_stale(self) -> None:
-        """Returns when the owner that was found is gone. Raises LockedError if it is in force."""
+        """Removes a void owner. Raises LockedError if the owner is valid."""
         seen = _look(self._path)
         if seen is None:
             return
@@ -192,7 +192,7 @@ class Owner:
         self._remove(seen)
 
     def _remove(self, stale: _Seen) -> None:
-        """Remove the owner if it is still ``stale``; of several that want to, one does."""
+        """Removes the owner if it is still ``stale``; of several processes only one succeeds."""
         mark = xxhash.xxh3_64_hexdigest(stale.content)
         void = self._directory / f".{OWNER}-{mark}.part"
         try:
@@ -210,7 +210,7 @@ class Owner:
             return
         try:
             linked = _look(void)
-            # Another one may have taken it over before it was linked.
+            # Another process may have become the owner before the link was made.
             if linked is not None and linked.content == stale.content:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path)
@@ -219,7 +219,7 @@ class Owner:
                 os.unlink(void)
 
     def _wait_for(self, void: Path) -> None:
-        """Another one is removing the owner, or died when it did."""
+        """Waits while another process removes the owner, or has died in doing so."""
         with contextlib.suppress(FileNotFoundError):
             if self._now_ns - os.lstat(void).st_ctime_ns > STALE_S * 1e9:
                 os.unlink(void)
@@ -227,7 +227,7 @@ class Owner:
         time.sleep(_LOOK_S / 10)
 
     def _watch(self, seen: _Seen) -> None:
-        """Returns when ``seen`` was not renewed for long enough."""
+        """Returns when ``seen`` is void. Raises LockedError if it is renewed."""
         age_s = (self._now_ns - seen.renewed_ns) / 1e9
         left_s = STALE_S - age_s if age_s >= 0 else STALE_S
         until_s = time.monotonic() + left_s
@@ -238,7 +238,7 @@ class Owner:
 
     def _renew(self) -> None:
         while not self._ending.wait(RENEW_S):
-            # What fails now is tried again, and seen before the next checkpoint is entered.
+            # A failure is tried again; ``confirm`` detects it before a checkpoint is entered.
             with contextlib.suppress(OSError):
                 fd = os.open(self._path, _FLAGS_READ)
                 try:
@@ -269,24 +269,24 @@ def _look(path: Path) -> _Seen | None:
 
 
 def _parse(content: bytes) -> _Holder | None:
-    """None for what nobody here wrote."""
+    """The holder; None if the file is not an owner's."""
     try:
-        told = json.loads(content)
+        raw = json.loads(content)
         return _Holder(
-            token=str(told["token"]),
-            # It is shown.
-            host=ascii(str(told["host"]))[1:-1][:64],
-            boot=str(told["boot"]),
-            namespace=str(told["namespace"]),
-            pid=int(told["pid"]),
-            started=int(told["started"]),
+            token=str(raw["token"]),
+            # Limited, since it is shown in messages.
+            host=ascii(str(raw["host"]))[1:-1][:64],
+            boot=str(raw["boot"]),
+            namespace=str(raw["namespace"]),
+            pid=int(raw["pid"]),
+            started=int(raw["started"]),
         )
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
 
 
 def _lives(holder: _Holder) -> bool:
-    """Whether a holder of this machine is still there."""
+    """Whether a holder on this machine is still running."""
     if holder.pid == os.getpid():
         return holder.token in {each._me.token for each in _HELD}
     return process_started(holder.pid) == holder.started
@@ -300,7 +300,7 @@ def _namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
-# Workers that a trainer forks outlive its death by a while, and would hold its lock so long.
+# Forked workers may outlive the trainer for a time, and would hold its lock.
 _HELD: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's side of a checkpoint: tensors as its arrays, and the state_dicts of a run."""
+"""Checkpoints of PyTorch: tensors as arrays of a checkpoint, and the state_dicts of a run."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ import torch
 import torch.distributed as dist
 
 from monarch.errors import CheckpointError
+from monarch.frameworks.format import Octets, Parts, Shard, Stored
 from monarch.frameworks.group import Group
-from monarch.frameworks.layout import Octets, Parts, Shard, Stored
 
 KIND = "torch"
 
 
 class Stateful(Protocol):
-    """Whatever keeps its state as PyTorch does: a scheduler, an average of the weights."""
+    """An object with a state_dict: a scheduler, an average of the weights."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Tensor:
-    """A tensor as a checkpoint holds it (``layout.Leaf``).
-
-    On a GPU what was begun on the stream current here is waited for before it is copied, on a
-    stream of its own.
-    """
+    """A tensor as an array of a checkpoint (``layout.Leaf``). On a GPU the copy waits for the work
+    begun on the current stream, and runs on its own stream."""
 
     kind = KIND
 
@@ -64,7 +61,7 @@ class Tensor:
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
-    """Which part of it this rank has; None for a tensor that is not one of several ranks.
+    """The part of ``tensor`` that this rank has; None for a tensor that is not distributed.
 
     Raises TypeError for one whose parts are not slices of consecutive rows, columns and so on.
     """
@@ -87,7 +84,7 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
                 f"a checkpoint cannot hold a DTensor that is placed as {type(placement).__name__};"
                 " shard it in one way only (fully_shard alone), or save its full_tensor()"
             )
-        # As torch.chunk, of what the dimensions of the mesh before this one have left.
+        # As torch.chunk, applied to the slice of the earlier dimensions of the mesh.
         dim = placement.dim
         share = -(-size[dim] // mesh.size(n))
         begin = min(size[dim], place[n] * share)
@@ -114,7 +111,7 @@ def leaves(state: Any, *, deferred: bool = False) -> Any:
 
 
 def tensors(state: Any) -> Any:
-    """A restored state with tensors, on the CPU, where ``leaves`` had some."""
+    """Converts a restored state: arrays that ``leaves`` made become tensors on the CPU."""
     if isinstance(state, Stored) and state.kind == KIND:
         return torch.from_numpy(state.octets).view(getattr(torch, state.dtype)).view(state.shape)
     if isinstance(state, dict):
@@ -125,7 +122,7 @@ def tensors(state: Any) -> Any:
 
 
 def pinned(size: int) -> Octets:
-    """Host memory that a GPU copies into without a detour: ``Checkpointer(allocate=pinned)``."""
+    """Pinned host memory, for fast copies from a GPU: ``Checkpointer(allocate=pinned)``."""
     buffer: Octets = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
     return buffer
 
@@ -135,7 +132,7 @@ def group(process_group: dist.ProcessGroup | None = None) -> Group:
     them. All of them call it; they tell each other a few bytes by gloo, whatever else they use.
     """
     members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    # One of its own: nothing of the training's is waited for, and no GPU.
+    # Its own group, on the CPU: it waits for no communication of the training.
     own = dist.new_group(members, backend="gloo", use_local_synchronization=True)
     size = dist.get_world_size(own)
 
@@ -156,11 +153,12 @@ def group(process_group: dist.ProcessGroup | None = None) -> Group:
 
 
 class TorchState:
-    """The state of a run: calling it gives what ``Checkpointer.after_update`` asks for.
+    """The state of a run: a call returns the state for ``Checkpointer.after_update``.
 
-    Parameters and the optimizer's tensors change in the update alone, so they are copied behind
-    the next iteration; buffers (the running means of a batch norm), the generators of random
-    numbers (PyTorch's, of every GPU in use, numpy's and Python's) and ``others``, by name, at once.
+    Parameters and tensors of the optimizer change only in the update, so they are copied during the
+    next iteration. Copied at once are buffers (such as running means of a batch norm), the
+    generators of random numbers (of PyTorch, of every GPU in use, of numpy and Python), and
+    ``others``, by name.
     """
 
     def __init__(
@@ -178,7 +176,7 @@ class TorchState:
                 name: leaves(value, deferred=name in updated)
                 for name, value in self._model.state_dict().items()
             },
-            # A learning rate that is a tensor is its scheduler's to change.
+            # A learning rate that is a tensor is changed by its scheduler, not by the update.
             "optimizer": {
                 name: leaves(value, deferred=name == "state") for name, value in optimizer.items()
             },
@@ -187,8 +185,8 @@ class TorchState:
         }
 
     def load(self, state: Any) -> None:
-        """Put everything back, bit for bit. Raises CheckpointError if other things were saved, and
-        what PyTorch raises for a model or an optimizer of another shape.
+        """Restores everything, bit for bit. Raises CheckpointError if the saved objects differ, and
+        PyTorch's errors for a model or an optimizer of another shape.
         """
         parts = state.states if isinstance(state, Parts) else (state,)
         for part in parts:
@@ -214,7 +212,7 @@ class TorchState:
         rank = state.rank if isinstance(state, Parts) else 0
         _set_random_state(tensors(parts[rank % len(parts)]["random"]))
         if rank >= len(parts):
-            # No two ranks may draw the same numbers.
+            # Two ranks must not draw the same numbers.
             _jump_random_state(rank)
 
     def check(self, *, together: bool) -> None:
@@ -222,13 +220,13 @@ class TorchState:
         shards = [shard_of(each) for each in self._model.state_dict().values()]
         if any(shards) and not together:
             raise CheckpointError(
-                "the model is one of several ranks, each of which has a part of its parameters",
+                "the model is sharded: each rank has a part of its parameters",
                 hint="every rank needs a Checkpointer(..., group=monarch.frameworks.torch.group())",
             )
 
     @property
     def allocate(self) -> Callable[[int], Octets] | None:
-        """Memory for the copies: pinned if any parameter is on a GPU, else whatever there is."""
+        """The allocator for the copies: pinned memory if any parameter is on a GPU."""
         return pinned if any(map(_is_on_gpu, self._model.parameters())) else None
 
 
@@ -240,7 +238,7 @@ _NAMES = {"model", "optimizer", "others", "random"}
 
 
 class _LikeParameter:
-    """What the optimizer keeps of a parameter, by any name, is placed as the parameter itself."""
+    """Gives the optimizer's state of a parameter the placement of the parameter."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
@@ -250,9 +248,9 @@ class _LikeParameter:
 
 
 def _fitted(told: Sequence[Any], like: Any, where: str) -> Any:
-    """What the parts ``told`` are together, placed on the ranks as ``like`` is.
+    """The value that the parts ``told`` form together, placed on the ranks as ``like`` is.
 
-    Raises CheckpointError if they are not parts of one, or not the same where they should be.
+    Raises CheckpointError if the parts do not belong together, or differ where they must be equal.
     """
     first = told[0]
     if isinstance(first, Stored) and first.kind == KIND:
@@ -314,7 +312,7 @@ def _assembled(
     shape: tuple[int, ...],
     where: str,
 ) -> torch.Tensor:
-    """The slice of ``shape`` that begins at ``start``, from the parts that have some of it."""
+    """The slice of ``shape`` that begins at ``start``, assembled from the parts that overlap it."""
     made = torch.empty(shape, dtype=getattr(torch, told[0].dtype))
     parts = {(each.shard.start if each.shard else (0,) * len(whole)): each for each in told}
     copied = 0
@@ -332,19 +330,19 @@ def _assembled(
         made[here] = tensors(part)[there]
         copied += made[here].numel()
     if copied != made.numel():
-        raise CheckpointError(f"{where}: the parts in the checkpoint are not the whole of it")
+        raise CheckpointError(f"{where}: the parts in the checkpoint do not cover it")
     return made
 
 
 def _differ(where: str) -> CheckpointError:
     return CheckpointError(
         f"{where} differs between the ranks that saved it",
-        hint="go on with as many ranks as saved it",
+        hint="resume with the number of ranks that saved it",
     )
 
 
 def _jump_random_state(rank: int) -> None:
-    """Other random numbers, which follow from those that would come, and from the rank."""
+    """Derives a new random state from the current one and the rank."""
     seed = int(torch.randint(1 << 62, ())) ^ (rank * 0x9E3779B97F4A7C15 >> 2)
     torch.manual_seed(seed)
     np.random.seed(seed % (1 << 32))

@@ -1,1 +1,1 @@
-"""The door to the kernel: the only package that knows pyfuse3."""
+"""The interface to the kernel: the only package that uses pyfuse3."""

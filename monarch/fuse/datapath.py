@@ -1,8 +1,8 @@
-"""The native datapath: the only module that knows the C extension between kernel and pyfuse3.
+"""The native datapath: the only module that uses the C extension between kernel and pyfuse3.
 
-The extension is optional. It answers what needs no decision (names, opens and reads of resident
-files) in threads of its own, without the interpreter, and tells afterwards what it has served;
-_datapath.c draws who talks to whom. Without it everything works through pyfuse3 alone.
+The extension is optional. Its own threads answer requests that need no decision (names, opens and
+reads of resident files) without the interpreter, and report afterwards what they served.
+_datapath.c draws the parts. Without the extension pyfuse3 answers all requests.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
-from monarch.metrics import BUCKETS_S
+from monarch.config.settings import LimitSettings
 from monarch.namespace.schema import CHILDREN, INODES, NAMES
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.residency import COPYING, DIFFERS, UNUSABLE, Residency
-from monarch.settings import LimitSettings
-from monarch.tiers.directory import Tier
+from monarch.telemetry.metrics import BUCKETS_S
 from monarch.tiers.source import Source
-from monarch.transfer.readers import SourceTraffic
-from monarch.types import Ino
+from monarch.tiers.tier import Tier
+from monarch.transfer.source_load import SourceTraffic
+from monarch.types import Attributes, Ino
 from monarch.units import MiB
-from monarch.vfs.served import Served, Tally
+from monarch.vfs.datapath_events import Served, Tally
 
 # The numbers of the tables in _names.h.
 _TABLES = {INODES: 0, NAMES: 1, CHILDREN: 2}
-# A file handle of a read that the extension passes on: the inode number, and behind it the token
-# by which the read is answered (_datapath.c, TOKEN_SHIFT).
+# The file handle of a read that the extension passes on: the inode number, and above it the token
+# with which the read is answered (_datapath.c, TOKEN_SHIFT).
 _TOKEN_SHIFT = 40
 _INO_MASK = (1 << _TOKEN_SHIFT) - 1
 _WRITE_SYNC = 1 << 60
-# Threads that wait for requests. More of them than processors, since some wait for disks.
+# Threads that answer requests: more than processors, since some wait for disks.
 _THREADS_PER_CPU = 2
 _MAX_THREADS = 32
-# What one end may have sent that the other has not taken yet. Above the largest message.
+# The size of the socket's buffer: larger than the largest message.
 _SOCKET_BYTES = 4 * MiB
 _SO_SNDBUFFORCE = 32
 
@@ -56,28 +57,26 @@ def built() -> bool:
 
 
 def split_handle(fh: int) -> tuple[Ino, int]:
-    """The inode number of a read, and the token to answer it by, 0 if pyfuse3 is to answer.
-
-    Of an fsync: and the low bits of the number of the user who asks.
-    """
+    """The inode number of a read, and the token for its answer; 0 if pyfuse3 answers it. For an
+    fsync: the inode number, and the low bits of the number of the calling user."""
     return Ino(fh & _INO_MASK), fh >> _TOKEN_SHIFT
 
 
 def split_write_handle(fh: int) -> tuple[Ino, bool]:
-    """The inode number of a write, and whether it must be safe when it is answered."""
+    """The inode number of a write, and whether it must be durable before it is answered."""
     return Ino(fh & _INO_MASK), bool(fh & _WRITE_SYNC)
 
 
 @dataclass(frozen=True, slots=True)
 class DatapathState:
-    """What the extension has open and agreed upon with the kernel.
+    """The state of the extension, and what the kernel agreed to.
 
-    ``serving``: it has begun to talk with the kernel. ``refusal`` is the errno with which the
-    kernel refused a file of a tier for passthrough, 0 if it did not. ``ended`` is not 0 when the
-    kernel has ended the session. ``oldest_wait_s`` is how long the call that has waited longest for
-    the source has done so, 0 if none does. ``timed_out`` counts the callers that were told so.
-    ``waiting`` requests wait for Python, for the source or for another request; the oldest request
-    that is not answered came ``oldest_request_s`` ago.
+    ``serving``: it has begun to talk to the kernel. ``refusal``: the errno with which the kernel
+    refused passthrough of a tier's file, 0 if it did not. ``ended`` is not 0 when the kernel has
+    ended the session. ``oldest_wait_s``: the age of the oldest call to the source, 0 if there is
+    none. ``timed_out`` counts callers that got a timeout. ``waiting``: the number of requests that
+    wait for Python, for the source or for another request; ``oldest_request_s``: the age of the
+    oldest unanswered request.
     """
 
     serving: bool
@@ -94,15 +93,29 @@ class DatapathState:
     oldest_request_s: float
 
 
-class Datapath:
-    """The extension, wired to one mount's tables. ``start`` gives it the device.
+@dataclass(frozen=True, slots=True)
+class DatapathOptions:
+    """What the extension answers without Python.
 
-    What ``limits`` says of fetching small files holds for the extension, too. ``passthrough``: let
-    the kernel read resident files itself where it will. ``no_open``: have the kernel open files
-    without asking. ``decide_opens``: Python looks at every open. ``cache_listings``: the kernel may
-    keep directory listings. ``ask_names``: Python is asked for names that the snapshot has not,
-    and for listings as they begin. ``as_caller``: files are fetched with the rights of the process
-    that opens them.
+    ``passthrough``: let the kernel read resident files itself if it can. ``no_open``: the kernel
+    opens files without a request. ``decide_opens``: Python decides every open.
+    ``cache_listings``: the kernel may cache directory listings. ``ask_names``: Python is asked for
+    names that the snapshot does not have, and for the begin of listings. ``as_caller``: files are
+    fetched with the rights of the opening process.
+    """
+
+    passthrough: bool
+    no_open: bool
+    decide_opens: bool
+    cache_listings: bool
+    ask_names: bool
+    as_caller: bool
+
+
+class Datapath:
+    """The extension, connected to the tables of one mount. ``start`` gives it the device.
+
+    The ``limits`` for fetching small files also apply to the extension.
     """
 
     def __init__(
@@ -113,19 +126,9 @@ class Datapath:
         limits: LimitSettings,
         residency: Residency,
         tiers: Sequence[Tier],
-        passthrough: bool,
-        no_open: bool,
-        decide_opens: bool,
-        cache_listings: bool,
-        ask_names: bool,
-        as_caller: bool,
+        options: DatapathOptions,
     ) -> None:
-        self._options = {
-            "passthrough": passthrough,
-            "no_open": no_open,
-            "decide_opens": decide_opens,
-            "cache_listings": cache_listings,
-        }
+        self._options = options
         self._tiers = len(tiers)
         self._native: Any = _extension().Datapath(
             residency=residency.tiers_table,
@@ -145,25 +148,19 @@ class Datapath:
             limits.source_concurrency,
             round((limits.source_timeout or 0) * 1e9),
         )
-        if ask_names:
+        if options.ask_names:
             self._native.ask_names()
-        if as_caller:
+        if options.as_caller:
             self._native.fetch_as_caller()
         for tier in tiers:
             self._native.add_tier(tier.number, tier.directory, tier.seals)
-        snapshot.on_load(self._publish)
+        snapshot.on_load(partial(_publish, self._native))
 
-    def _publish(self, table: bytes, number: int, block: memoryview) -> None:
-        if table in _TABLES:
-            self._native.publish(_TABLES[table], number, block)
-
-    # -- its life --------------------------------------------------------------------------------
+    # -- start and end ---------------------------------------------------------------------------
 
     def start(self, device: int) -> int:
-        """Answer what comes from ``device``; the descriptor that pyfuse3 takes for it.
-
-        ``device`` belongs to the datapath from now on. Raises OSError.
-        """
+        """Answers the requests of ``device``; returns the descriptor for pyfuse3. ``device`` then
+        belongs to the datapath. Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             _widen(end)
@@ -171,7 +168,15 @@ class Datapath:
         threads = min(_MAX_THREADS, 2 + _THREADS_PER_CPU * cpus)
         channel = ours.detach()
         try:
-            self._native.start(device=device, channel=channel, threads=threads, **self._options)
+            self._native.start(
+                device=device,
+                channel=channel,
+                threads=threads,
+                passthrough=self._options.passthrough,
+                no_open=self._options.no_open,
+                decide_opens=self._options.decide_opens,
+                cache_listings=self._options.cache_listings,
+            )
         except BaseException:
             os.close(channel)
             theirs.close()
@@ -179,11 +184,11 @@ class Datapath:
         return theirs.detach()
 
     def stop(self) -> None:
-        """Let go of the device. Waits for the threads, but for those that hang in the source."""
+        """Closes the device. Waits for the threads, except those that hang at the source."""
         self._native.stop()
 
     def fileno(self) -> int:
-        """Readable when something was served, or when the session has ended."""
+        """A descriptor that is readable when there are events, or when the session has ended."""
         return int(self._native.fileno())
 
     def state(self) -> DatapathState:
@@ -191,166 +196,213 @@ class Datapath:
 
     # -- tiers that come and go ------------------------------------------------------------------
 
-    def shun(self, tier: int, shunned: bool) -> None:
-        """Let Python look at every open of a copy there, or do without again."""
-        self._native.shun(tier, shunned)
+    def bypass(self, tier: int, bypassed: bool) -> None:
+        """Sends every open of a copy in ``tier`` to Python, or ends that."""
+        self._native.shun(tier, bypassed)
 
     def move(self, tier: Tier) -> None:
-        """The tier's directory is another one now. In any thread: it may wait for the disk."""
+        """Sets the new directory of a tier. In any thread: it may wait for the disk."""
         self._native.move_tier(tier.number, tier.directory, tier.seals)
 
     # -- what Python decides ---------------------------------------------------------------------
 
     def register(self, fd: int, tier: int) -> int:
-        """A number by which the kernel can read ``fd`` itself, 0 if it cannot or will not.
+        """Registers ``fd`` for passthrough; returns its number, 0 if the kernel refuses.
 
         In any thread: it waits for the tier's disk.
         """
         return int(self._native.register(fd, tier))
 
     def unregister(self, backing_id: int) -> None:
-        """Give back a number that was given to no ``bind``."""
+        """Releases a number that no ``bind`` has used."""
         self._native.unregister(backing_id)
 
     def bind(self, ino: Ino, fd: int, *, tier: int, size: int, backing_id: int = 0) -> bool:
-        """Serve an inode that is being opened from ``fd``, of which it keeps a duplicate.
+        """Serves an inode that is being opened from a duplicate of ``fd``.
 
-        ``tier`` 0 is the source, ``size`` the bytes that the file must have. With ``backing_id``,
-        which ``register`` has told, the kernel reads it. False if it is not possible now; then
-        reads come to Python.
+        ``tier`` 0 is the source, ``size`` the size that the file must have. With ``backing_id``,
+        from
+        ``register``, the kernel reads it. Returns False if it is not possible now; then reads come
+        to Python.
         """
         return bool(self._native.bind(ino, fd, tier, size, backing_id))
 
     def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool:
-        """Read and write an inode through ``fd``, of which it keeps a duplicate.
+        """Serves reads and writes of an inode from a duplicate of ``fd``.
 
-        The inode is being opened, or is open already: then readers that did not come by Python see
-        the file, too. It stays bound until ``release_written``; to bind it again changes nothing.
-        Reads are counted for ``tier``. What the disk does not take (ENOSPC, EDQUOT, EIO and the
-        like) comes to Python as the write that it was. With ``create`` the inode is one that the
-        call being answered creates.
+        The inode is being opened, or is open already: then readers that were opened without Python
+        see the file, too. It stays bound until ``release_written``; binding it again changes
+        nothing. Reads count for ``tier``. A write that the disk refuses (ENOSPC, EDQUOT, EIO and
+        similar) comes to Python. With ``create`` the inode is the one that the current call
+        creates.
 
-        Whoever opens the file to write only may have ``direct_io`` with its handle.
+        A process that opens the file for writing only may get ``direct_io`` with its handle.
 
-        False if it is not possible now: all descriptors are in use, or the kernel reads the copy
-        that the inode was, and as long as it does so it opens it in no other way. Reads and writes
-        come to Python then. Raises ValueError for an inode above 2**40 or an unknown tier.
+        Returns False if it is not possible now: no descriptor is free, or the kernel still reads
+        the former copy of the inode by passthrough, and allows no other mode meanwhile. Reads and
+        writes then come to Python. Raises ValueError for an inode above 2**40 or an unknown tier.
         """
         return bool(self._native.bind_written(ino, fd, tier, create))
 
     def set_objects(self, directory: int, *, tier: int) -> None:
-        """Where the objects of written files lie. Before ``start``. Raises OSError."""
+        """Sets the directory of the objects of written files. Before ``start``. Raises OSError."""
         self._native.set_objects(tier, directory)
 
     def know_object(self, ino: Ino, number: int) -> bool:
-        """Let readers open the object of a file that was made through the mount, and that nobody
-        has open to write, until ``forget_object``. They are not told; ``outdate`` tells of the last
-        one's end. False if there is no memory for it."""
+        """Lets readers open the object of a file that was created through the mount and is not open
+        for writing, until ``forget_object``. These opens are not reported; ``outdate`` reports the
+        end of the last one. Returns False if there is no memory for it."""
         return bool(self._native.know_object(ino, number))
 
     def forget_object(self, ino: Ino) -> None:
-        """From now on each open of it comes to Python. Those who have it open go on."""
+        """Sends each open of it to Python from now on. Existing opens are not affected."""
         self._native.forget_object(ino)
 
-    def release_written(self, ino: Ino) -> None:
-        """Nobody has a written inode open any more, as far as Python is told of it.
+    def name_given(self, parent: Ino, name: bytes) -> None:
+        """A name that the snapshot does not have is in use; called before a caller can see it."""
+        self._native.name_given(parent, name)
 
-        A creation that it was bound for and that is not answered yet must fail then. Who was
-        reading it before it was written goes on reading what it was bound to last.
+    def name_taken(self, parent: Ino, name: bytes) -> None:
+        """A name that was passed to ``name_given`` is free again."""
+        self._native.name_taken(parent, name)
+
+    def tell_missing(self, directory: Ino, *, valid_s: int, for_s: float) -> None:
+        """Answer for so long what is looked for in a directory and neither the snapshot has nor
+        ``name_given`` told of: the kernel may know it to be missing for ``valid_s``.
+
+        Readers do so as long as they have a place for the directory; 0: Python is asked again.
+        """
+        self._native.tell_missing(directory, valid_s, round(for_s * 1e9))
+
+    def tell_attributes(self, now: Attributes) -> None:
+        """Answer for the attributes of a directory until ``forget_attributes``, as long as readers
+        have a place for it (``tell_missing``)."""
+        self._native.tell_attributes(
+            now.ino,
+            now.mode,
+            now.nlink,
+            now.uid,
+            now.gid,
+            now.size,
+            now.blocks,
+            now.mtime_ns if now.atime_ns is None else now.atime_ns,
+            now.mtime_ns,
+            now.ctime_ns,
+        )
+
+    def forget_attributes(self, ino: Ino) -> None:
+        """They change: Python is asked."""
+        self._native.forget_attributes(ino)
+
+    def release_written(self, ino: Ino) -> None:
+        """Ends the binding of a written inode: no open that Python knows of is left.
+
+        An unanswered creation for which it was bound must then fail. Readers that opened it before
+        it was written continue to read the last binding.
         """
         self._native.release_written(ino)
 
     def unbind(self, ino: Ino) -> bool:
-        """Have reads and writes of a written inode come to Python from now on.
+        """Sends reads and writes of a written inode to Python from now on.
 
-        Waits for those that are under way, as long as the disk takes; in any thread. False if it is
-        not bound so.
+        Waits for the running ones, as long as the disk takes; in any thread. Returns False if the
+        inode is not bound for writing.
         """
         return bool(self._native.unbind(ino))
 
     def rebind(self, ino: Ino, fd: int, *, tier: int) -> bool:
-        """Read and write it through ``fd`` after an ``unbind``, of which it keeps a duplicate.
+        """Serves an inode from a duplicate of ``fd`` again, after an ``unbind``.
 
-        False if it was not unbound or is not bound any more, or if all descriptors are in use.
+        Returns False if it is not unbound, or not bound any more, or if no descriptor is free.
         Raises ValueError for an unknown tier.
         """
         return bool(self._native.rebind(ino, fd, tier))
 
     def written(self, ino: Ino) -> int:
-        """How often a written inode was changed past Python since it was bound; 0 if it is not.
+        """The number of changes of a written inode without Python since it was bound; 0 if it is
+        not.
 
-        Each change is counted when it is done, before its caller can know.
+        Each change is counted when it is done, before its caller gets the answer.
         """
         return int(self._native.written(ino))
 
     def lowest(self, ino: Ino, *, forget: bool) -> int:
-        """The lowest offset of a written inode at which bytes were changed past Python since it was
-        bound, or since that was asked with ``forget``; 2**64 - 1 if there is none.
+        """The lowest offset at which bytes of a written inode were changed without Python since it
+        was bound, or since the last call with ``forget``; 2**64 - 1 if there is none.
 
-        What is changed is told before and after: if it was asked in between, it is told again.
+        A change is recorded before and after it is made: so a call in between gets it twice.
         """
         return int(self._native.lowest(ino, forget))
 
+    def is_open(self, ino: Ino) -> bool:
+        """Whether a process has an inode open, or is about to, also where Python saw no open."""
+        return bool(self._native.is_open(ino))
+
     def is_passed(self, ino: Ino) -> bool:
-        """Whether the kernel reads an open inode by itself, and will until all have closed it."""
+        """Whether the kernel reads an open inode by passthrough, until its last close."""
         return bool(self._native.is_passed(ino))
 
     def outdate(self, ino: Ino) -> bool:
-        """The source has another version: whoever has the copy open keeps it whole.
+        """Marks that the source has another version: existing readers of the copy keep it.
 
-        Then ``served`` tells of its last release, and this returns True.
+        ``served`` then reports the last release of the copy, and this returns True.
         """
         return bool(self._native.outdate(ino))
 
     def answer(self, token: int, data: bytes | bytearray | memoryview) -> None:
-        """Answer a read that was passed on; without the interpreter's lock."""
+        """Answers a read that was passed on; releases the interpreter lock meanwhile."""
         self._native.answer(token, data)
 
     def store(self, ino: Ino, data: bytes) -> bool:
-        """Give the kernel the first bytes of an inode that no read can be waiting for."""
+        """Stores the first bytes of an inode in the page cache; no read of it may be waiting."""
         return bool(self._native.store(ino, data))
 
     # -- what it has served ----------------------------------------------------------------------
 
     def served(self) -> list[Served]:
-        """What happened since the last call, in its order."""
+        """The events since the last call, in their order."""
         happened: list[Served] = self._native.events()
         return happened
 
     def taken(self, ino: Ino) -> None:
-        """What was fetched of ``ino`` need not be held any longer for reads to come."""
+        """Releases the fetched bytes of ``ino`` that were held for reads to come."""
         self._native.taken(ino)
 
     def was_given(self, ino: Ino) -> bool:
-        """Whether bytes of ``ino`` were read that no open came before."""
+        """Whether bytes of ``ino`` were read without an open."""
         return bool(self._native.was_given(ino))
 
     def tallies(self) -> list[Tally]:
-        """What was served so far, for each tier; place 0 is the source."""
+        """Totals of each tier so far; index 0 is the source."""
         return [Tally(*row) for row in self._native.tallies(self._tiers + 1)]
 
     def source_traffic(self) -> SourceTraffic:
-        """What readers have asked of the source so far, past the event loop."""
+        """The traffic of readers to the source so far, outside the event loop."""
         return SourceTraffic(*self._native.source())
 
     def open_files(self) -> int:
-        """Opens that were not released yet, those that Python answered included."""
+        """The number of opens without a release, including those that Python answered."""
         return self.state().open_files
 
     def backing_ids(self) -> int:
-        """Files that the kernel was given to read itself and has not given back."""
+        """The number of files that are registered for passthrough."""
         return self.state().backing_ids
 
     def reached(self, ino: Ino) -> int:
-        """How far a reader has gone through an open file of the source, in bytes."""
+        """The position, in bytes, of a reader of an open source file."""
         return int(self._native.reached(ino))
 
 
 def _widen(end: socket.socket) -> None:
-    """Room for many messages. Only root may go beyond what the machine allows (wmem_max)."""
+    """Enlarges the buffers of a socket; the limit is wmem_max, except for root."""
     for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
         try:
             end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
         except OSError:
             continue
         return
+
+
+def _publish(native: Any, table: bytes, number: int, block: memoryview) -> None:
+    if table in _TABLES:
+        native.publish(_TABLES[table], number, block)

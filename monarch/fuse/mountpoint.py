@@ -1,7 +1,7 @@
-"""The mount point: may we mount here, is a dead mount in the way, how to mount and take it away.
+"""The mount point: checks it, finds a dead mount there, mounts and unmounts.
 
-The mount table is asked first and the directory itself last: touching a dead or hung mount may
-fail or hang.
+The mount table is read first and the directory itself last: access to a dead or hung mount may fail
+or hang.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from monarch.errors import (
 
 FS_TYPE = "fuse.monarch"
 
-# How long a mount may take to answer before it counts as hung. Seconds.
+# A mount that does not answer in this time counts as hung.
 _ANSWER_S = 5.0
 
-# As libfuse mounts; they are those of linux/mount.h.
+# The flags that libfuse uses, from linux/mount.h.
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 _MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
@@ -42,10 +42,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Mounted:
-    """A line of the mount table: where, of which type, and the device number of its files.
-
-    ``id`` is the kernel's number of the mount, which its open files know after it was detached.
-    """
+    """A line of the mount table: mount point, type, and the device number of its files. ``id`` is
+    the kernel's number of the mount, which its open files still have after a lazy unmount."""
 
     mountpoint: bytes
     type: str
@@ -55,7 +53,7 @@ class Mounted:
 
 
 def mounts() -> list[Mounted]:
-    """What is mounted in this mount namespace, oldest first."""
+    """The mounts in this mount namespace, oldest first."""
     found = []
     with open("/proc/self/mountinfo", "rb") as table:
         for line in table:
@@ -79,19 +77,19 @@ def _plain(field: bytes) -> bytes:
 
 
 def mount_at(mountpoint: Path) -> Mounted | None:
-    """The Monarch mount whose mount point this is, dead or alive."""
+    """The Monarch mount at this mount point, dead or alive."""
     wanted = os.fsencode(os.path.abspath(mountpoint))
     on_top = [mounted for mounted in mounts() if mounted.mountpoint == wanted]
     return on_top[-1] if on_top and on_top[-1].type == FS_TYPE else None
 
 
 def is_dead(mountpoint: Path) -> bool:
-    """Whether the mount's daemon is gone. A daemon that only does not answer is not."""
+    """Whether the daemon of the mount has ended. A hanging daemon has not."""
     failure: list[int | None] = []
 
     def ask() -> None:
         try:
-            # Not stat, which the kernel answers from what it remembers.
+            # Not stat, which the kernel may answer from its cache.
             os.statvfs(mountpoint)
         except OSError as error:
             failure.append(error.errno)
@@ -103,12 +101,13 @@ def is_dead(mountpoint: Path) -> bool:
 
 
 def check(mountpoint: Path, source: Path) -> None:
-    """Raises MountPointError or SourceError with what to do, unless we can mount here."""
-    told = os.fspath(mountpoint)
+    """Raises MountPointError or SourceError with a remedy, if a mount is not possible here."""
+    path_text = os.fspath(mountpoint)
     if mount_at(mountpoint) is not None:
         raise MountPointError(
-            f"{told!r} is already a Monarch mount",
-            hint=f"to mount with other settings, run first: monarch umount {shlex.quote(told)};"
+            f"{path_text!r} is already a Monarch mount",
+            hint="to mount with other settings, run first: monarch umount "
+            f"{shlex.quote(path_text)};"
             " the tiers keep their copies",
         )
     try:
@@ -127,33 +126,33 @@ def check(mountpoint: Path, source: Path) -> None:
         names = os.listdir(mountpoint)
     except FileNotFoundError:
         raise MountPointError(
-            f"mount point {told!r} does not exist", hint=f"run: mkdir -p {told}"
+            f"mount point {path_text!r} does not exist", hint=f"run: mkdir -p {path_text}"
         ) from None
     except NotADirectoryError:
         raise MountPointError(
-            f"mount point {told!r} is a file", hint="name an empty directory"
+            f"mount point {path_text!r} is a file", hint="name an empty directory"
         ) from None
     except OSError as error:
-        raise MountPointError(f"mount point {told!r}: {error.strerror}") from error
+        raise MountPointError(f"mount point {path_text!r}: {error.strerror}") from error
     real = os.path.realpath(mountpoint)
     if real == real_source:
         raise MountPointError(
-            f"mount point {told!r} is the source itself", hint="name another, empty directory"
+            f"mount point {path_text!r} is the source itself", hint="name another, empty directory"
         )
     if _inside(real, real_source):
         raise MountPointError(
-            f"mount point {told!r} lies in the source {os.fspath(source)!r}",
-            hint="name a directory outside of it",
+            f"mount point {path_text!r} lies in the source {os.fspath(source)!r}",
+            hint="name a directory outside it",
         )
     if _inside(real_source, real):
         raise MountPointError(
-            f"the source {os.fspath(source)!r} lies below the mount point {told!r}",
+            f"the source {os.fspath(source)!r} lies below the mount point {path_text!r}",
             hint="it would be hidden; name another directory",
         )
     if outer := monarch_above(real):
         raise MountPointError(
-            f"mount point {told!r} lies in the Monarch mount {outer!r}",
-            hint="name a directory outside of it",
+            f"mount point {path_text!r} lies in the Monarch mount {outer!r}",
+            hint="name a directory outside it",
         )
     if outer := monarch_above(real_source):
         raise SourceError(
@@ -163,9 +162,9 @@ def check(mountpoint: Path, source: Path) -> None:
         )
     if names:
         raise MountPointError(
-            f"mount point {told!r} is not empty: {names[0]!r} and {len(names) - 1} more"
+            f"mount point {path_text!r} is not empty: {names[0]!r} and {len(names) - 1} more"
             if len(names) > 1
-            else f"mount point {told!r} is not empty: {names[0]!r}",
+            else f"mount point {path_text!r} is not empty: {names[0]!r}",
             hint="name an empty directory",
         )
 
@@ -178,7 +177,7 @@ def monarch_above(path: str) -> str:
         for mounted in mounts()
         if wanted == mounted.mountpoint or wanted.startswith(mounted.mountpoint.rstrip(b"/") + b"/")
     ]
-    # The longest is the nearest; of two at one place the later hides the earlier.
+    # The longest mount point is the nearest; of two at one place the later hides the earlier.
     nearest = max(enumerate(above), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)
     if nearest is None or nearest[1].type != FS_TYPE:
         return ""
@@ -186,27 +185,27 @@ def monarch_above(path: str) -> str:
 
 
 def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:
-    """Raises MountPointError if a tier and the source or the mount point lie in one another."""
+    """Raises MountPointError if a tier overlaps the source or the mount point."""
     real = os.path.realpath(tier)
     for other, what in ((source, "source"), (mountpoint, "mount point")):
         real_other = os.path.realpath(other)
         if real == real_other or _inside(real, real_other) or _inside(real_other, real):
             raise MountPointError(
                 f"tier {os.fspath(tier)!r} and the {what} {os.fspath(other)!r} lie in one another",
-                hint="name a directory outside of it",
+                hint="name a directory outside it",
             )
 
 
 def require_outside(path: Path, what: str) -> None:
-    """Raises TierError if ``path``, which need not exist, lies in a Monarch mount, dead or alive.
+    """Raises TierError if ``path``, which need not exist, is in a Monarch mount, dead or alive.
 
-    What is kept there would be served, or drained, by that mount.
+    That mount would serve, or drain, the files kept there.
     """
-    told = os.fspath(path)
-    # First by its name alone: a mount that hangs would hold up who resolves it.
+    path_text = os.fspath(path)
+    # First by name alone: resolving the path could hang in a mount.
     if outer := monarch_above(os.path.abspath(path)) or monarch_above(os.path.realpath(path)):
         raise TierError(
-            f"{what} {told!r} lies in the Monarch mount {outer!r}",
+            f"{what} {path_text!r} lies in the Monarch mount {outer!r}",
             hint="name a directory on a local disk of this node",
         )
 
@@ -216,10 +215,10 @@ def _inside(path: str, directory: str) -> bool:
 
 
 def mount(mountpoint: Path, name: str, *, allow_other: bool, writable: bool) -> int:
-    """Mount and return the descriptor of the FUSE device, which is the mount's life.
+    """Mounts; returns the descriptor of the FUSE device: the mount ends when it is closed.
 
-    ``name`` is shown as what is mounted. Root mounts by itself, others through fusermount3. Raises
-    FuseError.
+    ``name`` is shown as the mounted device. Root mounts itself, other users through fusermount3.
+    Raises FuseError.
     """
     device = _open_device()
     mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
@@ -257,7 +256,7 @@ def _open_device() -> int:
 
 
 def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool, writable: bool) -> int:
-    """fusermount3 mounts for an ordinary user and hands the device's descriptor back."""
+    """Mounts by fusermount3, for an ordinary user; returns the descriptor of the device."""
     escaped = name.replace("\\", "\\\\").replace(",", "\\,")
     access = "rw" if writable else "ro"
     options = f"{access},nosuid,nodev,default_permissions,subtype=monarch,fsname={escaped}"
@@ -279,7 +278,7 @@ def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool, writabl
         except FileNotFoundError:
             raise FuseError("fusermount3 is missing", hint="install the package fuse3") from None
         except subprocess.TimeoutExpired:
-            raise FuseError("fusermount3 does not come back") from None
+            raise FuseError("fusermount3 does not end") from None
         if done.returncode != 0:
             words = done.stderr.strip().replace("\n", "; ")
             raise FuseError(
@@ -292,7 +291,7 @@ def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool, writabl
 
 
 def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
-    """Take the mount away. Raises BusyError if files are open, FuseError if it cannot be done."""
+    """Unmounts. Raises BusyError if files are open, FuseError for other errors."""
     if os.geteuid() == 0:
         flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
         if _LIBC.umount2(os.fsencode(mountpoint), flags) == 0:
@@ -307,7 +306,7 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
     except FileNotFoundError:
         raise FuseError("fusermount3 is missing", hint="install the package fuse3") from None
     except subprocess.TimeoutExpired:
-        raise FuseError("fusermount3 does not come back") from None
+        raise FuseError("fusermount3 does not end") from None
     if done.returncode != 0:
         still = mount_at(mountpoint) is not None
         if still and not lazy:
@@ -317,7 +316,7 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
 
 
 def users_of(mountpoint: Path) -> list[int]:
-    """The pids, as far as we may see them, that have a file or their directory in the mount."""
+    """The visible pids that have an open file or their current directory in the mount."""
     prefix = os.fsencode(os.path.abspath(mountpoint))
     found = []
     for name in os.listdir("/proc"):
@@ -340,9 +339,9 @@ def users_of(mountpoint: Path) -> list[int]:
 
 
 def detached_users(mount_id: int) -> list[int]:
-    """The pids, as far as we may see them, with a file open in a mount that was detached.
+    """The visible pids that have a file open in a detached mount.
 
-    Its paths say nothing any more, and asking the files themselves would ask the daemon.
+    The paths of these files do not show the mount, and a stat of them would go to the daemon.
     """
     wanted = re.compile(rb"^mnt_id:\s+%d$" % mount_id, re.MULTILINE)
     return sorted(

@@ -1,10 +1,10 @@
-"""The door: turns FUSE requests into calls of the file system, and errors into numbers.
+"""The FUSE handlers: turn requests into calls of the file system, and errors into errnos.
 
-Names and attributes are changed by ``Writing``, if the mount can be written at all; then every
-request that the kernel makes has an answer here, and one that we have no use for is refused. It
-decides nothing. A handler that raises anything but FUSEError would end pyfuse3's loop and the
-mount with it, so ``_answered`` lets nothing else through: an error of ours or of a system call
-becomes its errno, an unforeseen exception EIO for that caller and one traceback in the log.
+``WriteOperations`` changes names and attributes if the mount can be written. Every request of the
+kernel has a handler here; requests that are not supported are refused. The handlers decide nothing.
+An exception other than FUSEError would end pyfuse3's loop and the mount, so ``_answered`` converts
+all: errors of Monarch or of a system call to their errno, an unexpected exception to EIO for that
+caller and one traceback in the log.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ import os
 import stat
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 
-from monarch import acl, points
-from monarch.credentials import Credentials, credentials_of
-from monarch.errors import MonarchError
+from monarch.errors import MonarchError, Unanswered
 from monarch.fuse.datapath import Datapath, split_handle, split_write_handle
-from monarch.log import Limiter
-from monarch.report import Requests
+from monarch.posix import acl, failpoints
+from monarch.posix.credentials import Credentials, credentials_of
+from monarch.telemetry.log import Limiter
+from monarch.telemetry.report import Requests
 from monarch.text import errno_words
+from monarch.transfer.source_calls import CALLER, Caller
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
-from monarch.vfs.inquiry import CALLER, Caller
-from monarch.vfs.others import LOOK_S
-from monarch.vfs.writing import Writing
+from monarch.writeback.operations import WriteOperations
+from monarch.writeback.others import LOOK_S
 
 log = logging.getLogger(__name__)
 
-# Names and attributes do not change unless we tell the kernel so. Seconds; a day is long enough
-# never to be asked again within an epoch, and short enough to be a whole number of anything.
+# Names and attributes do not change unless the kernel is notified. In seconds: a day is long enough
+# that the kernel does not ask again within an epoch.
 _TIMEOUT_S = 86400
 
 _BLOCK = 4096
 
-# As of every file system that a source can be on. The kernel itself lets 1024 bytes through.
+# The limit of every file system that can be a source. The kernel itself allows 1024 bytes.
 _NAME_MAX = 255
 # Every listing begins with "." and "..".
 _DOTS = 2
-# What is no slip of ours.
+# Errors by a lack of resources, which are not bugs.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 P = ParamSpec("P")
@@ -60,7 +61,7 @@ def _answered(
 
     @wraps(handler)
     async def answer(*args: P.args, **kwargs: P.kwargs) -> T:
-        # The tasks that answer are used again: what is left out here would be of an earlier call.
+        # The tasks are reused: a variable not set here would keep the value of another call.
         last = args[-1]
         token = CALLER.set(
             Caller(last.pid, last.uid, last.gid) if isinstance(last, RequestContext) else None
@@ -69,8 +70,13 @@ def _answered(
         request = object()
         under_way[request] = time.monotonic()
         try:
-            points.reached(point)
-            return await handler(*args, **kwargs)
+            while True:
+                failpoints.failpoint(point)
+                try:
+                    return await handler(*args, **kwargs)
+                except Unanswered:
+                    # The call has changed nothing and is repeated. Other requests do not wait.
+                    await cast(Operations, args[0]).answers()
         except FUSEError:
             raise
         except MonarchError as error:
@@ -90,8 +96,7 @@ def _answered(
 
 def _number(error: Exception) -> int:
     number = (error.errno if isinstance(error, OSError | MonarchError) else None) or errno.EIO
-    # EAGAIN is no error to many a reader but the end of what there is for now: it would go on with
-    # half a file.
+    # Many programs take EAGAIN for the end of the data, and would continue with half a file.
     return errno.EIO if number == errno.EAGAIN else number
 
 
@@ -101,9 +106,9 @@ STATUS_ATTRIBUTE = b"user.monarch.status"
 class Operations(pyfuse3.Operations):
     """pyfuse3's handlers over ``filesystem``. File and directory handles are inode numbers.
 
-    ``count_error`` is told the kind of an internal error. ``datapath`` answers the
-    reads that it has passed on, so that their bytes do not go the way of the requests. ``status``
-    is what the mount's root tells of the mount to everybody who reaches it.
+    ``count_error`` is called with the kind of an internal error. ``datapath`` answers the reads
+    that it has passed on, so that their bytes take a direct way. ``status`` returns the public
+    figures of the mount, an attribute of its root.
     """
 
     supports_dot_lookup = True
@@ -120,19 +125,19 @@ class Operations(pyfuse3.Operations):
         self._status = status
         self._filesystem = filesystem
         self._names = filesystem.names
-        # The kernel decides with access control lists, and keeps them. It asks for that of each
-        # entry that somebody but its owner uses, so not where it is known that there are none.
+        # The kernel checks access control lists, and caches them. It requests that of each entry
+        # that a user other than its owner uses, so it is enabled only if there are any.
         self.enable_acl = filesystem.names.has_acls
         self._count_error = count_error
         self._datapath = datapath
         self._list_ends: dict[Ino, int] = {}
-        # A slip in what each read does must not push all else out of the log.
+        # A bug in the path of each read must not displace all other lines of the log.
         self._limiter = Limiter(60.0)
-        # When each request came that is being answered, the oldest first. Seconds.
+        # The arrival of each request that is being answered, the oldest first, in seconds.
         self.under_way: dict[object, float] = {}
 
     def requests(self) -> Requests:
-        """Those that are being answered here."""
+        """The requests that are being answered here."""
         oldest_s = next(iter(self.under_way.values()), None)
         age_s = time.monotonic() - oldest_s if oldest_s is not None else 0.0
         return Requests(len(self.under_way), age_s)
@@ -140,8 +145,8 @@ class Operations(pyfuse3.Operations):
     def unforeseen(self, handler: str, number: int) -> None:
         self._count_error(f"handler-{handler}")
         if number in _SCARCE:
-            told = "%s failed with %s: this process or machine is short of it"
-            self._limiter.warning(log, (handler, number), told, handler, errno_words(number))
+            words = "%s failed with %s: this process or machine is short of it"
+            self._limiter.warning(log, (handler, number), words, handler, errno_words(number))
             return
         self._limiter.exception(
             log,
@@ -151,6 +156,10 @@ class Operations(pyfuse3.Operations):
             handler,
             errno_words(number),
         )
+
+    async def answers(self) -> None:
+        """Waits until names that are not in memory can be read."""
+        await self._names.answers()
 
     # -- names ---------------------------------------------------------------------------------
 
@@ -168,13 +177,16 @@ class Operations(pyfuse3.Operations):
             await others.listed(Ino(parent_inode))
         ino = self._names.lookup(Ino(parent_inode), name)
         if ino is None and (lost := self._names.lost(Ino(parent_inode), name)) is not None:
-            await self._filesystem.changes.find_again(lost)
+            await self._filesystem.revalidation.find_again(lost)
             ino = lost
         if ino is None:
-            # An entry without an inode number: the kernel remembers that there is none.
+            # An entry with inode number 0: the kernel caches that the name does not exist.
             missing = EntryAttributes()
             is_looked_at = others is not None and others.used(Ino(parent_inode))
-            missing.entry_timeout = LOOK_S if is_looked_at else _TIMEOUT_S
+            missing.entry_timeout = valid_s = LOOK_S if is_looked_at else _TIMEOUT_S
+            if self._datapath is not None and (others is None or others.knows(Ino(parent_inode))):
+                # Asked again after a while, so that the directory stays one that is used.
+                self._datapath.tell_missing(Ino(parent_inode), valid_s=valid_s, for_s=LOOK_S)
             return missing
         return _entry(self._filesystem.latest(self._names.attributes(ino)))
 
@@ -198,7 +210,7 @@ class Operations(pyfuse3.Operations):
             others.used(directory)
             await others.listed(directory)
         if start_id == 0 and self._filesystem.writing is not None:
-            # A process that renames what it finds must not find it again for ever.
+            # A process that renames the files that it finds must not find them again without end.
             self._list_ends[directory] = self._names.list_end(directory)
         end, start = self._list_ends.get(directory), max(0, start_id - _DOTS)
         children = self._names.list_from(directory, start, end=end)
@@ -208,22 +220,29 @@ class Operations(pyfuse3.Operations):
             for index, (name, attributes) in enumerate(dots[start_id:], start_id):
                 if not reply(token, name, _entry(attributes), index + 1):
                     return
-        for index, name, attributes in children:
-            entry = _entry(self._filesystem.latest(attributes))
-            if not reply(token, name, entry, index + 1 + _DOTS):
-                return
+        # Entries that were returned are not repeated if a later one must be waited for.
+        told = False
+        try:
+            for index, name, attributes in children:
+                entry = _entry(self._filesystem.latest(attributes))
+                told = True
+                if not reply(token, name, entry, index + 1 + _DOTS):
+                    return
+        except Unanswered:
+            if not told:
+                raise
 
     async def releasedir(self, fh: int) -> None:
         return
 
     async def forget(self, inode_list: object) -> None:
-        """Nothing is kept per inode, so there is nothing to forget."""
+        """Does nothing: no state is kept per inode."""
 
     # -- bytes -----------------------------------------------------------------------------------
 
     @_answered
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
-        # The groups of a process that only reads are not asked for.
+        # The groups of a process that only reads are not needed.
         writes = flags & (os.O_ACCMODE | os.O_TRUNC)
         by = _caller(ctx) if writes else Credentials(ctx.uid, ctx.gid)
         keep_cache = await self._filesystem.open(Ino(inode), flags, by)
@@ -237,7 +256,7 @@ class Operations(pyfuse3.Operations):
         if token and self._datapath is not None:
             self._datapath.answer(token, data)
             return b""
-        # pyfuse3 takes any buffer and has done with it when it has replied.
+        # pyfuse3 accepts any buffer and does not use it after the reply.
         return cast(bytes, data)
 
     @_answered
@@ -250,17 +269,18 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[FileInfo, EntryAttributes]:
         by = _caller(ctx)
         made = await self._writing.create(Ino(parent_inode), name, mode=mode, by=by)
+        self._tell_attributes(parent_inode)
         direct_io = self._is_direct(flags, made.mode)
         return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
 
     def _is_direct(self, flags: int, mode: int) -> bool:
-        """Whether writes of an open need not fill the kernel's pages on their way here.
+        """Whether writes of an open may bypass the page cache of the kernel.
 
-        Who only writes reads and maps nothing through it; for others the kernel forgets its pages.
-        It would not take away the rights of such a file, though, which a write by others ends. Nor
-        does it send an fsync after a write that asks for that (RWF_DSYNC), of which only the
-        datapath hears; with O_DSYNC or O_SYNC all do, and one fsync each is better than one each
-        MiB.
+        A process that opens a file for writing only cannot read or map through it; for other
+        processes the kernel drops its pages. But for such a file the kernel would not clear set-ID
+        bits at a write by another user, and would send no fsync after a write with RWF_DSYNC, which
+        only the datapath sees. With O_DSYNC or O_SYNC every write is synced, and one fsync each is
+        better than one for each MiB.
         """
         return (
             self._datapath is not None
@@ -287,13 +307,13 @@ class Operations(pyfuse3.Operations):
         await self._writing.sync_directory(ino, asks)
 
     def _who_syncs(self, fh: int) -> tuple[Ino, int | None]:
-        """The inode, and the low bits of the number of the user who asks, None if not known."""
+        """The inode, and the low bits of the number of the calling user, None if unknown."""
         return (Ino(fh), None) if self._datapath is None else split_handle(fh)
 
     # -- changes of names --------------------------------------------------------------------------
 
     @property
-    def _writing(self) -> Writing:
+    def _writing(self) -> WriteOperations:
         writing = self._filesystem.writing
         if writing is None:
             raise FUSEError(errno.EROFS)
@@ -308,6 +328,7 @@ class Operations(pyfuse3.Operations):
             made = await self._writing.make_file(parent, name, mode=mode, by=by)
         else:
             made = await self._writing.make(parent, name, mode=mode, by=by, rdev=rdev)
+        self._tell_attributes(parent)
         return _entry(made)
 
     @_answered
@@ -316,6 +337,7 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
         made = await self._writing.make(Ino(parent_inode), name, mode=mode, by=_caller(ctx))
+        self._tell_attributes(parent_inode)
         return _entry(made)
 
     @_answered
@@ -326,6 +348,7 @@ class Operations(pyfuse3.Operations):
         made = await self._writing.make(
             Ino(parent_inode), name, mode=mode, by=_caller(ctx), target=target
         )
+        self._tell_attributes(parent_inode)
         return _entry(made)
 
     @_answered
@@ -333,11 +356,14 @@ class Operations(pyfuse3.Operations):
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext
     ) -> EntryAttributes:
         parent, by = Ino(new_parent_inode), _caller(ctx)
-        return _entry(await self._writing.link(Ino(inode), parent, new_name, by=by))
+        linked = await self._writing.link(Ino(inode), parent, new_name, by=by)
+        self._tell_attributes(parent)
+        return _entry(linked)
 
     @_answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         self._writing.unlink(Ino(parent_inode), name, by=_caller(ctx))
+        self._tell_attributes(parent_inode)
 
     @_answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
@@ -346,6 +372,7 @@ class Operations(pyfuse3.Operations):
         if others is not None and ino is not None:
             await others.listed(ino)
         self._writing.rmdir(parent, name, by=_caller(ctx))
+        self._tell_attributes(parent)
 
     @_answered
     async def rename(
@@ -365,6 +392,16 @@ class Operations(pyfuse3.Operations):
             flags,
             by=_caller(ctx),
         )
+        self._tell_attributes(parent_inode_old, parent_inode_new)
+
+    def _tell_attributes(self, *directories: int) -> None:
+        """The kernel asks for those of a directory after each name that was given or taken."""
+        if self._datapath is None:
+            return
+        # What is not known now is asked for: the change itself is made.
+        with suppress(MonarchError):
+            for directory in map(Ino, directories):
+                self._datapath.tell_attributes(self._names.attributes(directory))
 
     # -- attributes of the mount and of files ------------------------------------------------------
 
@@ -407,7 +444,7 @@ class Operations(pyfuse3.Operations):
         if (room := self._filesystem.room()) is not None:
             told.f_blocks = max(told.f_blocks, room.total // _BLOCK)
             told.f_bfree = told.f_bavail = room.available // _BLOCK
-            # What is made is kept in memory, which has an end.
+            # New names are kept in memory, which is limited.
             writing = self._writing
             told.f_ffree = told.f_favail = writing.names_free
             told.f_files += writing.names_held + writing.names_free
@@ -416,7 +453,7 @@ class Operations(pyfuse3.Operations):
     @_answered
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
         if name == b"security.selinux" or (name in acl.NAMES and not self.enable_acl):
-            # ls then asks no more for this mount (_requests.c).
+            # ls then does not ask again for this mount (_requests.c).
             raise FUSEError(errno.EOPNOTSUPP)
         if name == STATUS_ATTRIBUTE and inode == pyfuse3.ROOT_INODE:
             return self._status()
@@ -427,14 +464,14 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def listxattr(self, inode: int, ctx: RequestContext) -> list[bytes]:
-        # Those that somebody has set. Whoever lists attributes copies them (cp -a, rsync -X): a
-        # copy would carry "user.monarch.tier" about, and the value may change length while it is
-        # being read.
+        # Only attributes that a user has set. Programs that list attributes copy them (cp -a, rsync
+        # -X): a copy would then have "user.monarch.tier", whose value may also change its length
+        # while it is read.
         return await self._filesystem.xattrs(Ino(inode))
 
 
 def _caller(ctx: RequestContext) -> Credentials:
-    """Who asks for a change; the process waits for its answer, so it is still there."""
+    """The credentials of the caller of a change; the process waits, so it still exists."""
     return credentials_of(ctx.pid, ctx.uid, ctx.gid)
 
 

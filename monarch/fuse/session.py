@@ -21,35 +21,33 @@ from monarch.errors import FuseError
 from monarch.fuse.datapath import Datapath
 from monarch.fuse.mountpoint import mount, mount_at, unmount
 from monarch.fuse.operations import Operations
-from monarch.log import Limiter
+from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.types import Ino
 from monarch.units import KiB, MiB
 
 log = logging.getLogger(__name__)
 
-# Requests in progress at once. A reader waiting for the source holds one; the kernel queues more.
+# Requests in progress at once. A reader that waits for the source occupies one.
 _MAX_TASKS = 10_000
-# Tasks that wait for the next request; with fewer, each burst would start and end some.
+# Idle tasks that are kept; with fewer, each burst would start and end some.
 _IDLE_TASKS = 32
-# The daemon must not touch its own mount, not even in a thread. Killed while it waits for an answer
-# that only it could give, that thread would never end, nor would the device be closed, and whoever
-# reads would wait for ever. Another process does not hold the device.
+# The daemon must not access its own mount, not even in a thread: if it is killed while the thread
+# waits for its own answer, the thread never ends, the device stays open, and readers wait without
+# end. Another process does not have the device open.
 _NULL = subprocess.DEVNULL
 _FORGET = """
 import os, sys
 fd = os.open(os.fsencode(sys.argv[1]), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 """
-# What the kernel reads ahead of a sequential reader: the largest request that FUSE can make.
+# The readahead for sequential readers: the largest request of FUSE.
 _READ_AHEAD_BYTES = 1 * MiB
 
 
 class Session:
-    """The mount of ``operations`` at ``mountpoint``; ``source`` is shown as its device.
-
-    With ``datapath`` that stands between the kernel and pyfuse3.
-    """
+    """The mount of ``operations`` at ``mountpoint``; ``source`` is shown as its device. A
+    ``datapath`` is placed between the kernel and pyfuse3."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class Session:
         self._limiter = Limiter(60.0)
 
     def mount(self) -> None:
-        """Make the mount; the kernel's requests wait until ``serve``. Raises FuseError."""
+        """Mounts; requests of the kernel wait until ``serve``. Raises FuseError."""
         name = self._source.decode("ascii", "backslashreplace")
         device = fuse = mount(
             self._mountpoint, name, allow_other=self._allow_other, writable=self._writable
@@ -80,10 +78,10 @@ class Session:
         try:
             if self._datapath is not None:
                 fuse = self._datapath.start(device)
-            # So named, libfuse takes it for a device that is mounted already.
+            # libfuse takes this name for a device that is mounted already.
             pyfuse3.init(self._operations, f"/dev/fd/{fuse}", set())
         except (OSError, RuntimeError) as error:
-            # Whoever touched the mount waits until the device is closed.
+            # Processes that access the mount would wait until the device is closed.
             if self._datapath is not None and fuse != device:
                 self._datapath.stop()
             else:
@@ -95,7 +93,7 @@ class Session:
         self._serving = True
 
     async def serve(self) -> None:
-        """Answer the kernel until the mount is taken away or ``stop`` is called."""
+        """Answers the kernel until the mount is unmounted or ``stop`` is called."""
         await pyfuse3.main(min_tasks=_IDLE_TASKS, max_tasks=_MAX_TASKS)
 
     def stop(self) -> None:
@@ -103,9 +101,9 @@ class Session:
             pyfuse3.terminate()
 
     def close(self) -> None:
-        """Take the mount away, also from under open files, and free the session."""
+        """Unmounts, even if files are open, and frees the session."""
         with self._storing:
-            # From here on no thread touches the session, which is freed below.
+            # After this no thread uses the session, which is freed below.
             self._serving = False
         if mount_at(self._mountpoint) is not None:
             with suppress(FuseError):
@@ -115,10 +113,10 @@ class Session:
             self._datapath.stop()
 
     def attributes_changed(self, ino: Ino) -> None:
-        """Make the kernel ask again. It waits for nothing, so a request's own path may call it.
+        """Makes the kernel ask for the attributes again. It never waits, so a handler may call it.
 
-        Pages are not invalidated here: that waits for reads in flight, and a daemon that is killed
-        in it can never die. The next open drops them instead.
+        Pages are not invalidated here: that waits for running reads, and a daemon that is killed
+        meanwhile could never end. The next open drops them instead.
         """
         if not self._serving:
             return
@@ -129,22 +127,23 @@ class Session:
                 self._limiter.warning(
                     log,
                     error.errno,
-                    "the kernel did not take a change of inode %d: %s; it may show the old size and"
+                    "the kernel refused a change of inode %d: %s; it may show the old size and"
                     " times of the file until it is opened",
                     ino,
                     errno_words(error.errno),
                 )
 
     def names_changed(self, directory: Ino) -> None:
-        """Make the kernel drop the listing that it keeps. No request of ours holds its pages."""
+        """Makes the kernel drop a cached listing. No request of the daemon locks its pages."""
         if self._serving:
             with suppress(OSError):
                 pyfuse3.invalidate_inode(pyfuse3.InodeT(directory))
 
     def store_pages(self, ino: Ino, content: bytes) -> None:
-        """Give the kernel the whole content of an inode that is being opened, in any thread.
+        """Stores the whole content of an inode that is being opened in the page cache, in any
+        thread.
 
-        Nobody has the inode open yet, so no page of it can be locked by a read in flight.
+        The inode is not open yet, so no running read can have its pages locked.
         """
         with self._storing:
             if not self._serving:
@@ -156,10 +155,10 @@ class Session:
                 pyfuse3.notify_store(pyfuse3.InodeT(ino), 0, content)
 
     def forget_pages(self, path: bytes) -> None:
-        """Have the kernel drop what it keeps of a file's bytes, in a kernel that tells no opens.
+        """Makes the kernel drop the cached pages of a file, if the kernel sends no opens.
 
         Pages that are being read, or are mapped, stay: the kernel does not wait for them, as it
-        would if it were told to forget the inode. Waits for a process; call it in a thread.
+        would for an invalidation of the inode. Waits for a process; call it in a thread.
         """
         name = os.path.join(os.fsencode(self._mountpoint), path)
         with suppress(OSError):
@@ -171,7 +170,7 @@ class Session:
             )
 
     def widen_readahead(self) -> None:
-        """Let the kernel ask for large pieces of a sequential reader's file, as root may."""
+        """Raises the readahead for sequential readers, which only root may do."""
         mounted = mount_at(self._mountpoint)
         knob = f"/sys/class/bdi/{mounted.device if mounted else None}/read_ahead_kb"
         with suppress(OSError), open(knob, "r+") as file:
@@ -179,11 +178,12 @@ class Session:
                 file.write(str(_READ_AHEAD_BYTES // KiB))
 
     def widen_background(self) -> None:
-        """Have readers of the source that hangs not use up what all may read ahead together.
+        """Raises the limit of background requests, so that readers of a hanging source do not use
+        it up.
 
-        The kernel's default is 12 requests, and of an ordinary user it takes as many as it likes
-        (``max_user_bgreq``). The datapath agrees on that by itself. Where the control files of FUSE
-        are not mounted, as in a container, it stays as it is.
+        The kernel's default is 12 requests, and it limits an ordinary user further
+        (``max_user_bgreq``). The datapath negotiates the limit itself. If the control files of FUSE
+        are not mounted, as in a container, the limit is unchanged.
         """
         mounted = mount_at(self._mountpoint)
         if self._datapath is not None or mounted is None:
@@ -194,8 +194,8 @@ class Session:
                 file.write(str(most))
 
 
-async def answers(mountpoint: Path) -> None:
-    """Wait until the mount answers a request; raises FuseError if it does not in 10 seconds."""
+async def wait_until_answered(mountpoint: Path) -> None:
+    """Waits until the mount answers a request. Raises FuseError if it does not in 10 seconds."""
     asking = await trio.lowlevel.open_process(
         ["stat", "--", os.fspath(mountpoint)], stdin=_NULL, stdout=_NULL, stderr=_NULL
     )

@@ -1,1 +1,1 @@
-"""The names and attributes of a source: built once from it, then asked instead of it."""
+"""The names and attributes of a source: read once into a snapshot, which then answers for it."""

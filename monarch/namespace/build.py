@@ -1,4 +1,4 @@
-"""Building a snapshot: one pass over the source, written under another name and published whole."""
+"""Builds a snapshot in one pass over the source; it is written to another name, then renamed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from monarch import points
-from monarch.buckets import BUCKETS, buckets
 from monarch.errors import SnapshotError, SourceError, UsageError
-from monarch.namespace.scan import Batch, Scan, printable
+from monarch.namespace.numbering import Batch
+from monarch.namespace.scan import Scan, printable
 from monarch.namespace.schema import (
     ACL_SHIFT,
     ACLS,
@@ -48,10 +47,12 @@ from monarch.namespace.schema import (
 )
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
+from monarch.posix import failpoints
+from monarch.posix.buckets import BUCKETS, buckets
 from monarch.types import Ino, Progress
 from monarch.units import MiB
 
-# What a transaction holds in memory before it goes to the file.
+# Bytes that a transaction holds in memory before it is written.
 _TRANSACTION_BYTES = 32 * MiB
 _FIRST_MAP_BYTES = 1024 * MiB
 
@@ -105,7 +106,7 @@ def open_source(source: Path | bytes) -> Iterator[tuple[int, bytes]]:
         raise SourceError(
             f"cannot open the source {printable(path)}: {error.strerror}",
             errno=error.errno or 0,
-            hint="give a directory that exists and that you may read",
+            hint="name a directory that exists and that you may read",
         ) from error
     try:
         yield root_fd, path
@@ -136,7 +137,7 @@ def write(
     # Unique, because another node may be building the same file on a shared file system.
     part = target.with_name(f"{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
     held = -1
-    # Begun before the file is there: Ctrl-C comes between any two lines.
+    # Begun before the file exists, since Ctrl-C may come between any two lines.
     try:
         held = _stage(part, target)
         writer = _Writer(part)
@@ -173,14 +174,14 @@ def require_outside(root_fd: int, source: bytes, target: Path) -> None:
             if os.path.samestat(directory.stat(), root):
                 raise UsageError(
                     f"snapshot {target} would be inside its source {printable(source)}",
-                    hint="give a file outside of it",
+                    hint="name a file outside it",
                 )
 
 
 def _stage(part: Path, target: Path) -> int:
-    """Make the empty file ``part``; a descriptor that holds the lock on it.
+    """Creates the empty file ``part``; returns a descriptor that holds a lock on it.
 
-    The kernel drops the lock when its process dies, however that is: ``sweep_stages`` tells by it.
+    The kernel releases the lock when the process dies: ``sweep_stages`` relies on that.
     Raises SnapshotError.
     """
     while True:
@@ -188,17 +189,17 @@ def _stage(part: Path, target: Path) -> int:
             held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _cannot_write(target, error.strerror or str(error)) from error
-        # Some network file systems have no locks: there it stays if its process is killed.
+        # Some network file systems have no locks: there the file stays if the process is killed.
         with contextlib.suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(held).st_nlink:
             return held
-        # Another build took it for a dead one's before it was locked.
+        # Another build removed it before it was locked, as of a dead process.
         os.close(held)
 
 
 def sweep_stages(target: Path) -> None:
-    """Remove what processes that were killed while they wrote ``target`` have left."""
+    """Removes the stages of ``target`` that killed processes have left."""
     for part in target.parent.glob(f"{glob.escape(target.name)}.*.part"):
         with contextlib.suppress(OSError):
             fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -210,7 +211,7 @@ def sweep_stages(target: Path) -> None:
 
 
 def paced(progress: Progress | None) -> Progress:
-    """``progress``, or nothing, at most ten times a second however often it is called."""
+    """A function that calls ``progress``, if given, at most ten times a second."""
     reported = time.monotonic()
 
     def report(done: int, total: int | None, words: str) -> None:
@@ -224,7 +225,7 @@ def paced(progress: Progress | None) -> Progress:
 
 
 class _Writer:
-    """Turns batches into blocks, and blocks into a database that nobody else has open."""
+    """Writes batches as blocks into a database that no other process has open."""
 
     def __init__(self, part: Path) -> None:
         self._map_bytes = _FIRST_MAP_BYTES
@@ -260,7 +261,7 @@ class _Writer:
     def add(self, batch: Batch) -> None:
         if batch.rank > self._last_rank:
             self._last_rank = batch.rank
-            # One more than a block: its last number is the first of the next block.
+            # One more number than a block has entries: the last is the first of the next block.
             if len(self._firsts) == BLOCK:
                 self._put_firsts(self.entries + 1)
             self._firsts.append(self.entries + 1)
@@ -359,7 +360,7 @@ class _Writer:
             self._transaction.commit()
             self._written_bytes += self._pending_bytes
             self._pending_bytes = 0
-            # Enlarged long before it is full, because a put that finds it full spoils all the
+            # Enlarged long before it is full, because a put into a full database spoils all the
             # puts of its transaction.
             if self._written_bytes * 2 > self._map_bytes:
                 self._map_bytes *= 4
@@ -419,7 +420,7 @@ class _Totals:
         sizes = records["size"][file].astype(np.uint64)
         if len(sizes):
             self.largest = max(self.largest, int(sizes.max()))
-        # frexp gives the bit length: exact up to 2**53, and beyond that a file is as good as
+        # frexp returns the bit length: exact up to 2**53; a larger file may be counted
         # in the next class.
         self.sizes += np.bincount(np.frexp(sizes.astype(np.float64))[1], minlength=65)
         np.add.at(self.curve, buckets(records["source_ino"][file]), sizes)
@@ -430,16 +431,16 @@ def _publish(part: Path, target: Path, *, mode: int | None, page_bytes: int) -> 
         append_trailer(part, page_bytes=page_bytes)
         with contextlib.suppress(FileNotFoundError):
             before = target.stat()
-            # The owner of a file that root brings up to date can still read it.
+            # The owner of a file that root refreshes must still be able to read it.
             with contextlib.suppress(PermissionError):
                 os.chown(part, before.st_uid, before.st_gid)
             part.chmod(stat.S_IMODE(before.st_mode))
         if mode is not None:
             part.chmod(mode)
         _sync(part, os.O_RDONLY)
-        points.reached("snapshot-staged")
+        failpoints.failpoint("snapshot-staged")
         part.replace(target)
-        points.reached("snapshot-published")
+        failpoints.failpoint("snapshot-published")
         _sync(target.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise _cannot_write(target, error.strerror or str(error)) from error
@@ -456,5 +457,5 @@ def _sync(path: Path, flags: int) -> None:
 def _cannot_write(target: Path, reason: str) -> SnapshotError:
     return SnapshotError(
         f"cannot write snapshot {target}: {reason}",
-        hint="see that its directory exists, may be written and has room",
+        hint="check that its directory exists, is writable and has space",
     )

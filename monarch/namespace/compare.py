@@ -1,7 +1,7 @@
-"""Finding out how a snapshot differs from its source, or from another snapshot.
+"""Compares a snapshot with its source, or with another snapshot.
 
 Of a directory only the names in it, its mode, its owner and its access control lists are compared:
-its times and its size say no more than that names came or went, and those are told by themselves.
+its times and its size only show that names came or went, which is reported for each name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from monarch import acl
-from monarch.absorbed import is_staged
-from monarch.beneath import lstat_beneath, open_beneath
+from monarch.config.write_patterns import is_staged
 from monarch.namespace.build import open_source, paced
 from monarch.namespace.look import pack_record
 from monarch.namespace.scan import Scan
 from monarch.namespace.schema import ACL_SHIFT, ALIAS, RECORD, RECORD_STRUCT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
+from monarch.posix import acl
+from monarch.posix.openat2 import lstat_beneath, open_beneath
 from monarch.types import ROOT_INO, Ino, Progress
 
 Kind = Literal["missing", "new", "changed-size", "changed-mtime", "changed"]
@@ -41,10 +41,9 @@ _FIELDS = RECORD.names or ()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One entry that differs. ``what`` names the attributes, for a person.
+    """One entry that differs. ``what`` names the attributes, as text.
 
-    Seen from the older side: ``new`` was not in it, ``missing`` was. ``changed`` is a change that
-    left size and mtime alone.
+    ``new`` was not in the older side, ``missing`` was. ``changed``: size and mtime are the same.
     """
 
     kind: Kind
@@ -60,10 +59,10 @@ def verify(
     jobs: int = 32,
     progress: Progress | None = None,
 ) -> list[Difference]:
-    """How ``source`` differs from ``snapshot``, sorted by path.
+    """The differences between ``source`` and ``snapshot``, sorted by path.
 
-    Looks at everything, or at ``sample`` entries taken at random and at the names beside and in
-    them. Raises SourceError if the source fails as a whole.
+    Compares everything, or ``sample`` random entries and the names beside and in them. Raises
+    SourceError if the source fails as a whole.
     """
     with open_source(source) as (root_fd, _):
         found: Iterable[Difference]
@@ -75,7 +74,7 @@ def verify(
 
 
 def diff(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
-    """What changed from one snapshot to the other, directory by directory."""
+    """Yields the changes from one snapshot to the other, directory by directory."""
     pending: deque[tuple[bytes, Ino, Ino]] = deque([(b"", ROOT_INO, ROOT_INO)])
     yield from _compare_entries(
         b"",
@@ -217,10 +216,10 @@ def _compare_entries(
     after: Snapshot | None,
     seen: Snapshot | Scan,
 ) -> Iterator[Difference]:
-    """Compare the entries of one directory, and name all that is beneath what came or went.
+    """Compares the entries of one directory, and yields all entries beneath new or missing ones.
 
-    ``after`` is None where what came is given later, directory by directory. ``seen`` knows the
-    access control lists of the new entries.
+    ``after`` is None if new directories are reported later. ``seen`` has the access control lists
+    of the new entries.
     """
     if old_names == new_names:
         common = list(old_names)
@@ -242,7 +241,7 @@ def _compare_entries(
     differs = (old["flags"] ^ new["flags"]) & UNREADABLE != 0
     for column in _COMPARED_OF_FILES:
         differs |= old[column] != new[column]
-    # An alias has its file's, which are compared under the file's first name.
+    # The lists of an alias are compared under the first name of its file.
     flags = old["flags"] | new["flags"]
     have_acls = (flags >> ACL_SHIFT != 0) & (flags & ALIAS == 0)
     if before.info().acls is None or (after is not None and after.info().acls is None):
@@ -282,7 +281,7 @@ def _changed(
 def _beneath(
     snapshot: Snapshot, kind: Kind, path: bytes, record: npt.NDArray[np.void] | np.void
 ) -> Iterator[Difference]:
-    """All entries beneath one that came or went, if it is a directory."""
+    """All entries beneath a new or missing entry, if it is a directory."""
     if not stat.S_ISDIR(int(record["mode"])):
         return
     top = snapshot.resolve(path)

@@ -1,8 +1,8 @@
-"""A snapshot that was given, as a file of the mount's own.
+"""The mount's own copy of a snapshot that the user named.
 
-A given snapshot lies where others can write: they may copy another over it, cut it short, or lose
-its file system. A mount maps it for as long as it lives, so it maps a copy that is kept in its own
-state directory. The copy is named by the snapshot's identity, so the next mount finds it there.
+Other programs may overwrite or truncate a given snapshot, or its file system may fail. A mount maps
+its snapshot for its whole life, so it maps a copy in its own state directory. The name of the copy
+has the id of the snapshot, so the next mount finds it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from monarch.units import MiB, format_bytes
 
 _PREFIX = "given-"
 _SUFFIX = ".lmdb"
-# Of linux/fs.h: have one file share the blocks of another.
+# FICLONE of linux/fs.h: makes one file share the blocks of another.
 _FICLONE = 0x40049409
 _PIECE_BYTES = 4 * MiB
 
 
 def own_copy(given: Path, directory: Path) -> Path:
-    """The copy in ``directory``, which is ours alone, of the snapshot ``given``.
+    """The copy in the private directory ``directory`` of the snapshot ``given``.
 
-    It is made if it is not there yet; whether it is whole is for the caller to check. Raises
-    SnapshotError if ``given`` cannot be used, TierError if ``directory`` has no room for a copy.
+    It is made if it does not exist; the caller must check its contents. Raises SnapshotError if
+    ``given`` cannot be used, TierError if ``directory`` has no space.
     """
     with opened(given) as file:
         copy = copy_of(_id(file, given), directory)
@@ -38,12 +38,12 @@ def own_copy(given: Path, directory: Path) -> Path:
 
 
 def copy_of(snapshot_id: str, directory: Path) -> Path:
-    """Where the copy of a given snapshot is in ``directory``, if it is there."""
+    """The path of the copy in ``directory`` of the snapshot with this id."""
     return directory / f"{_PREFIX}{snapshot_id}{_SUFFIX}"
 
 
 def read_id(given: Path) -> str:
-    """The identity of a snapshot of which nothing else is needed. Raises SnapshotError."""
+    """The id of a snapshot. Raises SnapshotError."""
     with opened(given) as file:
         return _id(file, given)
 
@@ -77,7 +77,7 @@ def _copy(file: int, given: Path, copy: Path) -> None:
         raise TierError(
             f"state directory {os.fspath(copy.parent)!r}: the copy of the snapshot {given} needs"
             f" {format_bytes(size)} there: {error.strerror}",
-            hint="make room, or name another with --state",
+            hint="free space, or name another directory with --state",
         ) from error
     finally:
         with suppress(OSError):
@@ -89,7 +89,7 @@ def _fill(target: int, file: int, given: Path) -> None:
     try:
         fcntl.ioctl(target, _FICLONE, file)
     except OSError:
-        # Two file systems, or one that knows no such thing.
+        # Two file systems, or one without this operation.
         offset = 0
         while data := _read(file, offset, given):
             offset += len(data)

@@ -1,4 +1,4 @@
-"""What the scan asks for each entry of a directory: its attributes and its access control lists."""
+"""Reads the attributes and access control lists of the entries of a directory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from monarch import acl
 from monarch.namespace.schema import RECORD_BYTES, RECORD_STRUCT
+from monarch.posix import acl
 from monarch.types import Ino, kept_ns
 
 
 class Seen(NamedTuple):
-    """An entry that is not just a file with one name.
+    """An entry with more than a record.
 
-    ``place`` is that of its name. ``error`` is why there is no record of it, ``closed`` why its
-    access control list cannot be read; each is an errno or 0. ``access`` and ``inherited`` are its
-    lists as the source has them; the second one is what is made in a directory.
+    ``place`` is the index of its name. ``error`` is why it has no record, ``closed`` why its access
+    control list cannot be read; each is an errno or 0. ``access`` and ``inherited`` are its lists
+    as the source has them; the second is the default list of a directory.
     """
 
     place: int
@@ -39,17 +39,17 @@ Look = Callable[
 def look(
     directory_fd: int, names: tuple[bytes, ...], parent: Ino, without: int
 ) -> tuple[bytearray, list[Seen]]:
-    """A record of each name in an open directory, and what a record does not tell.
+    """A record of each name in an open directory, and the values that a record does not have.
 
-    A record is packed as RECORD_STRUCT; it is zeros for an entry that could not be looked at. Lists
-    are not asked for on the device ``without``, which knows none.
+    A record is packed as RECORD_STRUCT; it is zeros for an entry that could not be read. Lists are
+    not read on the device ``without``, which does not support them.
     """
     records, others = _look()(directory_fd, names, parent, without)
     return records, [Seen(*seen) for seen in others]
 
 
 def pack_record(status: os.stat_result, parent: Ino) -> bytes:
-    """A record of what ``lstat`` told."""
+    """The record of a result of ``lstat``."""
     mode = status.st_mode
     extra = 0
     if stat.S_ISREG(mode):
@@ -83,7 +83,7 @@ def _look() -> Look:
 def _look_slowly(
     directory_fd: int, names: tuple[bytes, ...], parent: int, without: int
 ) -> tuple[bytearray, list[Seen]]:
-    """As the extension's ``look``, some microseconds slower for each name."""
+    """The same as ``look`` of the extension, some microseconds slower for each name."""
     records, others = bytearray(), []
     for place, name in enumerate(names):
         try:

@@ -1,4 +1,4 @@
-"""Bringing a snapshot up to date without reading again what has not changed."""
+"""Refreshes a snapshot without reading unchanged directories again."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch import points
-from monarch.beneath import lstat_beneath
 from monarch.errors import SnapshotError
 from monarch.namespace.build import open_source, require_outside, write
 from monarch.namespace.compare import diff
 from monarch.namespace.scan import Scan, printable
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
-from monarch.threads import batches
+from monarch.posix import failpoints
+from monarch.posix.openat2 import lstat_beneath
+from monarch.posix.thread_pool import batches
 from monarch.types import Ino, Progress, kept_ns
 
-# Directories that one thread asks for at a time. A tree with no more needs no thread.
+# Directories that one thread checks at a time. A smaller tree needs no thread.
 _BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshReport:
-    """What a refresh found, in entries. ``reused`` entries were not looked at, ``unlisted``
-    directories not listed; ``info`` tells of the new snapshot."""
+    """The result of a refresh, in entries. ``reused`` entries were not read, ``unlisted``
+    directories not listed; ``info`` describes the new snapshot."""
 
     added: int
     removed: int
@@ -40,9 +40,9 @@ class RefreshReport:
 def directories_changed(
     source: Path | bytes, snapshot: Snapshot, *, jobs: int, patience_s: float
 ) -> bool | None:
-    """Whether any directory has other times than the snapshot tells: names came, went or moved.
+    """Whether any directory has other times than in the snapshot: names came, went or moved.
 
-    None if not all of them could be asked within ``patience_s`` seconds. Raises SourceError.
+    None if not all could be checked within ``patience_s`` seconds. Raises SourceError.
     """
     deadline = time.monotonic() + patience_s
     with open_source(source) as (root_fd, _path):
@@ -78,18 +78,18 @@ def refresh(
     again: Collection[bytes] = (),
     progress: Progress | None = None,
 ) -> RefreshReport:
-    """Replace the snapshot ``file`` by one of today's ``source``, as ``build`` would.
+    """Replaces the snapshot ``file`` by one of the current ``source``, as ``build`` would.
 
-    A directory whose times have not changed is not listed again. Its entries are still looked at;
-    with ``quick`` only directories, hard links and the paths in ``again`` are, which misses any
-    other file that was written in place. Raises SourceError, SnapshotError and UsageError; ``file``
-    is then what it was.
+    A directory whose times have not changed is not listed again. Its entries are still read; with
+    ``quick`` only directories, hard links and the paths in ``again`` are, so other files that were
+    written in place are missed. Raises SourceError, SnapshotError and UsageError; ``file`` is then
+    unchanged.
     """
     with Snapshot.open(file) as before, open_source(source) as (root_fd, path):
         if before.source != path:
             raise SnapshotError(
                 f"snapshot {file} is of {printable(before.source)}, not of {printable(path)}",
-                hint="give the source it was built from, or build another snapshot",
+                hint="name the source it was built from, or build another snapshot",
             )
         require_outside(root_fd, path, file)
         one_file_system = before.info().one_file_system
@@ -110,7 +110,7 @@ def refresh(
                 progress=progress,
                 expected=before.entries,
             )
-        points.reached("refresh-done")
+        failpoints.failpoint("refresh-done")
         with Snapshot.open(file) as after:
             counts = Counter(difference.kind for difference in diff(before, after))
             return RefreshReport(

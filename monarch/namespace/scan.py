@@ -1,13 +1,13 @@
-"""Reading a directory tree in the order of a snapshot's inode numbers, as fast as it answers.
+"""Reads a directory tree in the order of a snapshot's inode numbers.
 
-A local file system answers in a microsecond or two; there one thread does everything, because
-threads would only fight for the interpreter. A parallel file system takes a round trip for each
-call; there up to ``jobs`` threads wait for it at once. Which one it is gets measured: the calling
-thread works alone until calls turn out to wait, then hands the work to threads and only numbers
-what they bring. Wide directories are looked at in slices, by several threads.
+A local file system answers in microseconds: there one thread does everything, since threads would
+only compete for the interpreter. A parallel file system needs a round trip for each call: there up
+to ``jobs`` threads wait at once. That is measured: the calling thread works alone until calls turn
+out to wait, then passes the work to threads and only numbers the results. The entries of wide
+directories are read in slices, by several threads.
 
-Work is handed out in the order in which it is needed and little of it in advance, so what is held
-in memory is the list of directories still to be read and a window of finished slices.
+Work is given out in the order in which it is needed and little of it in advance, so that memory
+holds the list of directories to be read and a window of finished slices.
 """
 
 from __future__ import annotations
@@ -25,31 +25,25 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from monarch import acl
-from monarch.absorbed import is_staged
-from monarch.acl import NO_ACLS, Acls
-from monarch.beneath import open_beneath
-from monarch.errors import SnapshotError, SourceError
+from monarch.config.write_patterns import is_staged
+from monarch.errors import SourceError
 from monarch.namespace.look import Seen, look, pack_record
+from monarch.namespace.numbering import Batch, Numbering, put, remove, u32
 from monarch.namespace.schema import (
-    ACL_SHIFT,
-    ALIAS,
-    EXTRA_OFFSET,
-    FLAGS_OFFSET,
     MODE_OFFSET,
-    MOST_ACLS,
     NLINK_OFFSET,
     RECORD_BYTES,
     RECORD_STRUCT,
-    SOURCE_INO_OFFSET,
-    U32,
     UNREADABLE,
 )
 from monarch.namespace.snapshot import Snapshot
+from monarch.posix import acl
+from monarch.posix.acl import NO_ACLS, Acls
+from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
 from monarch.types import ROOT_INO, Ino
 
-# Names looked at as one piece of work. While nothing is known of the source, and while threads
+# Names read as one piece of work. While the speed of the source is unknown, and while threads
 # share it, pieces are small: the first so that a slow source is noticed soon, the others so that
 # the last pieces of a directory end together.
 _SLICE_ALONE = 256
@@ -78,34 +72,6 @@ _UNREADABLE = frozenset({errno.EACCES, errno.EPERM, errno.EIO})
 
 _ENCODING = sys.getfilesystemencoding()
 _ENCODING_ERRORS = sys.getfilesystemencodeerrors()
-
-
-@dataclass(slots=True)
-class Batch:
-    """Consecutive children of one directory, in the order of their names.
-
-    ``records`` are packed as RECORD_STRUCT and complete. ``directory`` is the inode number of the
-    directory and ``rank`` its rank; every directory has at least one batch, maybe an empty one.
-    ``links`` are the targets of the symbolic links among them, ``new_acls`` the access control
-    lists that no batch before had, in the order of their numbers. ``unreadable`` lists the paths of
-    entries flagged so; ``closed`` says that the directory itself could not be listed.
-    """
-
-    directory: Ino
-    rank: int
-    path: bytes
-    names: list[bytes]
-    records: bytearray
-    links: list[bytes] = field(default_factory=list)
-    unreadable: list[bytes] = field(default_factory=list)
-    closed: bool = False
-    reused: int = 0
-    new_acls: list[Acls] = field(default_factory=list)
-    # Positions that are completed when their turn comes: rank, target, device.
-    directory_devices: list[tuple[int, int]] = field(default_factory=list)
-    link_targets: list[tuple[int, bytes]] = field(default_factory=list)
-    shared_devices: list[tuple[int, int]] = field(default_factory=list)
-    acls: dict[int, Acls] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -170,12 +136,7 @@ class Scan:
         # What is known already must not be lost because a disk of the source fails today.
         self._tolerated = _UNREADABLE if previous is None else _UNREADABLE - {errno.EIO}
         self._root_device = 0
-        self._next_ino = 1
-        self._next_rank = 0
-        self._next_link = 0
-        self._primaries: dict[tuple[int, int], list[int]] = {}
-        self._acls: dict[Acls, int] = {}
-        self._numbered_acls: list[Acls] = []
+        self._numbering = Numbering()
         self._devices_with_acls: dict[int, bool] = {}
         self._frontier: deque[_Directory] = deque()
         self._window: deque[_Directory] = deque()
@@ -202,7 +163,7 @@ class Scan:
         self._stopping = True
         for _ in self._threads:
             self._tasks.put(None)
-        # A thread inside a call of a hung source cannot be ended. It is a daemon thread, so it
+        # A thread in a call to a hung source cannot be ended. It is a daemon thread, so it
         # does not hold up the end of the program either.
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
@@ -213,28 +174,25 @@ class Scan:
 
     @property
     def threads(self) -> int:
-        """How many threads are at work besides the calling one."""
+        """The number of threads besides the calling one."""
         return len(self._threads)
 
     @property
     def reused(self) -> int:
-        """How many entries were taken from the previous snapshot without a look."""
+        """The number of entries taken from the previous snapshot without a call."""
         return self._reused
 
     def acls_of(self, flags: int) -> Acls:
         """The access control lists that the ``flags`` of a record tell of."""
-        number = flags >> ACL_SHIFT
-        if len(self._numbered_acls) < number:
-            self._numbered_acls = list(self._acls)
-        return self._numbered_acls[number - 1] if number else NO_ACLS
+        return self._numbering.acls_of(flags)
 
     @property
     def unlisted(self) -> int:
-        """How many directories were not listed, since they have not changed."""
+        """The number of directories that were not listed, since they have not changed."""
         return self._unlisted
 
     def batches(self) -> Iterator[Batch]:
-        """Every entry, in the order of inode numbers, which are its place: the root is the first.
+        """Every entry, in the order of inode numbers; the root is the first.
 
         Raises SourceError if the source fails as a whole.
         """
@@ -276,7 +234,7 @@ class Scan:
         return batch
 
     def _admit(self) -> None:
-        """Give out the listing of directories whose turn comes soon."""
+        """Queues the listing of directories whose turn comes soon."""
         ahead = _DIRECTORIES_AHEAD_PER_JOB * self._jobs if self._threads else 1
         while (
             self._frontier
@@ -288,7 +246,7 @@ class Scan:
             self._tasks.put((directory, None))
 
     def _advance(self) -> None:
-        """Do one piece of work, or wait for the threads to have done one."""
+        """Does one piece of work, or waits until a thread has done one."""
         if self._threads:
             done = self._done.get()
             if isinstance(done, BaseException):
@@ -296,7 +254,7 @@ class Scan:
         else:
             task = self._tasks.get_nowait()
             if task is None:
-                raise AssertionError("only threads are told to stop")
+                raise AssertionError("only threads get a request to stop")
             done = self._perform(*task)
         directory = done.directory
         if done.listing:
@@ -310,7 +268,7 @@ class Scan:
             directory.listed = True
         if done.batch is not None:
             index = done.index
-            # Names that vanished are not held any more.
+            # Names that no longer exist are not held.
             self._held_names -= len(directory.slices[index]) - len(done.batch.names)
             directory.slices[index] = []
             directory.batches[index] = done.batch
@@ -321,7 +279,7 @@ class Scan:
         self._measure(done)
 
     def _measure(self, done: _Done) -> None:
-        """Start threads if the source makes callers wait."""
+        """Starts threads if calls wait for the source."""
         self._calls += done.calls
         self._recent_calls += done.calls
         self._recent_seconds += done.seconds
@@ -365,14 +323,14 @@ class Scan:
             if self._devices_with_acls.get(directory.device):
                 calls += len(directory.slices[index])
         if listing and batch is not None:
-            # Even that may ask the source: the thread that waits for all of them must not.
+            # Even a close may wait for the source, so the calling thread must not make it.
             self._close(directory)
         seconds = time.perf_counter() - started
         waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - waits
         return _Done(directory, listing, index, batch, calls, seconds, waits)
 
     def _list(self, directory: _Directory) -> Batch | None:
-        """Divide the names of a directory into slices; a batch if there are none to look at."""
+        """Divides the names of a directory into slices; returns a batch if none must be read."""
         nothing = Batch(directory.ino, directory.rank, directory.path, [], bytearray())
         directory.slices = [[]]
         if directory.elsewhere:
@@ -418,18 +376,18 @@ class Scan:
         else:
             for index, place in enumerate(places):
                 record = records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
-                _set(batch.records, place, 0, record)
+                put(batch.records, place, 0, record)
         gone = 0
         for seen in others:
             place = places[seen.place] - gone
             if not self._complete(directory, batch, place, seen):
-                _remove(batch, place)
+                remove(batch, place)
                 gone += 1
         return batch
 
     def _reuse(self, directory: _Directory, batch: Batch, previous: Snapshot) -> list[int]:
-        """Take entries from the previous snapshot; the places of those that it cannot vouch for,
-        by the times of their directory."""
+        """Takes entries from the previous snapshot; returns the indices of those that it cannot
+        prove, by the times of their directory."""
         parent = directory.ino.to_bytes(4, "little")
         before = directory.before
         slot = None if before is None else previous.slot(before, batch.names[0])
@@ -460,10 +418,10 @@ class Scan:
         return known
 
     def _complete(self, directory: _Directory, batch: Batch, place: int, seen: Seen) -> bool:
-        """Add to a batch what the record of an entry does not tell; False if it has gone."""
+        """Adds to a batch the values that a record does not have; False if the entry is gone."""
         if seen.error:
             return self._look_failed(directory, batch, place, seen.error)
-        mode = _u32(batch.records, place, MODE_OFFSET)
+        mode = u32(batch.records, place, MODE_OFFSET)
         if stat.S_ISDIR(mode):
             batch.directory_devices.append((place, seen.device))
         else:
@@ -476,7 +434,7 @@ class Scan:
                         return False
                     return self._look_failed(directory, batch, place, number)
                 batch.link_targets.append((place, target))
-            if _u32(batch.records, place, NLINK_OFFSET) > 1:
+            if u32(batch.records, place, NLINK_OFFSET) > 1:
                 batch.shared_devices.append((place, seen.device))
         if seen.closed:
             self._close_to_others(directory.path, batch, place, seen.closed)
@@ -486,18 +444,18 @@ class Scan:
         return True
 
     def _close_to_others(self, path: bytes, batch: Batch, place: int, number: int) -> None:
-        """Who may use an entry is not known: then nobody but its owner may."""
+        """Closes an entry to all but its owner, since its access control list is unknown."""
         if number in _VANISHED:
             return
         path = _join(path, batch.names[place])
         if number not in self._tolerated:
             raise _source_error(path, OSError(number, os.strerror(number)))
         batch.unreadable.append(path)
-        mode = _u32(batch.records, place, MODE_OFFSET) & ~0o077
-        _set(batch.records, place, MODE_OFFSET, mode.to_bytes(4, "little"))
+        mode = u32(batch.records, place, MODE_OFFSET) & ~0o077
+        put(batch.records, place, MODE_OFFSET, mode.to_bytes(4, "little"))
 
     def _look_failed(self, directory: _Directory, batch: Batch, place: int, number: int) -> bool:
-        """False if the entry has gone; else it is shown as one that cannot be read."""
+        """Handles an entry that cannot be read; returns False if it no longer exists."""
         if self._is_gone(number):
             return False
         if number not in self._tolerated:
@@ -507,7 +465,7 @@ class Scan:
         return True
 
     def _is_gone(self, number: int | None) -> bool:
-        """Whether an entry went while the scan came to it; not if the source as a whole has."""
+        """Whether an entry was removed during the scan, but not the whole source."""
         if number == errno.ESTALE:
             try:
                 os.fstatvfs(self._root_fd)
@@ -516,7 +474,7 @@ class Scan:
         return number in _VANISHED
 
     def _set_unreadable(self, directory: _Directory, batch: Batch, place: int) -> None:
-        """Show an entry of which only the name is known, and maybe that it is a directory."""
+        """Marks an entry of which only the name is known, and maybe that it is a directory."""
         if directory.kinds is None:
             directory.kinds = self._kinds(directory)
         name = batch.names[place]
@@ -527,12 +485,12 @@ class Scan:
         record = RECORD_STRUCT.pack(
             directory.ino, kind, 0, 0, 1, UNREADABLE, 0, 0, 0, source_ino, 0
         )
-        _set(batch.records, place, 0, record)
+        put(batch.records, place, 0, record)
 
     def _kinds(self, directory: _Directory) -> dict[bytes, tuple[int, int]]:
         kinds: dict[bytes, tuple[int, int]] = {}
         try:
-            # Its own descriptor: the position in directory.fd belongs to whoever listed it.
+            # Its own descriptor: the position of directory.fd is used by the listing.
             fd = open_beneath(self._root_fd, directory.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             return kinds
@@ -552,52 +510,16 @@ class Scan:
         return kinds
 
     def _number(self, directory: _Directory, batch: Batch) -> None:
-        """Complete a batch whose turn has come: inode numbers, ranks, names of the same file."""
-        first = self._next_ino
-        self._next_ino += len(batch.names)
-        records = batch.records
-        aliases: set[int] = set()
-        for position, acls in batch.acls.items():
-            number = self._acls.get(acls)
-            if number is None:
-                number = self._acls[acls] = len(self._acls) + 1
-                batch.new_acls.append(acls)
-                if number > MOST_ACLS:
-                    raise SnapshotError(
-                        "the source has more different access control lists than a"
-                        " snapshot can number"
-                    )
-            _set(records, position, FLAGS_OFFSET, (number << ACL_SHIFT).to_bytes(4, "little"))
-        for position, device in batch.shared_devices:
-            at = position * RECORD_BYTES + SOURCE_INO_OFFSET
-            ino = int.from_bytes(records[at : at + 8], "little")
-            primary = self._primaries.get((device, ino))
-            if primary is None:
-                links = _u32(records, position, NLINK_OFFSET)
-                self._primaries[device, ino] = [first + position, links - 1]
-                continue
-            aliases.add(position)
-            _set(records, position, FLAGS_OFFSET, ALIAS.to_bytes(4, "little"))
-            _set(records, position, EXTRA_OFFSET, primary[0].to_bytes(8, "little"))
-            primary[1] -= 1
-            if primary[1] == 0:
-                del self._primaries[device, ino]
-        for position, target in batch.link_targets:
-            if position not in aliases:
-                _set(records, position, EXTRA_OFFSET, self._next_link.to_bytes(8, "little"))
-                batch.links.append(target)
-                self._next_link += 1
-        for position, device in batch.directory_devices:
-            _set(records, position, EXTRA_OFFSET, self._next_rank.to_bytes(8, "little"))
+        """Complete a batch whose turn has come, and plan the directories in it."""
+        for position, device, ino, rank in self._numbering.complete(batch):
             name = batch.names[position]
             found = _Directory(
-                Ino(first + position),
-                self._next_rank,
+                ino,
+                rank,
                 _join(directory.path, name),
                 device,
                 elsewhere=self._one_file_system and device != self._root_device,
             )
-            self._next_rank += 1
             if self._previous is not None and directory.before is not None:
                 self._compare(found, self._previous, directory.before, name, batch, position)
             self._frontier.append(found)
@@ -611,7 +533,7 @@ class Scan:
         batch: Batch,
         position: int,
     ) -> None:
-        """Find out what the previous snapshot knows of the directory ``found``."""
+        """Looks up the directory ``found`` in the previous snapshot."""
         slot = ROOT_INO if not name else previous.slot(before, name)
         if slot is None or not previous.is_listed_directory(slot):
             return
@@ -632,34 +554,17 @@ class Scan:
 
 
 def printable(path: bytes) -> str:
-    """A path of the source as a message may show it."""
+    """A path of the source as text for a message."""
     return escape_text(os.fsdecode(path))
 
 
 def _is_waiting(mean_seconds: float, done: _Done) -> bool:
-    """Whether calls wait for the source, and are not slow because others have the processor.
+    """Whether calls wait for the source, and are not slow for lack of a processor.
 
-    A call that waits gives the processor up of its own accord; on a cold disk one read of a block
+    A call that waits makes a voluntary context switch; on a cold disk one read of a block
     serves many calls.
     """
     return mean_seconds > _SLOW_SECONDS and done.waits * 32 >= done.calls
-
-
-def _u32(records: bytearray, position: int, offset: int) -> int:
-    number: int = U32.unpack_from(records, position * RECORD_BYTES + offset)[0]
-    return number
-
-
-def _set(records: bytearray, position: int, offset: int, value: bytes | bytearray) -> None:
-    at = position * RECORD_BYTES + offset
-    records[at : at + len(value)] = value
-
-
-def _remove(batch: Batch, position: int) -> None:
-    """Remove an entry that has gone. Only links that were not looked at come behind it yet."""
-    del batch.names[position]
-    del batch.records[position * RECORD_BYTES : (position + 1) * RECORD_BYTES]
-    batch.link_targets = [(at - (at > position), target) for at, target in batch.link_targets]
 
 
 def _join(directory: bytes, name: bytes) -> bytes:
@@ -671,5 +576,5 @@ def _source_error(path: bytes, error: OSError) -> SourceError:
     return SourceError(
         f"cannot read {printable(path)} in the source: {os.strerror(number)}",
         errno=number,
-        hint="see that the source is mounted and answers",
+        hint="check that the source is mounted and answers",
     )

@@ -40,7 +40,7 @@ from monarch.text import escape_text
 from monarch.types import kept_ns
 
 VERSION: Final = 2
-# Version 1 has no access control lists: what the source had then is not known.
+# Version 1 has no access control lists: those of the source are unknown.
 _READABLE: Final = (1, VERSION)
 
 BLOCK: Final = 4096  # entries in a block of any table
@@ -57,7 +57,7 @@ ACLS: Final = b"a"
 
 # The second and later names of a hard-linked file; ``extra`` is the inode number of the first.
 ALIAS: Final = 1
-# A directory that could not be listed, or an entry that could not be looked at.
+# A directory that could not be listed, or an entry that could not be read.
 UNREADABLE: Final = 2
 # What is above these bits of ``flags`` is the number of the entry's pair of access control lists,
 # counted from 1. An alias has none: its file's first name tells.
@@ -100,12 +100,12 @@ U32_PAIR: Final = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSummary:
-    """What a snapshot tells of itself. Sizes in bytes, times in nanoseconds since the epoch.
+    """The summary of a snapshot. Sizes in bytes, times in nanoseconds since the epoch.
 
     ``entries`` counts names, so it is also the highest inode number; ``files`` are regular files,
     ``aliases`` further names of a hard-linked one, ``others`` devices, fifos and sockets.
     ``sizes`` counts files by the bit length of their size: (0, n) empty, (k, n) below ``1 << k``.
-    ``acls`` counts entries with access control lists, None if nobody looked for them;
+    ``acls`` counts entries with access control lists, None if the build did not read them;
     ``acl_values`` are the different ones. ``newest_ns`` is the newest time of change of all
     entries, None if an earlier Monarch built it.
     """
@@ -164,7 +164,7 @@ def decode_meta(content: bytes, *, where: str) -> SnapshotSummary:
 
 
 def _is_possible(told: SnapshotSummary) -> bool:
-    """Whether the fields are what a build may have written: the file may be anybody's."""
+    """Whether a build can have written these values: any user may have made the file."""
     parts: list[Any] = [told.files, told.directories, told.symlinks, told.others, told.aliases]
     parts += [told.acl_values, told.acls or 0]
     numbers: list[Any] = [told.created_ns, told.bytes_total, told.largest, told.unreadable]
@@ -187,7 +187,7 @@ def key(table: bytes, block: int) -> bytes:
 
 
 def seal(name: bytes, content: bytes) -> bytes:
-    """The value of the key ``name``: ``content`` behind its checksum."""
+    """The value of the key ``name``: a checksum, then ``content``."""
     return _HEADER.pack(_checksum(name, content)) + content
 
 
@@ -202,7 +202,7 @@ def unseal(name: bytes, value: bytes | memoryview, *, where: str) -> memoryview:
 
 
 def _checksum(name: bytes, content: bytes | memoryview) -> int:
-    # Seeded by the key, so that a block in another's place is not taken for it.
+    # Seeded by the key, so that a block in the place of another is detected.
     return xxhash.xxh3_64_intdigest(content, seed=int.from_bytes(name[:8], "little"))
 
 

@@ -1,14 +1,14 @@
 """The end of a snapshot file: a checksum of the pages by which LMDB finds the blocks.
 
-The blocks carry checksums of their own, but LMDB follows the page numbers in its tree without a
-doubt: one flipped bit there ends the program with SIGBUS. The tree is small, some thirty bytes a
+The blocks have their own checksums, but LMDB follows the page numbers in its tree without a
+check: one flipped bit there ends the program with SIGBUS. The tree is small, some thirty bytes a
 block, so it is checked as a whole when a snapshot is opened, before LMDB sees it. The same
-comparison finds a file that was cut short.
+comparison finds a truncated file.
 
-A snapshot may come from somebody else, with any numbers in its tree and the right checksum. So the
+A snapshot may be of another user, with any numbers in its tree and the right checksum. So the
 numbers are checked, too: no page, offset or size may lead out of the file.
 
-The trailer follows the last page of LMDB, which does not look beyond it: the numbers of the tree's
+The trailer follows the last page of LMDB, which does not read beyond it: the numbers of the tree's
 pages (u32 each), then the footer: page size u32, pages in the file u32, pages in the tree u32,
 zero u32, xxh3 of all that and of those pages u64, magic. The layout of the pages is that of
 ``mdb.c`` of LMDB 0.9, data version 1.
@@ -48,14 +48,14 @@ _LEAF = 0x02
 # follows, and the value.
 _BRANCH_NODE = struct.Struct("<HHHH")
 _LEAF_NODE = struct.Struct("<HHHH")
-# The value is not in the leaf page, but in pages of its own, from the number that stands there on.
+# The value is not in the leaf page, but in separate pages, from the page number there on.
 _ELSEWHERE = 0x01
 _PAGE_NUMBER = struct.Struct("<Q")
 
 _MOST_TREE_PAGES = 1 << 20
 # The sizes of pages that LMDB has: powers of two.
 _PAGE_BYTES = frozenset(1 << bits for bits in range(8, 17))
-# No value but a hostile one is as large, in bytes.
+# No valid value is larger, in bytes.
 _MOST_VALUE_BYTES = 256 * MiB
 
 
@@ -116,7 +116,7 @@ def opened(path: Path) -> Iterator[int]:
 def may_replace(path: Path) -> bool:
     """Whether ``path`` is free for a new snapshot: nothing, an empty file, or another snapshot.
 
-    A damaged one counts as long as its first or its last bytes say what it was. Raises
+    A damaged one counts if its first or its last bytes identify a snapshot. Raises
     SnapshotError if it cannot be read.
     """
     if not os.path.lexists(path):
@@ -176,7 +176,7 @@ def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
         or size != pages * page_bytes + count * 4 + _FOOTER.size
     ):
         raise SnapshotError(
-            f"snapshot {path} is cut short, or its end is damaged",
+            f"snapshot {path} is truncated, or its end is damaged",
             hint="copy it again, or build it again with `monarch snapshot build`",
         )
     content = os.pread(fd, count * 4, pages * page_bytes)
@@ -197,7 +197,7 @@ def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
             if number >= 2
         )
     except struct.error:
-        # An offset leads out of its page.
+        # An offset is outside its page.
         sound = False
     if not sound:
         raise damaged(str(path))

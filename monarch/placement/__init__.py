@@ -1,4 +1,4 @@
-"""Placement: which tier holds which item, what to move and what to leave. Pure: no I/O, no time.
+"""Placement: the tier of each item, and what to copy and evict. Pure: no I/O, no time.
 
-Everything here belongs to the event loop's thread: no method waits and none locks.
+All objects belong to the thread of the event loop: no method waits or locks.
 """

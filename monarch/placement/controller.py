@@ -1,7 +1,7 @@
-"""Decides what is promoted and keeps residency, ledger and policy in step.
+"""Decides what is promoted and keeps residency, ledger and policy consistent.
 
-Decisions are plain values: the transfer engine carries a ``Promote`` out and then says, exactly
-once, how it went. An item's way, and what is held for it meanwhile:
+Decisions are plain values: the transfer engine carries out a ``Promote`` and then reports its
+result exactly once. The states of an item, and its reservation:
 
     source --opened, warm--> wanted, copying --committed--> resident --dropped--> source
                 reservation   |     ^
@@ -9,12 +9,11 @@ once, how it went. An item's way, and what is held for it meanwhile:
                               |--deferred, abandoned(retry)--> wanted       no reservation
                               '--abandoned--> source
 
-A reservation is held exactly while an item is copying, so that what only waits for its turn keeps
-no other item out. The wanted mark is kept until the item is resident, is given up, is evicted, or
-its turn comes and there is no room for it: then it is as if it had not been opened yet. A copy
-under way without the mark is of no use to anybody, unless somebody asks for it again before it
-ends. What somebody has open at the source is offered again from time to time, since no first open
-of it may come for days.
+An item has a reservation exactly while it is copying, so that a waiting item does not keep out
+others. The wanted mark is kept until the item is resident, is given up, is evicted, or its turn
+comes and there is no space; then the item counts as not opened. A running copy without the mark is
+useless, unless the item is requested again before the copy ends. Files that are open at the source
+are offered again from time to time, since their next first open may be days away.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ from monarch.types import ROOT_INO, Ino
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Copy ``item`` to ``tier``; the room is reserved.
-
-    The copies of ``evict`` count as gone: remove them first, also when the copy is then deferred
-    or abandoned.
-    """
+    """Copy ``item`` to ``tier``; the space is reserved. The copies in ``evict`` must be removed
+    first, also if the copy is then deferred or abandoned."""
 
     item: Item
     tier: int
@@ -54,9 +50,9 @@ class Promote:
 
 
 class Controller:
-    """Belongs to the event loop; no method waits. Sizes are those of the item when it was chosen.
+    """Belongs to the event loop; no method waits. Sizes are those of the item at the decision.
 
-    ValueError: an answer to a ``Promote`` that is not under way.
+    Raises ValueError for a result of a ``Promote`` that is not running.
     """
 
     def __init__(self, residency: Residency, ledger: Ledger, policy: Policy) -> None:
@@ -68,18 +64,18 @@ class Controller:
     def load(
         self, inos: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer], *, tier: int
     ) -> None:
-        """Take over the copies that a tier holds at start. Each ``ino`` once, and in one tier.
+        """Registers the copies that a tier holds at start. Each ``ino`` once, and in one tier.
 
-        The policy learns of copies here alone, so the table must not be filled behind its back.
+        The policy learns of copies only here, so no other code may fill the residency table.
         """
         self._residency.load(inos, tier)
         self._ledger.load(tier, int(sizes.sum()))
         self._policy.loaded(inos, sizes, tier=tier)
 
     def opened(self, item: Item) -> Promote | None:
-        """An item is being opened: what to copy, if anything.
+        """Called when an item is opened: returns what to copy, if anything.
 
-        An item that only waits for its turn is decided upon anew: its bytes are being read now.
+        An item that waits for its turn is decided again: its bytes are being read now.
         """
         tier = self._residency.tier_of(item.ino)
         if tier != SOURCE:
@@ -88,9 +84,10 @@ class Controller:
         return self._promote(item, forced=self._residency.is_forced(item.ino))
 
     def offered(self, item: Item) -> Promote | None:
-        """An item that was opened is still read from the source: what to copy, if there is room.
+        """Offers an open item that is still read from the source: returns what to copy, if
+        anything.
 
-        No copy leaves for it: that was decided upon when it was opened.
+        No copy is evicted for it: that was decided at its open.
         """
         if self._residency.tier_of(item.ino) != SOURCE or self._residency.is_copying(item.ino):
             return None
@@ -101,25 +98,25 @@ class Controller:
         return self._promote(item, forced=forced)
 
     def accessed(self, ino: Ino, tier: int) -> None:
-        """Opened by who did not ask, from a copy (tier > 0) that may have left since."""
+        """Records an open that the datapath served from a copy, which may be gone by now."""
         if tier != SOURCE and self._residency.tier_of(ino) == tier:
             self._policy.accessed(ino, tier)
 
     def warm(self, item: Item) -> Promote | None:
-        """A person asks for the item: only the room counts, not what the policy would admit."""
+        """Handles a user's request for the item: only space matters, not the policy's admission."""
         if self._residency.tier_of(item.ino) != SOURCE:
             return None
         return self._promote(item, forced=True)
 
     def is_wanted(self, ino: Ino) -> bool:
-        """Whether a copy of it, when it is complete, is to be kept."""
+        """Whether a complete copy of ``ino`` is to be kept."""
         return self._residency.is_wanted(ino)
 
     def next_wanted(self, lookup: Callable[[Ino], Item | None]) -> Promote | None:
-        """The next item that waits for its turn, round robin; None when there is none.
+        """The next waiting item, round robin; None if there is none.
 
-        ``lookup`` answers None for an inode that is no longer a file. That one, and one without
-        room, lose their mark, so a call costs no more than the marks that it consumes.
+        ``lookup`` returns None for an inode that is no longer a file. Such an inode, and one
+        without space, loses its mark, so that a call costs no more than the marks that it removes.
         """
         for ino in self._wanted_round_robin():
             if self._residency.is_copying(ino):
@@ -142,18 +139,18 @@ class Controller:
         self._policy.placed(item, tier)
 
     def abandoned(self, item: Item, tier: int, *, retry: bool) -> None:
-        """The copy failed and nothing of it is left; with ``retry`` it stays wanted."""
+        """The copy failed and its files are removed; with ``retry`` the item stays wanted."""
         self._end_copy(item)
         self._ledger.cancel(tier, item.size)
         if not retry:
             self._residency.unwant(item.ino)
 
     def deferred(self, promote: Promote) -> None:
-        """The queue cannot take it now: it stays wanted and waits for ``next_wanted``."""
+        """The queue is full: the item stays wanted and waits for ``next_wanted``."""
         self.abandoned(promote.item, promote.tier, retry=True)
 
     def dropped(self, ino: Ino, size: int) -> int:
-        """A copy of ``size`` bytes is gone, or must not be used. Returns its tier (0: none)."""
+        """Records that a copy is removed or invalid. Returns its tier (0: none)."""
         tier = self._residency.clear(ino)
         if tier != SOURCE:
             self._ledger.release(tier, size)
@@ -172,7 +169,7 @@ class Controller:
         for victim in placement.evict:
             self.dropped(victim.ino, victim.size)
         if not self._ledger.reserve(placement.tier, item.size):
-            raise ValueError(f"{self._policy.name} chose tier {placement.tier}, which has no room")
+            raise ValueError(f"{self._policy.name} chose tier {placement.tier}, which has no space")
         self._residency.want(item.ino, forced=forced)
         self._residency.start_copy(item.ino)
         return Promote(item, placement.tier, tuple(victim.ino for victim in placement.evict))

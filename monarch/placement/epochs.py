@@ -1,19 +1,19 @@
-"""Counts opens and hits per epoch without being told where epochs begin: one byte per inode.
+"""Counts opens and hits per epoch, and detects where epochs begin: one byte per inode.
 
-The rule: an epoch is over when a run of opens, none of them of an inode that is new in this epoch,
-has touched enough different inodes: half of those seen in the epoch, but at least 2 and at most
-64. The opens of that run and their hits then belong to the new epoch, so the counts are exact for
+The rule: an epoch ends when a run of opens, none of them of an inode that is new in this epoch,
+has touched enough different inodes: half of those seen in the epoch, but at least 2 and at most 64.
+The opens of that run and their hits then belong to the new epoch. So the counts are exact for
 passes over two or more files that open each file once, in any order.
 
-Opens of the same few inodes within an epoch stay in it, however many they are: only different
-inodes count. What the rule cannot tell:
+Repeated opens of the same few inodes stay in their epoch: only different inodes count. Limits of
+the rule:
 
-* One file alone has no epochs, since opening it again looks like a pass: all its opens are in one.
-* The first few files opened twice in turn (a script that looks at two samples before it starts)
-  are an epoch of their own while no other file has been seen.
-* A file opened twice in a row at the end of a pass: the second open counts for the next epoch.
-* A pass that begins before the one before it is complete (a shuffle across epochs, two jobs on
-  one data set) is divided where the last new inode was seen; two jobs count as one.
+* A single file has no epochs, since opening it again looks like a pass: all its opens are in one.
+* If the first few files are opened twice in turn (a script that reads two samples before it
+  starts), they are an epoch while no other file has been seen.
+* If a file is opened twice in a row at the end of a pass, the second open counts for the next.
+* A pass that begins before the previous one is complete (a shuffle across epochs, two jobs on
+  one data set) is split where the last new inode was seen; two jobs count as one.
 * A job over fewer than 64 files of a much larger set ends no epoch until other files are opened.
 """
 
@@ -26,15 +26,15 @@ from monarch.types import Ino
 
 _KEPT_EPOCHS = 100
 _MIN_RUN_INODES = 2
-# A run this long without one new inode does not happen by chance within an epoch, and the next
-# epoch is noticed after 64 opens whatever the size of the data set.
+# A run of this length without a new inode does not happen by chance within an epoch. So the next
+# epoch is detected after 64 opens, whatever the size of the data set.
 _MAX_RUN_INODES = 64
 _LAST_MARK = 255
 
 
 @dataclass(frozen=True, slots=True)
 class EpochCount:
-    """``number`` is 1 for the first epoch since the mount."""
+    """The counts of one epoch; ``number`` is 1 for the first epoch since the mount."""
 
     number: int
     opens: int
@@ -57,7 +57,7 @@ class Epochs:
         self._finished: deque[EpochCount] = deque(maxlen=_KEPT_EPOCHS - 1)
 
     def epochs(self) -> list[EpochCount]:
-        """The last 100 epochs, oldest first. The last is going on: a run may still leave it."""
+        """The last 100 epochs, oldest first. The last is not finished: a run may still leave it."""
         return [*self._finished, EpochCount(self._number, self._opens, self._hits)]
 
     def opened(self, ino: Ino, hit: bool) -> None:
@@ -84,7 +84,7 @@ class Epochs:
         self._hits = self._run_hits
         self._distinct = len(self._run)
         if self._mark == _LAST_MARK:
-            # Marks come round: one of 255 epochs ago must not look like one of this epoch.
+            # Marks are reused: one of 255 epochs ago must not look like one of this epoch.
             self._seen_in[:] = bytes(len(self._seen_in))
             self._mark = 0
         self._mark += 1

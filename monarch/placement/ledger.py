@@ -1,10 +1,10 @@
-"""How many bytes of each tier are used, reserved and free. No tier is ever filled past capacity.
+"""The used, reserved and free bytes of each tier. No tier is filled beyond its capacity.
 
-reserve -> commit -> release        a copy that is made and later dropped
-reserve -> cancel                   a copy that is given up
+reserve -> commit -> release        a copy is made and later removed
+reserve -> cancel                   a copy is given up
 
-A tier's disk may have less room than its capacity promises, because others use it too: ``see_room``
-says how much was seen there, and from then on that is accounted for as well.
+The disk of a tier may have less free space than its capacity, since other programs use it, too:
+``see_room`` sets the space found there, which then limits reservations as well.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from collections.abc import Sequence
 
 
 class Ledger:
-    """Accounts of the tiers 1 to ``len(capacities)``, fastest first, in bytes.
-
-    What would make an account negative raises ValueError: it is a mistake of the caller.
-    """
+    """The accounts of the tiers 1 to ``len(capacities)``, fastest first, in bytes. A call that
+    would make an account negative raises ValueError: it is a bug of the caller."""
 
     def __init__(self, capacities: Sequence[int]) -> None:
         for capacity in capacities:
@@ -25,9 +23,9 @@ class Ledger:
         self._capacity = [0, *capacities]
         self._used = [0] * len(self._capacity)
         self._reserved = [0] * len(self._capacity)
-        # What is kept for others than copies.
+        # Bytes that are not available for copies.
         self._held = [0] * len(self._capacity)
-        # What the disk has room for beyond what is reserved; less than nothing if others filled it.
+        # Free bytes of the disk beyond all reservations; negative if other programs filled it.
         self._disk: list[float] = [math.inf] * len(self._capacity)
         self._closed: set[int] = set()
 
@@ -45,7 +43,7 @@ class Ledger:
         return self._reserved[self._known(tier)]
 
     def free(self, tier: int) -> int:
-        """Bytes neither used nor reserved; 0 in a tier that was made smaller than what it holds."""
+        """Bytes neither used nor reserved; 0 if a tier holds more than its reduced capacity."""
         return max(0, self._left(tier))
 
     def _left(self, tier: int) -> int:
@@ -53,7 +51,7 @@ class Ledger:
         return self._capacity[tier] - used
 
     def hold(self, tier: int, size: int) -> None:
-        """Keep so many bytes of a tier's capacity for others than copies, from now on."""
+        """Sets ``size`` bytes of the capacity of a tier aside from copies."""
         _require_size(size)
         self._held[self._known(tier)] = size
 
@@ -61,11 +59,11 @@ class Ledger:
         return self._known(tier) not in self._closed
 
     def room(self, tier: int) -> int:
-        """Bytes that can be reserved, on the disk too; negative if something is to leave first."""
+        """Bytes that can be reserved, also on the disk; negative if copies must go first."""
         return int(min(self._left(tier), self._disk[tier]))
 
     def see_room(self, tier: int, available: int) -> None:
-        """So many bytes may still be written to the disk, by copies under way and all others."""
+        """Sets the bytes that can still be written to the disk, with those of running copies."""
         self._disk[tier] = available - self._reserved[self._known(tier)]
 
     def fits(self, tier: int, size: int) -> bool:
@@ -76,7 +74,7 @@ class Ledger:
         return next((tier for tier in self.tiers if self.fits(tier, size)), None)
 
     def reserve(self, tier: int, size: int) -> bool:
-        """Claim ``size`` bytes; False, and nothing claimed, when there is no room."""
+        """Reserves ``size`` bytes; returns False, and reserves nothing, if there is no space."""
         _require_size(size)
         if not self.fits(tier, size):
             return False
@@ -85,13 +83,13 @@ class Ledger:
         return True
 
     def commit(self, tier: int, size: int) -> None:
-        """Reserved bytes have become used ones."""
+        """Turns ``size`` reserved bytes into used ones."""
         self.cancel(tier, size)
         self._used[tier] += size
         self._disk[tier] -= size
 
     def cancel(self, tier: int, size: int) -> None:
-        """Return a reservation."""
+        """Releases a reservation."""
         _require_size(size)
         if size > self.reserved(tier):
             raise ValueError(f"tier {tier}: {size} bytes of {self._reserved[tier]} reserved")
@@ -99,7 +97,7 @@ class Ledger:
         self._disk[tier] += size
 
     def release(self, tier: int, size: int) -> None:
-        """A copy is gone."""
+        """Releases the bytes of a removed copy."""
         _require_size(size)
         if size > self.used(tier):
             raise ValueError(f"tier {tier}: {size} bytes of {self._used[tier]} used")
@@ -107,12 +105,12 @@ class Ledger:
         self._disk[tier] += size
 
     def load(self, tier: int, size: int) -> None:
-        """Count what a tier holds at start, even if it is more than its capacity is now."""
+        """Counts the bytes that a tier holds at start, even if they exceed its capacity."""
         _require_size(size)
         self._used[self._known(tier)] += size
 
     def close(self, tier: int) -> None:
-        """Take a tier out of service: no new reservation. Running ones can still be settled."""
+        """Takes a tier out of service: no new reservations; running ones can still be settled."""
         self._closed.add(self._known(tier))
 
     def open(self, tier: int) -> None:

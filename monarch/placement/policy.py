@@ -1,4 +1,4 @@
-"""What a placement policy is told and what it answers."""
+"""The interface of placement policies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from monarch.types import Ino
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What placement moves: a whole file of ``size`` bytes.
+    """The unit of placement: a whole file of ``size`` bytes.
 
-    ``key`` is its inode number at the source: it survives a new snapshot, ``ino`` does not.
+    ``key`` is its inode number at the source, which survives a new snapshot, unlike ``ino``.
     """
 
     ino: Ino
@@ -26,7 +26,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A copy that has to go, and the bytes that it frees."""
+    """A copy to be evicted, and the bytes that this frees."""
 
     ino: Ino
     size: int
@@ -34,22 +34,22 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tier for an item, and the copies of that tier that have to go first."""
+    """The tier for an item, and the copies of that tier that must be evicted first."""
 
     tier: int
     evict: tuple[Victim, ...] = ()
 
 
 class Policy(Protocol):
-    """Answers at once and from memory; reserves nothing."""
+    """A policy. Its methods use memory only, do not wait and do not reserve space."""
 
     @property
     def name(self) -> str: ...
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
-        """Where ``item`` should go; None: leave it at the source.
+        """The tier for ``item``; None: leave it at the source.
 
-        With ``forced`` a person asked for it: only the room counts.
+        With ``forced`` the user requested it: only the space counts.
         """
 
     def accessed(self, ino: Ino, tier: int) -> None:
@@ -61,7 +61,7 @@ class Policy(Protocol):
     def loaded(
         self, inos: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer], *, tier: int
     ) -> None:
-        """Copies of an earlier run were found at start."""
+        """Copies of an earlier daemon were found at start."""
 
     def removed(self, ino: Ino) -> None:
-        """A copy is gone."""
+        """A copy was removed."""

@@ -1,16 +1,16 @@
-"""Where every inode's bytes are, and what is known of them: two bytes per inode, all O(1).
+"""The location and state of every inode's bytes: two bytes per inode, all operations O(1).
 
-The first byte is the tier (0 the source only, k tier k), the second holds the marks below. A
-datapath outside the interpreter reads both tables while they change.
+The first byte is the tier (0 the source only, k tier k), the second has the marks below. The C
+datapath reads both tables while they change.
 
     WANTED      admitted, not resident yet
-    FORCED      wanted because a person asked, so admission by the policy's own rule does not apply
-    COPYING     a flight is queued or running, and the ledger holds a reservation for it
+    FORCED      wanted at the user's request, so the admission rule of the policy does not apply
+    COPYING     a copy is queued or running, and the ledger has a reservation for it
     UNVERIFIED  the copy must be verified before its first use
-    CHANGED     the kernel may hold pages of an older content: the next open must not keep them
-    DIFFERS     the snapshot is not what the mount shows of it: it was refreshed, or is gone
-    SERVED      bytes of it were given for reads that no open came before
-    SPOILED     the kernel may hold pages of a damaged copy: the next open must not keep them
+    CHANGED     the kernel may have pages of an older content: the next open must not keep them
+    DIFFERS     the mount does not show what the snapshot has: the entry was refreshed or removed
+    SERVED      bytes of it were returned to reads without an open
+    SPOILED     the kernel may have pages of a damaged copy: the next open must not keep them
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ DIFFERS = 32
 _SERVED = 64
 _SPOILED = 128
 
-# Marks with which a copy must not be used before somebody has looked at it.
+# A copy with one of these marks must be checked before it is used.
 UNUSABLE = _UNVERIFIED | _CHANGED | DIFFERS | _SPOILED
 
-# Large enough to make numpy's cost per call vanish, small enough to find a near mark at once.
+# Large enough that numpy's cost per call is negligible, small enough to find a near mark fast.
 _SCAN_INODES = 1 << 16
 
 
 class Residency:
-    """The table for the inodes 1 to ``entries``; a number above raises IndexError."""
+    """The table for the inodes 1 to ``entries``; a larger number raises IndexError."""
 
     def __init__(self, entries: int) -> None:
         self._tiers = bytearray(entries + 1)
@@ -58,17 +58,17 @@ class Residency:
 
     @property
     def tiers_table(self) -> memoryview:
-        """The tier of each inode, as it changes; index 0 is no inode."""
+        """A live view of the tier of each inode; index 0 is not used."""
         return memoryview(self._tiers).toreadonly()
 
     @property
     def marks_table(self) -> memoryview:
-        """The marks of each inode, as they change; index 0 is no inode."""
+        """A live view of the marks of each inode; index 0 is not used."""
         return memoryview(self._flags).toreadonly()
 
     @property
     def wanted(self) -> int:
-        """How many inodes are wanted, those being copied included."""
+        """The number of wanted inodes, including those being copied."""
         return self._wanted
 
     def resident_files(self, tier: int) -> int:
@@ -78,7 +78,7 @@ class Residency:
         return self._tiers[ino]
 
     def place(self, ino: Ino, tier: int) -> None:
-        """A verified copy is in ``tier`` from now on."""
+        """Records a verified copy in ``tier``."""
         if not 1 <= tier <= MAX_TIER:
             raise ValueError(f"no tier {tier}")
         before = self._tiers[ino]
@@ -89,7 +89,7 @@ class Residency:
         self._flags[ino] &= ~_UNVERIFIED
 
     def clear(self, ino: Ino) -> int:
-        """Only the source has it from now on; returns the tier that it was in (0: none)."""
+        """Records that only the source has the file; returns its former tier (0: none)."""
         before = self._tiers[ino]
         if before != SOURCE:
             self._tiers[ino] = SOURCE
@@ -98,7 +98,7 @@ class Residency:
         return before
 
     def load(self, inos: npt.NDArray[np.integer], tier: int) -> None:
-        """Record many copies at once (at start). None of them may be resident yet."""
+        """Records many copies at once, at start. None of them may be resident yet."""
         if not 1 <= tier <= MAX_TIER:
             raise ValueError(f"no tier {tier}")
         if not inos.size:
@@ -154,7 +154,7 @@ class Residency:
         return bool(self._flags[ino] & COPYING)
 
     def mark_unverified(self, inos: npt.NDArray[np.integer]) -> None:
-        """Those of them that have a copy must have it verified before its first use."""
+        """Marks that the copies of ``inos``, if any, must be verified before their first use."""
         self._flags_array[inos[self._tiers_array[inos] != SOURCE]] |= _UNVERIFIED
 
     def mark_verified(self, ino: Ino) -> None:

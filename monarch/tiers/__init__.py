@@ -1,1 +1,1 @@
-"""Bytes: the source, the node-local tiers above it, and the record of what they hold."""
+"""The source, the node-local tiers, and the records of the copies in them."""

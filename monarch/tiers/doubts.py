@@ -1,14 +1,13 @@
-"""Versions that changed just before they were fetched: which they are, and when to look again.
+"""File versions that changed just before they were fetched, and when to check them again.
 
 A version is a size, times and an inode number. Two writes within one tick of the source's clock
-make one version with two contents, and a file that is being written is fetched between two writes.
-So a version whose times are less than ``WINDOW_NS`` before the moment of its fetch is *young*: it
-is served, and looked at again when it has rested for that long. Times in whole seconds tell nothing
-then, and its bytes must be compared.
+make one version with two contents, and a file may be fetched between two writes. So a version
+whose times are less than ``WINDOW_NS`` before its fetch is *young*: it is served, and checked
+again after that time. If its times are in whole seconds, its bytes must be compared.
 
-The moment is one of the source's own clock, which may be hours away from ours. Monarch knows the
-newest time that the source has told, and how long ago that was: the source's clock is at least
-there. Where it is further, more is doubted than need be, never less.
+The moment of the fetch is needed in the time of the source's clock, which may differ from the local
+clock by hours. Monarch knows the newest time that the source has reported, and how long ago that
+was: a lower bound of the source's clock. A bound that is too low only marks more versions young.
 
 Time is an argument, in nanoseconds of a monotonic clock.
 """
@@ -22,12 +21,12 @@ from monarch.types import Identity, Ino
 
 WINDOW_NS = 2_000_000_000
 _SECOND_NS = 1_000_000_000
-# A clock that nobody sets right loses no more than this against another.
+# The greatest drift between two clocks, as a fraction: one part in this number.
 _DRIFT = 10_000
 
 
 class SourceClock:
-    """A lower bound of the source's time. ``newest_ns`` is the newest that it told by ``at_ns``."""
+    """A lower bound of the source's clock. ``newest_ns`` is the newest time known at ``at_ns``."""
 
     def __init__(self, newest_ns: int, at_ns: int) -> None:
         self._told_ns = newest_ns
@@ -44,7 +43,7 @@ class SourceClock:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """``by_bytes``: the version may have other bytes by now and be the same version."""
+    """``by_bytes``: the bytes may have changed without a change of the version."""
 
     identity: Identity
     due_ns: int
@@ -58,8 +57,8 @@ class Doubts:
         self._due: list[tuple[int, Ino]] = []
 
     def fetched(self, ino: Ino, identity: Identity, *, since_ns: int) -> None:
-        """A file was fetched as the version ``identity``, at ``since_ns`` or later."""
-        # The time of modification can be set to any value; that of change is the source's clock.
+        """Records that a file was fetched as version ``identity``, at ``since_ns`` or later."""
+        # A program can set the modification time; the change time is of the source's clock.
         changed = identity.ctime_ns or identity.mtime_ns
         self._clock.told(changed, since_ns)
         now = self._clock.at(since_ns)
@@ -70,16 +69,16 @@ class Doubts:
         before = self._doubts.get(ino)
         if before is not None and before.identity == identity:
             by_bytes |= before.by_bytes
-        # With what the lower bound loses by its drift.
+        # The added part is for the drift of the clocks.
         self._put(ino, Doubt(identity, since_ns + WINDOW_NS + WINDOW_NS // 1000, by_bytes))
 
     def by_bytes(self, ino: Ino, identity: Identity) -> bool:
-        """Whether a copy of that version is not to be believed by a later mount."""
+        """Whether a later mount must not trust a copy of that version."""
         doubt = self._doubts.get(ino)
         return doubt is not None and doubt.by_bytes and doubt.identity == identity
 
     def due(self, now_ns: int) -> list[tuple[Ino, Doubt]]:
-        """The versions that have rested; each is to be settled or put off."""
+        """The versions whose time has passed; each must be settled or put off."""
         found = []
         while self._due and self._due[0][0] <= now_ns:
             due_ns, ino = heapq.heappop(self._due)
@@ -89,12 +88,12 @@ class Doubts:
         return found
 
     def settle(self, ino: Ino, doubt: Doubt) -> None:
-        """It has been looked at."""
+        """Removes a version that was checked."""
         if self._doubts.get(ino) is doubt:
             del self._doubts[ino]
 
     def put_off(self, ino: Ino, doubt: Doubt, *, until_ns: int) -> None:
-        """It could not be looked at."""
+        """Postpones a version that could not be checked."""
         if self._doubts.get(ino) is doubt:
             self._put(ino, Doubt(doubt.identity, until_ns, doubt.by_bytes))
 

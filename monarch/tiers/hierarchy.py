@@ -1,4 +1,4 @@
-"""All tiers of a mount and the records of what they hold: opened, adopted and swept together."""
+"""All tiers of a mount and the records of their copies: opened, adopted and swept together."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from monarch import points
+from monarch.config.defaults import readable_name
+from monarch.config.settings import TierSettings
 from monarch.errors import TierError
-from monarch.log import Limiter
-from monarch.places import readable_name
-from monarch.settings import TierSettings
+from monarch.posix import failpoints
+from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
-from monarch.tiers.directory import (
-    Owner,
-    Tier,
-    ino_of,
-    require_known_version,
-)
+from monarch.tiers.ownership import Owner, require_known_version
 from monarch.tiers.records import (
     Record,
     Records,
@@ -31,17 +26,18 @@ from monarch.tiers.records import (
     other_generations,
     require_known_versions,
 )
+from monarch.tiers.tier import Tier, ino_of
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)
 
-# Pieces of the snapshot's inode table: the first inode number of each, and its rows.
+# Returns pieces of the snapshot's inode table: the first inode number of each, and its rows.
 InodeTable = Callable[[], Iterator[tuple[int, npt.NDArray[np.void]]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The copies of one tier as the records tell: inode numbers and sizes in bytes."""
+    """The recorded copies of one tier: inode numbers and sizes in bytes, of equal length."""
 
     inos: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.uint64]
@@ -59,7 +55,7 @@ def require_known(settings: Sequence[TierSettings], state: Path) -> None:
 
 
 def owner_of(state: Path, *, mountpoint: str = "", source: str = "") -> Owner:
-    """The mount that a state directory is of, as its tiers know it. Raises TierError."""
+    """The owner that the tiers of a state directory's mount know. Raises TierError."""
     known = known_tiers(state) if state.is_dir() else frozenset()
     return Owner(readable_name(state), mountpoint, source, os.fspath(state), known)
 
@@ -67,9 +63,9 @@ def owner_of(state: Path, *, mountpoint: str = "", source: str = "") -> Owner:
 class Hierarchy:
     """The tiers, fastest first, in the generation of one snapshot, with their records.
 
-    ``columns`` gives the rows of the snapshot's inode table for a range of inode numbers;
-    ``inodes`` all of it, and is asked only if copies of an earlier snapshot have to be found
-    again. Raises TierError and LockedError.
+    ``columns`` returns the rows of the snapshot's inode table for a range of inode numbers;
+    ``inodes`` returns all of it, and is called only to adopt copies of an earlier snapshot. Raises
+    TierError and LockedError.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class Hierarchy:
             opened.pop_all()
 
     def _adopt(self, state: Path, generation: str, inodes: InodeTable) -> None:
-        """Find the copies that earlier snapshots promoted: same file, other inode number."""
+        """Adopts copies of earlier snapshots: the same files with other inode numbers."""
         tier_ids = [tier.id for tier in self.tiers]
         for earlier in other_generations(state, generation):
             old = Records(state, earlier, tier_ids)
@@ -116,9 +112,9 @@ class Hierarchy:
                             old, earlier, before, Ino(first + row), rows[row]
                         )
             old.close(clean=False)
-            points.reached("adopt-done")
+            failpoints.failpoint("adopt-done")
             old.remove()
-            log.info("the snapshot is new: %d copies were found again", adopted)
+            log.info("the snapshot is new: %d copies of earlier ones were adopted", adopted)
 
     def _adopt_one(self, old: Records, earlier: str, before: Ino, now: Ino, row: np.void) -> bool:
         record = old.get(before)
@@ -133,16 +129,16 @@ class Hierarchy:
             self._limiter.warning(
                 log,
                 tier,
-                "tier %s: a copy of an earlier snapshot was given up, it will be made anew: %s",
+                "tier %s: a copy of an earlier snapshot was given up, it will be made again: %s",
                 tier,
                 errno_words(error.errno),
             )
             return False
-        points.reached("adopt-recorded")
+        failpoints.failpoint("adopt-recorded")
         return True
 
     def held(self, tier: Tier) -> Held:
-        """What the records tell of one tier."""
+        """The recorded copies of one tier."""
         inos: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         sizes: list[npt.NDArray[np.uint64]] = [np.empty(0, np.uint64)]
         for found, tiers, found_sizes in self.records.load():
@@ -152,13 +148,13 @@ class Hierarchy:
         return Held(np.concatenate(inos), np.concatenate(sizes))
 
     def forgotten(self, tier: Tier) -> int:
-        """How many copies a tier has while no record knows of any, so that ``sweep`` takes all."""
+        """The number of copies of a tier without any record, which ``sweep`` will remove."""
         with suppress(OSError):
             return 0 if len(self.held(tier).inos) else tier.count_copies()
         return 0
 
     def doubt(self, tier: Tier) -> npt.NDArray[np.int64]:
-        """Have each copy of a tier verified before it is used, also by later daemons; which."""
+        """Marks all copies of a tier to be verified before use; returns them."""
         inos = self.held(tier).inos
         for ino in inos.tolist():
             record = self.records.get(Ino(ino))
@@ -168,36 +164,36 @@ class Hierarchy:
         return inos
 
     def sweep(self, tier: Tier, *, before_ns: int) -> list[Ino]:
-        """Remove copies that no record knows; the inode numbers of those missing or cut short.
+        """Removes copies without a record; returns the inode numbers of missing or truncated ones.
 
-        Waits for the disk. Copies made after ``before_ns`` (wall clock) are left alone: one may
-        be committed and not recorded yet.
+        Waits for the disk. Copies made after ``before_ns`` (wall clock) are kept: one may be
+        committed and not recorded yet.
         """
         removed = tier.remove_other_generations()
         held = self.held(tier)
         believed = dict(zip(held.inos.tolist(), held.sizes.tolist(), strict=True))
-        doubted = {ino for inos in self.records.doubted() for ino in inos.tolist()}
+        doubted = {ino for inos in self.records.unverified() for ino in inos.tolist()}
         for paths in tier.copies():
             for path in paths:
                 ino = ino_of(path)
                 if ino is None:
-                    # Somebody else has put it there.
+                    # Another program has put it there.
                     continue
                 known = ino in believed
-                # A power cut may have kept a name and lost the bytes.
+                # After a power cut a name may exist without its bytes.
                 size = believed[ino] if known and ino in doubted else None
                 if known and size is None:
                     del believed[ino]
                 elif not known and self._is_recorded(tier, ino):
-                    # It has come meanwhile, whatever the clock says.
+                    # The copy was made meanwhile, whatever the clock says.
                     continue
                 elif tier.remove_stranger(path, before_ns=before_ns, unless_size=size):
                     removed += 1
-                    points.reached("sweep-removed")
+                    failpoints.failpoint("sweep-removed")
                 elif known:
                     del believed[ino]
         if removed:
-            log.info("tier %s: removed %d files that no record knows", tier.name, removed)
+            log.info("tier %s: removed %d files without a record", tier.name, removed)
         return [Ino(ino) for ino in sorted(believed)]
 
     def _is_recorded(self, tier: Tier, ino: Ino) -> bool:
@@ -205,18 +201,18 @@ class Hierarchy:
         return record is not None and record.tier == tier.number
 
     def close(self, *, clean: bool) -> None:
-        """``clean``: nothing is under way. Waits until the copies are on the disks, if so."""
+        """``clean``: no copy is running. Then waits until the copies are on the disks."""
         synced = False
         if clean:
             with suppress(OSError):
                 for tier in self.tiers:
                     tier.sync()
                 synced = True
-        points.reached("end-synced")
+        failpoints.failpoint("end-synced")
         self.records.close(clean=synced)
-        points.reached("end-clean")
+        failpoints.failpoint("end-clean")
         for tier in self.tiers:
-            # What is left, or the tier itself, may be gone; the next start sweeps again.
+            # A stage, or the tier itself, may be gone; the next start sweeps again.
             with suppress(OSError):
                 tier.sweep_stage()
             tier.close()
@@ -224,13 +220,13 @@ class Hierarchy:
 
 @contextmanager
 def _told(tier: TierSettings) -> Iterator[None]:
-    """A failing disk as a TierError."""
+    """Raises the OSError of a failing disk as a TierError."""
     try:
         yield
     except OSError as error:
         raise TierError(
             f"tier {os.fspath(tier.path)!r}: {error.strerror}",
-            hint="make room there, or name another directory",
+            hint="free space there, or name another directory",
         ) from error
 
 

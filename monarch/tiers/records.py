@@ -1,19 +1,19 @@
 """The residency records: which copy is committed, of which version of the file, with which digest.
 
-One file per state directory and snapshot, ``residency-GENERATION``: a header page and one 64-byte
-record per inode, at ``4096 + 64 * ino``. The file is sparse, so a record that was never written
-costs nothing. It is written with ``pwrite`` at each commit: a killed daemon loses no record, and
-each record carries a check sum over itself and its inode number, so that a torn one is no record.
+There is one file per state directory and snapshot, ``residency-GENERATION``: a header page and a
+64-byte record per inode, at ``4096 + 64 * ino``. The file is sparse: a record that was never
+written needs no space. Each commit writes its record with ``pwrite``, so a killed daemon loses no
+record. A record has a checksum over itself and its inode number, so a torn record is detected.
 
-A record names its tier by a place in the header's list of tiers' ids, which keeps its order
-whatever the configuration's is. So no record is ever rewritten, and a crash finds none half done.
+A record names its tier by an index into the header's list of tier ids, whose order does not depend
+on the configuration. So no record is ever rewritten, and a crash finds none half done.
 
-A copy is believed as long as every daemon ends cleanly. A *term* lasts from one unclean end to the
-next; a record tells the term in which its copy was made or last verified, and one of an earlier
-term is doubted: its copy is verified by its digest before its first use, however late that is.
+A copy is trusted as long as every daemon ends cleanly. A *term* lasts from one unclean end to the
+next. A record has the term in which its copy was made or last verified. A record of an earlier term
+is doubted: its copy is verified by its digest before its first use, however late that is.
 
-A record may say that its version was *young* when it was fetched (tiers/doubts.py): the source
-may have other bytes under the same times. The mount that made it looks again; no other believes it.
+A record may be marked *young* (tiers/doubts.py): the source may have other bytes under the same
+times. The mount that made it checks it again; other mounts do not trust it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from monarch import points
 from monarch.errors import TierError
+from monarch.posix import failpoints
 from monarch.types import Identity, Ino
 
 log = logging.getLogger(__name__)
 
 _MAGIC = "monarch residency"
-# 1: as 2, but without seals and terms, so each copy is verified, and sealed, when first used.
+# 1: as 2, without seals and terms, so each copy is verified and sealed at its first use.
 _VERSION = 2
 _HEADER_BYTES = 4096
 _PREFIX = "residency-"
@@ -61,7 +61,7 @@ _LAYOUT = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A committed copy: the ``tier`` that holds it, the version it is of, its xxh3-128."""
+    """A committed copy: the ``tier`` that holds it, its version, and its xxh3-128."""
 
     tier: int
     identity: Identity
@@ -69,11 +69,11 @@ class Record:
 
 
 class Records:
-    """The records of one generation (a snapshot's id), kept in ``directory``.
+    """The records of one generation (the id of a snapshot), kept in ``directory``.
 
-    ``tier_ids`` gives the identity of tier 1, 2, ...: copies of a tier that is no longer
-    configured are forgotten, and those of one that has changed its place keep their copies.
-    Raises TierError if the file cannot be made.
+    ``tier_ids`` has the ids of tier 1, 2, ...: copies of a tier that is no longer configured are
+    forgotten; a tier that has changed its place keeps its copies. Raises TierError if the file
+    cannot be created.
     """
 
     def __init__(self, directory: Path, generation: str, tier_ids: Sequence[str]) -> None:
@@ -96,16 +96,16 @@ class Records:
                 self._begin_anew()
             elif known["version"] != _VERSION:
                 log.info(
-                    "%s is of version %s, now %d: each copy is verified when first used",
+                    "%s is of version %s, now %d: each copy is verified at its first use",
                     *(self._path, known["version"], _VERSION),
                 )
-            # On the disk before anything that it warns of can be.
+            # Synced before any change that the mark warns of.
             self._write_header()
             os.fdatasync(self._fd)
-            points.reached("records-dirty")
+            failpoints.failpoint("records-dirty")
             self._forget_other_tiers(ids, tier_ids)
             self._forget_young()
-            points.reached("records-forgotten")
+            failpoints.failpoint("records-forgotten")
             self._number(ids, tier_ids)
             self._write_header()
         except OSError as error:
@@ -113,10 +113,8 @@ class Records:
 
     @classmethod
     def existing(cls, directory: Path, generation: str, tier_ids: Sequence[str]) -> Records | None:
-        """The records as they were left, to be looked at; only ``clear`` changes them.
-
-        None if the file cannot be read. Raises TierError if a newer version has written it.
-        """
+        """The existing records, for a check; only ``clear`` changes them. None if the file cannot
+        be read. Raises TierError if a newer version has written it."""
         path = directory / (_PREFIX + generation)
         header = _read_header(path)
         listed = header.get("tiers")
@@ -138,12 +136,12 @@ class Records:
         return records
 
     def leave(self) -> None:
-        """Let go of records that were only looked at."""
+        """Closes records that were opened by ``existing``."""
         os.close(self._fd)
 
     def _begin_anew(self) -> None:
         if os.fstat(self._fd).st_size:
-            log.warning("%s cannot be read, so copies are made anew", self._path)
+            log.warning("%s cannot be read, so copies are made again", self._path)
             os.ftruncate(self._fd, 0)
 
     def _forget_other_tiers(self, ids: Sequence[str], tier_ids: Sequence[str]) -> None:
@@ -155,13 +153,14 @@ class Records:
                 self.clear(Ino(first + index))
 
     def _forget_young(self) -> None:
-        """Forget what the last daemon ended too early to look at again."""
+        """Forgets young copies that the last daemon did not check again."""
         for first, table in self._tables():
             for index in np.flatnonzero((table["place"] > 0) & (table["young"] > 0)).tolist():
                 self.clear(Ino(first + index))
 
     def _number(self, ids: list[str], tier_ids: Sequence[str]) -> None:
-        """Give each tier a place in the list: the one it has, that of one that is gone, a new."""
+        """Gives each tier an index of the list: its old one, that of a removed tier, or a new
+        one."""
         for name in tier_ids:
             if name in ids:
                 continue
@@ -179,7 +178,8 @@ class Records:
         os.pwrite(self._fd, json.dumps(self._header).encode().ljust(_HEADER_BYTES), 0)
 
     def put(self, ino: Ino, record: Record, *, doubted: bool = False, young: bool = False) -> None:
-        """Believe this copy from now on, or once it has been verified; ``young``: in this mount.
+        """Records a copy; ``doubted``: it must be verified first; ``young``: trusted by this mount
+        only.
 
         Raises OSError.
         """
@@ -193,12 +193,12 @@ class Records:
         os.pwrite(self._fd, b"\0", _offset(ino))
 
     def confirm(self, ino: Ino, record: Record) -> None:
-        """The copy was verified: believe it, unless another has taken its place meanwhile."""
+        """Marks a verified copy as trusted, unless another one has replaced it meanwhile."""
         if self.doubts(ino) and self.get(ino) == record:
             self.put(ino, record, young=self.is_young(ino))
 
     def settle(self, ino: Ino) -> None:
-        """The source was looked at again, and the copy is of what it has. Raises OSError."""
+        """Marks a young copy as checked: it equals the source. Raises OSError."""
         record = self.get(ino)
         if record is not None and self.is_young(ino):
             self.put(ino, record, doubted=self.doubts(ino))
@@ -225,14 +225,14 @@ class Records:
         return Record(tier, Identity(size, mtime_ns, ctime_ns, source_ino), digest)
 
     def is_torn(self, ino: Ino) -> bool:
-        """Whether something is recorded of ``ino`` that is no record."""
+        """Whether the record of ``ino`` is damaged."""
         place = os.pread(self._fd, 1, _offset(ino))
         return bool(place) and bool(self._tiers[place[0]]) and self.get(ino) is None
 
     def forget_other_versions(self, known: Callable[[range], npt.NDArray[np.void]]) -> None:
-        """Forget the copies of other versions than those that ``known`` tells of inode numbers.
+        """Forgets copies of other versions than those that ``known`` returns for inode numbers.
 
-        The last daemon may have learnt of a change that its snapshot did not know.
+        The last daemon may have found a change that its snapshot did not have.
         """
         for first, table in self._tables():
             held = np.flatnonzero(self._tiers[table["place"]])
@@ -255,7 +255,7 @@ class Records:
             if len(held):
                 yield held + first, self._tiers[table["place"][held]], table["size"][held].copy()
 
-    def doubted(self) -> Iterator[npt.NDArray[np.int64]]:
+    def unverified(self) -> Iterator[npt.NDArray[np.int64]]:
         """The inode numbers of the copies that must be verified before they are used."""
         for first, table in self._tables():
             held = self._tiers[table["place"]] > 0
@@ -264,7 +264,7 @@ class Records:
                 yield found + first
 
     def by_source_ino(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """The source's inode numbers of all records, sorted, and the inode numbers beside them."""
+        """The inode numbers at the source of all records, sorted, and the inode number of each."""
         keys: list[npt.NDArray[np.uint64]] = [np.empty(0, np.uint64)]
         inos: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         for first, table in self._tables():
@@ -293,9 +293,9 @@ class Records:
             position += count * _RECORD_BYTES
 
     def close(self, *, clean: bool) -> None:
-        """``clean`` tells the next daemon that every record's copy is whole and on the disk."""
+        """``clean`` marks that the copy of every record is complete and on the disk."""
         if clean:
-            # The mark says that the records are on the disk, too.
+            # The records must be on the disk before the mark is.
             os.fdatasync(self._fd)
         self._header["clean"] = clean
         self._write_header()
@@ -308,7 +308,7 @@ class Records:
 
 
 def other_generations(directory: Path, generation: str) -> list[str]:
-    """The generations whose records lie in ``directory`` besides this one."""
+    """The other generations with records in ``directory``."""
     return [
         name.removeprefix(_PREFIX)
         for name in sorted(os.listdir(directory))
@@ -317,7 +317,7 @@ def other_generations(directory: Path, generation: str) -> list[str]:
 
 
 def known_tiers(directory: Path) -> frozenset[str]:
-    """The ids of all tiers that the records in ``directory`` know. Raises TierError."""
+    """The ids of all tiers in the records of ``directory``. Raises TierError."""
     known: set[str] = set()
     for generation in other_generations(directory, ""):
         listed = _read_header(directory / (_PREFIX + generation)).get("tiers")
@@ -327,7 +327,7 @@ def known_tiers(directory: Path) -> frozenset[str]:
 
 
 def _term_after(header: dict[str, object]) -> int:
-    """The term that begins, or goes on, after what a header tells of the last daemon's end."""
+    """The current term: a new one if the header shows an unclean end, else the same."""
     term = header.get("term")
     if not isinstance(term, int) or term < 1:
         return 1
@@ -349,7 +349,7 @@ def require_known_versions(directory: Path) -> None:
 
 
 def _read_header(path: Path) -> dict[str, object]:
-    """The header, empty if the file is not ours. Raises TierError for a newer version."""
+    """The header, empty if the file is not one of records. Raises TierError for a newer version."""
     try:
         with open(path, "rb") as file:
             header = json.loads(file.read(_HEADER_BYTES))

@@ -1,4 +1,4 @@
-"""What a tier path holds for all mounts, served or not, and how it is removed."""
+"""The copies in a tier path of all mounts, served or not, and their removal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch.tiers.directory import PRIVATE, STAGED, ino_of
-from monarch.tiers.examine import Contents
-from monarch.tiers.lock import Lock
+from monarch.posix.file_lock import Lock
+from monarch.tiers.ownership import PRIVATE
+from monarch.tiers.tier import STAGED, ino_of
+from monarch.tiers.verify import Contents
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -23,7 +24,7 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 class SharedCopies:
     """The copies of one mount; ``source`` and ``state`` are empty if an earlier version made them.
 
-    ``used_ns``: when a mount last took them into use, in ns of the wall clock.
+    ``used_ns``: when a mount last opened them, in ns of the wall clock.
     """
 
     directory: str
@@ -38,7 +39,7 @@ class SharedCopies:
 
 
 def shared_copies(tier: Path) -> Iterator[SharedCopies]:
-    """Of each mount that has copies in the tier at this path. Raises OSError."""
+    """The copies of each mount in the tier at this path. Raises OSError."""
     private = tier / PRIVATE
     names = sorted(os.listdir(private)) if private.is_dir() else []
     for path in [private, *(private / name for name in names)]:
@@ -94,7 +95,7 @@ def _note_at(path: Path) -> dict[str, Any] | None:
 
 
 def remove_copies(held: SharedCopies) -> None:
-    """Remove what Monarch has made there, by the form of its names, and nothing else.
+    """Removes the files that Monarch has made there, recognised by their names, and no others.
 
     Raises LockedError if a daemon uses them, and OSError.
     """
@@ -140,13 +141,13 @@ def _rmdir(fd: int, name: str) -> None:
     try:
         os.rmdir(name, dir_fd=fd)
     except OSError as error:
-        # A foreign file stays, and with it the directory.
+        # A file of another program stays, and so does its directory.
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
 
 
 def _note(fd: int) -> dict[str, Any] | None:
-    """What ``tier.json`` tells; None where no copies of a mount lie."""
+    """The contents of ``tier.json``; None if there are no copies of a mount."""
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         note = os.open("tier.json", flags, dir_fd=fd)

@@ -1,12 +1,12 @@
-"""The source: opens and reads its files. Every call may wait as long as the source likes.
+"""The source: opens and reads its files. Every call may wait without a limit.
 
-Call nothing here on the event loop. A file is opened beneath the root's descriptor, never
-through a symbolic link, and only regular files are opened: a fifo that took a file's place
-must not hang a reader.
+Call nothing here on the event loop. A file is opened relative to the descriptor of the root, never
+through a symbolic link, and only regular files are opened: a fifo in the place of a file must not
+block a reader.
 
-A source whose client dies is mounted anew at its path, and all descriptors that lead to it answer
-ENOTCONN or ESTALE from then on. The root is then opened again by its path, if that leads to the
-same directory, and so is a file that readers hold open, if it is the same version.
+If the client of the source dies, it is mounted again at its path, and all old descriptors fail with
+ENOTCONN or ESTALE. Then the root is opened again by its path, if that leads to the same directory,
+and so is a file that readers have open, if it is the same version.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch import acl
-from monarch.acl import Acls
-from monarch.beneath import lstat_beneath, open_beneath
-from monarch.credentials import Credentials, acting_as
 from monarch.errors import SourceChanged, SourceError, source_remedy
+from monarch.posix import acl
+from monarch.posix.acl import Acls
+from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.openat2 import lstat_beneath, open_beneath
 from monarch.types import Identity, kept_ns
 from monarch.units import MiB
 
@@ -41,25 +41,25 @@ log = logging.getLogger(__name__)
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
-# O_NONBLOCK so that opening a fifo returns at once; regular files do not know it.
+# O_NONBLOCK lets the open of a fifo return at once; regular files ignore it.
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
 
-# What reading answers of a directory, and of a fifo.
+# The errors of reading a directory, and a fifo.
 _NOT_READ_LIKE_A_FILE = (errno.EISDIR, errno.ESPIPE)
 
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO)
 
-# What a descriptor answers whose file system was taken away under it.
+# The errors of a descriptor whose file system was unmounted.
 _LEFT_BEHIND = frozenset(
     {errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN, errno.ECONNABORTED, errno.ENODEV}
 )
-# How often it is tried to open such a source anew. Seconds.
+# The interval of attempts to open such a source again.
 _RETRY_S = 1.0
-# So many names of the root, with their inode numbers, are what it is known by.
+# The root is recognised by at most this many names in it, with their inode numbers.
 _KNOWN_BY = 16
 
-# A read so far behind the last one still belongs to a reader that goes through a file from its
-# start: what the kernel reads ahead does not come in order. Bytes, as in fuse/_requests.c.
+# A read that begins at most this far from the end of the last one continues a sequential read:
+# readahead of the kernel arrives out of order. In bytes, as in fuse/native/_requests.c.
 REACH_GAP = 2 * MiB
 
 _ROOT_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -72,18 +72,18 @@ _STATX_IDENTITY = 0x40 | 0x80 | 0x100 | 0x200
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A whole small file. ``reads`` is how many read calls the source has seen for it."""
+    """The bytes of a small file. ``reads`` is the number of read calls at the source."""
 
     data: bytes
     reads: int
 
 
 class SourceFile:
-    """An open source file, shared by a reader's binding and the copy that follows it.
+    """An open source file, shared by a reader's binding and the copy that follows the reader.
 
-    The last ``release`` hands the descriptor to ``close``; ``read_up_to`` is where a reader that
-    goes through the file from its start has got to, in bytes. It belongs to the event loop, only
-    reads of ``fd`` may run in any thread.
+    The last ``release`` passes the descriptor to ``close``. ``read_up_to`` is the position, in
+    bytes, of a reader that reads the file from its start. The object belongs to the event loop;
+    only reads of ``fd`` may run in any thread.
     """
 
     __slots__ = ("_close", "_users", "fd", "read_up_to", "status")
@@ -96,7 +96,7 @@ class SourceFile:
         self._users = 1
 
     def note_read(self, offset: int, end: int) -> None:
-        """A reader has read this far from ``offset`` on."""
+        """Records that a reader has read from ``offset`` to ``end``."""
         if offset <= self.read_up_to + REACH_GAP:
             self.read_up_to = max(self.read_up_to, end)
 
@@ -111,8 +111,8 @@ class SourceFile:
             self.fd = -1
 
 
-def let_go(result: object) -> None:
-    """Close what a call has opened for somebody who does not wait for it any more."""
+def close_result(result: object) -> None:
+    """Closes the file that an abandoned call has opened."""
     if isinstance(result, SourceFile):
         result.release()
 
@@ -120,8 +120,8 @@ def let_go(result: object) -> None:
 def identity_now(fd: int) -> Identity:
     """The identity of an open file as the source's client knows it now. Raises OSError.
 
-    Unlike ``fstat`` it does not ask for the time of access, which a read has just made stale: a
-    FUSE client would go to its server for that, once for every file of the first epoch.
+    Unlike ``fstat`` it does not request the access time, which a read has just made stale: a FUSE
+    client would ask its server for that, once for every file of the first epoch.
     """
     buffer = ctypes.create_string_buffer(256)
     if _LIBC.statx(fd, b"", _AT_EMPTY_PATH, _STATX_IDENTITY, buffer) != 0:
@@ -140,17 +140,15 @@ def identity_of(status: os.stat_result) -> Identity:
 
 
 class Source:
-    """The directory being mounted. Raises SourceError if it is missing or no directory.
-
-    ``close`` is how a file is closed that was kept open: even that may ask the source's server.
-    """
+    """The directory being served. Raises SourceError if it is missing or not a directory. ``close``
+    is called to close a file that was kept open: even that may wait for a server."""
 
     def __init__(self, path: bytes, close: Callable[[int], None] = os.close) -> None:
         self.path = path
         self._close = close
         self._reopening = threading.Lock()
         self._reopened = 0
-        # ``who``: with whose rights this thread opens.
+        # ``who``: the credentials with which this thread opens files.
         self._acting = threading.local()
         self._tried_s = -math.inf
         try:
@@ -170,14 +168,15 @@ class Source:
 
     @property
     def directory(self) -> int:
-        """The descriptor of the root: one number for good, whatever has been opened under it."""
+        """The descriptor of the root; its number stays the same when the root is opened again."""
         return self._root
 
     def status(self, path: bytes) -> os.stat_result:
         return self.at_root(self._with_rights, lstat_beneath, path)
 
     def acting(self, who: Credentials, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """``call(*args)``; whatever it opens here by name it opens with the rights of ``who``."""
+        """Returns ``call(*args)``; all files that it opens by name are opened with the rights of
+        ``who``."""
         self._acting.who = who
         try:
             return call(*args)
@@ -191,11 +190,11 @@ class Source:
             return call(root, *args)
 
     def acls(self, path: bytes) -> Acls:
-        """The access control lists of an entry, none if its file system has no such thing."""
+        """The access control lists of an entry, empty if its file system does not support them."""
         return self.at_root(acl.read_beneath, path)
 
     def xattrs(self, path: bytes) -> dict[bytes, bytes]:
-        """The extended attributes of a file or directory that anybody may set. Raises OSError."""
+        """The extended attributes in the namespace "user" of an entry. Raises OSError."""
         return self.at_root(self._with_rights, _xattrs_beneath, path)
 
     def open(self, path: bytes) -> SourceFile:
@@ -210,11 +209,31 @@ class Source:
             raise
         return SourceFile(fd, status, self._close)
 
-    def fetch(self, path: bytes, identity: Identity) -> Fetched:
-        """Open a small file, take it whole and close it again.
+    def open_known(self, path: bytes, source_ino: int) -> SourceFile:
+        """As ``open``, with the rights of the daemon, of the file that has that number.
 
-        It is compared with that version when its bytes are here: then it has been that version
-        all the while. Raises OSError, and SourceChanged if it is another or no file any more.
+        Without one the rights are those of the caller.
+        """
+        if not source_ino:
+            return self.open(path)
+        file = self._let_in(path)
+        if file.status.st_ino != source_ino:
+            file.release()
+            raise SourceChanged(f"{os.fsdecode(path)!r} is another file")
+        return file
+
+    def _let_in(self, path: bytes) -> SourceFile:
+        who, self._acting.who = getattr(self._acting, "who", None), None
+        try:
+            return self.open(path)
+        finally:
+            self._acting.who = who
+
+    def fetch(self, path: bytes, identity: Identity) -> Fetched:
+        """Opens a small file, reads it completely and closes it.
+
+        Its version is compared after the read: if it is ``identity``, it was that version all the
+        time. Raises OSError, and SourceChanged if it is another version or not a file.
         """
         fd = self._opened(path)
         try:
@@ -230,7 +249,7 @@ class Source:
         try:
             return self.at_root(self._with_rights, open_beneath, path, _FLAGS)
         except OSError as error:
-            # A link in the place of a file or of one of its directories is another thing.
+            # A symbolic link in the place of the file or of one of its directories is a change.
             if error.errno in _NO_SUCH_FILE:
                 raise SourceChanged(f"{os.fsdecode(path)!r} is no longer a file") from error
             raise
@@ -242,7 +261,8 @@ class Source:
         call: Callable[[int, Unpack[Args]], T],
         *args: Unpack[Args],
     ) -> T:
-        """``call(fd, *args)`` of an open file. Raises what it raises."""
+        """Returns ``call(fd, *args)`` of an open file; a lost file is opened again. Raises its
+        errors."""
         try:
             return call(file.fd, *args)
         except OSError as error:
@@ -251,7 +271,7 @@ class Source:
         return call(file.fd, *args)
 
     def _is_renewed(self, file: SourceFile, path: bytes) -> bool:
-        """Open a file anew under its old descriptor's number, if it still is that version."""
+        """Opens a file again, with the same descriptor number, if it is still that version."""
         try:
             fresh = self.open(path)
         except (OSError, SourceChanged):
@@ -265,9 +285,9 @@ class Source:
         return True
 
     def at_root(self, call: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """``call(root, *args)``; once more if the root had to be opened anew for it.
+        """Returns ``call(root, *args)``; calls again if the root had to be opened again.
 
-        So ``call`` must be one that may be made twice. Raises what it raises.
+        So ``call`` must be repeatable. Raises its errors.
         """
         seen = self._reopened
         try:
@@ -280,7 +300,7 @@ class Source:
         return call(self._root, *args)
 
     def _is_reopened(self) -> bool:
-        """Open the root anew, under the number that others know, if its path leads to it again."""
+        """Opens the root again, with the same descriptor number, if its path leads to it."""
         if not self._reopening.acquire(blocking=False):
             return False
         try:
@@ -300,11 +320,11 @@ class Source:
             return False
         finally:
             self._reopening.release()
-        log.info("the source was lost and is opened anew at %r", os.fsdecode(self.path))
+        log.info("the source was lost and was opened again at %r", os.fsdecode(self.path))
         return True
 
     def _is_known(self, fd: int) -> bool:
-        """Whether a directory is the root: not what is below a mount point without its mount."""
+        """Whether a directory is the root, and not the empty mount point below it."""
         if os.fstat(fd).st_ino != self._root_ino:
             return False
         with os.scandir(fd) as entries:
@@ -315,7 +335,7 @@ def _xattrs_beneath(root: int, path: bytes) -> dict[bytes, bytes]:
     fd = open_beneath(root, path, os.O_PATH | os.O_CLOEXEC)
     found: dict[bytes, bytes] = {}
     try:
-        # A descriptor of this kind has attributes only by its path.
+        # An O_PATH descriptor has extended attributes only by its path in /proc.
         where = b"/proc/self/fd/%d" % fd
         with suppress(OSError):
             for name in os.listxattr(where):
@@ -327,9 +347,9 @@ def _xattrs_beneath(root: int, path: bytes) -> dict[bytes, bytes]:
 
 
 def read_whole(fd: int, identity: Identity) -> Fetched:
-    """A whole file in as few reads as the source allows, one where it returns all.
+    """Reads a whole file in as few reads as possible, one if the source returns all bytes.
 
-    Raises OSError, and SourceChanged if it is not, or no longer, the version given.
+    Raises OSError, and SourceChanged if it is not, or no longer, the version ``identity``.
     """
     parts: list[bytes] = []
     offset = reads = 0

@@ -1,1 +1,1 @@
-"""Movement: what placement has decided is copied, verified and committed here."""
+"""Copies files from the source to the tiers as placement decides, verified and committed."""

@@ -1,8 +1,8 @@
-"""One copy: reserve was done by placement; here bytes are staged, verified, committed, recorded.
+"""The steps of one copy, whose space is reserved: stage, verify, commit, record.
 
-These functions wait for disks and for the source: they run in worker threads. Their order is the
-one that a crash at any point survives: stage under a temporary name, compare with the source's
-attributes before and after, rename, then write the record.
+These functions wait for disks and for the source: they run in worker threads. Their order survives
+a crash at any point: stage under a temporary name, compare the attributes at the source before and
+after, rename, then write the record.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from monarch import points
 from monarch.errors import SourceChanged
-from monarch.tiers.directory import Staged, Tier
+from monarch.posix import failpoints
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import Source, SourceFile, identity_now, identity_of
+from monarch.tiers.tier import Staged, Tier
 from monarch.types import Identity, Ino
 from monarch.units import MiB
 
-# What one turn in a worker thread moves: long enough to make the hop cheap, short enough that a
-# copy stands aside for a reader within a few milliseconds.
+# Bytes moved in one turn of a worker thread: enough to make the hop cheap, few enough that a copy
+# gives way to a reader within a few milliseconds.
 TURN_BYTES = 4 * MiB
 _PIECE_BYTES = 1 * MiB
 _HOLE = bytes(_PIECE_BYTES)
@@ -30,10 +30,10 @@ _HOLE = bytes(_PIECE_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The bytes of a small file, as they were read from the source.
+    """The bytes of a small file, as read from the source.
 
-    ``young`` as of ``Records.put``. ``given_up`` says whether nobody wants the copy any more: its
-    tier has let us wait too long.
+    ``young`` as in ``Records.put``. ``given_up`` tells whether the copy was given up, because its
+    tier took too long.
     """
 
     ino: Ino
@@ -46,7 +46,7 @@ class Content:
 def commit_contents(
     tier: Tier, records: Records, contents: Sequence[Content]
 ) -> list[OSError | None]:
-    """Commit each; None where it went well, else the tier's error."""
+    """Commits each; returns for each None, or the error of the tier."""
     results: list[OSError | None] = []
     for content in contents:
         try:
@@ -62,7 +62,7 @@ def commit_contents(
 
 
 class Wanted(Protocol):
-    """What a copy is of, and whether it is still wanted."""
+    """The file version of a copy, and whether the copy is still wanted."""
 
     @property
     def ino(self) -> Ino: ...
@@ -75,19 +75,19 @@ class Wanted(Protocol):
 
 
 def commit(tier: Tier, records: Records, staged: Staged, wanted: Wanted) -> None:
-    """Rename, then record. Raises OSError, also if the staged bytes are too few."""
+    """Renames, then records. Raises OSError, and SourceChanged if bytes are missing."""
     ino, identity = wanted.ino, wanted.identity
     if staged.size != identity.size:
         raise SourceChanged(f"read {staged.size} bytes of {identity.size}")
     digest = staged.commit(identity)
     try:
-        # Another tier may have the copy by now, and its record.
+        # Another tier may have a copy and the record by now.
         _require_wanted(wanted.given_up)
         records.put(ino, Record(tier.number, identity, digest), young=wanted.young)
     except OSError:
         tier.remove(ino)
         raise
-    points.reached("copy-recorded")
+    failpoints.failpoint("copy-recorded")
 
 
 def _require_wanted(given_up: Callable[[], bool]) -> None:
@@ -96,17 +96,17 @@ def _require_wanted(given_up: Callable[[], bool]) -> None:
 
 
 def open_version(source: Source, path: bytes, identity: Identity) -> SourceFile:
-    """Open a file that must be the version given. Raises SourceChanged, OSError."""
+    """Opens a file that must be the version ``identity``. Raises SourceChanged, OSError."""
     file = source.open(path)
     if identity_of(file.status) != identity:
         os.close(file.fd)
-        raise SourceChanged(f"{os.fsdecode(path)!r} is not what the snapshot says")
+        raise SourceChanged(f"{os.fsdecode(path)!r} differs from the snapshot")
     return file
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn brought: ``pieces`` in order, of which ``read_bytes`` in ``reads`` calls."""
+    """The result of one turn: ``pieces`` in order, of which ``read_bytes`` in ``reads`` calls."""
 
     pieces: list[bytes]
     reads: int
@@ -118,7 +118,7 @@ class Turn:
 
 
 def read_turn(file: SourceFile, offset: int, count: int) -> Turn:
-    """Up to ``count`` bytes from ``offset`` on. Whole pieces of a hole are not read."""
+    """Reads up to ``count`` bytes from ``offset`` on. Pieces that are holes are not read."""
     pieces: list[bytes] = []
     reads = read_bytes = 0
     end = offset + count
@@ -140,14 +140,14 @@ def read_turn(file: SourceFile, offset: int, count: int) -> Turn:
 
 
 def _next_data(file: SourceFile, offset: int) -> int:
-    """Where the data at or behind ``offset`` begin; asked only of a file that has holes."""
+    """The begin of the next data at or after ``offset``; called only for a sparse file."""
     status = file.status
     if status.st_blocks * 512 >= status.st_size:
         return offset
     try:
         return os.lseek(file.fd, offset, os.SEEK_DATA)
     except OSError as error:
-        # No data behind it, or a file system that cannot tell.
+        # ENXIO: no data follow. Other errors: the file system does not support SEEK_DATA.
         return status.st_size if error.errno == errno.ENXIO else offset
 
 
@@ -157,14 +157,14 @@ def append_all(staged: Staged, pieces: Sequence[bytes]) -> None:
 
 
 def check_unchanged(file: SourceFile, identity: Identity) -> None:
-    """Raises SourceChanged if the file was touched since it was opened, OSError."""
+    """Raises SourceChanged if the file changed since it was opened, and OSError."""
     try:
         now = identity_now(file.fd)
     except OSError as error:
-        # A server does not always keep for us what others unlink.
+        # A server may not keep an open file that another client unlinks.
         if error.errno in (errno.ENOENT, errno.ESTALE):
-            raise SourceChanged("the file went while it was copied") from error
+            raise SourceChanged("the file was removed while it was copied") from error
         raise
     if now != identity:
         raise SourceChanged("the file changed while it was copied")
-    points.reached("copy-compared")
+    failpoints.failpoint("copy-compared")

@@ -1,7 +1,7 @@
-"""Which tiers are out of service, why, since when, and when each is tried again. Pure.
+"""The tiers that are out of service: why, since when, and when each is tried again. Pure.
 
-A tier that takes no copies still gives those that it has. Only one that is slow, or is not where it
-was, is left alone altogether until it has been tried with success.
+A tier that takes no new copies still serves its copies. Only a tier that is slow, or whose
+directory has changed, is not used at all until a try succeeds.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# So many copies that cannot be read within so many seconds are the disk's fault, not theirs.
+# If this many copies cannot be read within the time below, the disk is to blame.
 _BAD_COPIES = 8
 _BAD_COPIES_S = 10.0
-# The pause between two tries doubles up to this. Seconds.
+# The pause between two tries doubles up to this value, in seconds.
 _LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """``why`` in words; ``since_ns`` since the epoch. ``slow``: it answers late or not at all.
+    """One outage: ``why`` as text; ``since_ns`` since the epoch. ``slow``: answers late or not at
+    all.
 
-    ``full``: nothing is wrong with it but that it has no room. ``gone``: its directory is not where
-    it was.
+    ``full``: the only problem is a lack of space. ``gone``: its directory is not at its path any
+    more.
     """
 
     why: str
@@ -34,12 +35,12 @@ class Outage:
 
     @property
     def is_read(self) -> bool:
-        """Whether copies there are still tried."""
+        """Whether copies in the tier are still read."""
         return not (self.slow or self.gone)
 
 
 class _Tries:
-    """When a tier is tried again, and how often it failed to be read of late."""
+    """The time of the next try of a tier, and the recent failures to read it."""
 
     __slots__ = ("bad_s", "next_s", "pause_s")
 
@@ -50,10 +51,10 @@ class _Tries:
 
 
 class Outages:
-    """Those of ``tiers``. ``pause_s`` is how long the first one lasts until the tier is tried.
+    """The outages of ``tiers``. ``pause_s`` is the time from the first outage to the first try.
 
-    Each ends later than the one before, until the tier has taken a copy in between: one that fails
-    whenever it is used must not be used all the time. ``now_s`` is of a clock that never jumps.
+    Each outage lasts longer than the one before until the tier has stored a copy in between, so
+    that a tier that fails at every use is rarely used. ``now_s`` is of a monotonic clock.
     """
 
     def __init__(self, tiers: Iterable[int], *, pause_s: float) -> None:
@@ -68,7 +69,7 @@ class Outages:
         return self._current.get(tier)
 
     def begin(self, tier: int, outage: Outage, *, now_s: float) -> bool:
-        """The tier is out, or out for a worse reason than before; False if that was known."""
+        """Begins an outage, or makes it worse; returns False if it was known already."""
         known = self._current.get(tier)
         if known is not None:
             if not known.is_read or outage.is_read:
@@ -79,7 +80,7 @@ class Outages:
         return True
 
     def tried(self, tier: int, outage: Outage, *, now_s: float) -> None:
-        """It was tried in vain; ``outage`` is what is wrong now."""
+        """Records a failed try; ``outage`` is the current problem."""
         since_ns = self._current[tier].since_ns
         self._current[tier] = Outage(outage.why, since_ns, outage.slow, outage.full, outage.gone)
         self._postpone(tier, now_s)
@@ -95,7 +96,7 @@ class Outages:
         self._tries[tier].pause_s = self._pause_s
 
     def copy_unreadable(self, tier: int, *, now_s: float) -> bool:
-        """Whether that is one too many."""
+        """Records a copy that could not be read; returns whether the limit is exceeded."""
         bad_s = self._tries[tier].bad_s
         bad_s.append(now_s)
         return len(bad_s) == _BAD_COPIES and now_s - bad_s[0] <= _BAD_COPIES_S

@@ -1,9 +1,9 @@
-"""How much of the source copies may take beside its readers. Pure: time is an argument.
+"""The share of the source that copies may use beside readers. Pure: time is an argument.
 
-A reader that waits for the source is held up while a copy reads there as well. So the share of time
-in which copies read, times the share of time in which readers wait, is kept at one twentieth: what
-a reader does takes at most that much longer, however little the source has to give. Readers that
-wait for the source less than that leave it to the copies.
+A copy that reads the source delays a reader that waits for it. So the product of the share of time
+in which copies read and the share in which readers wait is kept at one twentieth: a reader is
+delayed by at most that share, however slow the source is. If readers wait less than that share of
+the time, copies may use the source freely.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ _DELAY = 0.05
 # The readers' share is an average that rises quickly and falls slowly. Seconds.
 _RISE_S = 0.1
 _FALL_S = 1.0
-# What is assumed of who has just opened a file.
+# The share that is assumed for a reader that has just opened a file.
 _EXPECTED = 0.5
-# It is taken anew no more often than this. Seconds.
+# The shortest interval between two updates of the average.
 _STEP_S = 0.01
-# What copies may use at once after a pause, of their own time at the source. Seconds.
+# The time at the source that copies may save up in a pause.
 _SAVED_S = 0.05
 
 
 class Pace:
-    """Belongs to the event loop. ``look`` comes before what depends on the readers' share."""
+    """Belongs to the event loop. ``look`` must be called before the other methods."""
 
     def __init__(self) -> None:
         self._seen_s = -math.inf
         self._waited_s = 0.0
         self._share = 0.0
-        # The time at the source that copies have earned and not used; less than nothing if owed.
+        # The time at the source that copies have earned and not used; negative if overdrawn.
         self._earned_s = _SAVED_S
         self._under_way = 0
 
     @property
     def is_free(self) -> bool:
-        """Whether readers leave the source to the copies."""
+        """Whether copies may use the source freely."""
         return self._share <= _DELAY
 
     def expect(self) -> None:
-        """Somebody has opened a file and is about to read it."""
+        """Records that a reader has opened a file and is about to read it."""
         self._share = max(self._share, _EXPECTED)
         self._earned_s = min(self._earned_s, 0.0)
 
     def look(self, waited_s: float, now: float) -> None:
-        """Readers have waited for the source for so long altogether, at least one at a time."""
+        """Updates the readers' share; ``waited_s`` is the total time in which a reader waited."""
         if now - self._seen_s < _STEP_S:
             return
         elapsed, self._seen_s = now - self._seen_s, now
@@ -61,14 +61,14 @@ class Pace:
             self._earned_s = min(_SAVED_S, self._earned_s + elapsed * _DELAY / self._share)
 
     def may_begin(self) -> bool:
-        """Whether a copy may read the source now; one at a time, beside readers."""
+        """Whether a copy may read the source now; beside readers, one copy at a time."""
         return self.is_free or (self._under_way == 0 and self._earned_s > 0)
 
     def began(self) -> None:
         self._under_way += 1
 
     def ended(self, seconds: float) -> None:
-        """What had begun has read for so long."""
+        """Records that a read of a copy took ``seconds``."""
         self._under_way -= 1
         if not self.is_free:
             self._earned_s -= seconds

@@ -1,10 +1,10 @@
-"""The token bucket that keeps copies within a bandwidth. Pure: time is an argument."""
+"""A token bucket that limits a bandwidth. Pure: time is an argument."""
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """``rate`` in bytes per second, 0 for no limit; ``burst`` in bytes may go at once."""
+    """``rate`` in bytes per second, 0 for no limit; ``burst`` in bytes may pass at once."""
 
     def __init__(self, rate: int, burst: int) -> None:
         self._rate = rate
@@ -13,9 +13,9 @@ class TokenBucket:
         self._then = 0.0
 
     def take(self, count: int, now: float) -> float:
-        """Take ``count`` bytes at ``now`` (seconds, monotonic); the seconds to wait before use.
+        """Takes ``count`` bytes at ``now`` (seconds, monotonic); returns the seconds to wait.
 
-        The bucket may go into debt, so a request larger than the burst is served late, not never.
+        The bucket may go into debt, so a request larger than the burst is delayed, not refused.
         """
         if self._rate == 0:
             return 0.0

@@ -23,30 +23,30 @@ from typing import Literal, Protocol, TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch import acl
-from monarch.credentials import Credentials
+from monarch.config.settings import LimitSettings
 from monarch.errors import Refused, SourceChanged, SourceError
-from monarch.metrics import Metrics
-from monarch.namespace.overlay import Namespace
+from monarch.namespace.namespace import Namespace
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.epochs import Epochs
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE, Residency
-from monarch.settings import LimitSettings
-from monarch.tiers.directory import Space, Tier
+from monarch.posix import acl
+from monarch.posix.credentials import Credentials
+from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts
 from monarch.tiers.records import Record, Records
 from monarch.tiers.seal import BrokenSeal
 from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
-from monarch.transfer.readers import Readers
+from monarch.tiers.tier import Space, Tier
+from monarch.transfer.source_calls import SourceCalls
+from monarch.transfer.source_load import SourceLoad
 from monarch.types import WRITTEN_INO, Attributes, Identity, Ino
-from monarch.vfs.changes import Changes
-from monarch.vfs.handles import Binding, OpenCopy
-from monarch.vfs.inquiry import Inquiry
-from monarch.vfs.others import Others
-from monarch.vfs.served import Account, FastPath
-from monarch.vfs.sizes import Sizes
-from monarch.vfs.writing import XATTR_DURABLE, Writing
+from monarch.vfs.binding import Binding, OpenCopy
+from monarch.vfs.datapath_events import EventConsumer, FastPath
+from monarch.vfs.reads_without_open import StaleSizes
+from monarch.vfs.revalidation import Revalidation
+from monarch.writeback.operations import XATTR_DURABLE, WriteOperations
+from monarch.writeback.others import Others
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class FileSystem:
         self,
         *,
         names: Namespace,
-        inquiry: Inquiry,
+        source_calls: SourceCalls,
         tiers: Sequence[Tier],
         records: Records,
         residency: Residency,
@@ -157,7 +157,7 @@ class FileSystem:
         movement: Movement,
         metrics: Metrics,
         limits: LimitSettings,
-        readers: Readers,
+        source_load: SourceLoad,
         verify: Literal["unclean", "open", "never"],
         attributes_changed: Callable[[Ino], None],
         names_changed: Callable[[Ino], None],
@@ -167,13 +167,13 @@ class FileSystem:
         opens_are_told: bool,
         kernel_reads: bool,
         doubts: Doubts,
-        writing: Writing | None,
+        writing: WriteOperations | None,
         others: Others | None,
     ) -> None:
         self.writing = writing
         self.others = others
         self.names = names
-        self._inquiry = inquiry
+        self._source_calls = source_calls
         self._tiers: Mapping[int, Tier] = {tier.number: tier for tier in tiers}
         self._records = records
         self._residency = residency
@@ -182,7 +182,7 @@ class FileSystem:
         self._movement = movement
         self._metrics = metrics
         self._limits = limits
-        self._readers = readers
+        self._source_load = source_load
         self._verify = verify
         self._store_pages = store_pages
         self._fast = fast
@@ -193,12 +193,12 @@ class FileSystem:
         # When a binding that no open made may go.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
-        self._sizes = Sizes(names, attributes_changed=attributes_changed)
+        self._sizes = StaleSizes(names, attributes_changed=attributes_changed)
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0
-        self.changes = Changes(
-            inquiry=inquiry,
+        self.revalidation = Revalidation(
+            source_calls=source_calls,
             names=names,
             bindings=self._bindings,
             residency=residency,
@@ -212,10 +212,10 @@ class FileSystem:
             may_be_half_read=lambda ino: not opens_are_told and self._was_read(ino),
             forget_pages=forget_pages,
         )
-        self._account = (
+        self._events = (
             None
             if fast is None
-            else Account(
+            else EventConsumer(
                 fast,
                 controller=controller,
                 epochs=epochs,
@@ -232,6 +232,11 @@ class FileSystem:
         if self._fast is not None:
             return self._fast.open_files()
         return sum(binding.users for binding in self._bindings.values())
+
+    def is_open(self, ino: Ino) -> bool:
+        """Whether a process has a file open that was not written, or is about to."""
+        is_fast = self._fast is not None and self._fast.is_open(ino)
+        return is_fast or ino in self._bindings or ino in self._openings
 
     @property
     def backing_ids(self) -> int:
@@ -257,12 +262,12 @@ class FileSystem:
         if self._is_written(ino) or flags & (os.O_ACCMODE | os.O_TRUNC):
             return await self._open_written(ino, flags, by)
         started = time.perf_counter()
-        if self._account is not None:
-            self._account.note_opens()
+        if self._events is not None:
+            self._events.note_opens()
         binding = await self._enter(ino, renew=True, store=True)
         if binding.users > 1 and binding.file is not None:
             try:
-                await self.changes.notice_rewriting(binding.file, ino)
+                await self.revalidation.notice_rewriting(binding.file, ino)
             except BaseException:
                 self.release(ino)
                 raise
@@ -336,8 +341,8 @@ class FileSystem:
         if self._sizes.are_unheard(ino):
             raise self._changed_under_reader(ino)
         if offset == 0 and not self._opens_are_told:
-            if self._account is not None:
-                self._account.note_opens()
+            if self._events is not None:
+                self._events.note_opens()
             self._count_open(binding, started)
         # Its caller may be killed and the file released while its bytes are under way.
         binding.users += 1
@@ -440,8 +445,8 @@ class FileSystem:
 
     def note_served(self) -> None:
         """Bring what the fast path has served into the books."""
-        if self._account is not None:
-            self._account.note_all()
+        if self._events is not None:
+            self._events.note_all()
 
     def release(self, ino: Ino) -> None:
         if self.writing is not None and self.writing.files.is_open(ino):
@@ -464,7 +469,7 @@ class FileSystem:
             if self.writing is not None:
                 self.writing.files.read_past(ino)
             return
-        self.changes.forget_copy(ino)
+        self.revalidation.forget_copy(ino)
         if self._opens_are_told:
             self._residency.mark_spoiled(ino)
 
@@ -492,14 +497,14 @@ class FileSystem:
         """
         is_ours = self.names.is_written(ino)
         if self.names.is_gone(ino) and ino not in self._bindings and not is_ours:
-            await self.changes.find_again(ino)
+            await self.revalidation.find_again(ino)
         return self.latest(self.names.attributes(ino))
 
     # -- binding -------------------------------------------------------------------------------
 
     async def _bind(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
         if self.names.is_gone(ino):
-            await self.changes.find_again(ino)
+            await self.revalidation.find_again(ino)
         for _ in range(_ATTEMPTS):
             attributes = self.names.attributes(ino)
             binding = await self._bind_tier(attributes) or await self._bind_flight(attributes)
@@ -508,14 +513,14 @@ class FileSystem:
             try:
                 return await self._bind_source(attributes, store=store)
             except SourceChanged:
-                await self.changes.look_again(ino)
+                await self.revalidation.look_again(ino)
                 if not renew:
                     break
         raise self._changed_under_reader(ino)
 
     def _changed_under_reader(self, ino: Ino) -> SourceError:
         return SourceError(
-            f"{self._inquiry.told(ino)}: changed while it was read", errno=errno.ESTALE
+            f"{self._source_calls.path_text(ino)}: changed while it was read", errno=errno.ESTALE
         )
 
     async def _bind_tier(self, attributes: Attributes) -> Binding | None:
@@ -530,7 +535,7 @@ class FileSystem:
         except OSError as error:
             # Evicted meanwhile, it is not there, and nothing is wrong with that.
             if error.errno not in _NOT_THE_COPY and self._residency.tier_of(ino) == number:
-                self.changes.copy_failed(attributes, number, error)
+                self.revalidation.copy_failed(attributes, number, error)
                 self._spoil_pages(ino)
             return None
         known = self.names.attributes(ino).identity
@@ -615,11 +620,11 @@ class FileSystem:
                 promote = self._movement.make_room(promote)
             small = size <= self._limits.inline_max
             if small and self._held_bytes + size <= self._limits.buffer_max:
-                fetched = await self._inquiry.ask(
+                fetched = await self._source_calls.call(
                     ino, self._fetch, ino, path, attributes.identity, store
                 )
             else:
-                file = await self._inquiry.ask(ino, self._open, path, attributes.identity)
+                file = await self._source_calls.call(ino, self._open, path, attributes.identity)
         except BaseException as error:
             if isinstance(error, SourceChanged) and error.__cause__ is None:
                 self._metrics.source_opened()
@@ -654,7 +659,7 @@ class FileSystem:
             self._movement.submit(promote, attributes.identity, content=content)
 
     def _open(self, path: bytes, identity: Identity) -> SourceFile:
-        file = self._inquiry.source.open(path)
+        file = self._source_calls.source.open(path)
         if _is_scarce(file.fd):
             # The last descriptors are for files that are fetched, copied and closed again.
             os.close(file.fd)
@@ -666,7 +671,7 @@ class FileSystem:
 
     def _fetch(self, ino: Ino, path: bytes, identity: Identity, store: bool) -> Fetched:
         """In a thread. With ``store`` the kernel gets the bytes at once: no READ asks for them."""
-        fetched = self._inquiry.source.fetch(path, identity)
+        fetched = self._source_calls.source.fetch(path, identity)
         if fetched.data and store:
             self._store_pages(ino, fetched.data)
         return fetched
@@ -692,11 +697,11 @@ class FileSystem:
             failure = error
         # The copy is lost, the reader is not: the rest of this file comes from the source.
         if failure.errno not in _NOT_THE_COPY:
-            self.changes.copy_failed(self.names.attributes(binding.ino), binding.tier, failure)
+            self.revalidation.copy_failed(self.names.attributes(binding.ino), binding.tier, failure)
         if binding.fd >= 0:
             path = self.names.path(binding.ino)
             identity = self.names.attributes(binding.ino).identity
-            file = await self._inquiry.ask(binding.ino, self._open, path, identity)
+            file = await self._source_calls.call(binding.ino, self._open, path, identity)
             self._metrics.source_opened()
             if binding.fd < 0:
                 file.release()
@@ -707,20 +712,20 @@ class FileSystem:
     async def _read_source(self, binding: Binding, offset: int, size: int) -> bytes:
         file = binding.file
         if file is None:
-            raise SourceError(f"{self._inquiry.told(binding.ino)}: not open")
+            raise SourceError(f"{self._source_calls.path_text(binding.ino)}: not open")
         file.retain()
-        self._readers.begin(trio.current_time())
+        self._source_load.begin(trio.current_time())
         try:
             path = self.names.path(binding.ino)
-            data = await self._inquiry.ask(
-                binding.ino, self._inquiry.source.on, file, path, _read_all, offset, size
+            data = await self._source_calls.call(
+                binding.ino, self._source_calls.source.on, file, path, _read_all, offset, size
             )
             if not self._opens_are_told:
                 await self._require_version(binding.ino, file)
             if not data and offset < binding.size:
                 await self._require_end(binding.ino, file, offset)
         finally:
-            self._readers.end(trio.current_time())
+            self._source_load.end(trio.current_time())
             file.release()
         self._metrics.source_read(len(data))
         file.note_read(offset, offset + len(data))
@@ -738,7 +743,7 @@ class FileSystem:
         if (binding := self._bindings.get(ino)) is not None:
             # Whoever has the file open does not bring it back.
             binding.offer_s = math.inf
-        size = self.changes.forget_copy(ino)
+        size = self.revalidation.forget_copy(ino)
         if tier != SOURCE:
             self._metrics.evicted(tier, size)
         return size
@@ -761,7 +766,7 @@ class FileSystem:
                     fd = await self._movement.ask(tier, self._tiers[tier].open_to_empty, ino)
             if self._residency.tier_of(ino) != tier:
                 return False
-            self.changes.copy_failed(self.names.attributes(ino), tier, error)
+            self.revalidation.copy_failed(self.names.attributes(ino), tier, error)
             self._spoil_pages(ino)
             emptied, fd = fd, -1
             if emptied >= 0:
@@ -786,7 +791,7 @@ class FileSystem:
         What was fetched is served no more, except to those who have it open and who open it while
         they do.
         """
-        if self.changes.forget_copy(ino):
+        if self.revalidation.forget_copy(ino):
             self._residency.want(ino)
         if self._opens_are_told:
             self._residency.mark_spoiled(ino)
@@ -802,7 +807,10 @@ class FileSystem:
                 self._residency.mark_changed(ino)
         if differs:
             self._metrics.changed()
-            log.info("%s was written twice within a tick of the source", self._inquiry.told(ino))
+            log.info(
+                "%s was written twice within a tick of the source",
+                self._source_calls.path_text(ino),
+            )
 
     def has_place_to_warm(self) -> bool:
         """Whether ``warm`` would start a copy soon instead of only noting the wish."""
@@ -841,13 +849,17 @@ class FileSystem:
             there = await self.writing.xattrs_elsewhere(ino)
             if there is not None:
                 return there.get(name)
-        if self.writing is not None and self.names.is_written(ino):
+        is_ours = self.writing is not None and self.names.is_written(ino)
+        if self.writing is not None and is_ours and name not in (XATTR_TIER, XATTR_STATE):
             return self.writing.xattr(ino, name)
         if not self.names.attributes(ino).is_file:
             return None
-        if self._account is not None:
-            self._account.note_opens()
-        tier = self._residency.tier_of(ino)
+        if self._events is not None:
+            self._events.note_opens()
+        if self.writing is not None and is_ours:
+            tier = self.writing.tier_of(ino)
+        else:
+            tier = self._residency.tier_of(ino)
         if name == XATTR_DURABLE:
             return b"source"
         if name == XATTR_TIER:
@@ -855,7 +867,7 @@ class FileSystem:
         if name == XATTR_STATE:
             if tier != SOURCE:
                 return b"resident"
-            return b"wanted" if self._residency.is_wanted(ino) else b"source"
+            return b"wanted" if not is_ours and self._residency.is_wanted(ino) else b"source"
         if name == XATTR_DIGEST and tier != SOURCE:
             record = self._records.get(ino)
             return record.digest.hex().encode() if record is not None else None
@@ -887,9 +899,12 @@ class FileSystem:
         Where opens are told, the next one drops what the kernel holds of the version before. Here
         it would be mixed with what was read now.
         """
-        now, then = await self._inquiry.ask(ino, identity_now, file.fd), identity_of(file.status)
+        now, then = (
+            await self._source_calls.call(ino, identity_now, file.fd),
+            identity_of(file.status),
+        )
         if (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
-            await self.changes.look_again(ino)
+            await self.revalidation.look_again(ino)
             self._residency.mark_changed(ino)
             raise self._changed_under_reader(ino)
 
@@ -901,11 +916,13 @@ class FileSystem:
         not be the first: what lies between would be read as zeros.
         """
         if (await self._identity_now(ino, file)).size < offset:
-            raise SourceError(f"{self._inquiry.told(ino)}: cut short", errno=errno.ESTALE)
+            raise SourceError(f"{self._source_calls.path_text(ino)}: cut short", errno=errno.ESTALE)
 
     async def _identity_now(self, ino: Ino, file: SourceFile) -> Identity:
         path = self.names.path(ino)
-        return await self._inquiry.ask(ino, self._inquiry.source.on, file, path, identity_now)
+        return await self._source_calls.call(
+            ino, self._source_calls.source.on, file, path, identity_now
+        )
 
 
 def _is_scarce(fd: int) -> bool:

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import trio
 
-from monarch import points
-from monarch.log import Limiter
+from monarch.posix import failpoints
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
-from monarch.threads import Threads
 from monarch.writeback.journal import Journal
 from monarch.writeback.objects import Objects
 
@@ -61,7 +61,7 @@ class Commits:
         self._objects = objects
         self._contents = contents
         self._interval_s = interval_s
-        self._threads = Threads(1, "commit", abandon=True)
+        self._threads = ThreadPool(1, "commit", abandon=True)
         # Open from the start: the kernel tells a failed write to who had the file system open.
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._records = 0
@@ -89,16 +89,16 @@ class Commits:
         except OSError as error:
             self._suspect |= objects | contents.keys()
             return self._failed(error)
-        points.reached("commit-synced")
+        failpoints.failpoint("commit-synced")
         is_quiet = self._journal.written == records
         suspect = self._suspect | self._objects.failed
         try:
-            self._journal.mark_believed(*((objects & self._journal.doubtful) - suspect))
+            self._journal.mark_durable(*((objects & self._journal.doubtful) - suspect))
             self._records = self._journal.written if is_quiet else records
             await self._threads.run(self._journal.sync)
         except OSError as error:
             return self._failed(error)
-        points.reached("commit-recorded")
+        failpoints.failpoint("commit-recorded")
         self._contents.synced(
             {number: seq for number, seq in contents.items() if number not in suspect}
         )

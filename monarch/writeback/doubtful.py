@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.footing import private_opener
+from monarch.posix.private_directory import private_opener
 from monarch.text import errno_words
 from monarch.writeback.objects import object_path
-from monarch.writeback.ops import Op, raw, text
+from monarch.writeback.op import Op, raw, text
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ others go on. What is held is tried again, in its order, after a pause.
 Changes are made one after the other from the front of the queue, a few in one turn of a thread.
 Contents, which take long, are staged ahead of their turn, several at once, and published in it. A
 change is marked as done when the source has it for good; one that is about the same paths as
-another whose mark could still be lost waits for that mark (touched.py).
+another whose mark could still be lost waits for that mark (conflicts.py).
 
 A call that the source leaves without an answer is waited for as long as it takes: one that was
 given up could still be carried out, behind what came after it.
@@ -32,33 +32,34 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from monarch import points
-from monarch.credentials import USER_BITS, Credentials
-from monarch.log import Limiter
+from monarch.errors import Refused
+from monarch.posix import failpoints
+from monarch.posix.credentials import USER_BITS, Credentials
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
-from monarch.threads import Threads
 from monarch.transfer.throttle import TokenBucket
 from monarch.types import ANY_SIZE, Identity
 from monarch.units import KiB, MiB
+from monarch.writeback.conflicts import PathSet
 from monarch.writeback.growth import Growth, OthersWroteError
-from monarch.writeback.home import (
+from monarch.writeback.journal import Journal, Known, Replay
+from monarch.writeback.lots import begin_all, close_all, move_all, open_all
+from monarch.writeback.objects import Objects
+from monarch.writeback.op import Op, above
+from monarch.writeback.source_writer import (
     Conflict,
     Expected,
-    Folders,
-    Home,
+    OpenDirectories,
     Outcome,
     Place,
+    SourceWriter,
     Step,
     is_shared,
     is_time,
     shared,
 )
-from monarch.writeback.journal import Journal, Known, Replay
-from monarch.writeback.lots import begin_all, close_all, move_all, open_all
-from monarch.writeback.objects import Objects
-from monarch.writeback.ops import Op, above
 from monarch.writeback.staging import Staged, Staging
-from monarch.writeback.touched import Touched
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ class _What:
 
     def __init__(self) -> None:
         self._objects: set[int] = set()
-        self._paths = Touched()
+        self._paths = PathSet()
         self._folders: set[bytes] = set()
 
     def add(self, op: Op) -> None:
@@ -285,7 +286,7 @@ class _What:
             return True
         if op.names() == (b"",):
             return False
-        return self._paths.meets(op) or any(
+        return self._paths.conflicts_with(op) or any(
             directory in self._folders for path in op.names() for directory in above(path)
         )
 
@@ -306,9 +307,9 @@ class Drain:
         *,
         journal: Journal,
         objects: Objects,
-        home: Home,
+        writer: SourceWriter,
         contents: Contents,
-        threads: Threads,
+        threads: ThreadPool,
         bandwidth: int,
         verify: bool,
         workers: int,
@@ -322,7 +323,7 @@ class Drain:
         self._last_put_s = -math.inf
         self._journal = journal
         self._objects = objects
-        self._home = home
+        self._writer = writer
         self._contents = contents
         self._threads = threads
         self._verify = verify
@@ -385,11 +386,15 @@ class Drain:
         # Objects whose bytes are at the source: what was recorded of them before comes with those.
         self._through: set[int] = set()
         # Paths at the source whose marks may be lost, and which record is the last of these.
-        self._touched = Touched()
+        self._touched = PathSet()
         self._last_mark = 0
         self._done_upto = 0
         self._waiters = 0
         self._changed = trio.lowlevel.ParkingLot()
+        # Workers that have found nothing to stage.
+        self._stagers = trio.lowlevel.ParkingLot()
+        # The last content that came synced.
+        self._last_synced = 0
         self._hurry = trio.Event()
         self._pause_s = _BACKOFF_S[0]
         self._trouble: str | None = None
@@ -438,6 +443,8 @@ class Drain:
                 self._expect(seq, op)
                 entry = _Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True)
                 entry.is_aside = seq in replay.aside
+                if op.synced:
+                    self._last_synced = seq
                 self._queue.append(entry)
                 self.waiting_bytes += op.size
                 if op.object and op.mtime_ns is not None:
@@ -490,8 +497,18 @@ class Drain:
         self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
         self._expect(seq, op)
         self.waiting_bytes += op.size
-        if op.kind == "content" or len(self._queue) == 1:
-            self._changed.unpark_all()
+        if op.synced:
+            self._last_synced = seq
+        if len(self._queue) <= 2:
+            self._wake()
+        elif op.kind == "content" and not self._is_held():
+            # It is work for one. Whoever is at work looks for more.
+            self._stagers.unpark()
+
+    def _wake(self) -> None:
+        """Something has changed: have all look what they can do."""
+        self._changed.unpark_all()
+        self._stagers.unpark_all()
 
     @contextmanager
     def noting(self) -> Iterator[list[Op]]:
@@ -624,20 +641,20 @@ class Drain:
 
     def conflicts(self) -> list[Conflict]:
         """The last ones that were met and not acknowledged yet, the newest last."""
-        return list(self._home.conflicts)
+        return list(self._writer.conflicts)
 
     def dropped_xattrs(self) -> dict[tuple[bytes, bytes], str]:
         """Extended attributes, by path and name, that the source has not taken, and why: the last
         of them."""
-        return dict(self._home.dropped_xattrs)
+        return dict(self._writer.dropped_xattrs)
 
     def acknowledge_conflicts(self) -> None:
-        self._home.forget_conflicts()
+        self._writer.forget_conflicts()
 
     def backlog(self) -> Backlog:
         waiting = [*self._held, *self._queue]
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
-        conflicts = self._home.conflicts
+        conflicts = self._writer.conflicts
         refusals = self.refusals()
         aside = tuple(refusal for refusal in refusals if refusal.is_aside)
         other = self._trouble or self._refusal(is_aside=False) or self._hanging()
@@ -655,7 +672,7 @@ class Drain:
             trouble=other or self._refusal(is_aside=True),
             lost=tuple(self._lost.values()),
             moving_bytes=sum(staging.moved for staging in self._moving),
-            conflicts=self._home.conflict_count,
+            conflicts=self._writer.conflict_count,
             conflict=conflicts[-1] if conflicts else None,
             aside=aside,
             aside_ops=sum(entry.is_aside for entry in waiting) if aside else 0,
@@ -712,6 +729,12 @@ class Drain:
         """All changes that the source has not got, in their order."""
         return [entry.op for entry in (*self._held, *self._queue)]
 
+    def path_of(self, number: int) -> bytes | None:
+        """Where the source has the file of an object whose next change waits; None if none does."""
+        waiting = (entry for entry in (*self._held, *self._queue) if entry.op.object == number)
+        first = min(waiting, key=lambda entry: entry.seq, default=None)
+        return first.op.path if first is not None else None
+
     def has_nothing_of(self, op: Op) -> bool:
         """Whether the source has nothing of what a change is of: it was made on the mount, and
         never came there."""
@@ -732,7 +755,7 @@ class Drain:
                 if entry.op.kind in ("mkdir", "symlink", "mknod"):
                     self._given_up.add(entry.op.ino)
         self._hurry.set()
-        self._changed.unpark_all()
+        self._wake()
         return seqs
 
     def forget(self, number: int) -> None:
@@ -755,7 +778,7 @@ class Drain:
                     self._sift()
                     if self._queue and self._is_held():
                         await trio.sleep(_HOLD_STEP_S)
-                        self._changed.unpark_all()
+                        self._wake()
                         continue
                     if self._queue:
                         await self._advance()
@@ -766,7 +789,7 @@ class Drain:
                         continue
                 except _Refused as refused:
                     self._hold(refused.entry, refused.error)
-                except OSError as error:
+                except (OSError, Refused) as error:
                     await self._rest(error, errno_words(error.errno))
                 except Exception as error:
                     self._limiter.exception(
@@ -780,7 +803,7 @@ class Drain:
                     if self._trouble is not None:
                         log.info("the drain to the source goes on")
                         self._trouble = None
-                        self._changed.unpark_all()
+                        self._wake()
                     self._pause_s = _BACKOFF_S[0]
 
     # -- what the source refuses -------------------------------------------------------------
@@ -825,7 +848,7 @@ class Drain:
         self._queue.popleft()
         self._set_aside(entry)
         # Others may not have to wait for it.
-        self._changed.unpark_all()
+        self._wake()
 
     def _put_aside(self, entry: _Entry) -> None:
         if entry.is_aside:
@@ -924,7 +947,7 @@ class Drain:
         age_s = (time.time_ns() - self._queue[0].recorded_ns) / 1e9
         if not 0 <= age_s < self._hold_s or self._demand():
             return False
-        return not any(entry.op.synced for entry in islice(self._queue, _WINDOW))
+        return self._last_synced < self._queue[0].seq
 
     async def _rest(self, error: Exception, words: str) -> None:
         what = "the journal's marks"
@@ -935,7 +958,7 @@ class Drain:
         self._trouble = f"{what}: {words}"
         self._stops += 1
         self._stopped_by = error.errno or errno.EIO if isinstance(error, OSError) else errno.EIO
-        self._changed.unpark_all()
+        self._wake()
         self._limiter.warning(
             log,
             f"drain {type(error).__name__} {words}",
@@ -1089,7 +1112,7 @@ class Drain:
         base = self._grows_from(entry)
         if base is None or not self._is_intact(entry):
             return False
-        if self._touched.meets(op):
+        if self._touched.conflicts_with(op):
             await self._sync_marks()
         object_fd = -1
         try:
@@ -1097,7 +1120,7 @@ class Drain:
             if not await self._threads.run(_is_as_long, self._objects, number, object_fd, op):
                 return False
             opened = await self._threads.run(
-                self._home.open_to_grow, op, self._expected(entry), base
+                self._writer.open_to_grow, op, self._expected(entry), base
             )
             if opened is None:
                 return False
@@ -1122,7 +1145,7 @@ class Drain:
         op, number = entry.op, entry.op.object
         if not op.synced:
             # It is on the disk now. Without that a power cut would take here what is there.
-            self._journal.mark_believed(number)
+            self._journal.mark_durable(number)
         self._longest[number] = max(self._longest.get(number, 0), op.size)
         place = Place(source_ino=self._known[number].source_ino)
         # Another life finds by it that what is behind the bytes that are known is ours.
@@ -1151,7 +1174,7 @@ class Drain:
 
         None of them is about a path of another, or of one whose mark may be lost.
         """
-        touched = Touched()
+        touched = PathSet()
         # What is to be done with a file that is changed in this turn is known after it. Objects,
         # and the numbers on the mount of what has none.
         changed: set[int] = set()
@@ -1174,7 +1197,7 @@ class Drain:
                     changed.add(op.object)
                 elif op.ino and not op.object:
                     changed_inos.add(op.ino)
-                if touched.meets(op) or self._touched.meets(op):
+                if touched.conflicts_with(op) or self._touched.conflicts_with(op):
                     break
                 touched.add(op)
             batch.append(entry)
@@ -1195,11 +1218,11 @@ class Drain:
 
     def _step(self, entry: _Entry) -> Step | None:
         """How a change is made at the source, by what there is of its file."""
-        op, home = entry.op, self._home
+        op, writer = entry.op, self._writer
         absent = bool(op.object) and op.object not in self._present
         expected = self._expected(entry)
         if entry.is_moot and op.kind == "content":
-            return partial(_none, home.discard, op) if entry.was_tried else None
+            return partial(_none, writer.discard, op) if entry.was_tried else None
         if entry.is_moot or op.ino in self._given_up or op.object in self._discarded:
             return None
         match op.kind:
@@ -1211,11 +1234,11 @@ class Drain:
                 return None
             case "content" if entry.skipped:
                 is_ours = entry.was_tried and not op.through
-                return partial(_none, home.discard, op) if is_ours else None
+                return partial(_none, writer.discard, op) if is_ours else None
             case "content" if entry.staged is not None:
                 assert entry.place is not None
                 return partial(
-                    home.publish,
+                    writer.publish,
                     op=_as_staged(self._with_bits_that_stay(entry), entry.staged),
                     staged=entry.staged,
                     place=entry.place,
@@ -1224,29 +1247,29 @@ class Drain:
             case "content":
                 if entry.is_grown:
                     tried = entry.was_tried
-                    return partial(home.grown, op=op, expected=expected, tried=tried)
-                return partial(home.look_at_same, op=op, expected=expected)
+                    return partial(writer.grown, op=op, expected=expected, tried=tried)
+                return partial(writer.look_at_same, op=op, expected=expected)
             case "mkdir":
-                return partial(home.mkdir, op=op, expected=expected)
+                return partial(writer.mkdir, op=op, expected=expected)
             case "symlink":
-                return partial(home.symlink, op=op, expected=expected)
+                return partial(writer.symlink, op=op, expected=expected)
             case "mknod":
-                return partial(home.mknod, op=op, expected=expected)
+                return partial(writer.mknod, op=op, expected=expected)
             case "unlink":
-                return partial(_none, partial(home.unlink, expected=expected), op)
+                return partial(_none, partial(writer.unlink, expected=expected), op)
             case "rmdir":
-                return partial(_none, partial(home.rmdir, expected=expected), op)
+                return partial(_none, partial(writer.rmdir, expected=expected), op)
             case "rename" if absent:
                 # What is in its new place stays until the content comes, which brings its name.
                 if op.object in self._lost:
                     return None
-                return partial(_none, partial(home.unlink, expected=expected), op)
+                return partial(_none, partial(writer.unlink, expected=expected), op)
             case "rename":
                 ours = self._ours_of(op.over_object)
                 over = Expected(over=self._replaced(op), ours=ours)
-                return partial(home.rename, op=op, expected=expected, over=over)
+                return partial(writer.rename, op=op, expected=expected, over=over)
             case "link":
-                return None if absent else partial(home.link, op=op, expected=expected)
+                return None if absent else partial(writer.link, op=op, expected=expected)
             case "attr" | "xattr":
                 op = self._with_bits_that_stay(entry)
                 # One whose content was left out keeps what its older version has at the source.
@@ -1254,7 +1277,7 @@ class Drain:
                 if absent and not is_older:
                     return None
                 will_come = absent and self._later(entry) is not None
-                return partial(home.attr, op=op, expected=expected, will_come=will_come)
+                return partial(writer.attr, op=op, expected=expected, will_come=will_come)
 
     def _with_bits_that_stay(self, entry: _Entry) -> Op:
         """A change without the set-ID bits that a later one of the same file takes away.
@@ -1312,7 +1335,7 @@ class Drain:
         outcome = Outcome((), None)
         if real:
             await self._sync(max(entry.record for entry in batch))
-            outcome = await self._threads.run(self._home.carry_out, real)
+            outcome = await self._threads.run(self._writer.carry_out, real)
         made = iter(outcome.made)
         done: dict[int, Identity | None] = {}
         failed: _Entry | None = None
@@ -1327,16 +1350,16 @@ class Drain:
                 self._unstage(entry)
                 break
         for entry, step in zip(batch, steps, strict=True):
-            if step is not None and done.get(entry.seq, _SOME) is None:
+            if done.get(entry.seq, _SOME) is None and self._lacks_its_file(entry, step):
                 self._bring_back(entry)
         if done:
             await self._mark(done, batch[len(done) :])
-            points.reached("drain-marked")
+            failpoints.failpoint("drain-marked")
         for entry, step in zip(batch[: len(done)], steps, strict=False):
             self._queue.popleft()
             self.waiting_bytes -= entry.op.size
             self._arrived(entry, step is not None, done[entry.seq])
-        self._changed.unpark_all()
+        self._wake()
         if outcome.error is None:
             return
         if failed is not None and failed.op.kind == "content":
@@ -1348,14 +1371,29 @@ class Drain:
             raise _Refused(failed, outcome.error) from outcome.error
         raise outcome.error
 
-    def _bring_back(self, entry: _Entry) -> None:
-        """Have a file come whole under its name that the source did not find to give it that.
+    def _lacks_its_file(self, entry: _Entry, step: Step | None) -> bool:
+        """Whether the source has no file to which a rename or link could give its name.
 
-        Others have removed it there, or the directory that it was in. Raises OSError.
+        Others have removed that file, or its directory. Either the change found no file, or an
+        earlier mount marked the file's last content as done without one.
         """
         op, number = entry.op, entry.op.object
-        if op.kind not in ("rename", "link") or number not in self._present:
-            return
+        if op.kind not in ("rename", "link") or not number:
+            return False
+        if number in self._present:
+            return step is not None
+        is_given_up = entry.is_moot or op.ino in self._given_up or number in self._discarded
+        return not (
+            is_given_up
+            or number in self._lost
+            or self._later(entry) is not None
+            # The close of a file that is being written records a content.
+            or self._contents.is_written(number)
+        )
+
+    def _bring_back(self, entry: _Entry) -> None:
+        """Record a content of a file that the source has lost, unless one waits. Raises OSError."""
+        op, number = entry.op, entry.op.object
         self._published.pop(number, None)
         if self._later(entry) is None and not self._record_whole(op):
             return
@@ -1413,7 +1451,9 @@ class Drain:
             self._done_beyond = {seq for seq in self._done_beyond if seq > self._done_upto}
         if was_made:
             self._touched.add(op)
-        if not (entry.published and identity is None):
+        # What was given up leaves the source with what it has.
+        is_given_up = entry.is_moot and op.kind == "content"
+        if not (is_given_up or (entry.published and identity is None)):
             self._note(op, identity)
         if identity is None or op.kind != "content":
             self._unstage(entry)
@@ -1507,9 +1547,13 @@ class Drain:
 
     async def _stage_ahead(self) -> None:
         while True:
-            lot = self._next_to_stage()
+            try:
+                lot = self._next_to_stage()
+            except Refused:
+                # Not all names can be read now: the change at the front tells of that.
+                lot = []
             if not lot:
-                await self._changed.park()
+                await self._stagers.park()
             elif len(lot) == 1:
                 await self._stage(lot[0], in_turn=False)
             else:
@@ -1582,7 +1626,7 @@ class Drain:
                 self._objects,
                 entry.op.object,
                 open_part=partial(
-                    self._home.open_place,
+                    self._writer.open_place,
                     entry.op,
                     place,
                     self._expected(entry),
@@ -1601,7 +1645,7 @@ class Drain:
             for entry in lot:
                 entry.is_left = True
                 entry.is_staging = False
-            self._changed.unpark_all()
+            self._wake()
 
     async def _copied_lot(
         self, lot: list[tuple[_Entry, Staging]], places: Mapping[_Entry, Place]
@@ -1626,7 +1670,7 @@ class Drain:
             return
         if unsynced := [entry for entry, _ in lot if not entry.op.synced]:
             # They are on the disk now. Without that a power cut would take here what is there.
-            self._journal.mark_believed(*(entry.op.object for entry in unsynced))
+            self._journal.mark_durable(*(entry.op.object for entry in unsynced))
             for entry in unsynced:
                 entry.record = self._journal.written
         # Nobody would know of a staged file that is there before the records of its object are.
@@ -1648,12 +1692,12 @@ class Drain:
         versions: Mapping[_Entry, Identity],
     ) -> None:
         stagings = [it for _, it in lot]
-        dresses = []
+        applies = []
         for entry, _ in lot:
             staged = Staged(versions[entry].size, versions[entry])
-            dresses.append(
+            applies.append(
                 partial(
-                    self._home.dress,
+                    self._writer.apply_attributes,
                     op=_as_staged(self._with_bits_that_stay(entry), staged),
                     place=places[entry],
                     expected=self._expected(entry),
@@ -1663,7 +1707,7 @@ class Drain:
         try:
             await self._courtesy(sum(version.size for version in versions.values()))
             moved = await self._threads.run(
-                partial(move_all, stagings, dresses, verify=self._verify)
+                partial(move_all, stagings, applies, verify=self._verify)
             )
         finally:
             for it in stagings:
@@ -1696,7 +1740,7 @@ class Drain:
         finally:
             entry.is_left = not in_turn
             entry.is_staging = False
-            self._changed.unpark_all()
+            self._wake()
 
     def _lose(self, entry: _Entry, why: str) -> None:
         op = entry.op
@@ -1729,7 +1773,7 @@ class Drain:
             staging = Staging(
                 self._objects,
                 op.object,
-                open_part=partial(self._home.open_place, op, place, expected, make=in_turn),
+                open_part=partial(self._writer.open_place, op, place, expected, make=in_turn),
             )
             entry.place = place
             try:
@@ -1762,7 +1806,7 @@ class Drain:
         place = entry.place = Place()
         try:
             size, identity = await self._threads.run(
-                self._home.finish_part, op, place, self._expected(entry)
+                self._writer.finish_part, op, place, self._expected(entry)
             )
         except FileNotFoundError as error:
             raise _Missing("others have removed it at the source") from error
@@ -1805,7 +1849,7 @@ class Drain:
             return None
         if not (op.synced or self._objects.failure(op.object)):
             # It is on the disk now. Without that a power cut would take here what is there.
-            self._journal.mark_believed(op.object)
+            self._journal.mark_durable(op.object)
             entry.record = self._journal.written
         # Nobody would know of a staged file that is there before the records of its object are.
         await self._sync(entry.record)
@@ -1814,13 +1858,13 @@ class Drain:
         await self._threads.run(staging.begin)
         # On the disk before it gets its name, with the other records of that turn.
         self._mark_staged(entry, place, version)
-        dress = partial(
-            self._home.dress,
+        apply = partial(
+            self._writer.apply_attributes,
             op=_as_staged(self._with_bits_that_stay(entry), staged),
             place=place,
             expected=self._expected(entry),
         )
-        await self._move(staging, version.size, dress)
+        await self._move(staging, version.size, apply)
         if is_part:
             return staged if self._is_intact(entry) else None
         if await self._threads.run(staging.version) != version:
@@ -1882,24 +1926,24 @@ class Drain:
             )
         )
 
-    async def _move(self, staging: Staging, size: int, dress: Callable[[int], None]) -> None:
+    async def _move(self, staging: Staging, size: int, apply: Callable[[int], None]) -> None:
         """Bring the bytes to the source, in turns; readers of the source go first."""
         self._moving.append(staging)
         try:
-            await self._move_in_turns(staging, size, dress)
+            await self._move_in_turns(staging, size, apply)
         finally:
             self._moving.remove(staging)
 
     async def _move_in_turns(
-        self, staging: Staging, size: int, dress: Callable[[int], None]
+        self, staging: Staging, size: int, apply: Callable[[int], None]
     ) -> None:
         await self._courtesy(min(size, _TURN_BYTES))
         if size <= _TURN_BYTES:
-            await self._threads.run(_move_at_once, staging, dress, self._verify)
+            await self._threads.run(_move_at_once, staging, apply, self._verify)
             return
         while await self._threads.run(staging.turn, _TURN_BYTES):
             await self._courtesy(_TURN_BYTES)
-        await self._threads.run(staging.finish, dress)
+        await self._threads.run(staging.finish, apply)
         if self._verify:
             while await self._threads.run(staging.verify, _TURN_BYTES):
                 await self._courtesy(0)
@@ -1950,7 +1994,7 @@ def _user(op: Op) -> int | None:
     return op.by.uid if op.by is not None else None
 
 
-def _none(change: Callable[[Folders, T], None], what: T, folders: Folders) -> None:
+def _none(change: Callable[[OpenDirectories, T], None], what: T, folders: OpenDirectories) -> None:
     """A step that has no identity to tell."""
     change(folders, what)
 
@@ -1966,9 +2010,9 @@ def _as_staged(op: Op, staged: Staged) -> Op:
     return replace(op, mtime_ns=version.mtime_ns, mode=mode)
 
 
-def _move_at_once(staging: Staging, dress: Callable[[int], None], verify: bool) -> None:
+def _move_at_once(staging: Staging, apply: Callable[[int], None], verify: bool) -> None:
     while staging.turn(_TURN_BYTES):
         pass
-    staging.finish(dress)
+    staging.finish(apply)
     while verify and staging.verify(_TURN_BYTES):
         pass

@@ -10,9 +10,9 @@ import os
 import stat
 from contextlib import suppress
 
-from monarch import points
-from monarch.credentials import Credentials, acting_as
-from monarch.sparse import data_at
+from monarch.posix import failpoints
+from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.sparse import data_at
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
 
@@ -65,7 +65,7 @@ class Growth:
         finally:
             if self._piece:
                 self._size = max(self._size, self._offset)
-        points.reached("drain-staged")
+        failpoints.failpoint("drain-staged")
         if not _has(fd, self._piece, self._offset - len(self._piece)):
             raise OSError(errno.EIO, "the source gives other bytes than were written")
         return identity_of(os.fstat(fd))
@@ -84,7 +84,7 @@ class Growth:
             with suppress(PermissionError):
                 os.utime(fd, ns=(os.fstat(fd).st_atime_ns, mtime_ns))
             os.fsync(fd)
-        points.reached("drain-synced")
+        failpoints.failpoint("drain-synced")
         return identity_of(os.fstat(fd))
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ rest, a blank, JSON, a newline. Records are
     {"monarch": 1, "token", "source", "seq", "object", "ino"}   first: whose it is, and the
                                 numbers from which new ones are counted
     {"boot"}                    what follows was written after this start of the machine
-    {"seq", "ns", "op", ...}    a change (ops.py) and when it was recorded
+    {"seq", "ns", "op", ...}    a change (op.py) and when it was recorded
     {"done", "at", "also"}      all up to that seq is at the source, and, of what comes after one
                                 that the source refuses, those in ``also``; ``at``: [seq, size,
                                 mtime_ns, ctime_ns, source_ino] of each content that was published
@@ -49,13 +49,13 @@ from typing import Any
 
 import xxhash
 
-from monarch import points
 from monarch.errors import TierError
+from monarch.posix import failpoints
 from monarch.text import counted, errno_words
 from monarch.types import ANY_SIZE, Identity
 from monarch.units import KiB, MiB
-from monarch.writeback.losses import names_of, without
-from monarch.writeback.ops import Op, from_record, raw, text, to_record
+from monarch.writeback.crash_losses import names_of, without
+from monarch.writeback.op import Op, from_record, raw, text, to_record
 from monarch.writeback.reserve import Reserve
 from monarch.writeback.shortening import objects_of, shortened
 
@@ -86,6 +86,7 @@ _LONGEST_CHANGE = 128 * KiB
 _LONG_BYTES = 1 * MiB
 _LONG_TIMES = 5
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_ENCODED = json.JSONEncoder(separators=(",", ":")).encode
 
 
 Told = tuple[int, int | None]
@@ -453,7 +454,7 @@ class Journal:
         """Record a change; its seq. A daemon that is killed now has not lost it. Raises OSError."""
         seq, now = self._next_seq, time.time_ns()
         self._write({"seq": seq, "ns": now, **to_record(op)})
-        points.reached("journal-appended")
+        failpoints.failpoint("journal-appended")
         self._next_seq += 1
         self._next_object = max(self._next_object, op.object + 1)
         self._next_ino = max(self._next_ino, op.ino + 1)
@@ -524,7 +525,7 @@ class Journal:
         """
         self._write(*({"staged": [number, *_told(staged)]} for number, staged in marks))
 
-    def mark_believed(self, *numbers: int) -> None:
+    def mark_durable(self, *numbers: int) -> None:
         """Record that objects have been synced since they were recorded. Raises OSError."""
         if new := sorted({*numbers} - self._believed):
             self._write({"believed": new})
@@ -619,7 +620,7 @@ class Journal:
             self._synced, self._durable = end, written
         finally:
             self._end_turn()
-        points.reached("journal-synced")
+        failpoints.failpoint("journal-synced")
 
     def _end_turn(self) -> None:
         with self._turn:
@@ -641,7 +642,7 @@ class Journal:
         if known is not None:
             read.known = known
         self._write_anew(lambda: _first_of(read, kept, self._boot), kept, position)
-        points.reached("journal-compacted")
+        failpoints.failpoint("journal-compacted")
 
     @property
     def is_long(self) -> bool:
@@ -660,7 +661,7 @@ class Journal:
         kept = shortened(ops, {seq: read.identities.get(seq) for seq in is_done})
         self._write_anew(lambda: _first_of(read, kept, self._boot), kept, position)
         self._live = self._end
-        points.reached("journal-compacted")
+        failpoints.failpoint("journal-compacted")
 
     def _read_to(self, position: int) -> _Read:
         """What stands in the file before ``position``. Raises OSError."""
@@ -700,7 +701,7 @@ class Journal:
         try:
             self._append_to(fd, itertools.chain(first, tail))
             os.fdatasync(fd)
-            points.reached("journal-staged")
+            failpoints.failpoint("journal-staged")
             with self._turn:
                 while self._syncing:
                     self._turn.wait()
@@ -982,7 +983,7 @@ def _staged(source_ino: int, size: int = ANY_SIZE, mtime_ns: int = 0) -> Identit
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    content = json.dumps(record, separators=(",", ":")).encode("ascii")
+    content = _ENCODED(record).encode("ascii")
     return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(content).encode("ascii"), content)
 
 

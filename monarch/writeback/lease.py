@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from monarch.beneath import open_beneath
 from monarch.errors import LockedError
+from monarch.posix.openat2 import open_beneath
 from monarch.text import errno_words
 from monarch.tiers.source import Source
 from monarch.units import KiB
@@ -418,18 +418,18 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
             return None
-        told = json.loads(os.read(fd, _LARGEST))
+        raw = json.loads(os.read(fd, _LARGEST))
         return Holder(
             token=name,
-            node=_shown(told["node"]),
-            pid=int(told["pid"]),
-            mountpoint=_shown(told["mountpoint"]),
-            patterns=tuple(str(pattern) for pattern in told["patterns"]),
-            since_ns=int(told["since_ns"]),
-            boot=str(told["boot"]),
-            namespace=int(told["namespace"]),
-            started=int(told["started"]),
-            undrained=bool(told["undrained"]),
+            node=_shown(raw["node"]),
+            pid=int(raw["pid"]),
+            mountpoint=_shown(raw["mountpoint"]),
+            patterns=tuple(str(pattern) for pattern in raw["patterns"]),
+            since_ns=int(raw["since_ns"]),
+            boot=str(raw["boot"]),
+            namespace=int(raw["namespace"]),
+            started=int(raw["started"]),
+            undrained=bool(raw["undrained"]),
             age_s=max(0.0, (now_ns - status.st_mtime_ns) / 1e9),
             uid=status.st_uid,
         )

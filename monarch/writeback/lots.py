@@ -21,7 +21,7 @@ _TURN_BYTES = MiB
 
 T = TypeVar("T")
 
-Dress = Callable[[int], None]
+Apply = Callable[[int], None]
 
 
 def open_all(stagings: Sequence[Staging], are_synced: Sequence[bool]) -> list[Identity | OSError]:
@@ -30,7 +30,7 @@ def open_all(stagings: Sequence[Staging], are_synced: Sequence[bool]) -> list[Id
     unsynced = [not synced for synced in are_synced]
     for it, found, sync in zip(stagings, opened, unsynced, strict=True):
         if sync and not isinstance(found, OSError):
-            it.hurry_object()
+            it.start_object_writeback()
     return [
         _tried(it.sync_object) if sync and not isinstance(found, OSError) else found
         for it, found, sync in zip(stagings, opened, unsynced, strict=True)
@@ -43,12 +43,12 @@ def begin_all(stagings: Sequence[Staging]) -> list[OSError | None]:
 
 
 def move_all(
-    stagings: Sequence[Staging], dresses: Sequence[Dress], *, verify: bool
+    stagings: Sequence[Staging], applies: Sequence[Apply], *, verify: bool
 ) -> list[Identity | OSError]:
     """Bring all bytes of each, dressed and durable, with ``verify`` read back; the objects as they
     are then."""
     moved = [
-        _tried(partial(_moved, it, dress)) for it, dress in zip(stagings, dresses, strict=True)
+        _tried(partial(_moved, it, apply)) for it, apply in zip(stagings, applies, strict=True)
     ]
     synced = [
         found if isinstance(found, OSError) else _tried(it.sync)
@@ -68,10 +68,10 @@ def close_all(stagings: Sequence[Staging]) -> None:
         it.close()
 
 
-def _moved(it: Staging, dress: Dress) -> None:
+def _moved(it: Staging, apply: Apply) -> None:
     while it.turn(_TURN_BYTES):
         pass
-    it.dress(dress)
+    it.apply_attributes(apply)
 
 
 def _verified(it: Staging, verify: bool) -> Identity:

@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from monarch.footing import private_opener
+from monarch.posix.private_directory import private_opener
 from monarch.units import KiB, MiB
 
 NAME = "reserve"

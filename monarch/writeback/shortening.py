@@ -12,8 +12,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from monarch.types import Identity
-from monarch.writeback.losses import moved, without
-from monarch.writeback.ops import Op, above
+from monarch.writeback.crash_losses import moved, without
+from monarch.writeback.op import Op, above
 
 Numbered = tuple[int, Op]
 Done = Mapping[int, Identity | None]

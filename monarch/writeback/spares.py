@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import trio
 
-from monarch.threads import Threads
+from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback.objects import Objects
 
 MOST = 32
@@ -24,7 +24,7 @@ class Spares:
     Numbers go up in the order in which objects are taken, and none is ever used again.
     """
 
-    def __init__(self, objects: Objects, threads: Threads, first: int) -> None:
+    def __init__(self, objects: Objects, threads: ThreadPool, first: int) -> None:
         self._objects = objects
         self._threads = threads
         self._next = first

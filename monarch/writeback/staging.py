@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from monarch import points
-from monarch.sparse import data_at
+from monarch.posix import failpoints
+from monarch.posix.sparse import data_at
 from monarch.tiers.source import identity_now
 from monarch.types import Identity
 from monarch.units import MiB
@@ -43,8 +43,8 @@ class Staged:
 class Staging:
     """``open_part`` opens the staged file, empty, to read and write.
 
-    ``open``, ``begin``, ``turn`` until it moves nothing, ``finish``, which is ``dress`` and
-    ``sync``; then perhaps ``verify`` until it reads nothing. Each raises OSError.
+    ``open``, ``begin``, ``turn`` until it moves nothing, ``finish``, which is ``apply_attributes``
+    and ``sync``; then perhaps ``verify`` until it reads nothing. Each raises OSError.
     """
 
     def __init__(self, objects: Objects, number: int, *, open_part: Callable[[], int]) -> None:
@@ -79,10 +79,10 @@ class Staging:
                 self._objects.sync(self._number, fd)
             return identity_now(fd)
 
-    def hurry_object(self) -> None:
+    def start_object_writeback(self) -> None:
         """Have the disk begin with the object's bytes, without waiting for it."""
         with self._using():
-            hurry(self._fds[0])
+            start_writeback(self._fds[0])
 
     def sync_object(self) -> Identity:
         """The object as it is when its bytes are on the disk."""
@@ -139,28 +139,28 @@ class Staging:
                 self._synced_bytes = self._offset
             return moved
 
-    def finish(self, dress: Callable[[int], None]) -> None:
-        """Make the staged file whole, dressed by ``dress`` and durable."""
-        self.dress(dress, is_hurried=False)
+    def finish(self, apply: Callable[[int], None]) -> None:
+        """Make the staged file whole, with ``apply``, and durable."""
+        self.apply_attributes(apply, is_hurried=False)
         self.sync()
 
-    def dress(self, dress: Callable[[int], None], *, is_hurried: bool = True) -> None:
-        """Make the staged file whole, dressed by ``dress``; its disk begins with its bytes."""
+    def apply_attributes(self, apply: Callable[[int], None], *, is_hurried: bool = True) -> None:
+        """Make the staged file whole, with ``apply``; its disk begins with its bytes."""
         with self._using():
             _, part_fd = self._fds
             if os.fstat(part_fd).st_size != self._offset:
                 os.ftruncate(part_fd, self._offset)
-            points.reached("drain-staged")
-            dress(part_fd)
+            failpoints.failpoint("drain-staged")
+            apply(part_fd)
             if is_hurried:
-                hurry(part_fd)
+                start_writeback(part_fd)
 
     def sync(self) -> None:
         """Make the staged file durable, when it is dressed."""
         with self._using():
             _, part_fd = self._fds
             os.fsync(part_fd)
-            points.reached("drain-synced")
+            failpoints.failpoint("drain-synced")
             with suppress(OSError):
                 os.posix_fadvise(part_fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -217,7 +217,7 @@ class Staging:
             self._closed.set()
             if self._busy:
                 return
-        self._let_go()
+        self._close()
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -232,16 +232,16 @@ class Staging:
                 self._busy = False
                 left = self._closed.is_set()
             if left:
-                self._let_go()
+                self._close()
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         for fd in self._fds:
             with suppress(OSError):
                 os.close(fd)
         self._fds.clear()
 
 
-def hurry(fd: int) -> None:
+def start_writeback(fd: int) -> None:
     """Have the disk begin to write what is new in a file. One that cannot waits until the sync."""
     nothing = ctypes.c_longlong(0)
     _LIBC.sync_file_range(fd, nothing, nothing, _SYNC_FILE_RANGE_WRITE)

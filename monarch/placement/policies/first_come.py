@@ -1,4 +1,5 @@
-"""First come, first placed: the fastest tier with room, for ever. For trees of unknown size."""
+"""First come, first placed: the fastest tier with space; no evictions. For trees of unknown
+size."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from monarch.types import Ino
 
 
 class FirstCome:
-    """An item too big for every tier stays at the source and does not stop those after it."""
+    """An item that is too large for every tier stays at the source and does not block later
+    ones."""
 
     @property
     def name(self) -> str:
@@ -22,7 +24,7 @@ class FirstCome:
         return None if tier is None else Placement(tier)
 
     def accessed(self, ino: Ino, tier: int) -> None:
-        """Nothing ever leaves, so nothing is learnt."""
+        """Does nothing: this policy never evicts."""
 
     def placed(self, item: Item, tier: int) -> None:
         """See ``accessed``."""

@@ -1,6 +1,6 @@
-"""Least recently used, over all tiers as one. For comparison: see no_evict for what beats it.
+"""Least recently used, over all tiers as one. For comparison: no_evict has more hits.
 
-Keeps about 200 bytes for each resident item, where the other policies keep none.
+Needs about 200 bytes for each resident item; the other policies need none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from monarch.types import Ino
 
 
 class Lru:
-    """A new item goes to the fastest tier with room. Without room, the tier is the one that gets
-    it first when copies leave in the order of their last use; nothing moves down a tier.
+    """A new item goes to the fastest tier with space. Without space it goes to the tier that has
+    space first when copies are evicted in the order of their last use; no copy moves to a lower
+    tier.
     """
 
     def __init__(self) -> None:

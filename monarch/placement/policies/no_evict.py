@@ -1,9 +1,9 @@
 """No eviction (CoorDL's MinIO), the residents chosen by hash. The default policy.
 
-For one pass per epoch in a fresh random order no demand policy has more hits per epoch than a
-fixed set of residents. Which set does not matter for a shuffled order; for a constant one it
-should be spread over the epoch, so that hits overlap with misses, and so should the promotions of
-the first epoch. A hash does both. See docs/adr/0001-admission-by-hash-buckets.md.
+For one pass per epoch in a new random order, no demand policy has more hits per epoch than a fixed
+set of residents. For a shuffled order any set is as good. For a constant order the set should be
+spread over the epoch, so that hits and the promotions of the first epoch overlap with misses. A
+hash does both. See docs/adr/0001-admission-by-hash-buckets.md.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from monarch.buckets import bucket
 from monarch.placement.ledger import Ledger
 from monarch.placement.policies.first_come import FirstCome
 from monarch.placement.policy import Item, Placement
+from monarch.posix.buckets import bucket
 
 
 def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> bytes:
-    """The tier of every hash bucket (0: none), given the bytes of the files in each bucket.
+    """The tier of every hash bucket (0: none), from the bytes of the files in each bucket.
 
-    Buckets are taken in the order of the hash; each goes to the fastest tier that still
-    holds all of it. One that fits nowhere is skipped, so that a huge file does not stop the rest.
-    No tier is given more bytes than its capacity.
+    ``curve`` has one sum for each bucket, in the order of the hash. Each bucket goes to the fastest
+    tier that can still hold all of it. A bucket that fits nowhere is skipped, so that a huge file
+    does not block the rest. No tier gets more bytes than its capacity. One byte for each bucket.
     """
     filled = np.flatnonzero(curve)
     table = bytearray(len(curve))
@@ -42,10 +42,10 @@ def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> bytes:
 
 
 class NoEvict(FirstCome):
-    """Admits the buckets that ``assign`` gives to a tier, and everything when everything fits."""
+    """Admits the buckets that ``assign`` gives to a tier, or all files if all fit."""
 
     def __init__(self, curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> None:
-        # Python's integers: the sum of a hostile tree's sizes may pass 64 bits.
+        # Python integers: the sum of the sizes of a hostile tree may exceed 64 bits.
         all_fits = sum(curve.tolist()) <= sum(capacities)
         self._tier_of_bucket = None if all_fits else assign(curve, capacities)
 
@@ -54,7 +54,7 @@ class NoEvict(FirstCome):
         return "no_evict"
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
-        # An empty file takes no room, so its bucket may have none.
+        # An empty file needs no space, so its bucket may have no tier.
         if forced or not item.size or self._tier_of_bucket is None:
             return super().choose(item, ledger)
         tier = self._tier_of_bucket[bucket(item.key)]

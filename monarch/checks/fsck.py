@@ -1,0 +1,351 @@
+"""Checks, and with ``repair`` corrects, the state directory and the tiers of a mount.
+
+For a state directory that no daemon uses; daemon/fsck.py does the same within a daemon. Records,
+copies, stages, snapshot, registry and directories are compared with each other. Wrong data is
+removed: it is a copy, or can be made again from the source. The source is neither changed nor read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from monarch.checks.findings import (
+    JOURNAL,
+    STATE,
+    WRITTEN_UNKNOWN,
+    Findings,
+    check_doors,
+    doors_of_tier,
+    tell_written,
+)
+from monarch.control.registry import Registry, alive
+from monarch.control.state_directory import MountNote, read_note
+from monarch.errors import LockedError, SnapshotError, TierError
+from monarch.fuse import mountpoint as mountpoints
+from monarch.namespace.snapshot import Snapshot
+from monarch.posix.file_lock import Lock
+from monarch.telemetry.report import FsckProgress, FsckReport
+from monarch.text import counted
+from monarch.tiers.hierarchy import owner_of
+from monarch.tiers.ownership import own_directory
+from monarch.tiers.records import Records, other_generations
+from monarch.tiers.seal import keeps_seals, seal
+from monarch.tiers.verify import (
+    SEAL,
+    TIER,
+    UNKNOWN,
+    Contents,
+    Step,
+    Suspect,
+    compare,
+)
+from monarch.types import Identity, Ino
+from monarch.writeback.inspect import inspect
+from monarch.writeback.objects import object_path
+from monarch.writeback.setup import PREFIX as ABSORBED
+
+_LEFT_BY_A_KILLED = "left by a process that was killed while writing it"
+
+
+# -- a state directory that is not in use
+# -------------------------------------------------------------
+
+
+def check_state(
+    state: Path,
+    *,
+    registry: Registry,
+    digests: bool,
+    repair: bool,
+    progress: Callable[[FsckProgress], None],
+) -> FsckReport:
+    """Checks the mount of ``state``, which must not be served; with ``repair`` corrects it.
+
+    ``digests``: read every copy. Raises TierError if ``state`` is not a state directory,
+    LockedError if a daemon uses it or one of its tiers.
+    """
+    with ExitStack() as held:
+        return _StateCheck(state, registry, digests, repair, progress, held).run()
+
+
+@dataclass(slots=True)
+class _OpenTier:
+    """A tier that this process has locked. ``root`` is a descriptor of ``own``."""
+
+    number: int
+    name: str
+    own: Path
+    root: int
+    id: str
+    seals: bool
+
+
+class _StateCheck:
+    """One check of a state directory; ``held`` releases locks and descriptors at the end."""
+
+    def __init__(
+        self,
+        state: Path,
+        registry: Registry,
+        digests: bool,
+        repair: bool,
+        progress: Callable[[FsckProgress], None],
+        held: ExitStack,
+    ) -> None:
+        self._state = state
+        self._registry = registry
+        self._digests = digests
+        self._repair = repair
+        self._progress = progress
+        self._held = held
+        self._findings = Findings()
+        self._snapshot: Snapshot | None = None
+        self._total_files = self._total_bytes = 0
+
+    def run(self) -> FsckReport:
+        what = f"state directory {os.fspath(self._state)!r}"
+        try:
+            directory = self._opened(self._state)
+            owner = os.fstat(directory).st_uid
+            note = read_note(self._state)
+            self._lock(directory, what)
+        except OSError as error:
+            raise TierError(
+                f"{what}: {error.strerror}",
+                hint="name a state directory, and run fsck as its owner",
+            ) from error
+        tiers = [
+            tier
+            for number, noted in enumerate(note.tiers, start=1)
+            if (tier := self._tier(number, noted.name, Path(noted.path))) is not None
+        ]
+        self._check_registry(note)
+        doors = [(STATE, self._state)]
+        for tier in tiers:
+            doors += doors_of_tier(tier.name, tier.own)
+        check_doors(self._findings, doors, owner=owner, repair=self._repair)
+        for path in sorted(self._state.glob("*.part")):
+            self._mend("stage", STATE, path, _LEFT_BY_A_KILLED, path)
+        self._check_snapshot(Path(note.snapshot))
+        self._check_copies(tiers)
+        for tier in tiers:
+            self._check_written(tier)
+        return self._findings.report(
+            state=os.fspath(self._state), mountpoint=note.mountpoint, served=False
+        )
+
+    def _opened(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._held.callback(os.close, fd)
+        return fd
+
+    def _lock(self, directory: int, what: str) -> None:
+        lock = Lock(directory, what, "monarch fsck")
+        self._held.callback(lock.release)
+
+    def _mend(self, kind: str, where: str, path: Path, what: str, *removed: Path) -> None:
+        """Adds a finding whose repair removes files."""
+
+        def by() -> None:
+            for each in removed:
+                remove(each)
+
+        self._findings.mend(kind, where, os.fspath(path), what, by=by if self._repair else None)
+
+    def _tier(self, number: int, name: str, path: Path) -> _OpenTier | None:
+        """Opens and locks a tier; None if it cannot be used. Raises LockedError."""
+        own = own_directory(path, owner_of(self._state))
+        try:
+            root = self._opened(own)
+            self._lock(root, f"tier {os.fspath(path)!r}")
+        except OSError as error:
+            words = error.strerror or "cannot be used"
+            self._findings.add("tier-gone", name, os.fspath(own), words, repaired=False)
+            return None
+        identity = ""
+        try:
+            with open(own / "tier.json", "rb") as file:
+                identity = str(json.load(file)["id"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = f"tier.json cannot be read: {error}"
+            self._findings.add("tier-name", name, os.fspath(own), what, repaired=False)
+        try:
+            seals = keeps_seals(root)
+        except OSError:
+            # It is not writable: no file there can have changed lately.
+            seals = False
+        return _OpenTier(number, name, own, root, identity, seals)
+
+    def _check_registry(self, note: MountNote) -> None:
+        for record in self._registry.all():
+            if record.state == os.fspath(self._state) and not alive(record):
+                what = f"its daemon, pid {record.pid}, is dead"
+                by = partial(self._registry.remove, record.mountpoint) if self._repair else None
+                self._findings.mend("registry", STATE, record.mountpoint, what, by=by)
+        mountpoint = Path(note.mountpoint)
+        if mountpoints.mount_at(mountpoint) is not None and mountpoints.is_dead(mountpoint):
+            by = partial(mountpoints.unmount, mountpoint, lazy=True) if self._repair else None
+            what = "every access there fails with ENOTCONN"
+            self._findings.mend("mount-dead", STATE, note.mountpoint, what, by=by)
+
+    def _check_snapshot(self, path: Path) -> None:
+        """Checks the snapshot, and keeps a valid one to look up the versions of copies."""
+        own = path.parent == self._state
+        if own and not path.exists():
+            return  # the next mount builds it
+        try:
+            snapshot = self._held.enter_context(Snapshot.open(path))
+            damages = list(filter(None, snapshot.damages()))
+            if not damages:
+                self._snapshot = snapshot
+        except SnapshotError as error:
+            damages = [str(error)]
+        if damages:
+            kind = "snapshot" if own else "snapshot-given"
+            self._mend(kind, STATE, path, damages[0], path)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def _check_copies(self, tiers: Sequence[_OpenTier]) -> None:
+        ids = [tier.id for tier in tiers]
+        known: dict[str, Records] = {}
+        for generation in other_generations(self._state, ""):
+            path = self._state / f"residency-{generation}"
+            records = Records.existing(self._state, generation, ids)
+            if records is None:
+                what = "it is damaged, or not Monarch's"
+                self._mend("records-file", STATE, path, what, path)
+                continue
+            self._held.callback(records.leave)
+            known[generation] = records
+            for _inos, numbers, sizes in records.load():
+                self._total_files += len(numbers)
+                self._total_bytes += int(sizes.sum()) if self._digests else 0
+        for place, tier in enumerate(tiers, start=1):
+            self._check_tier(tier, place, known)
+
+    def _check_tier(self, tier: _OpenTier, place: int, known: Mapping[str, Records]) -> None:
+        own = tier.own
+        contents = Contents(tier.root)
+        for name in contents.strangers():
+            path_text = os.fspath(own / name)
+            self._findings.add(
+                "stranger", tier.name, path_text, "it is not Monarch's", repaired=False
+            )
+        for name in contents.stages():
+            what = _LEFT_BY_A_KILLED
+            self._mend("stage", tier.name, own / name, what, own / name)
+        there = contents.generations()
+        for generation in there:
+            if generation not in known:
+                path = own / (Contents.PREFIX + generation)
+                count = sum(map(len, contents.copies(generation)))
+                what = f"no record knows of the {counted(count, 'file', 'files')} in it"
+                self._mend(UNKNOWN, tier.name, path, what, path)
+        for generation, records in known.items():
+            for step in compare(
+                tier.root,
+                generation,
+                place,
+                records,
+                seals=tier.seals,
+                whole=self._digests,
+                version_of=partial(self._version, generation),
+            ):
+                self._note(step)
+                if step.suspect is not None:
+                    self._tell(tier, generation, records, step.suspect)
+
+    def _version(self, generation: str, ino: Ino) -> Identity | None:
+        """The identity of a file in the snapshot; None for copies of another snapshot."""
+        if self._snapshot is None or self._snapshot.id != generation:
+            return None
+        try:
+            return self._snapshot.attributes(ino).identity
+        except IndexError:
+            return Identity(-1, 0, 0, 0)
+
+    def _note(self, step: Step) -> None:
+        self._findings.files += step.files
+        self._findings.nbytes += step.nbytes
+        if step.files or step.nbytes:
+            self._progress(
+                FsckProgress(
+                    self._findings.files,
+                    self._total_files,
+                    self._findings.nbytes,
+                    self._total_bytes,
+                )
+            )
+
+    def _tell(self, tier: _OpenTier, generation: str, records: Records, suspect: Suspect) -> None:
+        path = tier.own / (Contents.PREFIX + generation) / suspect.path
+
+        def by() -> None:
+            if suspect.kind == SEAL and suspect.ino is not None and suspect.record is not None:
+                os.utime(path, ns=(time.time_ns(), seal(suspect.ino, suspect.record.identity)))
+                return
+            remove(path)
+            if suspect.ino is not None and suspect.kind not in (UNKNOWN, TIER):
+                records.clear(suspect.ino)
+
+        path_text = os.fspath(path)
+        if suspect.ino is not None and suspect.kind != UNKNOWN:
+            path_text = self._name(generation, suspect.ino) or path_text
+        self._findings.mend(
+            suspect.kind, tier.name, path_text, suspect.what, by=by if self._repair else None
+        )
+
+    # -- written files -----------------------------------------------------------------------------
+
+    def _check_written(self, tier: _OpenTier) -> None:
+        for directory in sorted(tier.own.parent.glob(f"{ABSORBED}*")):
+            try:
+                self._lock(self._opened(directory), os.fspath(directory))
+            except (OSError, LockedError):
+                # Files of another mount, which is served: the check of that mount covers them.
+                continue
+            for path in sorted(directory.glob("*.part")):
+                self._mend(
+                    "stage",
+                    tier.name,
+                    path,
+                    _LEFT_BY_A_KILLED,
+                    path,
+                )
+            try:
+                found = inspect(directory)
+            except TierError as error:
+                path_text = os.fspath(directory)
+                self._findings.add(
+                    JOURNAL, tier.name, path_text, str(error.args[0]), repaired=False
+                )
+                continue
+            self._findings.files += len(found.waiting)
+            tell_written(self._findings, tier.name, found)
+            for number in found.unknown:
+                path = object_path(directory, number)
+                self._mend(WRITTEN_UNKNOWN, tier.name, path, "no record needs it", path)
+
+    def _name(self, generation: str, ino: Ino) -> str | None:
+        if self._snapshot is None or self._snapshot.id != generation:
+            return None
+        with suppress(IndexError):
+            return os.fsdecode(self._snapshot.path(ino))
+        return None
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with its contents; links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""Directories and addresses that mounts may not have in common, or one inside another."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+
+from monarch.config.defaults import state_directory
+from monarch.config.document import Loc, dotted
+from monarch.config.settings import MountSettings
+from monarch.errors import MonarchError
+
+# Time limit for resolving a path on a network file system.
+_PATIENCE_S = 2.0
+
+
+def resolved(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _resolved_remote(path: Path) -> Path:
+    """As ``_resolved``, but as written if the file system hangs: other mounts may not need it. The
+    thread that asked the file system is then left behind."""
+    found: list[Path] = []
+    asking = threading.Thread(target=lambda: found.append(resolved(path)), daemon=True)
+    try:
+        asking.start()
+    except RuntimeError:
+        raise MonarchError(
+            "no thread can be started: this user has as many processes as the limit allows",
+            hint="end some, or raise the limit (`ulimit -u`)",
+        ) from None
+    asking.join(_PATIENCE_S)
+    return found[0] if found else Path(os.path.normpath(path))
+
+
+def _resolved_mountpoint(path: Path) -> Path:
+    # The last component is not resolved: a daemon that hangs there would make `umount` hang, too.
+    return resolved(path.parent) / path.name
+
+
+def _places(mount: MountSettings) -> list[tuple[Loc, str, Path]]:
+    """The directories of a mount: the key that sets each, its kind, and its real path."""
+    return [
+        (("source",), "source", _resolved_remote(mount.source)),
+        (("mountpoint",), "mount point", _resolved_mountpoint(mount.mountpoint)),
+        *((("tiers", i), "tier", resolved(t.path)) for i, t in enumerate(mount.tiers)),
+        (("state",), "state directory", resolved(state_directory(mount))),
+    ]
+
+
+def conflicts(mount: MountSettings) -> Iterator[tuple[Loc, str]]:
+    """Conflicts between directories of one mount: one would destroy or hide another."""
+    places = _places(mount)
+    for (_, first, one), (loc, second, other) in combinations(places, 2):
+        if one == other and first == second:
+            yield loc, f"{second} {other} is given twice; leave one of them out"
+        elif one == other:
+            yield loc, f"{second} {other} is also the {first}; give it a directory of its own"
+        elif other.is_relative_to(one):
+            yield loc, f"{second} {other} is inside the {first} {one}; move it out"
+        elif one.is_relative_to(other) and (first, second) != ("tier", "state directory"):
+            yield loc, f"{second} {other} contains the {first} {one}; move one of them"
+    files: list[tuple[Loc, Path | None]] = [
+        (("snapshot", "file"), mount.snapshot.file),
+        (("log", "file"), mount.log.file),
+    ]
+    mountpoint = _resolved_mountpoint(mount.mountpoint)
+    for loc, file in files:
+        if file is not None and _resolved_remote(file).is_relative_to(mountpoint):
+            yield loc, f"{dotted(loc)} {file} is inside the mount point; move it out"
+
+
+def conflicts_between(mounts: Mapping[str, MountSettings]) -> Iterator[tuple[str, Loc, str]]:
+    """Directories that a mount shares with an earlier mount, or has inside those of another."""
+    # The first mount that names a directory owns it. The parents of each path are looked up here,
+    # so that the work grows with the number of mounts and not of pairs.
+    owners: dict[tuple[str, Path], str] = {}
+    places = [(name, *place) for name, mount in mounts.items() for place in _places(mount)]
+    for name, loc, kind, path in places:
+        owner = owners.setdefault((kind, path), name)
+        # A tier keeps the copies of each mount in a directory of its own.
+        if owner != name and kind not in ("source", "tier"):
+            key = ", with `state: DIR`" if kind == "state directory" else ""
+            yield name, loc, f"{kind} {path} is that of mount {owner!r}; give each its own{key}"
+    pages: dict[str, str] = {}
+    for name, mount in mounts.items():
+        address = mount.metrics.address
+        # Port 0 means any free port.
+        if mount.metrics.enabled and not address.endswith(":0"):
+            owner = pages.setdefault(address, name)
+            if owner != name:
+                text = f"metrics.address {address} is that of mount {owner!r}; give each its own"
+                yield name, ("metrics", "address"), text
+    for name, loc, kind, path in places:
+        if kind != "tier":
+            continue
+        for outer, parent in (
+            (o, p) for p in path.parents for o in ("source", "mount point", "tier")
+        ):
+            owner = owners.get((outer, parent), name)
+            if owner != name:
+                yield name, loc, f"tier {path} is inside the {outer} of {owner!r}; move it out"

@@ -1,0 +1,503 @@
+"""The settings of a mount as typed values: every key, its default and its meaning.
+
+``conf/monarch.yaml`` lists the same keys with the same texts; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from monarch.config.write_patterns import check_pattern
+from monarch.text import plain_name
+from monarch.units import GiB, MiB, format_bytes, parse_bytes, parse_seconds
+
+# The share of the free space of a tier's file system that copies use if no capacity is given. The
+# other half is left for the files of the job.
+FREE_SHARE = 0.5
+
+# The largest share of a small file system that the default `keep_free` reserves.
+SMALL_KEEP_SHARE = 0.05
+
+# The share of the memory of the daemon for the default of `buffer_max`. A fixed default could
+# exceed the limit of its control group (MemoryMax of systemd, a container, a job).
+BUFFER_SHARE = 1 / 8
+
+# The share of that memory for names made through the mount, and the least number of names.
+NAMES_SHARE = 1 / 8
+LEAST_NAMES = 100_000
+
+# Offsets and counters are signed 64-bit numbers in the kernel and the formats.
+_LARGEST = 2**63 - 1
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError("is not a size; write it like 500MB, 800GiB or 2T")
+
+
+def _duration(value: object) -> float:
+    if isinstance(value, str):
+        return parse_seconds(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError("is not a duration; write it like 250ms, 30s, 10m or 7d")
+
+
+def _count(value: object) -> object:
+    # pydantic would accept a bool as a number, and YAML reads words such as `yes` as a bool.
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number")
+    return value
+
+
+def expand(text: str) -> Path:
+    """A path as written in a file: ``~`` and ``$NAME`` expanded. ValueError for an unset name."""
+    expanded = os.path.expandvars(os.path.expanduser(text))
+    unset = re.search(r"\$(\w+|\{[^}]*\})", expanded)
+    if unset is not None and unset[0] in text:
+        raise ValueError(f"{unset[0]} is not set in the environment; set it or write the path out")
+    if text.startswith("~") and expanded.startswith("~"):
+        raise ValueError(f"{text.split('/', 1)[0]} has no home directory; write the path out")
+    return Path(expanded)
+
+
+def _path(value: object) -> Path:
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("is empty; give a path")
+        value = expand(value)
+    if not isinstance(value, Path):
+        raise ValueError("must be a path")
+    if "\0" in str(value):
+        raise ValueError("contains a NUL byte, which no path may")
+    if not value.is_absolute():
+        raise ValueError(f"{str(value)!r} is relative; write an absolute path")
+    return value
+
+
+def _freshness(value: str) -> str:
+    if value in ("mount", "never"):
+        return value
+    kind, _, duration = value.partition(":")
+    if kind != "ttl":
+        raise ValueError(f"{value!r} is not known; use mount, never or ttl:DURATION like ttl:10m")
+    if parse_seconds(duration) <= 0:
+        raise ValueError("a ttl must be longer than 0; write it like ttl:10m")
+    return value
+
+
+def _address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT; write it like localhost:9464")
+    return value
+
+
+def _pattern(value: str) -> str:
+    check_pattern(value)
+    return value
+
+
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=_LARGEST)]
+# A longer time is a mistake.
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=366 * 86400)]
+CommitInterval = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=300)]
+PositiveSize = Annotated[int, BeforeValidator(_size), Field(ge=1, le=_LARGEST)]
+# Each is a thread; a larger number is a mistake.
+Count = Annotated[int, BeforeValidator(_count), Field(ge=1, le=4096)]
+NameCount = Annotated[int, BeforeValidator(_count), Field(ge=1, le=2**40)]
+AbsolutePath = Annotated[Path, BeforeValidator(_path)]
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _tier_name(fields: dict[str, Any]) -> str:
+    path = fields.get("path")
+    return plain_name(path) if isinstance(path, Path) else "tier"
+
+
+class TierSettings(Section):
+    path: AbsolutePath = Field(
+        description="Directory of the tier, created if missing. Required. One daemon uses it."
+    )
+    name: str = Field(
+        default_factory=_tier_name,
+        pattern=_NAME,
+        description="Name in messages and metrics. Default: the last component of the path.",
+    )
+    capacity: PositiveSize | None = Field(
+        default=None,
+        description="Bytes that copies may use, like 800GiB. null: half of the free space there.",
+    )
+    keep_free: Size = Field(
+        default=GiB,
+        description="Bytes of the tier's file system that copies leave free. If not set, at most 5"
+        " % of that file system.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return parse_tier(value) if isinstance(value, str) else value
+
+    def capacity_within(self, free: int, *, held: int = 0) -> int:
+        """Bytes for copies: the capacity, else a share of ``free`` and ``held`` bytes."""
+        return int((free + held) * FREE_SHARE) if self.capacity is None else self.capacity
+
+    def keep_free_within(self, total: int) -> int:
+        """``keep_free`` for a file system of ``total`` bytes; the default is less on small ones."""
+        if "keep_free" in self.model_fields_set:
+            return self.keep_free
+        return min(self.keep_free, int(total * SMALL_KEEP_SHARE))
+
+
+class SnapshotSettings(Section):
+    file: AbsolutePath | None = Field(
+        default=None,
+        description="Snapshot of the names. null: in the state directory, built at first mount.",
+    )
+    jobs: Count = Field(default=32, description="Directories scanned concurrently while building.")
+    freshness: Annotated[str, AfterValidator(_freshness)] = Field(
+        default="mount",
+        description="When to check the source for changes: mount (at each mount), never, or"
+        " ttl:DURATION like ttl:10m (at mount, and again after each such time).",
+    )
+    one_file_system: bool = Field(
+        default=False,
+        description="Leave out mount points of other file systems at the source.",
+    )
+
+    @property
+    def ttl_s(self) -> float | None:
+        """Seconds of ``freshness: ttl:...``; None for ``mount`` and ``never``."""
+        kind, _, duration = self.freshness.partition(":")
+        return parse_seconds(duration) if kind == "ttl" else None
+
+
+class PlacementSettings(Section):
+    policy: Literal["no_evict", "first_come", "lru"] = Field(
+        default="no_evict",
+        description="Which files are kept if not all fit: no_evict (a fixed share, best for"
+        " shuffled epochs), first_come, or lru (the least recently used is evicted).",
+    )
+
+
+class LimitSettings(Section):
+    copy_workers: Count = Field(default=4, description="Files copied into each tier concurrently.")
+    source_concurrency: Count = Field(default=128, description="Concurrent calls to the source.")
+    source_timeout: Duration | None = Field(
+        default=None,
+        description="How long an open or a read waits for a source that hangs before it fails with"
+        " ETIMEDOUT, like 2m. null: until the source answers, as without Monarch.",
+    )
+    source_bandwidth: Size = Field(
+        default=0,
+        description="Bytes per second that copies read from the source; 0: no limit. Readers are"
+        " never delayed.",
+    )
+    scrub_bandwidth: Size = Field(
+        default=16 * MiB,
+        description="Bytes per second of the tiers' disks for reading all copies again and again,"
+        " to find damaged ones; 0: off.",
+    )
+    tier_timeout: Duration = Field(
+        default=5.0,
+        description="How long a tier may take to answer before it counts as slow and is neither"
+        " written nor read; a request for many files or MiB may take longer.",
+    )
+    tier_probe: Duration = Field(
+        default=10.0,
+        description="How often tiers are checked, and a tier out of service is tried: at first this"
+        " often, then less and less, down to once a minute.",
+    )
+    inline_max: Size = Field(
+        default=4 * MiB,
+        description="Files up to this size are fetched as a whole at their first open; larger"
+        " files are copied while they are read.",
+    )
+    buffer_max: PositiveSize = Field(
+        default=256 * MiB,
+        description="Memory for files that are copied from the source to a tier. If not set, at"
+        " most an eighth of the memory that the daemon may use.",
+    )
+
+    def within(self, memory: int) -> LimitSettings:
+        """These limits for a process that may use ``memory`` bytes; 0: unknown."""
+        if "buffer_max" in self.model_fields_set or memory <= 0:
+            return self
+        share = max(self.inline_max, int(memory * BUFFER_SHARE))
+        return self.model_copy(update={"buffer_max": min(self.buffer_max, share)})
+
+    @model_validator(mode="after")
+    def _buffer_holds_an_inline_file(self) -> LimitSettings:
+        if self.buffer_max < self.inline_max:
+            raise ValueError(
+                f"buffer_max ({format_bytes(self.buffer_max)}) is less than inline_max"
+                f" ({format_bytes(self.inline_max)}); raise buffer_max or lower inline_max"
+            )
+        return self
+
+
+class MetricsSettings(Section):
+    enabled: bool = Field(default=False, description="Serve metrics for Prometheus over HTTP.")
+    address: Annotated[str, AfterValidator(_address)] = Field(
+        default="localhost:9464", description="HOST:PORT at which metrics are served."
+    )
+
+
+class LogSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged: debug, info, warning or error."
+    )
+    file: AbsolutePath | None = Field(
+        default=None, description="Log file. null: daemon.log in the state directory."
+    )
+    format: Literal["text", "json"] = Field(
+        default="text", description="text, or json: one object a line."
+    )
+
+
+class WritebackSettings(Section):
+    fsync: Literal["local", "source"] = Field(
+        default="local",
+        description="When fsync returns: local (the data is safe on the disk of this node) or"
+        " source (it is at the source).",
+    )
+    tier: str | None = Field(
+        default=None,
+        description="Name of the tier that absorbs writes. null: the first that is not memory.",
+    )
+    reserve: Size | None = Field(
+        default=None,
+        description="Bytes of that tier that copies of the source leave to written files; drained"
+        " files stay there to be read within this room. null: twice the largest file written so"
+        " far, and a twentieth of the tier.",
+    )
+    names_max: NameCount | None = Field(
+        default=None,
+        description="Files, directories and links made or changed through the mount since the"
+        " snapshot that it may hold in memory; 3 KiB of memory each. Unused ones are in the state"
+        " directory and count a 48th. null: an eighth of the memory that the daemon may use, and"
+        " at least 100000.",
+    )
+    bandwidth: Size = Field(
+        default=0, description="Bytes per second written to the source; 0: no limit."
+    )
+    workers: Count = Field(default=4, description="Files written to the source concurrently.")
+    verify: bool = Field(
+        default=True,
+        description="Read each file back from the source and compare digests before it is renamed"
+        " to its name there.",
+    )
+    commit: CommitInterval = Field(
+        default=5.0,
+        description="How often all written data is synced in the tier, fsynced or not: a crash of"
+        " the machine loses at most the unsynced data of that time. At most 5m; 0: only at the"
+        " end.",
+    )
+    shared: bool = Field(
+        default=False,
+        description="Let this mount absorb writes although another mount, on any node, absorbs them"
+        " for the same paths. Otherwise the second mount is refused.",
+    )
+    end_timeout: Duration = Field(
+        default=60.0,
+        description="How long a daemon that a signal ends continues to drain. Undrained data stays"
+        " in the tier, and the next mount drains it.",
+    )
+
+    def names_within(self, memory: int, *, each: int) -> int:
+        """``names_max`` for ``each`` bytes a name and ``memory`` usable bytes; 0: unknown."""
+        if self.names_max is not None:
+            return self.names_max
+        return max(LEAST_NAMES, int(memory * NAMES_SHARE) // each)
+
+
+class MountSettings(Section):
+    name: str = Field(pattern=_NAME, description="Name of the mount: its key under `mounts`.")
+    source: AbsolutePath = Field(description="Directory to be mounted. Required.")
+    mountpoint: AbsolutePath = Field(description="Directory at which the source appears. Required.")
+    tiers: tuple[TierSettings, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Fastest first. Each is PATH, PATH:SIZE or a mapping as in the example below."
+        " Empty: one tier on the local scratch with the most free space.",
+    )
+    state: AbsolutePath | None = Field(
+        default=None,
+        description="Directory for persistent state. null: one per source in /var/lib/monarch"
+        " (root) or ~/.local/state/monarch.",
+    )
+    snapshot: SnapshotSettings = Field(
+        default=SnapshotSettings(),
+        description="The names and attributes of the source, kept locally.",
+    )
+    placement: PlacementSettings = Field(
+        default=PlacementSettings(), description="The choice of files that the tiers keep."
+    )
+    limits: LimitSettings = Field(
+        default=LimitSettings(), description="Limits on the use of the node and of the source."
+    )
+    write: Literal["none", "absorb"] = Field(
+        default="none",
+        description="Whether the mount can be written: none (read-only, except for the paths of"
+        " `absorb`), or absorb (everywhere: a tier stores the data, which is drained to the"
+        " source).",
+    )
+    absorb: tuple[Annotated[str, AfterValidator(_pattern)], ...] = Field(
+        default=(),
+        description="Paths that can be written while all others are read-only, relative to the"
+        " mount, like ckpt/** or runs/*/logs.",
+    )
+    writeback: WritebackSettings = Field(
+        default=WritebackSettings(),
+        description="Writing: what fsync means, and how written data is drained to the source.",
+    )
+    verify: Literal["unclean", "open", "never"] = Field(
+        default="unclean",
+        description="When a copy is compared with its digest before use: unclean (once, after a"
+        " crash or power cut), open (at every first open), or never.",
+    )
+    datapath: Literal["auto", "passthrough", "relay", "python"] = Field(
+        default="auto",
+        description="How copies are read: passthrough (by the kernel itself; needs Linux 6.9 and"
+        " root; a copy that cannot be read gives the reader an error), relay (by threads in C),"
+        " python (the slowest, needs nothing), or auto (the best for these files on this machine).",
+    )
+    open: Literal["auto", "open", "none"] = Field(
+        default="auto",
+        description="Whether the kernel reports every open of a file: open, none (best for small"
+        " files that fit into memory; not with passthrough, python or verify: open), or auto.",
+    )
+    source_identity: Literal["daemon", "caller"] = Field(
+        default="daemon",
+        description="The rights with which files are opened at the source for a reader: daemon, or"
+        " caller (those of the process that reads; for a source that refuses root, as Lustre and"
+        " NFS with root squash do; needs root, not with open: none).",
+    )
+    allow_other: bool = Field(
+        default=False,
+        description="Let other users use the mount, as the modes of the files allow. Unless root"
+        " mounts, /etc/fuse.conf must say user_allow_other.",
+    )
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="The page of metrics.")
+    log: LogSettings = Field(default=LogSettings(), description="The log of the daemon.")
+
+    @field_validator(
+        "snapshot", "placement", "limits", "writeback", "metrics", "log", mode="before"
+    )
+    @classmethod
+    def _empty_section(cls, value: object) -> object:
+        # A section with all lines commented out is null.
+        return {} if value is None else value
+
+    @field_validator("open", mode="after")
+    @classmethod
+    def _opens_are_seen_by_who_needs_them(cls, value: str, fields: ValidationInfo) -> str:
+        if value == "none":
+            datapath = fields.data.get("datapath")
+            if datapath in ("passthrough", "python"):
+                raise ValueError(
+                    f"none and datapath: {datapath} exclude each other; set datapath: relay or"
+                    " leave one of them out"
+                )
+            if fields.data.get("verify") == "open":
+                raise ValueError(
+                    "none and verify: open exclude each other, because no open would be seen; leave"
+                    " one of them out"
+                )
+            if fields.data.get("absorb") or fields.data.get("write") == "absorb":
+                raise ValueError(
+                    "none and write-back exclude each other, because opens must be tracked; leave"
+                    " one of them out"
+                )
+        return value
+
+    @field_validator("source_identity", mode="after")
+    @classmethod
+    def _callers_are_seen(cls, value: str, fields: ValidationInfo) -> str:
+        if value == "caller" and fields.data.get("open") == "none":
+            raise ValueError(
+                "caller and open: none exclude each other: the opening process must be known;"
+                " leave one of them out"
+            )
+        return value
+
+    @property
+    def absorbs(self) -> tuple[str, ...]:
+        """The patterns of paths that can be written; empty for a read-only mount."""
+        return ("**",) if self.write == "absorb" and not self.absorb else self.absorb
+
+    @field_validator("absorb", mode="before")
+    @classmethod
+    def _one_pattern(cls, value: object) -> object:
+        if value is None:
+            return ()
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("tiers", mode="before")
+    @classmethod
+    def _no_tiers(cls, value: object) -> object:
+        return () if value is None else value
+
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _unique_names(cls, tiers: tuple[TierSettings, ...]) -> tuple[TierSettings, ...]:
+        given = [tier.name for tier in tiers if "name" in tier.model_fields_set]
+        for name in given:
+            if given.count(name) > 1:
+                raise ValueError(f"two tiers are named {name!r}; give each its own name")
+        # In metrics and status the name "source" means the source.
+        taken = {*given, "source"}
+        named = []
+        for tier in tiers:
+            if "name" not in tier.model_fields_set:
+                name = next(n for n in _numbered(tier.name) if n not in taken)
+                taken.add(name)
+                tier = tier.model_copy(update={"name": name})
+            named.append(tier)
+        return tuple(named)
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    for number in range(2, 1000):
+        yield f"{name[:60]}-{number}"
+
+
+def parse_tier(text: str) -> dict[str, Any]:
+    """``PATH[:SIZE]`` as the fields of a tier. A path may contain colons.
+
+    The text after the last colon is a size if it begins like a number. Then it must be valid: else
+    ``/local:10GBB`` would silently become a directory of that name.
+    """
+    path, colon, size = text.rpartition(":")
+    if not colon or not re.match(r"-?[0-9.][^/]*$|$", size):
+        return {"path": text}
+    if not path:
+        raise ValueError(f"{text!r} has no path; write it like /local/scratch:800GiB")
+    return {"path": path, "capacity": parse_bytes(size)}

@@ -1,0 +1,190 @@
+"""The mounts that daemons of this user serve on this node: one small file for each.
+
+The daemon writes a record; a killed daemon leaves its record behind, and ``alive`` tells the two
+apart. Nothing here touches a mount: a dead mount may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.errors import NotMountedError, TierError
+from monarch.posix import failpoints
+from monarch.text import escape_text
+
+log = logging.getLogger(__name__)
+
+# The limit of the kernel for symbolic links in one path.
+_MOST_LINKS = 40
+# A record has a few paths; a longer file is not a record.
+_MAX_RECORD_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MountRecord:
+    """One mount. Paths are absolute text in which undecodable bytes are surrogate escapes.
+
+    ``pid_started`` is ``process_started(pid)`` of the daemon, ``started_ns`` the time of the mount.
+    ``absorbs`` is the directory that written data is drained from; empty for a read-only mount.
+    """
+
+    mountpoint: str
+    source: str
+    pid: int
+    pid_started: int
+    socket: str
+    state: str
+    log: str
+    started_ns: int
+    absorbs: str = ""
+
+
+class Registry:
+    """The records under ``<root>/mounts``; ``root`` is the state root of the user.
+
+    Calls are short, blocking file operations. Different mounts have different files; only the
+    holder of the lock of a mount writes its record.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._directory = root / "mounts"
+
+    def add(self, record: MountRecord) -> None:
+        """Writes ``record``, replacing an earlier one of its mount point. Raises TierError."""
+        target = self._file(record.mountpoint)
+        staged = target.with_name(f"{target.name}.{os.getpid()}.part")
+        # ASCII with escapes, so that a name that is not UTF-8 survives.
+        text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "w", encoding="ascii") as file:
+                file.write(text)
+                # After a power cut the record is complete or missing, never empty.
+                file.flush()
+                os.fsync(file.fileno())
+            failpoints.failpoint("registry-staged")
+            staged.rename(target)
+            failpoints.failpoint("registry-added")
+            self._sweep_stages()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                staged.unlink()
+            raise TierError(
+                f"cannot record the mount in {self._directory}: {error.strerror}",
+                hint="the state directory must be writable",
+            ) from error
+
+    def remove(self, mountpoint: str) -> None:
+        """Removes the record of a mount, if there is one."""
+        self._file(mountpoint).unlink(missing_ok=True)
+        failpoints.failpoint("registry-removed")
+
+    def _sweep_stages(self) -> None:
+        """Removes temporary files of killed daemons."""
+        for path in self._directory.glob("*.part"):
+            pid = path.suffixes[-2].removeprefix(".") if len(path.suffixes) > 1 else ""
+            if not pid.isdecimal() or process_started(int(pid)) is None:
+                path.unlink(missing_ok=True)
+
+    def all(self) -> list[MountRecord]:
+        """Every readable record, in the order of mount points, also those of dead daemons."""
+        records = [_load(path) for path in sorted(self._directory.glob("*.json"))]
+        return sorted((r for r in records if r is not None), key=lambda r: r.mountpoint)
+
+    def find(self, path: Path) -> MountRecord:
+        """The innermost mount at or above ``path``, found by names alone.
+
+        Raises NotMountedError if there is none.
+        """
+        records = self.all()
+        wanted = real_path(path, [record.mountpoint for record in records])
+        matching = [r for r in records if _is_inside(wanted, r.mountpoint)]
+        if not matching:
+            raise NotMountedError(
+                f"{escape_text(str(path))} is not in a Monarch mount",
+                hint="`monarch status` lists the mounts",
+            )
+        return max(matching, key=lambda r: len(r.mountpoint))
+
+    def _file(self, mountpoint: str) -> Path:
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(mountpoint))).hexdigest()
+        return self._directory / f"{digest[:32]}.json"
+
+
+def real_path(path: Path | str, mountpoints: Collection[str] = ()) -> str:
+    """``path`` without symbolic links, as in the mount table of the kernel.
+
+    Components inside one of ``mountpoints`` are not resolved: a mount may hang.
+    """
+    done, rest = "/", os.path.abspath(path).split("/")[:0:-1]
+    links = 0
+    while rest:
+        part = rest.pop()
+        here = os.path.normpath(os.path.join(done, part))
+        if here in mountpoints:
+            return os.path.normpath(os.path.join(here, *reversed(rest)))
+        try:
+            target = os.readlink(here) if links < _MOST_LINKS else ""
+        except OSError:
+            target = ""
+        if target:
+            links += 1
+            rest.extend(reversed(target.split("/")))
+            done = "/" if target.startswith("/") else done
+        else:
+            done = here
+    return done
+
+
+def alive(record: MountRecord) -> bool:
+    """Whether the daemon that wrote ``record`` is running; a reused pid does not count."""
+    return process_started(record.pid) == record.pid_started
+
+
+def process_started(pid: int) -> int | None:
+    """The start time of a process, in clock ticks since boot; None if it does not run."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name of the command is in parentheses and may contain parentheses and blanks.
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, started = fields[0], int(fields[19])
+    return None if state in (b"Z", b"X") else started
+
+
+def _is_inside(path: str, mountpoint: str) -> bool:
+    return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
+
+
+def _load(path: Path) -> MountRecord | None:
+    try:
+        with open(path, "rb") as file:
+            raw = json.loads(file.read(_MAX_RECORD_BYTES))
+        record = MountRecord(**raw)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        log.warning("ignored the mount record %s: %s; delete it if it persists", path, error)
+        return None
+    for field in dataclasses.fields(MountRecord):
+        value = getattr(record, field.name)
+        expected = int if field.name in ("pid", "pid_started", "started_ns") else str
+        if type(value) is not expected:
+            log.warning(
+                "ignored the mount record %s: %s is %r; delete it if it persists",
+                path,
+                field.name,
+                value,
+            )
+            return None
+    return record

@@ -1,0 +1,163 @@
+"""The state directory of a mount: private, locked while a daemon uses it, with a note."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monarch.config.settings import MountSettings
+from monarch.errors import TierError
+from monarch.posix.file_lock import Lock
+from monarch.posix.private_directory import open_directory
+from monarch.telemetry.report import Report
+
+NOTE = "mount.json"
+_NOTE_VERSION = 1
+# Files that may exist before the first mount writes its note: left by a failed mount, or a snapshot
+# that was built or copied there.
+_OURS = re.compile(
+    r"lock|control\.sock|daemon\.log.*|.*\.lmdb.*|residency-.*|.*\.part|mount\.json|lost\.json"
+)
+# A note has a few paths; a longer file is not a note.
+_MAX_NOTE_BYTES = 256 * 1024
+
+
+@contextmanager
+def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
+    """Hold the directory ``state`` for this mount. Raises TierError, LockedError."""
+    try:
+        directory = open_directory(state)
+    except OSError as error:
+        raise TierError(
+            f"state directory {os.fspath(state)!r}: {error.strerror}",
+            hint="name a writable one with --state",
+        ) from error
+    try:
+        owner = os.fstat(directory).st_uid
+        if owner != os.geteuid():
+            raise TierError(
+                f"state directory {os.fspath(state)!r} belongs to uid {owner}",
+                hint="name another directory with --state",
+            )
+        what = f"state directory {os.fspath(state)!r}"
+        try:
+            require_private(state)
+            another = "give this mount another directory with --state DIR"
+            lock = Lock(directory, what, os.fspath(settings.mountpoint), instead=another)
+        except OSError as error:
+            raise TierError(
+                f"{what}: {error.strerror}",
+                hint="free space, or name another directory with --state",
+            ) from error
+        try:
+            # A note of a newer version is refused before anything is changed.
+            with suppress(OSError, ValueError, RecursionError):
+                _read_known(state)
+            yield
+        finally:
+            lock.release()
+    finally:
+        os.close(directory)
+
+
+def require_private(state: Path) -> None:
+    """Raises TierError if the directory has files of others, or is open to other users. Other users
+    may need it, so nothing in it is changed. Raises OSError."""
+    what, another = f"state directory {os.fspath(state)!r}", "name a new directory with --state"
+    names = os.listdir(state)
+    strange = sorted(name for name in names if not _OURS.fullmatch(name))
+    if strange and NOTE not in names:
+        more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+        raise TierError(f"{what} holds {strange[0]!r}{more}, which is not Monarch's", hint=another)
+    mode = stat.S_IMODE(os.stat(state).st_mode)
+    if mode & 0o077:
+        raise TierError(
+            f"{what} is open to other users (mode {mode:04o})",
+            hint=f"{another}, or, if no other user needs it, run: chmod 700"
+            f" {shlex.quote(os.fspath(state))}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NotedTier:
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class MountNote(Report):
+    """Describes the mount of a state directory; written at each mount for tools without a daemon.
+
+    Paths are absolute text in which undecodable bytes are surrogate escapes.
+    """
+
+    version: int
+    source: str
+    mountpoint: str
+    snapshot: str
+    tiers: list[NotedTier]
+
+
+def write_note(state: Path, settings: MountSettings, snapshot: Path) -> None:
+    """Writes the note into the state directory, whose lock is held. Raises TierError."""
+    note = MountNote(
+        version=_NOTE_VERSION,
+        source=os.fspath(settings.source),
+        mountpoint=os.fspath(settings.mountpoint),
+        snapshot=os.fspath(snapshot),
+        tiers=[NotedTier(tier.name, os.fspath(tier.path)) for tier in settings.tiers],
+    )
+    target = state / NOTE
+    staged = target.with_name(f"{NOTE}.part")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with open(os.open(staged, flags, 0o600), "w", encoding="ascii") as file:
+            json.dump(note.to_dict(), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.rename(target)
+    except OSError as error:
+        raise TierError(
+            f"state directory {os.fspath(state)!r}: {error.strerror}",
+            hint="free space, or name another directory with --state",
+        ) from error
+
+
+def read_note(state: Path) -> MountNote:
+    """The note of a state directory. Raises TierError if it has none."""
+    what = f"state directory {os.fspath(state)!r}"
+    try:
+        return MountNote.from_dict(_read_known(state))
+    except FileNotFoundError as error:
+        raise TierError(
+            f"{what} does not belong to a known mount: it has no {NOTE}",
+            hint="check that it is a state directory of Monarch; a mount with it writes that file",
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TierError(
+            f"{what}: {NOTE} cannot be read: {error}", hint="a mount with it writes the file again"
+        ) from error
+
+
+def _read_known(state: Path) -> dict[str, Any]:
+    """The raw note. Raises OSError, ValueError, and TierError for a newer version."""
+    with open(state / NOTE, "rb") as file:
+        raw = json.loads(file.read(_MAX_NOTE_BYTES))
+    if not isinstance(raw, dict):
+        raise ValueError("it is not an object")
+    version = raw.get("version")
+    if isinstance(version, int) and version > _NOTE_VERSION:
+        raise TierError(
+            f"state directory {os.fspath(state)!r} is of version {version}, this Monarch knows"
+            f" {_NOTE_VERSION}",
+            hint="use the Monarch that wrote it, or name another directory with --state",
+        )
+    return raw

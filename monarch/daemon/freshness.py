@@ -1,0 +1,252 @@
+"""Compares the copies and the snapshot with the source in the background.
+
+With ``freshness: mount`` once after the mount: every resident file and every directory is compared,
+so that the operator sees a stale snapshot. With ``ttl`` repeatedly. Readers do not wait for it, and
+it asks the source one small batch at a time.
+
+With any ``freshness``, a file that changed just before it was fetched is compared once more.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Sequence
+
+import trio
+import xxhash
+
+from monarch.errors import MonarchError, SourceChanged, SourceError
+from monarch.namespace.namespace import Namespace
+from monarch.placement.residency import SOURCE, Residency
+from monarch.posix.thread_pool import ThreadPool, batches
+from monarch.telemetry.metrics import Metrics
+from monarch.text import counted
+from monarch.tiers.doubts import Doubt, Doubts
+from monarch.tiers.records import Records
+from monarch.tiers.source import Source, identity_of
+from monarch.types import Identity, Ino
+from monarch.vfs.filesystem import FileSystem
+
+log = logging.getLogger(__name__)
+
+# Files that one hop to a thread compares.
+_BATCH = 64
+# After this many failures of the source a comparison pauses; the pause in seconds.
+_MOST_FAILURES = 8
+_PATIENCE_S = 60.0
+# How often the second look checks its files, in seconds.
+_SECOND_LOOK_STEP_S = 0.25
+_COPY_STEP_S = 0.5
+
+
+class FreshnessWatch:
+    """``every_s`` is the pause between comparisons in seconds, None for a single one.
+
+    ``just_built``: the snapshot was made for this mount, so its directories need no comparison.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Namespace,
+        source: Source,
+        residency: Residency,
+        filesystem: FileSystem,
+        source_threads: ThreadPool,
+        every_s: float | None,
+        just_built: bool,
+    ) -> None:
+        self._names = names
+        self._source = source
+        self._residency = residency
+        self._filesystem = filesystem
+        self._source_threads = source_threads
+        self._every_s = every_s
+        self._just_built = just_built
+        self.checks = 0
+        self.changed_directories = 0
+        self.stale: bool | None = False if just_built else None
+
+    async def run(self) -> None:
+        """Compares once, or repeatedly if ``every_s`` is set."""
+        while True:
+            try:
+                await self._look()
+            except MonarchError as error:
+                log.warning(
+                    "could not compare with the source, will try again in %d s, and serves what"
+                    " the tiers have: %s",
+                    _PATIENCE_S,
+                    error,
+                )
+                await trio.sleep(_PATIENCE_S)
+                continue
+            if self._every_s is None:
+                return
+            self._just_built = False
+            await trio.sleep(self._every_s)
+
+    def _is_ours(self, ino: Ino) -> bool:
+        """Whether a directory was changed or removed through the mount."""
+        return self._names.is_written(ino) or self._names.is_forgotten(ino)
+
+    async def _look(self) -> None:
+        changed = failed = 0
+        if not self._just_built:
+            for batch in batches(self._names.snapshot.directories(), _BATCH):
+                differing = await self._differing(batch)
+                # Directories that this mount itself changed are not counted.
+                changed += sum(not self._is_ours(ino) for ino in differing)
+            if changed and changed != self.changed_directories:
+                words = counted(changed, "directory", "directories")
+                log.warning(
+                    "%s changed at the source since the snapshot; new files there are shown by"
+                    " `monarch mount --refresh` only",
+                    words,
+                )
+            self.changed_directories = changed
+        for tier in self._filesystem.tier_numbers:
+            for batch in batches(self._residency.resident_in(tier), _BATCH):
+                for ino in await self._differing(batch):
+                    changed += 1
+                    failed += await self._look_again(ino, last=failed + 1 >= _MOST_FAILURES)
+        self.stale = changed > 0
+
+    async def _look_again(self, ino: Ino, *, last: bool) -> bool:
+        """Compares one file. Returns whether the source failed; with ``last`` raises that."""
+        try:
+            await self._filesystem.revalidation.look_again(ino)
+        except SourceError as error:
+            log.debug("%s", error)
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return False
+            if last:
+                raise
+            return True
+        return False
+
+    async def _differing(self, batch: Sequence[Ino]) -> list[Ino]:
+        questions = [
+            (ino, self._names.path(ino), self._names.attributes(ino).identity) for ino in batch
+        ]
+        self.checks += len(questions)
+        return await self._source_threads.run(_differing, self._source, questions)
+
+
+class SecondLook:
+    """Compares again files that changed just before they were fetched, after a resting time.
+
+    ``inline_max``: larger files, in bytes, are copied again instead of compared. ``opens_are_told``
+    as in ``FileSystem``.
+    """
+
+    def __init__(
+        self,
+        *,
+        doubts: Doubts,
+        names: Namespace,
+        source: Source,
+        records: Records,
+        residency: Residency,
+        filesystem: FileSystem,
+        metrics: Metrics,
+        source_threads: ThreadPool,
+        inline_max: int,
+        opens_are_told: bool,
+    ) -> None:
+        self._doubts = doubts
+        self._names = names
+        self._source = source
+        self._records = records
+        self._residency = residency
+        self._filesystem = filesystem
+        self._metrics = metrics
+        self._source_threads = source_threads
+        self._inline_max = inline_max
+        self._opens_are_told = opens_are_told
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await trio.sleep(_SECOND_LOOK_STEP_S)
+            for batch in batches(self._doubts.due(time.monotonic_ns()), _BATCH):
+                await self._look(batch)
+
+    async def _look(self, batch: Sequence[tuple[Ino, Doubt]]) -> None:
+        asked = [
+            (ino, doubt)
+            for ino, doubt in batch
+            # If the version is another by now, the change was noticed.
+            if not self._names.is_written(ino)
+            and not self._names.is_gone(ino)
+            and self._names.attributes(ino).identity == doubt.identity
+        ]
+        questions = [(ino, self._names.path(ino), doubt.identity) for ino, doubt in asked]
+        differing = set(await self._source_threads.run(_differing, self._source, questions))
+        for ino, doubt in batch:
+            if (ino, doubt) not in asked or await self._is_settled(ino, doubt, ino in differing):
+                self._doubts.settle(ino, doubt)
+
+    async def _is_settled(self, ino: Ino, doubt: Doubt, differs: bool) -> bool:
+        """Handles one file; returns False if it was postponed."""
+        try:
+            if differs:
+                await self._filesystem.revalidation.look_again(ino)
+            elif doubt.by_bytes:
+                if self._residency.is_copying(ino):
+                    return self._put_off(ino, doubt, _COPY_STEP_S)
+                await self._compare(ino, doubt)
+        except (SourceError, OSError) as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return True
+            log.debug("%s", error)
+            return self._put_off(ino, doubt, _PATIENCE_S)
+        return True
+
+    async def _compare(self, ino: Ino, doubt: Doubt) -> None:
+        """Compares the bytes of a copy with those of the source. Raises SourceError, OSError."""
+        held = self._residency.tier_of(ino) != SOURCE
+        record = self._records.get(ino) if held else None
+        if record is None or record.identity != doubt.identity:
+            # No copy: only the page cache of the kernel can have the bytes.
+            if self._opens_are_told:
+                self._filesystem.distrust(ino, differs=False)
+            return
+        if doubt.identity.size > self._inline_max:
+            self._filesystem.distrust(ino, differs=False)
+            return
+        path = self._names.path(ino)
+        try:
+            fetched = await self._source_threads.run(self._source.fetch, path, doubt.identity)
+        except SourceChanged:
+            await self._filesystem.revalidation.look_again(ino)
+            return
+        self._metrics.source_opened(copy=True)
+        self._metrics.source_reads[1] += fetched.reads
+        self._metrics.source_bytes[1] += len(fetched.data)
+        if self._records.get(ino) != record:
+            return
+        if xxhash.xxh3_128_digest(fetched.data) == record.digest:
+            self._records.settle(ino)
+        else:
+            self._filesystem.distrust(ino, differs=True)
+
+    def _put_off(self, ino: Ino, doubt: Doubt, wait_s: float) -> bool:
+        until_ns = time.monotonic_ns() + round(wait_s * 1e9)
+        self._doubts.put_off(ino, doubt, until_ns=until_ns)
+        return False
+
+
+def _differing(source: Source, questions: Sequence[tuple[Ino, bytes, Identity]]) -> list[Ino]:
+    found = []
+    for ino, path, identity in questions:
+        try:
+            same = identity_of(source.status(path)) == identity
+        except OSError:
+            # The file is missing or the source fails: the next comparison finds out which.
+            same = False
+        if not same:
+            found.append(ino)
+    return found

@@ -1,0 +1,437 @@
+"""Checks, and with ``repair`` corrects, what a running daemon keeps: ``fsck`` of a served mount.
+
+The checks are those of checks/fsck.py. Copies come and go meanwhile: so each suspect is checked
+again on the event loop, where nothing changes in between, before it is reported or repaired.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from monarch.checks.findings import (
+    JOURNAL,
+    RECORD_LOST,
+    RECORD_UNUSED,
+    STATE,
+    WRITTEN_UNKNOWN,
+    Findings,
+    check_doors,
+    doors_of_tier,
+    tell_written,
+)
+from monarch.checks.fsck import remove
+from monarch.errors import SnapshotError, TierError
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.snapshot import Snapshot
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.posix.thread_pool import ThreadPool, batches
+from monarch.telemetry.report import FsckProgress, FsckReport
+from monarch.tiers.hierarchy import Hierarchy
+from monarch.tiers.tier import Tier, copy_name
+from monarch.tiers.verify import (
+    MISSING,
+    PIECE_BYTES,
+    SEAL,
+    TIER,
+    TORN,
+    UNKNOWN,
+    Contents,
+    Step,
+    Suspect,
+    compare,
+)
+from monarch.transfer.engine import Engine
+from monarch.types import Identity, Ino
+from monarch.vfs.filesystem import FileSystem
+from monarch.writeback.inspect import Inspection, inspect
+from monarch.writeback.objects import object_path
+from monarch.writeback.setup import WriteBack
+
+Tell = Callable[[FsckProgress], Awaitable[None]]
+
+# Files handled before the event loop runs other tasks.
+_STRIDE = 256
+# Time limit for a moment without running copies, in which the accounts can be compared.
+_REST_S = 2.0
+_STEP_S = 0.02
+
+_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+_LOST = "the daemon serves it, and it has no record"
+
+
+class OnlineFsck:
+    """Runs one check at a time. ``threads`` wait for the disks."""
+
+    def __init__(
+        self,
+        *,
+        state: Path,
+        mountpoint: Path,
+        hierarchy: Hierarchy,
+        names: Namespace,
+        residency: Residency,
+        ledger: Ledger,
+        engine: Engine,
+        filesystem: FileSystem,
+        writing: WriteBack | None,
+        threads: ThreadPool,
+    ) -> None:
+        self._state = state
+        self._mountpoint = mountpoint
+        self._hierarchy = hierarchy
+        self._records = hierarchy.records
+        self._names = names
+        self._residency = residency
+        self._ledger = ledger
+        self._engine = engine
+        self._filesystem = filesystem
+        self._writing = writing
+        self._threads = threads
+        self._one_at_a_time = trio.Lock()
+
+    async def run(self, *, digests: bool, repair: bool, tell: Tell) -> FsckReport:
+        """Check everything; ``digests``: read every copy. ``tell`` receives the progress."""
+        async with self._one_at_a_time:
+            check = _FsckRun(self, digests=digests, repair=repair, tell=tell)
+            return await check.run()
+
+
+class _FsckRun:
+    """One running check."""
+
+    def __init__(self, of: OnlineFsck, *, digests: bool, repair: bool, tell: Tell) -> None:
+        self._of = of
+        self._records = of._records
+        self._residency = of._residency
+        self._digests = digests
+        self._repair = repair
+        self._tell = tell
+        self._findings = Findings()
+        self._began_ns = time.time_ns()
+        self._total_files = self._total_bytes = 0
+        # The files that were reported: one fault that is found in two ways is one finding.
+        self._told: set[Ino] = set()
+
+    async def run(self) -> FsckReport:
+        of = self._of
+        tiers = of._hierarchy.tiers
+        doors = [(STATE, of._state)]
+        for tier in tiers:
+            doors += await of._threads.run(list, doors_of_tier(tier.name, tier.own))
+        await of._threads.run(
+            partial(check_doors, self._findings, doors, owner=os.geteuid(), repair=self._repair)
+        )
+        await self._check_snapshot()
+        for tier in tiers:
+            held = of._hierarchy.held(tier)
+            self._total_files += len(held.inos)
+            self._total_bytes += held.bytes if self._digests else 0
+        for tier in tiers:
+            await self._check_tier(tier)
+            await self._check_table(tier)
+        await self._check_accounts(tiers)
+        if of._writing is not None:
+            await self._check_written(of._writing)
+        return self._findings.report(
+            state=os.fspath(of._state), mountpoint=os.fspath(of._mountpoint), served=True
+        )
+
+    async def _check_snapshot(self) -> None:
+        served = self._of._names.snapshot
+        try:
+            # The served snapshot may be in memory; the next mount reads the file, so it is checked.
+            snapshot = await self._of._threads.run(served.opened_again)
+        except SnapshotError as error:
+            self._tell_snapshot(served, str(error))
+            return
+        with snapshot:
+            damages = snapshot.damages()
+            while (found := await self._of._threads.run(_some, damages)) is not None:
+                if found:
+                    self._tell_snapshot(served, found[0])
+                    return
+
+    def _tell_snapshot(self, snapshot: Snapshot, what: str) -> None:
+        path_text = os.fspath(snapshot.file)
+        what = f"{what}; unmount, and repair it then"
+        self._findings.add("snapshot", STATE, path_text, what, repaired=False)
+
+    async def _check_tier(self, tier: Tier) -> None:
+        own = tier.own
+        outage = self._of._engine.out_of_service().get(tier.number)
+        if outage is not None and not outage.is_read:
+            # A tier out of service is not read: the check would wait for its disk.
+            self._findings.add("tier-gone", tier.name, os.fspath(own), outage.why, repaired=False)
+            return
+        root = -1
+        try:
+            root = await self._of._threads.run(os.open, own, _LIST)
+            await self._check_directory(tier, own, root)
+        except OSError as error:
+            words = error.strerror or "cannot be used"
+            self._findings.add("tier-gone", tier.name, os.fspath(own), words, repaired=False)
+        finally:
+            if root >= 0:
+                os.close(root)
+
+    async def _check_directory(self, tier: Tier, own: Path, root: int) -> None:
+        run = self._of._threads.run
+        generation = self._of._names.snapshot.id
+        if not await run(_is_in_use, tier.directory, root, generation):
+            what = "the daemon uses another directory, which had this name"
+            self._findings.add("tier-gone", tier.name, os.fspath(own), what, repaired=False)
+            return
+        contents = Contents(root)
+        for name in await run(contents.strangers):
+            path_text = os.fspath(own / name)
+            self._findings.add(
+                "stranger", tier.name, path_text, "it is not Monarch's", repaired=False
+            )
+        for path in await run(_older, contents, own, self._began_ns):
+            number = path.name.removesuffix(".part")
+            known = number.isdecimal() and int(number) <= self._residency.entries
+            if not (known and self._residency.is_copying(Ino(int(number)))):
+                await self._remove("stage", tier, path, "no process is writing it")
+        for other in await run(contents.generations):
+            if other != generation:
+                # The daemon removes at its start all contents that it does not adopt.
+                path = own / (Contents.PREFIX + other)
+                await self._remove(UNKNOWN, tier, path, "it belongs to no known snapshot")
+        steps = compare(
+            root,
+            generation,
+            tier.number,
+            self._records,
+            seals=tier.seals,
+            whole=self._digests,
+            version_of=self._version,
+        )
+        while (turn := await self._of._threads.run(_turn, steps)) is not None:
+            for step in turn:
+                self._findings.files += step.files
+                self._findings.nbytes += step.nbytes
+                if step.suspect is not None and await self._holds(tier, step.suspect):
+                    await self._note(tier, self._better_known(tier, step.suspect))
+            await self._tell(
+                FsckProgress(
+                    self._findings.files,
+                    self._total_files,
+                    self._findings.nbytes,
+                    self._total_bytes,
+                )
+            )
+
+    async def _remove(self, kind: str, tier: Tier, path: Path, what: str) -> None:
+        """Adds a finding whose repair removes a file, or a directory with its contents."""
+        mended = False
+        if self._repair:
+            try:
+                await self._of._threads.run(remove, path)
+                mended = True
+            except OSError as error:
+                what = f"{what}; repairing it failed: {error.strerror}"
+        self._findings.add(kind, tier.name, os.fspath(path), what, repaired=mended)
+
+    def _version(self, ino: Ino) -> Identity | None:
+        try:
+            return self._of._names.attributes(ino).identity
+        except IndexError:
+            return Identity(-1, 0, 0, 0)
+
+    async def _holds(self, tier: Tier, suspect: Suspect) -> bool:
+        """Whether the suspect is still wrong, and was not a copy that just came or went."""
+        ino = suspect.ino
+        if suspect.kind in (UNKNOWN, TIER) and not await self._stays(tier, suspect.path):
+            return False
+        if ino is None or ino > self._residency.entries:
+            return True
+        if self._residency.is_copying(ino):
+            return False
+        record = self._records.get(ino)
+        if suspect.kind in (UNKNOWN, TIER):
+            return record is None or record.tier != tier.number
+        if suspect.kind == TORN:
+            return self._records.is_torn(ino)
+        here = self._is_resident(tier, ino) and record == suspect.record
+        if suspect.kind == MISSING:
+            return here and not await self._of._threads.run(tier.has, ino)
+        return here
+
+    async def _stays(self, tier: Tier, path: str) -> bool:
+        """Whether a file still exists after all pending removals."""
+        with trio.move_on_after(_REST_S):
+            await self._of._engine.removed()
+            return await self._of._threads.run(_is_there, tier.directory, path)
+        return False
+
+    def _better_known(self, tier: Tier, suspect: Suspect) -> Suspect:
+        """The kind of a suspect without a record: the daemon may still serve that copy."""
+        if suspect.kind != UNKNOWN or not self._is_resident(tier, suspect.ino):
+            return suspect
+        return Suspect(RECORD_LOST, suspect.path, _LOST, suspect.ino)
+
+    async def _note(self, tier: Tier, suspect: Suspect) -> None:
+        """Reports a confirmed suspect, and repairs it if asked to."""
+        ino = suspect.ino
+        if ino is not None:
+            self._told.add(ino)
+        path = f"{Contents.PREFIX}{self._of._names.snapshot.id}/{suspect.path}"
+        path_text = os.fspath(tier.own / path)
+        if ino is not None and suspect.kind != UNKNOWN and ino <= self._residency.entries:
+            path_text = os.fsdecode(self._of._names.path(ino))
+        what, mended = suspect.what, False
+        if self._repair:
+            try:
+                await self._mend(tier, suspect)
+                mended = True
+            except OSError as error:
+                what = f"{what}; repairing it failed: {error.strerror}"
+        self._findings.add(suspect.kind, tier.name, path_text, what, repaired=mended)
+
+    async def _mend(self, tier: Tier, suspect: Suspect) -> None:
+        """Seals a copy, or removes it with its record; removes other files. Raises OSError."""
+        of, ino, record = self._of, suspect.ino, suspect.record
+        if suspect.kind == SEAL and ino is not None and record is not None:
+            await of._threads.run(tier.verify, ino, record.identity, record.digest)
+        elif suspect.kind == RECORD_UNUSED and ino is not None:
+            self._records.clear(ino)
+            await of._threads.run(tier.remove, ino)
+        elif self._is_resident(tier, ino) and ino is not None and suspect.kind != TIER:
+            failure = OSError(suspect.error, f"found by fsck: {suspect.what}")
+            await of._filesystem.drop_damaged(ino, tier.number, failure)
+        else:
+            await of._threads.run(
+                partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)
+            )
+            if suspect.kind == TORN and ino is not None:
+                self._records.clear(ino)
+
+    def _is_resident(self, tier: Tier, ino: Ino | None) -> bool:
+        known = ino is not None and ino <= self._residency.entries
+        return known and self._residency.tier_of(Ino(ino or 0)) == tier.number
+
+    async def _check_table(self, tier: Tier) -> None:
+        """Compares the residency table of the daemon with the records, in both directions."""
+        for batch in batches(self._residency.resident_in(tier.number), _STRIDE):
+            for ino in batch:
+                record = self._records.get(ino)
+                lost = record is None or record.tier != tier.number
+                if lost and ino not in self._told and self._is_resident(tier, ino):
+                    await self._note(tier, Suspect(RECORD_LOST, copy_name(ino), _LOST, ino))
+            await trio.sleep(0)
+        recorded = self._of._hierarchy.held(tier).inos.tolist()
+        for batch in batches(map(Ino, recorded), _STRIDE):
+            for ino in batch:
+                record = self._records.get(ino)
+                unused = record is not None and record.tier == tier.number
+                if unused and not (self._residency.tier_of(ino) or self._residency.is_copying(ino)):
+                    what = "it has a record, but the daemon does not serve it"
+                    await self._note(tier, Suspect(RECORD_UNUSED, copy_name(ino), what, ino))
+            await trio.sleep(0)
+
+    async def _check_written(self, write_back: WriteBack) -> None:
+        """Compares journal and objects twice, as both change: only a fault in both is real."""
+        place = write_back.place
+        try:
+            found = await self._of._threads.run(inspect, place.directory)
+            if found.unknown or any(waiting.fault for waiting in found.waiting):
+                await trio.sleep(_REST_S)
+                before, found = found, await self._of._threads.run(inspect, place.directory)
+                found = _in_both(before, found)
+        except TierError as error:
+            told, what = os.fspath(place.directory), str(error.args[0])
+            self._findings.add(JOURNAL, place.tier.name, told, what, repaired=False)
+            return
+        self._findings.files += len(found.waiting)
+        tell_written(self._findings, place.tier.name, found)
+        for number in found.unknown:
+            # A newer object of this mount may not be recorded yet.
+            if number < place.found.next_object:
+                path = object_path(place.directory, number)
+                await self._remove(WRITTEN_UNKNOWN, place.tier, path, "no record needs it")
+
+    async def _check_accounts(self, tiers: Sequence[Tier]) -> None:
+        """Compares the ledger with the records, at a moment without running copies."""
+        with trio.move_on_after(_REST_S) as patience:
+            while self._of._engine.running or self._of._engine.queued:
+                await trio.sleep(_STEP_S)
+        if patience.cancelled_caught:
+            return
+        for tier in tiers:
+            held = self._of._hierarchy.held(tier)
+            counted = (
+                self._residency.resident_files(tier.number),
+                self._of._ledger.used(tier.number),
+            )
+            recorded = (len(held.inos), held.bytes)
+            if counted != recorded:
+                what = (
+                    f"{counted[0]} files with {counted[1]} bytes are counted,"
+                    f" {recorded[0]} with {recorded[1]} recorded"
+                )
+                path_text = os.fspath(tier.path)
+                self._findings.add("accounts", tier.name, path_text, what, repaired=False)
+
+
+def _in_both(before: Inspection, after: Inspection) -> Inspection:
+    """The faults that are in both of two consecutive surveys."""
+    faults = {(w.object, w.fault) for w in before.waiting}
+    waiting = tuple(
+        w if (w.object, w.fault) in faults else replace(w, fault="") for w in after.waiting
+    )
+    unknown = tuple(number for number in after.unknown if number in before.unknown)
+    return replace(after, waiting=waiting, unknown=unknown)
+
+
+def _is_in_use(directory: int, root: int, generation: str) -> bool:
+    """Whether ``directory`` is the directory of ``generation`` beneath ``root``. Raises OSError."""
+    used = os.fstat(directory)
+    there = os.stat(Contents.PREFIX + generation, dir_fd=root, follow_symlinks=False)
+    return (there.st_dev, there.st_ino) == (used.st_dev, used.st_ino)
+
+
+def _older(contents: Contents, own: Path, than_ns: int) -> list[Path]:
+    """The stages that have not changed since ``than_ns`` (wall clock)."""
+    older = []
+    for path in (own / name for name in contents.stages()):
+        # The stage of a running copy disappears when the copy is done.
+        with suppress(FileNotFoundError):
+            if path.lstat().st_ctime_ns < than_ns:
+                older.append(path)
+    return older
+
+
+def _is_there(directory: int, path: str) -> bool:
+    try:
+        os.stat(path, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _turn(steps: Iterator[Step]) -> list[Step] | None:
+    """Advances until about one piece was read; None at the end. Waits for the disk."""
+    done: list[Step] = []
+    nbytes = 0
+    for step in steps:
+        done.append(step)
+        nbytes += step.nbytes
+        if nbytes >= PIECE_BYTES or len(done) >= _STRIDE:
+            break
+    return done or None
+
+
+def _some(damages: Iterator[str]) -> list[str] | None:
+    """The damages among the next few blocks; None at the end."""
+    looked = [text for text, _ in zip(damages, range(64), strict=False)]
+    return [text for text in looked if text] if looked else None

@@ -1,0 +1,103 @@
+"""The remarks of `monarch mount`: the mode, the share of data that fits, and warnings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.checks.preflight import is_remote, kind_of
+from monarch.config.defaults import state_beside
+from monarch.config.settings import MountSettings
+from monarch.posix.mounts import mount_table
+from monarch.telemetry.report import Mode
+from monarch.text import counted
+from monarch.tiers.shared import other_mounts
+from monarch.tiers.tier import Space, Tier
+from monarch.units import MiB, format_bytes
+
+# A smaller capacity is probably a mistake.
+_LEAST_CAPACITY = 1 * MiB
+
+
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """A tier with its capacity, the space of its file system, and the bytes that it already holds.
+
+    ``forgotten``: the number of copies there that the mount has no record of.
+    """
+
+    tier: Tier
+    capacity: int
+    space: Space
+    held: int
+    forgotten: int
+
+
+def remarks(
+    settings: MountSettings,
+    mode: Mode,
+    *,
+    nbytes: int,
+    tiers: Sequence[TierRoom],
+    absorbs_in_memory: bool,
+    served: Collection[str],
+    state: Path,
+) -> list[str]:
+    """The mode and the share of ``nbytes`` that fits, then a line for each warning.
+
+    ``served``: the state directories of running mounts; ``state``: that of this mount.
+    """
+    room = 0
+    told = []
+    table = mount_table()
+    for each, given in zip(tiers, settings.tiers, strict=True):
+        tier, name = each.tier, each.tier.name
+        free = each.space.available - given.keep_free_within(each.space.total)
+        room += max(0, min(each.capacity, each.held + free))
+        if given.capacity is not None and given.capacity > each.held + each.space.available:
+            asked, left = format_bytes(given.capacity), format_bytes(each.space.available)
+            told.append(f"tier {name}: {asked} asked for, {left} free at {tier.path}")
+        if each.capacity < min(nbytes, _LEAST_CAPACITY):
+            told.append(
+                f"tier {name}: its capacity is {format_bytes(each.capacity)}, which holds next to"
+                " nothing; a size without a unit is in bytes, write it like 500MB or 800GiB"
+            )
+        if each.forgotten:
+            told.append(
+                f"tier {name}: {counted(each.forgotten, 'copy', 'copies')} of an earlier mount will"
+                f" be removed and made anew: the state directory {state} has no record of them (it"
+                " is new, or was mounted with other tiers meanwhile)"
+            )
+        kind = kind_of(tier.path, table)
+        if is_remote(kind):
+            told.append(
+                f"tier {name} is on {kind}, a network file system: no faster than the source"
+            )
+    fits = 1.0 if nbytes <= room else room / nbytes
+    if fits < 1:
+        for each in tiers:
+            others = [
+                source or "another source"
+                for source, state in other_mounts(each.tier.own)
+                if state not in served
+            ]
+            if others:
+                told.append(
+                    f"tier {each.tier.name} also holds copies of {', '.join(sorted(set(others)))},"
+                    f" not mounted: `monarch evict --tier {os.fspath(each.tier.path)}` shows them"
+                )
+    if state == state_beside(settings):
+        told.append(
+            f"a second mount of this source: its records, snapshot and log are in {state}, and its"
+            " copies are its own"
+        )
+    if absorbs_in_memory and settings.absorbs:
+        told.append(
+            "written data is kept in memory: after fsync it survives the daemon, not the machine;"
+            " add a tier on a disk"
+        )
+    opens = ", open: none" if mode.open == "none" else ""
+    share = "all" if fits == 1 else f"{int(fits * 100)}%"
+    return [f"{mode.datapath}{opens}; {share} of {format_bytes(nbytes)} fits", *told]

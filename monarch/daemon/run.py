@@ -1,0 +1,181 @@
+"""The process of a mount: what is checked before it, its limits, and its event loop.
+
+The process that calls ``run`` must have no threads and no event loop yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import trio
+
+from monarch.checks.overlaps import check_apart, with_state_directory
+from monarch.config.defaults import default_tier, state_directory, state_root
+from monarch.config.settings import MountSettings
+from monarch.control.registry import Registry
+from monarch.control.state_directory import hold_state
+from monarch.daemon.mount import Mount, Parts
+from monarch.daemon.snapshot_choice import snapshot_for, tell_unknown_acls, tell_unreadable
+from monarch.errors import MonarchError, TierError
+from monarch.fuse import mountpoint as mountpoints
+from monarch.fuse.abilities import Abilities
+from monarch.fuse.datapath_mode import check_possible
+from monarch.namespace.overlay import NAME_BYTES
+from monarch.posix import signals
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry import log as log_setup
+from monarch.tiers.hierarchy import require_known
+from monarch.tiers.source import Source, close_result
+from monarch.types import Progress
+from monarch.units import KiB
+from monarch.writeback import lease
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
+log = logging.getLogger(__name__)
+
+
+# Time limit for syncing the tiers at the end. After it the next mount verifies the copies.
+_SYNC_DEADLINE_S = 10.0
+# The value that conf/monarch@.service sets.
+_OOM_SCORE_ADJUST = -500
+# Constants of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGE_BLOCK_BYTES = 256 * KiB
+
+
+def prepare(settings: MountSettings) -> MountSettings:
+    """Checks everything that can be checked without side effects and fills in the default tier.
+    Unmounts the mount of a dead daemon. Raises MonarchError."""
+    abilities = Abilities.here()
+    check_possible(settings, abilities)
+    limits = settings.limits.within(abilities.memory_bytes)
+    names_max = settings.writeback.names_within(abilities.memory_bytes, each=NAME_BYTES)
+    writeback = settings.writeback.model_copy(update={"names_max": names_max})
+    settings = settings.model_copy(update={"limits": limits, "writeback": writeback})
+    if not settings.tiers:
+        settings = settings.model_copy(update={"tiers": (default_tier(settings),)})
+    _clear_stale_mount(settings.mountpoint)
+    mountpoints.check(settings.mountpoint, settings.source)
+    for tier in settings.tiers:
+        mountpoints.check_tier(tier.path, settings.source, settings.mountpoint)
+    records = Registry(state_root()).all()
+    settings = with_state_directory(settings, records)
+    check_apart(settings, records)
+    return settings
+
+
+def _clear_stale_mount(mountpoint: Path) -> None:
+    if mountpoints.mount_at(mountpoint) is not None and mountpoints.is_dead(mountpoint):
+        # Processes that have files open there continue to get errors.
+        mountpoints.unmount(mountpoint, lazy=True)
+
+
+def run(
+    settings: MountSettings,
+    *,
+    refreshed: bool,
+    foreground: bool,
+    progress: Progress,
+    ready: Callable[[list[str]], None],
+) -> None:
+    """Serves one mount until its end. ``ready`` is called with the remarks when it answers.
+
+    ``refreshed``: bring an existing snapshot up to date first. Raises MonarchError.
+    """
+    _allow_descriptors()
+    _be_spared()
+    _give_memory_back()
+    state = state_directory(settings)
+    with hold_state(settings, state), ExitStack() as cleanup:
+        path = settings.log.file or state / "daemon.log"
+        try:
+            logbook = log_setup.setup(settings.log, path=path, foreground=foreground)
+        except OSError as error:
+            raise TierError(
+                f"log file {os.fspath(path)!r}: {error.strerror}",
+                hint="name a writable one with -o log.file=FILE",
+            ) from error
+        log.info("mounting %s at %s", settings.source, settings.mountpoint)
+        try:
+            threads = ThreadPool(
+                settings.limits.source_concurrency, "source", abandon=True, discard=close_result
+            )
+            source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
+            cleanup.callback(source.close)
+            require_known(settings.tiers, state)
+            with signals.interruptible():
+                if settings.absorbs:
+                    lease.prepare(source)
+                snapshot, just_built, put_off = snapshot_for(
+                    settings, state, source, refreshed, progress
+                )
+            cleanup.callback(snapshot.close)
+            tell_unreadable(snapshot)
+            tell_unknown_acls(snapshot)
+            parts = Parts(settings, state, source, threads, snapshot, just_built, put_off, logbook)
+            _run_loop(parts, ready)
+        except MonarchError as error:
+            log.error("%s", error)
+            raise
+        log.info("ended")
+
+
+def _allow_descriptors() -> None:
+    """Raises the soft limit of descriptors to the hard limit: each open file may need one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _be_spared() -> None:
+    """Makes the kernel kill other processes first when memory is short: readers need the daemon.
+
+    Only root may lower the score; a score set by the parent process is kept.
+    """
+    with suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as file:
+        if int(file.read()) == 0:
+            file.seek(0)
+            file.write(str(_OOM_SCORE_ADJUST))
+
+
+def _give_memory_back() -> None:
+    """Configures malloc to return freed memory to the kernel, as far as it can.
+
+    Thousands of files are fetched by one thread and freed by another. With an arena for each
+    thread, and large blocks kept for reuse, the process would hold several times the memory in use.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda parameter, value: 0)
+    mallopt(_M_ARENA_MAX, 2)
+    mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
+
+
+def _run_loop(parts: Parts, ready: Callable[[list[str]], None]) -> None:
+    """``trio.run``, but raises the exception itself and not an ExceptionGroup of one."""
+    try:
+        trio.run(_serve, parts, ready)
+    except BaseExceptionGroup as group:
+        cause: BaseException = group
+        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+            cause = cause.exceptions[0]
+        raise cause from None
+
+
+async def _serve(parts: Parts, ready: Callable[[list[str]], None]) -> None:
+    mount = Mount(parts)
+    clean = False
+    try:
+        await mount.serve(ready)
+        clean = True
+    finally:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _SYNC_DEADLINE_S):
+            await mount.close(clean=clean)

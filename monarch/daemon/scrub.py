@@ -1,0 +1,187 @@
+"""Reads every copy repeatedly, slowly, and removes copies that differ from their records.
+
+A disk may return other bytes than were written, without an error. To find that before a reader
+does, copies are read at ``limits.scrub_bandwidth`` and compared with their records by size, seal
+and digest. A damaged copy is removed; its next reader makes a new one.
+
+The scrub reads one small piece at a time, in its own thread, so that a reader waits for at most one
+piece. It keeps no state: each daemon begins at a random place, so that a mount with a short life
+still has all its copies read in the course of time.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from monarch.placement.residency import Residency
+from monarch.posix.thread_pool import ThreadPool, batches
+from monarch.telemetry.report import ScrubReport
+from monarch.tiers.records import Record, Records
+from monarch.tiers.tier import Tier
+from monarch.tiers.verify import GOOD, MISSING, PIECE_BYTES, SEAL, Verdict, verify_copy
+from monarch.transfer.throttle import TokenBucket
+from monarch.types import ROOT_INO, Ino
+from monarch.units import GiB, KiB
+from monarch.vfs.filesystem import FileSystem
+
+# The cost of a file besides its bytes: a hard disk reads this much in the time of a seek.
+_FILE_BYTES = 64 * KiB
+# The least cost of a round, so that a few copies are not read without a pause.
+_ROUND_BYTES = 1 * GiB
+# Files whose records are looked up before the event loop runs other tasks.
+_BATCH = 64
+# Errors by a lack of resources, or of a missing tier, which do not mean that a copy is damaged.
+_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOTDIR})
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    ino: Ino
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The bytes read in one turn, and the copies that it finished."""
+
+    nbytes: int
+    judged: Sequence[tuple[_Question, Verdict]]
+
+
+class Scrub:
+    """``bandwidth`` in bytes per second, 0: no scrub. ``run`` is its task.
+
+    ``is_read`` tells whether copies in a tier are to be read, or skipped for now.
+    """
+
+    def __init__(
+        self,
+        *,
+        tiers: Sequence[Tier],
+        is_read: Callable[[int], bool],
+        records: Records,
+        residency: Residency,
+        filesystem: FileSystem,
+        threads: ThreadPool,
+        bandwidth: int,
+    ) -> None:
+        self._tiers = tiers
+        self._is_read = is_read
+        self._records = records
+        self._residency = residency
+        self._filesystem = filesystem
+        self._threads = threads
+        self._bandwidth = bandwidth
+        self._bucket = TokenBucket(bandwidth, PIECE_BYTES)
+        self._done = self._total = self._bytes = self._rounds = self._found = 0
+        self._started_ns = self._last_round_ns = 0
+
+    def report(self) -> ScrubReport:
+        return ScrubReport(
+            enabled=self._bandwidth > 0,
+            done_files=self._done,
+            total_files=self._total,
+            bytes=self._bytes,
+            rounds=self._rounds,
+            found=self._found,
+            started_ns=self._started_ns,
+            last_round_ns=self._last_round_ns,
+        )
+
+    async def run(self) -> None:
+        """Scrubs all copies repeatedly until cancelled."""
+        start = Ino(random.randint(ROOT_INO, max(ROOT_INO, self._residency.entries)))
+        while self._bandwidth:
+            await self.go_round(start)
+            start = ROOT_INO
+
+    async def go_round(self, start: Ino) -> None:
+        """Reads every copy once, from the inode number ``start`` on, then those before it."""
+        self._started_ns = time.time_ns()
+        self._done = 0
+        self._total = sum(self._residency.resident_files(tier.number) for tier in self._tiers)
+        cost = 0
+        for first in (True, False):
+            for tier in self._tiers:
+                for batch in batches(self._questions(tier, start, behind=first), _BATCH):
+                    cost += await self._look_at(tier, batch)
+        await self._pay(_ROUND_BYTES - cost)
+        self._rounds += 1
+        self._last_round_ns = time.time_ns()
+
+    def _questions(self, tier: Tier, start: Ino, *, behind: bool) -> Iterator[_Question]:
+        for ino in self._residency.resident_in(tier.number):
+            if (ino >= start) == behind and self._is_read(tier.number):
+                yield _Question(ino, self._records.get(ino))
+
+    async def _look_at(self, tier: Tier, batch: Sequence[_Question]) -> int:
+        steps = _steps(tier, batch)
+        cost = 0
+        while True:
+            turn = await self._threads.run(_turn, steps)
+            if turn is None:
+                return cost
+            self._bytes += turn.nbytes
+            for question, verdict in turn.judged:
+                await self._judge(tier, question, verdict)
+            spent = turn.nbytes + _FILE_BYTES * len(turn.judged)
+            cost += spent
+            await self._pay(spent)
+
+    async def _pay(self, nbytes: int) -> None:
+        if nbytes > 0:
+            await trio.sleep(self._bucket.take(nbytes, trio.current_time()))
+
+    async def _judge(self, tier: Tier, question: _Question, verdict: Verdict) -> None:
+        ino, record = question.ino, question.record
+        if verdict.kind == SEAL and record is not None:
+            try:
+                await self._threads.run(tier.verify, ino, record.identity, record.digest)
+                verdict = GOOD
+            except OSError as error:
+                verdict = Verdict(SEAL, error.strerror or "", error.errno or errno.EIO)
+        self._done += 1
+        if verdict.kind == MISSING and await self._threads.run(tier.has, ino):
+            return  # a new copy was made meanwhile
+        if self._residency.tier_of(ino) != tier.number or self._records.get(ino) != record:
+            return  # the copy was evicted or replaced meanwhile
+        if record is not None and not verdict.kind:
+            self._filesystem.confirm_copy(ino, record)
+        elif verdict.error not in _SCARCE and self._is_read(tier.number):
+            failure = OSError(verdict.error, f"found by scrub: {verdict.what}")
+            self._found += await self._filesystem.drop_damaged(ino, tier.number, failure)
+
+
+def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[int | tuple[_Question, Verdict]]:
+    """The bytes of each piece that was read, and the verdict on each copy."""
+    for question in batch:
+        verdict = Verdict("record", "it has no record")
+        if question.record is not None:
+            for step in verify_copy(
+                tier.directory, question.ino, question.record, seals=tier.seals, whole=True
+            ):
+                if isinstance(step, int):
+                    yield step
+                else:
+                    verdict = step
+        yield question, verdict
+
+
+def _turn(steps: Iterator[int | tuple[_Question, Verdict]]) -> _Turn | None:
+    """Advances until about one piece was read; None at the end. Waits for the disk."""
+    nbytes = 0
+    judged: list[tuple[_Question, Verdict]] = []
+    for step in steps:
+        if isinstance(step, int):
+            nbytes += step
+        else:
+            judged.append(step)
+        if nbytes + _FILE_BYTES * len(judged) >= PIECE_BYTES:
+            break
+    return _Turn(nbytes, judged) if nbytes or judged else None

@@ -1,0 +1,281 @@
+"""Chooses the snapshot of a mount: the existing one, one with current names, or a new one."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from monarch.config.settings import MountSettings
+from monarch.errors import NewerSnapshot, SnapshotError, SourceError
+from monarch.namespace.build import build, sweep_stages
+from monarch.namespace.given import copy_of, own_copy, read_id, remove_other_copies
+from monarch.namespace.refresh import directories_changed, refresh
+from monarch.namespace.schema import damaged
+from monarch.namespace.snapshot import Snapshot
+from monarch.posix.cgroups import memory_bytes
+from monarch.text import counted
+from monarch.tiers.source import Source
+from monarch.types import ROOT_INO, Progress, kept_ns
+from monarch.writeback.setup import Earlier, earlier
+
+log = logging.getLogger(__name__)
+
+# Time limit of a mount for finding directories that changed since its snapshot.
+_NEW_NAMES_PATIENCE_S = 0.4
+# A snapshot of at most this fraction (1/64) of the memory is read into memory.
+_MEMORY_SHARE = 64
+# The log names at most this many entries that could not be read.
+_TOLD = 5
+
+
+class Chosen(NamedTuple):
+    """The snapshot to serve from. ``just_built``: it was just built or brought up to date.
+    ``put_off``: why it is not the requested one; empty if it is."""
+
+    snapshot: Snapshot
+    just_built: bool
+    put_off: str = ""
+
+
+def snapshot_for(
+    settings: MountSettings, state: Path, source: Source, refreshed: bool, progress: Progress
+) -> Chosen:
+    """The snapshot to serve from: a file in ``state``, its own or a copy of the given one.
+
+    While the source does not have all changes of earlier mounts, their snapshot is used: the
+    journal applies to the names of that snapshot only.
+    """
+    given = settings.snapshot.file
+    path = given or state / "snapshot.lmdb"
+    if given is None:
+        sweep_stages(path)
+    left = earlier(settings)
+    kept = _kept(left, state) if left.undone else None
+    if kept is not None:
+        if _other_source(kept, source):
+            kept.close()
+        else:
+            if not refreshed:
+                _require_content(source, kept)
+            return _put_off(settings, kept, left, is_asked=refreshed)
+    return Chosen(*_renewed(settings, state, source, refreshed, left.changed, progress))
+
+
+def _kept(left: Earlier, state: Path) -> Snapshot | None:
+    """The snapshot of the journal, if it is still in ``state``."""
+    for path in (state / "snapshot.lmdb", copy_of(left.snapshot_id, state)):
+        try:
+            if left.snapshot_id and path.exists():
+                snapshot = _checked(path)
+                if snapshot.id == left.snapshot_id:
+                    return snapshot
+                snapshot.close()
+        except NewerSnapshot:
+            raise
+        except (SnapshotError, OSError) as error:
+            log.warning("the snapshot of the written data cannot be used: %s", error)
+    log.warning(
+        "the snapshot is gone that %s of earlier mounts belong to; their names are looked for in"
+        " another",
+        counted(left.undone, "change", "changes"),
+    )
+    return None
+
+
+def _put_off(settings: MountSettings, kept: Snapshot, left: Earlier, *, is_asked: bool) -> Chosen:
+    given = settings.snapshot.file
+    if given is not None:
+        is_asked = is_asked or read_id(given) != kept.id
+    elif not is_asked and settings.snapshot.freshness != "never":
+        jobs = settings.snapshot.jobs
+        if directories_changed(settings.source, kept, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S):
+            log.info(
+                "directories changed at the source since the snapshot; it is renewed by the first"
+                " mount that finds all drained, %s of earlier mounts to go",
+                counted(left.undone, "change", "changes"),
+            )
+    if not is_asked:
+        return Chosen(kept, False)
+    why = (
+        "the names are those of the last mount's snapshot: the source does not have"
+        f" {counted(left.undone, 'change', 'changes')} that follow it; mount again when `monarch"
+        f" ckpt wait {settings.mountpoint}` reports that all are there"
+    )
+    log.warning("%s", why)
+    return Chosen(kept, False, why)
+
+
+def _renewed(
+    settings: MountSettings,
+    state: Path,
+    source: Source,
+    refreshed: bool,
+    changed: Collection[bytes],
+    progress: Progress,
+) -> tuple[Snapshot, bool]:
+    given = settings.snapshot.file
+    path = given or state / "snapshot.lmdb"
+    if _exists(path):
+        try:
+            if refreshed:
+                refresh(settings.source, path, jobs=settings.snapshot.jobs, progress=progress)
+            snapshot = _checked(path) if given is None else _checked_copy(given, state)
+            reason = _other_source(snapshot, source)
+            if not refreshed and (given is None or not reason):
+                _require_content(source, snapshot)
+            if not reason:
+                if given is not None or refreshed or settings.snapshot.freshness == "never":
+                    return snapshot, refreshed
+                return _with_new_names(settings, path, snapshot, changed, progress)
+            snapshot.close()
+            raise SnapshotError(
+                f"snapshot {os.fspath(path)!r} {reason}",
+                hint="name another file with --snapshot, or build it with: monarch snapshot build",
+            )
+        except SnapshotError as error:
+            # A snapshot of a newer Monarch is not replaced: it may have more information.
+            if given is not None or isinstance(error, NewerSnapshot):
+                raise
+            log.warning("building the snapshot anew: %s", error)
+    build(
+        settings.source,
+        path,
+        jobs=settings.snapshot.jobs,
+        one_file_system=settings.snapshot.one_file_system,
+        progress=progress,
+    )
+    return _opened(path) if given is None else _checked_copy(given, state), True
+
+
+def tell_unreadable(snapshot: Snapshot) -> None:
+    """Logs, in one line, the entries that the source did not let the daemon read or list."""
+    told = snapshot.info()
+    if told.unreadable:
+        names = ", ".join(map(repr, told.unreadable_paths[:_TOLD]))
+        log.warning(
+            "%s of the source could not be read when its snapshot was made, opening them fails: %s",
+            counted(told.unreadable, "entry", "entries"),
+            names + (", ..." if told.unreadable > _TOLD else ""),
+        )
+
+
+def tell_unknown_acls(snapshot: Snapshot) -> None:
+    """Logs one line if the snapshot has no access control lists, so that mode bits decide."""
+    if snapshot.info().acls is None:
+        log.warning(
+            "the snapshot is of an older Monarch and has no access control lists: mode bits alone"
+            " decide; run: monarch snapshot refresh"
+        )
+
+
+def _exists(path: Path) -> bool:
+    """Whether ``path`` exists. Raises SnapshotError if that is unknown, as on a dead file
+    system."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise SnapshotError(f"cannot read snapshot {path}: {error.strerror}") from error
+
+
+def _opened(path: Path) -> Snapshot:
+    return Snapshot.open(path, memory_max=memory_bytes(Path("/")) // _MEMORY_SHARE)
+
+
+def _checked_copy(given: Path, state: Path) -> Snapshot:
+    """The copy in ``state`` of a given snapshot, checked. Raises SnapshotError, TierError."""
+    copy = own_copy(given, state)
+    try:
+        snapshot = _checked(copy)
+    except SnapshotError:
+        # The copy was damaged, or the given file was changed while it was copied.
+        copy.unlink()
+        copy = own_copy(given, state)
+        try:
+            snapshot = _checked(copy)
+        except SnapshotError as error:
+            copy.unlink()
+            raise damaged(str(given)) from error
+    remove_other_copies(state, copy)
+    return snapshot
+
+
+def _checked(path: Path) -> Snapshot:
+    """Opens the snapshot and checks every block, so that damage is found now and not by a reader.
+
+    Raises SnapshotError.
+    """
+    snapshot = _opened(path)
+    try:
+        snapshot.check()
+    except BaseException:
+        snapshot.close()
+        raise
+    return snapshot
+
+
+def _require_content(source: Source, snapshot: Snapshot) -> None:
+    """Raises SourceError if the source is empty but its snapshot is not: it is probably not
+    mounted.
+
+    A refresh would drop the names of the snapshot, and every copy.
+    """
+    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
+    untouched = (now.st_ino, kept_ns(now.st_mtime_ns)) == (known.source_ino, known.mtime_ns)
+    if snapshot.entries > 1 and not untouched and not os.listdir(source.path):
+        raise SourceError(
+            f"source {os.fsdecode(source.path)!r} is empty, but its snapshot has"
+            f" {counted(snapshot.entries - 1, 'entry', 'entries')}",
+            errno=errno.ENODEV,
+            hint="mount its file system; if it really is empty now, mount with --refresh",
+        )
+
+
+def _with_new_names(
+    settings: MountSettings,
+    path: Path,
+    snapshot: Snapshot,
+    ours: Collection[bytes],
+    progress: Progress,
+) -> tuple[Snapshot, bool]:
+    """The snapshot with current names, if the changes can be found in a short time.
+
+    ``ours`` are paths that mounts changed at the source, which change no directory time. In a tree
+    with very many directories the watch finds changes later, and only reports them.
+    """
+    jobs = settings.snapshot.jobs
+    changed = directories_changed(
+        settings.source, snapshot, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S
+    )
+    if snapshot.info().acls is None:
+        log.info("the snapshot is of an older Monarch, access control lists are looked for")
+    elif not changed:
+        return snapshot, changed is False
+    else:
+        log.info("directories changed at the source since the snapshot, reading them")
+    try:
+        refresh(settings.source, path, jobs=jobs, quick=True, again=ours, progress=progress)
+    except SourceError as error:
+        log.warning("the names of the snapshot are kept: %s", error)
+        return snapshot, False
+    snapshot.close()
+    return _opened(path), True
+
+
+def _other_source(snapshot: Snapshot, source: Source) -> str:
+    """Why this snapshot does not describe this source; empty if it does.
+
+    The path may have got another tree since, and nodes may have one source at several paths: so the
+    inode number of the root directory is compared, then its time. (Some file systems give every
+    root the same number.)
+    """
+    now, known = source.status(b""), snapshot.attributes(ROOT_INO)
+    same_path = snapshot.source == os.path.abspath(source.path)
+    if now.st_ino == known.source_ino and (same_path or kept_ns(now.st_mtime_ns) == known.mtime_ns):
+        return ""
+    if same_path:
+        return "describes a directory that has been replaced since"
+    return f"describes another source, {os.fsdecode(snapshot.source)!r}"

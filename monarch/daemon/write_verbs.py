@@ -1,0 +1,338 @@
+"""The requests of the control socket about written files: listing, waiting, losses, conflicts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import trio
+
+from monarch.control.server import Send, Verb
+from monarch.daemon.loss_alarm import LossAlarm
+from monarch.errors import NotDrainedError, UsageError
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.telemetry.report import (
+    ConflictReport,
+    ConflictsReport,
+    DrainProgress,
+    DrainReport,
+    KeptReport,
+    LostReport,
+    RefusalReport,
+    RefusalsReport,
+    WrittenFile,
+    WrittenFiles,
+    WrittenTotals,
+)
+from monarch.writeback.doubtful import Kept
+from monarch.writeback.drain import Backlog, Drain
+from monarch.writeback.setup import WriteBack
+
+# The size of one part of a long answer, and files handled before other tasks run.
+_PART_BYTES = 128 * 1024
+_STRIDE = 256
+_LOOK_S = 0.2
+# The kernel reports a last close some time after close() has returned. Seconds.
+_CLOSING_S = 1.0
+_STEP_S = 0.02
+# Time limit for the answer of the source to a retried change. Seconds.
+_ASKED_S = 60.0
+# An answer names at most this many lost files: a line of the protocol has a limit.
+_NAMED = 1000
+
+
+class WrittenVerbs:
+    """``side`` is None for a read-only mount, which has no written data."""
+
+    def __init__(
+        self, *, names: Namespace, write_back: WriteBack | None, loss_alarm: LossAlarm
+    ) -> None:
+        self._names = names
+        self._write_back = write_back
+        self._loss_alarm = loss_alarm
+
+    def table(self) -> Mapping[str, Verb]:
+        return {
+            "written": self._written,
+            "drain": self._drain,
+            "lost": self._tell_lost,
+            "conflicts": self._tell_conflicts,
+            "refused": self._tell_refused,
+            "set-aside": self._set_aside,
+            "retry": self._retry,
+            "discard": self._discard,
+        }
+
+    async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Sends every written file at and beneath ``path``, in parts."""
+        write_back, below = self._write_back, self._name(params.get("path", ""))
+        files = size = drained_files = drained_bytes = 0
+        part: list[WrittenFile] = []
+        room = _PART_BYTES
+        for count, (node, path) in enumerate(self._nodes(below)):
+            assert write_back is not None
+            durable = write_back.files.durable(node).decode()
+            write_back.files.status(node)
+            told = WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
+            files, size = files + 1, size + node.size
+            if durable == "source":
+                drained_files, drained_bytes = drained_files + 1, drained_bytes + node.size
+            part.append(told)
+            room -= len(json.dumps(asdict(told)))
+            if room <= 0:
+                await send(WrittenFiles(part).to_dict())
+                part, room = [], _PART_BYTES
+            elif count % _STRIDE == 0:
+                await trio.sleep(0)
+        await send(WrittenFiles(part).to_dict())
+        return WrittenTotals(files, size, drained_files, drained_bytes).to_dict()
+
+    async def _drain(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Waits until all data written so far, or that at and beneath ``paths``, is at the source.
+        For ``timeout`` seconds at most; None is no limit."""
+        timeout_s = params.get("timeout")
+        if timeout_s is not None and not isinstance(timeout_s, int | float):
+            raise UsageError("timeout must be a number of seconds")
+        write_back = self._write_back
+        if write_back is None:
+            return DrainReport(True, 0, 0, 0, "", "", []).to_dict()
+        paths = params.get("paths")
+        if paths is not None and not isinstance(paths, list):
+            raise UsageError("paths must be a list of texts")
+        below = None if paths is None else [self._name(path) for path in paths]
+        waited: _Waited | None = None
+        with trio.move_on_after(float("inf") if timeout_s is None else timeout_s):
+            await self._recorded(write_back)
+            waited = self._waited(write_back, below)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._tell, _Course(write_back.drain.backlog()), send)
+                await waited.wait()
+                nursery.cancel_scope.cancel()
+        drained = waited is not None and waited.is_done()
+        backlog = write_back.drain.backlog()
+        self._loss_alarm.report(backlog.lost)
+        return DrainReport(
+            drained=drained,
+            files=backlog.files,
+            bytes=backlog.bytes,
+            oldest_ns=backlog.oldest_ns,
+            trouble=backlog.trouble or "",
+            directory=os.fspath(write_back.place.directory),
+            lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
+        ).to_dict()
+
+    async def _recorded(self, write_back: WriteBack) -> None:
+        """Waits until the journal has all data written so far."""
+        pending = write_back.object_table.unrecorded()
+        with trio.move_on_after(_CLOSING_S):
+            while pending:
+                await trio.sleep(_STEP_S)
+                pending &= write_back.object_table.unrecorded()
+        # Files that stay open are recorded in their current state.
+        for ino in pending:
+            node = self._names.node(ino)
+            if node is not None:
+                write_back.files.record(node)
+
+    def _waited(self, write_back: WriteBack, below: list[bytes] | None) -> _Waited:
+        """The changes to wait for: all so far, or those of contents beneath some paths."""
+        if below is None:
+            return _Waited(write_back.drain, write_back.drain.last_seq, [])
+        seqs = [
+            write_back.object_table.content(node.object)[0]
+            for each in below
+            for node, _ in self._nodes(each)
+            if node.object
+        ]
+        return _Waited(write_back.drain, 0, seqs)
+
+    async def _tell(self, course: _Course, send: Send) -> None:
+        assert self._write_back is not None
+        while True:
+            await send(course.progress(self._write_back.drain.backlog()).to_dict())
+            await trio.sleep(_LOOK_S)
+
+    async def _tell_lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """The files whose bytes are lost; ``acknowledge`` ends the alarm. ``discard`` has the
+        numbers of kept files that are removed."""
+        kept: list[KeptReport] = []
+        hidden: list[str] = []
+        if (write_back := self._write_back) is not None:
+            self._loss_alarm.report(write_back.drain.backlog().lost)
+            await write_back.discard(_numbers(params.get("discard", [])))
+            kept = [_kept(each) for each in write_back.place.doubtful.list()[:_NAMED]]
+            hidden = [os.fsdecode(path) for path in write_back.hidden()[:_NAMED]]
+        names = [os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]]
+        acknowledged = params.get("acknowledge") is True
+        if acknowledged:
+            self._loss_alarm.acknowledge()
+        return LostReport(names, acknowledged, kept, hidden).to_dict()
+
+    async def _tell_conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """The conflicts with changes at the source; ``acknowledge`` ends the alarm."""
+        found = self._write_back.drain.conflicts() if self._write_back is not None else []
+        acknowledged = params.get("acknowledge") is True
+        if acknowledged and self._write_back is not None:
+            self._write_back.drain.acknowledge_conflicts()
+        conflicts = [
+            ConflictReport(os.fsdecode(each.path), os.fsdecode(each.kept), each.why)
+            for each in found
+        ]
+        return ConflictsReport(conflicts, acknowledged).to_dict()
+
+    async def _tell_refused(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """The changes that the source refuses."""
+        return self._refused().to_dict()
+
+    async def _set_aside(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Lets other changes overtake those that are refused at ``path``."""
+        write_back, path = self._side_and_path(params)
+        with _patience():
+            await write_back.refusals.set_aside(path)
+        return self._refused().to_dict()
+
+    async def _retry(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Tries refused changes again: those at ``path``, or all."""
+        if params.get("path") is None:
+            if self._write_back is not None:
+                with _patience():
+                    await self._write_back.refusals.retry(None)
+            return self._refused().to_dict()
+        write_back, path = self._side_and_path(params)
+        with _patience():
+            await write_back.refusals.retry(path)
+        return self._refused(path).to_dict()
+
+    async def _discard(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Discards the refused changes at ``path``, and all that depend on them."""
+        write_back, path = self._side_and_path(params)
+        with _patience():
+            removed = await write_back.refusals.discard(path)
+        return self._refused(removed=removed).to_dict()
+
+    def _side_and_path(self, params: dict[str, Any]) -> tuple[WriteBack, bytes]:
+        path = params.get("path")
+        if not isinstance(path, str) or not path:
+            raise UsageError("a path must be a text", hint="name a path in the mount")
+        if self._write_back is None:
+            raise UsageError("no file was written through this mount")
+        return self._write_back, os.fsencode(path).strip(b"/")
+
+    def _refused(self, path: bytes = b"", *, removed: Sequence[bytes] = ()) -> RefusalsReport:
+        found = self._write_back.refusals.list(path) if self._write_back is not None else []
+        return RefusalsReport(
+            refused=[
+                RefusalReport(
+                    path=os.fsdecode(refusal.path),
+                    kind=refusal.kind,
+                    why=refusal.why,
+                    tries=refusal.tries,
+                    aside=refusal.is_aside,
+                )
+                for refusal in found[:_NAMED]
+            ],
+            waiting=self._write_back.drain.backlog().ops if self._write_back is not None else 0,
+            removed=[os.fsdecode(name) for name in removed[:_NAMED]],
+        )
+
+    def _name(self, path: object) -> bytes:
+        """An existing path, relative to the mount, as bytes. Raises UsageError."""
+        if not isinstance(path, str):
+            raise UsageError("a path must be a text")
+        try:
+            name = os.fsencode(path).strip(b"/")
+        except UnicodeEncodeError as error:
+            raise UsageError(f"no such file in the mount: {path!r}") from error
+        if self._names.resolve(name) is None:
+            raise UsageError(f"no such file in the mount: {path!r}")
+        return name
+
+    def _nodes(self, below: bytes) -> Iterator[tuple[Node, bytes]]:
+        """The written regular files beneath ``below``, each with a path there."""
+        if self._write_back is None:
+            return
+        names = self._names
+        for node in names.nodes():
+            if not node.is_file or not node.names:
+                continue
+            for path in names.visible_paths(node.ino):
+                if not below or path == below or path.startswith(below + b"/"):
+                    yield node, path
+                    break
+
+
+class _Waited:
+    """The changes up to the number ``upto``, and those in ``seqs``."""
+
+    def __init__(self, drain: Drain, upto: int, seqs: list[int]) -> None:
+        self._drain = drain
+        self._upto = upto
+        self._seqs = sorted(seqs)
+
+    async def wait(self) -> None:
+        await self._drain.wait_all(self._upto)
+        for seq in self._seqs:
+            await self._drain.wait(seq)
+
+    def is_done(self) -> bool:
+        return self._drain.has_all(self._upto) and all(map(self._drain.is_done, self._seqs))
+
+
+class _Course:
+    """The progress of draining since the request."""
+
+    def __init__(self, begun: Backlog) -> None:
+        self._begun = begun
+        self._files = self._bytes = 0
+
+    def progress(self, now: Backlog) -> DrainProgress:
+        """The progress of the data that waited at the request; it never decreases."""
+        begun = self._begun
+        files = _done(begun.files, now.files, now.drained_files - begun.drained_files)
+        # The bytes of a file that is being moved count already.
+        drained = now.drained_bytes + now.moving_bytes - begun.drained_bytes
+        size = _done(begun.bytes, now.bytes, drained)
+        self._files, self._bytes = max(self._files, files), max(self._bytes, size)
+        return DrainProgress(self._files, begun.files, self._bytes, begun.bytes, now.trouble or "")
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Raises NotDrainedError if the source does not answer for ``_ASKED_S``."""
+    with trio.move_on_after(_ASKED_S) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise NotDrainedError(
+            f"the source has not answered for {_ASKED_S:.0f} s",
+            hint="the request is carried out when it answers; `monarch status MOUNT` shows what"
+            " hangs",
+        )
+
+
+def _numbers(given: object) -> list[int]:
+    if not isinstance(given, list) or not all(isinstance(each, int) for each in given):
+        raise UsageError("discard must be a list of numbers")
+    return given
+
+
+def _kept(kept: Kept) -> KeptReport:
+    return KeptReport(
+        number=kept.number,
+        path=os.fsdecode(kept.path),
+        size=kept.size,
+        recorded=kept.recorded,
+        written_ns=kept.written_ns,
+        found_ns=kept.found_ns,
+        file=os.fspath(kept.file),
+    )
+
+
+def _done(total: int, left: int, drained: int) -> int:
+    """The part of ``total`` that is done; data may have been removed or rewritten before it was
+    drained."""
+    return min(total, max(drained, total - left))

@@ -1,0 +1,315 @@
+"""The order of the samples of an epoch, which never changes, and the progress of a training run.
+
+The generator is counter-based and Monarch's own: neither a new release of a library nor the number
+of workers changes an order, and a run can be resumed at any sample. The function is splitmix64
+(Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). A run keeps
+the algorithm with which it began (``ALGORITHM``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from monarch.errors import CheckpointError
+
+VERSION = 2
+# The algorithm of new runs. 1 is a shuffle by exchanges; 2 is a sort, ten times as fast.
+ALGORITHM = 2
+# The limit of draws, which are products of 32 bits by 32 bits.
+MOST_SAMPLES = (1 << 32) - 1
+
+# The number of samples that are drawn, or returned, at a time.
+_PIECE = 1 << 16
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+
+
+def epoch_permutation(
+    seed: int, epoch: int, count: int, *, algorithm: int = ALGORITHM
+) -> npt.NDArray[np.int64]:
+    """The order of ``count`` samples in ``epoch``: 0 to count-1, each once, of shape (count,).
+
+    Draw i is ``mix(key + (i + 1) * golden)``, and the key
+    ``mix(mix(seed + golden) + (epoch + 1) * golden)``, all modulo 2**64.
+
+    Algorithm 2: sample i is sorted by draw i, whose lowest bits, as many as ``count - 1`` has, are
+    replaced by i. Samples whose other bits are equal are in ascending order; of 10 million samples
+    some 50 pairs are. It needs 8 bytes a sample.
+
+    Algorithm 1: the shuffle of Fisher and Yates: for i from count-1 down to 1, element i is
+    exchanged with element ``draw(i) * (i + 1) >> 64``.
+
+    Raises ValueError if count is negative or above ``MOST_SAMPLES``, or ``algorithm`` is unknown.
+    """
+    if not 0 <= count <= MOST_SAMPLES:
+        raise ValueError(f"{count} samples; an epoch has 0 to {MOST_SAMPLES}")
+    key = np.uint64(_mix(_mix(seed + _GOLDEN) + (epoch + 1) * _GOLDEN))
+    if algorithm == 2:
+        return _by_sorting(key, count)
+    if algorithm == 1:
+        return _by_exchanges(key, count)
+    raise ValueError(f"an order has algorithm 1 or 2, not {algorithm}")
+
+
+def _by_sorting(key: np.uint64, count: int) -> npt.NDArray[np.int64]:
+    bits = max(0, count - 1).bit_length()
+    low = np.uint64((1 << bits) - 1)
+    order = np.empty(count, np.int64)
+    sorted_by = order.view(np.uint64)
+    for start in range(0, count, _PIECE):
+        number = np.arange(start, min(count, start + _PIECE), dtype=np.uint64)
+        draws = _mixed(key + (number + np.uint64(1)) * np.uint64(_GOLDEN))
+        sorted_by[start : start + _PIECE] = (draws & ~low) | number
+    # All values differ, so any sorting algorithm gives this order.
+    sorted_by.sort()
+    sorted_by &= low
+    return order
+
+
+def _by_exchanges(key: np.uint64, count: int) -> npt.NDArray[np.int64]:
+    number = np.arange(1, count + 1, dtype=np.uint64)
+    draws = _mixed(key + number * np.uint64(_GOLDEN))
+    # The upper half of a product of 64 by 32 bits, computed from halves.
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    places = ((draws >> shift) * number + ((draws & low) * number >> shift)) >> shift
+    order = list(range(count))
+    # Each exchange needs the previous one. Lists are three times as fast here as an array.
+    for i, j in zip(range(count - 1, 0, -1), places[:0:-1].tolist(), strict=True):
+        order[i], order[j] = order[j], order[i]
+    return np.array(order, dtype=np.int64)
+
+
+def fingerprint(names: Iterable[str | bytes]) -> str:
+    """16 hexadecimal digits that change when the names of the samples, or their order, do."""
+    digest = xxhash.xxh3_64()
+    for name in names:
+        content = name.encode("utf-8", "surrogateescape") if isinstance(name, str) else name
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderState:
+    """The progress of a run: the first ``consumed`` samples of the epoch's order were trained on.
+
+    ``consumed`` counts over all ranks; ``count`` is the samples of an epoch. ``world_size`` is for
+    information only: a run may be resumed with any other. ``algorithm`` is that of
+    ``epoch_permutation``.
+    """
+
+    seed: int
+    epoch: int
+    consumed: int
+    count: int
+    world_size: int
+    fingerprint: str
+    algorithm: int = ALGORITHM
+
+    def to_json(self) -> dict[str, int | str]:
+        return {
+            "version": VERSION,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "N": self.count,
+            "world_size": self.world_size,
+            "fingerprint": self.fingerprint,
+            "algorithm": self.algorithm,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> OrderState:
+        """Raises CheckpointError if ``told`` is not a valid state, or is of a newer Monarch."""
+        version = told.get("version")
+        if isinstance(version, int) and version > VERSION:
+            raise CheckpointError(
+                f"the data order has version {version}, this Monarch knows {VERSION}",
+                hint="resume with the Monarch that saved it",
+            )
+        numbers = [told.get(key) for key in ("seed", "epoch", "consumed", "N", "world_size")]
+        whole = [number for number in numbers if type(number) is int]
+        mark = told.get("fingerprint")
+        # Version 1 of the format knew only algorithm 1.
+        algorithm = 1 if version == 1 else told.get("algorithm")
+        if version not in (1, VERSION) or len(whole) != len(numbers) or not isinstance(mark, str):
+            raise CheckpointError("this is not the state of a data order")
+        seed, epoch, consumed, count, world_size = whole
+        if not (0 <= consumed <= count and epoch >= 0 and world_size >= 1 and algorithm in (1, 2)):
+            raise CheckpointError("this is not the state of a data order")
+        return cls(
+            seed=seed,
+            epoch=epoch,
+            consumed=consumed,
+            count=count,
+            world_size=world_size,
+            fingerprint=mark,
+            algorithm=algorithm,
+        )
+
+
+class ResumableSampler:
+    """The indices of the samples of one rank in each epoch, from the current position on.
+
+    For PyTorch's ``DataLoader(sampler=...)``, with workers or without, and for any loop::
+
+        for epoch in sampler.epochs(10):
+            for batch in loader:
+                ...train...
+                sampler.consumed(len(batch))
+
+    Iterating yields the indices of samples that are not consumed, and counts nothing: samples that
+    workers have fetched ahead were not trained on. Rank r of w gets each w-th sample from the r-th
+    on. So ranks in step have always consumed the beginning of the order, and a run can be resumed
+    with another w: save the state of any rank, and load it in every rank.
+
+    All ranks get the same number of samples, and so of batches: as in torch's DistributedSampler,
+    an incomplete last round is filled with the first samples of the order, at most w - 1 an epoch,
+    or with ``drop_last`` it is left out. Frameworks that call ``set_epoch`` may do so.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        fingerprint: str = "",
+        drop_last: bool = False,
+    ) -> None:
+        """``count`` is the samples of an epoch. Raises ValueError for an invalid rank or count."""
+        if not 0 <= count <= MOST_SAMPLES:
+            raise ValueError(f"{count} samples; an epoch has 0 to {MOST_SAMPLES}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}")
+        self._count = count
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._fingerprint = fingerprint
+        self._drop_last = drop_last
+        self._algorithm = ALGORITHM
+        self._epoch = 0
+        self._consumed = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def state(self) -> OrderState:
+        return OrderState(
+            seed=self._seed,
+            epoch=self._epoch,
+            consumed=self._consumed,
+            count=self._count,
+            world_size=self._world_size,
+            fingerprint=self._fingerprint,
+            algorithm=self._algorithm,
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        order = epoch_permutation(self._seed, self._epoch, self._count, algorithm=self._algorithm)
+        count = len(self)
+        first = self._consumed + self._rank
+        share = order[first :: self._world_size][:count]
+        more = []
+        if len(share) < count:
+            beyond = first + (count - 1) * self._world_size - self._count
+            more.append(int(order[beyond % self._count]))
+        # Moved to the front in pieces: a copy would need as much memory again.
+        kept = len(share)
+        for start in range(0, kept, _PIECE):
+            piece = share[start : start + _PIECE].copy()
+            order[start : start + len(piece)] = piece
+        del share
+        order.resize(kept, refcheck=False)
+        return chain(_numbers(order), more)
+
+    def __len__(self) -> int:
+        """The number of indices that an iteration begun now yields, the same at every rank."""
+        left = self._count - self._consumed
+        return left // self._world_size if self._drop_last else -(-left // self._world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Moves to the beginning of ``epoch``; does nothing if it is the current epoch.
+
+        Raises ValueError if ``epoch`` is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch {epoch}")
+        if epoch != self._epoch:
+            self._epoch, self._consumed = epoch, 0
+
+    def consumed(self, samples: int) -> None:
+        """Records that this rank, and each other rank, trained on ``samples`` more samples.
+
+        Raises ValueError if the epoch does not have so many left.
+        """
+        left = len(self)
+        if not 0 <= samples <= left:
+            raise ValueError(f"{samples} samples consumed; the epoch has {left} left")
+        self._consumed = min(self._count, self._consumed + samples * self._world_size)
+
+    def next_epoch(self) -> None:
+        """Moves to the beginning of the next epoch, even if this one is not finished."""
+        self._epoch += 1
+        self._consumed = 0
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The numbers of the unfinished epochs below ``total``, beginning with the current one."""
+        while self._epoch < total:
+            yield self._epoch
+            self.next_epoch()
+
+    def state_dict(self) -> dict[str, int | str]:
+        return self.state.to_json()
+
+    def load_state_dict(self, told: Mapping[str, Any]) -> None:
+        """Resumes from the state ``told``, with its seed. Raises CheckpointError, without a change,
+        if the state is of another data set: of another number of samples or another fingerprint.
+        """
+        state = OrderState.from_json(told)
+        if state.count != self._count:
+            raise CheckpointError(
+                f"the run began with {state.count} samples, now there are {self._count}",
+                hint="its order is not valid here; begin a new run, or restore the old data",
+            )
+        if state.fingerprint != self._fingerprint:
+            raise CheckpointError(
+                f"the run began with the data {state.fingerprint!r}, now it is"
+                f" {self._fingerprint!r}",
+                hint="its order is not valid here; begin a new run, or restore the old data",
+            )
+        self._seed, self._epoch, self._consumed = state.seed, state.epoch, state.consumed
+        self._algorithm = state.algorithm
+
+
+def _numbers(order: npt.NDArray[np.int64]) -> Iterator[int]:
+    """The elements as Python integers, converted in pieces: integers need five times the memory."""
+    for start in range(0, len(order), _PIECE):
+        yield from order[start : start + _PIECE].tolist()
+
+
+def _mix(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
+    return z ^ (z >> 31)
+
+
+def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """``_mix`` of each element."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return z ^ (z >> np.uint64(31))

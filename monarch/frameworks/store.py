@@ -1,0 +1,575 @@
+"""A directory of checkpoints: writing without torn files, listing, pruning.
+
+A checkpoint is written under a temporary name, synced, and renamed to
+``step-STEP-SERIAL-TOKEN.ckpt``, a unique name: the token belongs to the writer. Then the
+``manifest`` that names it is replaced in the same way. So a checkpoint in the manifest is complete
+and durable. A crash in between leaves a complete file without an entry, which is entered at the
+next start.
+
+The manifest has a line for each checkpoint, oldest first: the XXH3 of the rest in 16 hexadecimal
+digits, a blank, JSON. Removal is in the reverse order: first the entry, then the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from monarch.errors import CheckpointError
+from monarch.frameworks.format import TRAILER_BYTES, Octets, parse, parse_header, trailer
+from monarch.frameworks.owner import Owner
+from monarch.units import MiB
+
+MANIFEST = "manifest"
+_VERSION = 1
+# Names of earlier versions have no token.
+_NAME = re.compile(r"step-(\d+)-(\d+)(-[0-9a-f]{8})?\.ckpt")
+_PART = re.compile(r"\..+\.part")
+# The size of a read or write. There are few of them, since a thread waits up to 5 ms for Python's
+# lock after each, beside a busy trainer.
+PIECE_BYTES = 8 * MiB
+
+DURABLE = "user.monarch.durable"
+# ``none``: only in memory; ``local``: on storage of the node; ``source``: at the source of the
+# mount. None: not on a Monarch mount, so as durable as fsync of that file system.
+Durable = Literal["none", "local", "source"]
+_DURABLE: dict[bytes, Durable] = {b"none": "none", b"local": "local", b"source": "source"}
+_ENOUGH = {"local": ("local", "source", None), "source": ("source", None)}
+
+# The errors of file systems without this attribute: they are not Monarch's.
+_NOT_MONARCH = (errno.ENODATA, errno.ENOTSUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An entry of the manifest. ``size`` in bytes, ``xxh3`` of the file in hexadecimal.
+
+    ``step``: updates of the weights; ``epoch``, ``consumed``: the position in the data order;
+    ``saved_ns``: wall clock; ``serial``: rises with each checkpoint of the directory. ``rank`` of
+    ``ranks``: the writer of this part of a set; ``digests``: the ``xxh3`` of all its parts, empty
+    until all of them are known to be on storage.
+    """
+
+    name: str
+    size: int
+    xxh3: str
+    step: int
+    epoch: int
+    consumed: int
+    saved_ns: int
+    serial: int
+    rank: int = 0
+    ranks: int = 1
+    digests: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a single checkpoint, or part of a set that is known to be complete."""
+        return self.ranks == 1 or bool(self.digests)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A checkpoint in the listing; ``complete``: its file exists and has its full length."""
+
+    checkpoint: Checkpoint
+    complete: bool
+    durable: Durable | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A checkpoint whose file was read: ``whole``, ``damaged`` (the bytes differ), ``missing``, or
+    ``unreadable``; ``why`` as text, empty if whole."""
+
+    checkpoint: Checkpoint
+    state: Literal["whole", "damaged", "missing", "unreadable"]
+    why: str
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
+    """The checkpoints of the manifest, newest first; reads only the manifest. Empty if there is no
+    manifest. Raises CheckpointError if it is of a newer Monarch, and OSError."""
+    path = Path(directory)
+    listed = []
+    for checkpoint in reversed(_read_manifest(path).checkpoints):
+        durable: Durable | None = None
+        try:
+            complete = os.stat(path / checkpoint.name).st_size == checkpoint.size
+        except OSError:
+            complete = False
+        else:
+            try:
+                durable = durability(path / checkpoint.name)
+            except OSError:
+                durable = "none"
+        listed.append(Listed(checkpoint, complete, durable))
+    return listed
+
+
+def verify(directory: str | os.PathLike[str]) -> list[Verified]:
+    """Every checkpoint of the manifest, newest first, read and compared with its checksum."""
+    path = Path(directory)
+    return [verified(path, each) for each in reversed(_read_manifest(path).checkpoints)]
+
+
+def prune(
+    directory: str | os.PathLike[str],
+    *,
+    keep_last: int,
+    keep_every: int | Literal["epoch"] | None = None,
+    durable: Literal["local", "source"] = "local",
+    dry_run: bool = False,
+) -> list[Checkpoint]:
+    """Removes old checkpoints and returns them, oldest first; ``dry_run``: only returns them.
+
+    It keeps the newest ``keep_last`` valid checkpoints, all newer ones, and with ``keep_every`` the
+    newest of each epoch, or of each such number of steps. A part of a set counts only if all parts
+    are known to be on storage. Nothing is removed unless one of the valid ones has the durability
+    ``durable``. Raises LockedError while a trainer uses the directory (it removes old ones itself),
+    CheckpointError, OSError, ValueError.
+    """
+    path = Path(directory)
+    if dry_run:
+        known = _read_manifest(path).checkpoints
+        return _superfluous(path, known, keep_last, keep_every, durable, believed=set())
+    with hold(path) as store:
+        return store.thin_out(
+            keep_last=keep_last, keep_every=keep_every, durable=durable, believed=set()
+        )
+
+
+def durability(path: Path) -> Durable | None:
+    """The durability of a file on a Monarch mount; None on any other file system. Raises OSError if
+    the mount does not report it."""
+    try:
+        told = os.getxattr(path, DURABLE)
+    except OSError as error:
+        if error.errno in _NOT_MONARCH:
+            return None
+        raise
+    # An unknown value counts as not durable.
+    return _DURABLE.get(told, "none")
+
+
+def _is_durable(path: Path, wanted: Literal["local", "source"]) -> bool:
+    try:
+        return durability(path) in _ENOUGH[wanted]
+    except OSError:
+        return False
+
+
+def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
+    """Reads the file once, in pieces, from storage and not from the page cache."""
+    try:
+        fd = os.open(directory / checkpoint.name, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Verified(checkpoint, "missing", "its file is missing")
+    except OSError as error:
+        return Verified(checkpoint, "unreadable", str(error.strerror))
+    try:
+        # Cached pages were written, but never read back from storage.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        digest = xxhash.xxh3_64()
+        size = 0
+        for piece in _pieces(fd):
+            digest.update(piece)
+            size += len(piece)
+    except OSError as error:
+        return Verified(checkpoint, "unreadable", str(error.strerror))
+    finally:
+        os.close(fd)
+    if size != checkpoint.size:
+        return Verified(checkpoint, "damaged", f"{size} bytes, not {checkpoint.size}")
+    if digest.hexdigest() != checkpoint.xxh3:
+        return Verified(checkpoint, "damaged", "its checksum is wrong")
+    return Verified(checkpoint, "whole", "")
+
+
+def load(
+    directory: Path, checkpoint: Checkpoint, *, mapped: bool = False
+) -> tuple[dict[str, Any], Any]:
+    """The facts of the header and the state; ``mapped``: the arrays are mapped from the file.
+
+    Raises CheckpointError unless all bytes have the recorded checksum.
+    """
+    path = directory / checkpoint.name
+    try:
+        # A private mapping: a change of an array does not change the file.
+        content = np.memmap(path, np.uint8, "c") if mapped else _whole(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{checkpoint.name}: {why}") from error
+    if xxhash.xxh3_64_hexdigest(content.data) != checkpoint.xxh3:
+        raise CheckpointError(f"{checkpoint.name}: its checksum is wrong")
+    try:
+        return parse(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.name}: {error}") from error
+
+
+@contextlib.contextmanager
+def hold(directory: Path) -> Iterator[CheckpointStore]:
+    """A shelf that is released at the end of the block."""
+    store = CheckpointStore(directory)
+    try:
+        yield store
+    finally:
+        store.release()
+
+
+class CheckpointStore:
+    """The single writer of a directory. Its methods are called one at a time.
+
+    Raises LockedError if another process, or another Shelf, writes into it, and OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        # Part of the names, so that two writers never use the same.
+        self.token = os.urandom(4).hex()
+        self._owner = Owner(directory, self.token)
+        try:
+            manifest = _read_manifest(directory)
+            self._checkpoints = manifest.checkpoints
+            self.troubles = manifest.troubles
+            self._adopt()
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def checkpoints(self) -> Sequence[Checkpoint]:
+        """Oldest first."""
+        return self._checkpoints
+
+    def next_serial(self) -> int:
+        return max((each.serial for each in self._checkpoints), default=0) + 1
+
+    def stage(
+        self,
+        name: str,
+        pieces: Iterable[bytes | memoryview],
+        *,
+        end: Callable[[int], bytes] | None = None,
+    ) -> tuple[Path, int, str]:
+        """Writes and syncs a temporary file; returns its path, size, and XXH3. In any thread.
+
+        ``end`` returns its last bytes, from the XXH3 of those before. Raises OSError, and then no
+        file is left.
+        """
+        part = self.directory / f".{name}.part"
+        digest = xxhash.xxh3_64()
+        size = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(part, flags, 0o666)
+            try:
+                for piece in pieces:
+                    digest.update(piece)
+                    size += len(piece)
+                    _write_all(fd, piece)
+                if end is not None:
+                    last = end(digest.intdigest())
+                    digest.update(last)
+                    size += len(last)
+                    _write_all(fd, last)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            _remove(part)
+            raise
+        return part, size, digest.hexdigest()
+
+    def publish(
+        self,
+        part: Path,
+        checkpoint: Checkpoint,
+        commits: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Renames the staged file ``part`` and enters it in the manifest. Durable when this
+        returns.
+
+        ``commits``: the digests of earlier sets, by name, recorded in the same step. Raises
+        OSError; the manifest is then unchanged, or has the new entry as well.
+        """
+        path = self.directory / checkpoint.name
+        try:
+            os.replace(part, path)
+            _sync_directory(self.directory)
+            after = [*_committed(self._checkpoints, commits), checkpoint]
+            self._exchange(sorted(after, key=lambda each: each.serial))
+        except BaseException:
+            _remove(part)
+            # The sync of the directory can fail after the rename of the manifest.
+            with contextlib.suppress(OSError, CheckpointError):
+                found = _read_manifest(self.directory).checkpoints
+                if checkpoint.name not in {each.name for each in found}:
+                    _remove(path)
+            raise
+
+    def commit(self, commits: Mapping[str, tuple[str, ...]]) -> None:
+        """Records the digests of sets, by name, so that they count. Durable when this returns."""
+        self._exchange(_committed(self._checkpoints, commits))
+
+    def thin_out(
+        self,
+        *,
+        keep_last: int,
+        keep_every: int | Literal["epoch"] | None,
+        durable: Literal["local", "source"],
+        believed: set[str],
+    ) -> list[Checkpoint]:
+        """As ``prune``. Checkpoints in ``believed`` are not read; those read are added to it."""
+        old = _superfluous(
+            self.directory, self._checkpoints, keep_last, keep_every, durable, believed
+        )
+        if old:
+            gone = {each.serial for each in old}
+            self._exchange([c for c in self._checkpoints if c.serial not in gone])
+            for checkpoint in old:
+                _remove(self.directory / checkpoint.name)
+        return old
+
+    def release(self) -> None:
+        """Releases the directory. May be called twice."""
+        self._owner.release()
+
+    def _exchange(self, checkpoints: list[Checkpoint]) -> None:
+        self._owner.confirm()
+        lines = [json.dumps({"version": _VERSION})]
+        lines += [json.dumps(asdict(each), separators=(",", ":")) for each in checkpoints]
+        content = b"".join(map(_line, lines))
+        part, _, _ = self.stage(MANIFEST, [content])
+        try:
+            os.replace(part, self.directory / MANIFEST)
+        except BaseException:
+            _remove(part)
+            raise
+        self._checkpoints = checkpoints
+        _sync_directory(self.directory)
+
+    def _adopt(self) -> None:
+        """Enters complete checkpoints without an entry; removes other files of a crash."""
+        entered = {each.name for each in self._checkpoints}
+        found = []
+        for name in os.listdir(self.directory):
+            if _PART.fullmatch(name):
+                _remove(self.directory / name)
+            elif _NAME.fullmatch(name) and name not in entered:
+                try:
+                    found.append(_examined(self.directory, name))
+                except (OSError, CheckpointError) as error:
+                    self.troubles.append(f"{self.directory / name}: {error}; it is ignored")
+        if found:
+            after = sorted([*self._checkpoints, *found], key=lambda each: each.serial)
+            self._exchange(after)
+
+
+def _committed(
+    checkpoints: Iterable[Checkpoint], commits: Mapping[str, tuple[str, ...]]
+) -> list[Checkpoint]:
+    return [replace(c, digests=commits.get(c.name, c.digests)) for c in checkpoints]
+
+
+@dataclass(slots=True)
+class _Manifest:
+    checkpoints: list[Checkpoint]
+    troubles: list[str]
+
+
+def _read_manifest(directory: Path) -> _Manifest:
+    """Reads the manifest. A damaged line is reported; its file will be adopted again."""
+    try:
+        content = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return _Manifest([], [])
+    found = _Manifest([], [])
+    for number, line in enumerate(content.splitlines(), 1):
+        text = line[17:]
+        try:
+            if line[:17] != _line_mark(text):
+                raise ValueError("damaged")
+            raw = json.loads(text)
+            if number > 1:
+                found.checkpoints.append(entry_of(raw))
+                continue
+            version = raw["version"]
+        except (KeyError, TypeError, ValueError):
+            found.troubles.append(f"{directory / MANIFEST}: line {number} is damaged")
+            continue
+        if version != _VERSION:
+            raise CheckpointError(
+                f"{directory / MANIFEST} has version {version}, this Monarch knows {_VERSION}",
+                hint="use the Monarch that wrote it, or another directory",
+            )
+    return found
+
+
+def entry_of(told: dict[str, Any]) -> Checkpoint:
+    """Converts a line. Raises KeyError, TypeError, ValueError, also for a name with a path."""
+    name, xxh3 = str(told["name"]), str(told["xxh3"])
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a checkpoint")
+    return Checkpoint(
+        name=name,
+        size=int(told["size"]),
+        xxh3=xxh3,
+        step=int(told["step"]),
+        epoch=int(told["epoch"]),
+        consumed=int(told["consumed"]),
+        saved_ns=int(told["saved_ns"]),
+        serial=int(told["serial"]),
+        rank=int(told.get("rank", 0)),
+        ranks=int(told.get("ranks", 1)),
+        digests=tuple(map(str, told.get("digests", ()))),
+    )
+
+
+def _line(text: str) -> bytes:
+    content = text.encode()
+    return _line_mark(content) + content + b"\n"
+
+
+def _line_mark(content: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(content).encode() + b" "
+
+
+def _superfluous(
+    directory: Path,
+    checkpoints: Sequence[Checkpoint],
+    keep_last: int,
+    keep_every: int | Literal["epoch"] | None,
+    durable: Literal["local", "source"],
+    believed: set[str],
+) -> list[Checkpoint]:
+    """The checkpoints that can be removed, oldest first. ``checkpoints``: all, oldest first."""
+    if keep_last < 1:
+        raise ValueError("at least one checkpoint must be kept")
+    newest_first = checkpoints[::-1]
+    if len(newest_first) <= keep_last:
+        return []
+    whole: list[Checkpoint] = []
+    for checkpoint in newest_first:
+        if not checkpoint.counts:
+            continue
+        known = checkpoint.name in believed
+        if known or verified(directory, checkpoint).state == "whole":
+            believed.add(checkpoint.name)
+            whole.append(checkpoint)
+        if len(whole) == keep_last:
+            break
+    safe = any(_is_durable(directory / c.name, durable) for c in whole)
+    if len(whole) < keep_last or not safe:
+        return []
+    oldest_kept = whole[-1].serial
+    kept = {each.serial for each in _newest_of_each(checkpoints, keep_every)}
+    return [c for c in checkpoints if c.serial < oldest_kept and c.serial not in kept]
+
+
+def _newest_of_each(
+    checkpoints: Sequence[Checkpoint], every: int | Literal["epoch"] | None
+) -> Iterable[Checkpoint]:
+    if every is None:
+        return ()
+    if every != "epoch" and every < 1:
+        raise ValueError("keep_every must be a number of steps, or 'epoch'")
+    newest: dict[int, Checkpoint] = {}
+    for each in (one for one in checkpoints if one.counts):
+        newest[each.epoch if every == "epoch" else each.step // every] = each
+    return newest.values()
+
+
+def _examined(directory: Path, name: str) -> Checkpoint:
+    """The entry for a file without one. Raises CheckpointError unless it is valid, and OSError."""
+    fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(fd)
+        left = status.st_size - TRAILER_BYTES
+        inner = xxhash.xxh3_64()
+        for piece in _pieces(fd, max(0, left)):
+            inner.update(piece)
+        end = os.pread(fd, TRAILER_BYTES + 1, max(0, left))
+        if end != trailer(inner.intdigest()):
+            raise CheckpointError("it is damaged or incomplete")
+        header = parse_header(os.pread(fd, 16, 0), lambda to: os.pread(fd, to - 16, 16))
+    finally:
+        os.close(fd)
+    inner.update(end)
+    try:
+        known = {"name": name, "size": status.st_size, "xxh3": inner.hexdigest()}
+        return entry_of({**header, **known})
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"its header is not valid ({error})") from error
+
+
+def serial_of(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[2])
+
+
+def name_of(step: int, serial: int, token: str) -> str:
+    return f"step-{step:08d}-{serial:06d}-{token}.ckpt"
+
+
+def _pieces(fd: int, size: int | None = None) -> Iterator[memoryview]:
+    """The first ``size`` bytes, or all; each piece is valid until the next."""
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    offset = 0
+    while size is None or offset < size:
+        wanted = PIECE_BYTES if size is None else min(PIECE_BYTES, size - offset)
+        count = os.preadv(fd, [buffer[:wanted]], offset)
+        if not count:
+            return
+        yield buffer[:count]
+        offset += count
+
+
+def _whole(path: Path) -> Octets:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        content = np.empty(os.fstat(fd).st_size, np.uint8)
+        memory = content.data
+        offset = 0
+        while offset < len(memory):
+            count = os.preadv(fd, [memory[offset : offset + 64 * MiB]], offset)
+            if not count:
+                break
+            offset += count
+        return content[:offset]
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, piece: bytes | memoryview) -> None:
+    left = memoryview(piece)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file; if that fails, the next start tries again."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,203 @@
+"""The datapath of a mount: the configured one, or the fastest that is available here.
+
+The rules follow measurements. If the files are small and fit into memory with their copies, most
+of the time of a read is its open: so it is fastest if the kernel sends no opens. Otherwise most of
+it is moving bytes, which passthrough leaves to the kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from monarch.config.settings import MountSettings
+from monarch.errors import FuseError, UsageError
+from monarch.fuse.abilities import IDENTITY_CAPABILITIES, Abilities
+from monarch.fuse.datapath import DatapathState
+from monarch.namespace.schema import SnapshotSummary
+from monarch.posix.credentials import can_act_as_others
+from monarch.telemetry.report import Mode
+from monarch.text import counted
+from monarch.units import MiB, format_bytes
+
+# Below this mean file size an open costs more than the read that follows it.
+SMALL_FILE_BYTES = MiB
+# A file may be cached twice: in pages of the mount and of the tier's file system.
+_COPIES_IN_MEMORY = 2
+
+_PASSTHROUGH_KERNEL = (6, 9)
+
+NOT_BUILT = "the native datapath is not built"
+BUILD_IT = "install gcc and the headers of Python, then install Monarch again"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a mount is served. ``why`` is a short sentence for the administrator.
+
+    ``open`` is "none" if the kernel sends no open requests. ``cache_listings``: whether the kernel
+    may cache the listings of directories.
+    """
+
+    datapath: str
+    open: str
+    why: str
+    cache_listings: bool
+
+    @property
+    def mode(self) -> Mode:
+        return Mode(self.datapath, self.open, self.why)
+
+
+def choose(
+    settings: MountSettings,
+    summary: SnapshotSummary,
+    abilities: Abilities,
+    *,
+    capacity: int,
+    holds_written: bool = False,
+) -> Choice:
+    """The datapath; ``capacity`` is the sum of the capacities of all tiers, in bytes.
+
+    ``holds_written``: a tier has files written through an earlier mount. Raises FuseError if the
+    configuration is not possible on this machine, UsageError if ``open: none`` would miss opens.
+    """
+    check_possible(settings, abilities)
+    if holds_written:
+        check_may_drain(abilities)
+    if holds_written and settings.open == "none":
+        raise UsageError(
+            "open: none is not possible: a tier has files that were written through an earlier"
+            " mount, and their opens must be seen",
+            hint="leave open: none out; it is possible again with the snapshot after the one in"
+            " which they are at the source (monarch mount --refresh)",
+        )
+    way, opens, why = _decided(settings, summary, abilities, capacity, holds_written)
+    return Choice(way, opens, why, cache_listings=abilities.cached_listings_expire)
+
+
+def _decided(
+    settings: MountSettings,
+    summary: SnapshotSummary,
+    abilities: Abilities,
+    capacity: int,
+    holds_written: bool,
+) -> tuple[str, str, str]:
+    configured = f"the configuration sets datapath: {settings.datapath}"
+    if settings.datapath == "python":
+        return "python", "open", configured
+    if not abilities.built:
+        return "python", "open", f"{NOT_BUILT}: {BUILD_IT}"
+    if settings.datapath == "passthrough":
+        return "passthrough", "open", configured
+    without, why = _without_opens(settings, summary, abilities, capacity, holds_written)
+    if without:
+        return "relay", "none", why
+    if settings.datapath == "relay":
+        return "relay", "open", configured
+    if missing := without_passthrough(abilities):
+        return "relay", "open", missing
+    return "passthrough", "open", why
+
+
+def agreed(choice: Choice, state: DatapathState) -> Mode:
+    """The choice, corrected by the answer of the kernel."""
+    way, opens, why = choice.datapath, choice.open, choice.why
+    if way == "passthrough" and state.serving and not state.passthrough:
+        way, why = "relay", "the kernel does not offer passthrough"
+    elif way == "passthrough" and state.refusal:
+        name = errno.errorcode.get(state.refusal, str(state.refusal))
+        why += f"; the kernel refuses a tier's file system ({name}), so its files are relayed"
+    if opens == "none" and state.serving and not state.no_open:
+        opens, why = "open", "the kernel must send opens"
+    return Mode(way, opens, why)
+
+
+def check_possible(settings: MountSettings, abilities: Abilities) -> None:
+    """Raises FuseError for ``datapath: passthrough`` if it is not available, and for
+    ``source_identity: caller`` and for writing if the daemon cannot act as other users."""
+    if settings.source_identity == "caller" and not can_act_as_others():
+        raise FuseError(
+            "source_identity: caller is not possible: only root can act with the rights of other"
+            " users",
+            hint="mount as root, or leave it out: the files are then opened as the mounting user",
+        )
+    lacking = abilities.lacking & IDENTITY_CAPABILITIES.keys()
+    if settings.source_identity == "caller" and lacking:
+        raise FuseError(
+            f"source_identity: caller is not possible: root lacks {_listed(lacking)}",
+            hint="grant these to the container or the unit, or leave the setting out",
+        )
+    if settings.absorbs:
+        check_may_drain(abilities)
+    if settings.datapath == "passthrough" and (why := without_passthrough(abilities)):
+        raise FuseError(
+            f"datapath: passthrough is not possible: {why}",
+            hint="set datapath: auto for the best that is possible here",
+        )
+
+
+def check_may_drain(abilities: Abilities) -> None:
+    """Raises FuseError if a root daemon could not set owners or modes at the source."""
+    if abilities.lacking:
+        raise FuseError(
+            f"draining is not possible: root lacks {_listed(abilities.lacking)}, so written files"
+            " would not get their owners and modes at the source",
+            hint="grant these to the container or the unit, or mount as an ordinary user",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def without_passthrough(abilities: Abilities) -> str:
+    """Why passthrough is not possible here; empty if it is."""
+    first = ".".join(map(str, _PASSTHROUGH_KERNEL))
+    if not abilities.built:
+        return f"{NOT_BUILT}: {BUILD_IT}"
+    if abilities.kernel < _PASSTHROUGH_KERNEL:
+        return f"Linux {abilities.release} has no passthrough, it needs {first}"
+    if not abilities.may_pass_through:
+        return "passthrough needs root (the capability CAP_SYS_ADMIN)"
+    return ""
+
+
+def _without_opens(
+    settings: MountSettings,
+    summary: SnapshotSummary,
+    abilities: Abilities,
+    capacity: int,
+    holds_written: bool,
+) -> tuple[bool, str]:
+    """Whether ``open: none`` is used, and the reason."""
+    if settings.open != "auto":
+        return settings.open == "none", f"the configuration sets open: {settings.open}"
+    if settings.verify == "open":
+        return False, "verify: open must see every open"
+    if settings.absorbs:
+        return False, "write-back is enabled, so opens must be tracked"
+    if holds_written:
+        return False, "opens of files that were written through an earlier mount must be seen"
+    if settings.source_identity == "caller":
+        return False, "source_identity: caller needs to know the opening process"
+    if settings.snapshot.ttl_s is not None:
+        return False, f"snapshot.freshness: {settings.snapshot.freshness} must see opens"
+    if summary.unreadable:
+        # Their sizes are unknown, and without opens the kernel would take them for empty.
+        return False, f"{counted(summary.unreadable, 'entry', 'entries')} could not be read"
+    mean = summary.bytes_total / summary.files if summary.files else 0
+    size = f"mean file size {format_bytes(mean)}"
+    if mean >= SMALL_FILE_BYTES:
+        return False, f"{size}: large files"
+    total = format_bytes(summary.bytes_total)
+    if summary.bytes_total > capacity:
+        # A changed source is noticed at the next open of a file without a copy.
+        tiers = format_bytes(capacity)
+        return False, f"the data set, {total}, does not fit into the tiers, {tiers}"
+    needed = summary.bytes_total * _COPIES_IN_MEMORY
+    memory = f"{format_bytes(abilities.memory_bytes)} available"
+    if needed > abilities.memory_bytes:
+        return False, f"{size}; page cache for {format_bytes(needed)} is missing, {memory}"
+    return True, f"{size}; needs {format_bytes(needed)} of page cache, {memory}"

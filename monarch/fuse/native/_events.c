@@ -1,0 +1,122 @@
+/* What was served, told to Python: events one by one in their order, the rest as counts. */
+#include "_datapath.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+void wake_python(struct datapath *dp) {
+    /* What was stored before, an event or a count, must be seen by Python if this thread sees it
+     * awake: see datapath_events. */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (LOAD(dp->awake) || __atomic_exchange_n(&dp->awake, 1, __ATOMIC_ACQ_REL))
+        return;
+    uint64_t one = 1;
+    if (write(dp->wake, &one, sizeof one) < 0) {
+        /* Full, so it is awake. */
+    }
+}
+
+/* False if there is no room: then Python has to see the open itself. */
+bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *content) {
+    uint64_t head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
+    if (LOAD(dp->overflow))
+        return false;
+    for (;;) {
+        struct event *event = &dp->events[head % EVENTS];
+        int64_t lag = (int64_t)(LOAD(event->turn) - head);
+        if (lag < 0)
+            return false;
+        if (lag > 0) {
+            head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
+        } else if (__atomic_compare_exchange_n(&dp->event_head, &head, head + 1, true,
+                                               __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+            event->what = (uint64_t)tier << 56 | ino;
+            event->content = content;
+            STORE(event->turn, head + 1);
+            return true;
+        }
+    }
+}
+
+/* The oldest that Python was not told yet; false if there is none. Its ``content`` is the caller's.
+ */
+bool next_event(struct datapath *dp, struct event *event) {
+    struct event *place = &dp->events[dp->event_tail % EVENTS];
+    if (LOAD(place->turn) == dp->event_tail + 1) {
+        *event = (struct event){0, place->what, place->content};
+        STORE(place->turn, dp->event_tail + EVENTS);
+        dp->event_tail++;
+        return true;
+    }
+    /* One that is being put in the ring came before. */
+    if (!LOAD(dp->overflow) || __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED) != dp->event_tail)
+        return false;
+    pthread_mutex_lock(&dp->overflow_lock);
+    struct overflow *first = dp->overflow;
+    if (!first->next)
+        dp->overflow_end = &dp->overflow;
+    STORE(dp->overflow, first->next);
+    pthread_mutex_unlock(&dp->overflow_lock);
+    *event = first->event;
+    free(first);
+    return true;
+}
+
+/* An open has a reader's thread wait until Python, which is behind, has caught up. */
+static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier) {
+    bool told = put_event(dp, ino, tier, NULL);
+    for (int tries = 0; !told && tries < 10000 && !LOAD(dp->stopping); tries++) {
+        wake_python(dp);
+        usleep(1000);
+        told = put_event(dp, ino, tier, NULL);
+    }
+    return told;
+}
+
+/* Tell Python. All but opens are never lost, and told without waiting: by the thread that takes
+ * Python's answers, and by Python itself. */
+void tell(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content) {
+    bool told = what < MAX_TIERS ? has_room(dp, ino, what) : put_event(dp, ino, what, content);
+    struct overflow *more = told ? NULL : malloc(sizeof *more);
+    if (more) {
+        *more = (struct overflow){.event = {0, (uint64_t)what << 56 | ino, content}};
+        pthread_mutex_lock(&dp->overflow_lock);
+        if (dp->overflow)
+            *dp->overflow_end = more;
+        else
+            STORE(dp->overflow, more);
+        dp->overflow_end = &more->next;
+        pthread_mutex_unlock(&dp->overflow_lock);
+    } else if (!told) {
+        content_release(content);
+    }
+    wake_python(dp);
+}
+
+static void observe(struct datapath *dp, struct histogram *histogram, uint64_t ns) {
+    int bucket = 0;
+    while (bucket < dp->bounds && dp->bounds_ns[bucket] < ns)
+        bucket++;
+    ADD(histogram->counts[bucket], 1);
+    ADD(histogram->total_ns, ns);
+}
+
+struct tally *tally_of(struct thread *thread, uint8_t tier) {
+    return &thread->dp->tallies[thread->shard][tier];
+}
+
+/* Count before the answer goes out: who asks right after it must find it counted. */
+void count_open(struct thread *thread, uint8_t tier, uint64_t begin) {
+    struct tally *tally = tally_of(thread, tier);
+    ADD(tally->opens, 1);
+    observe(thread->dp, &tally->open, now_ns() - begin);
+    wake_python(thread->dp);
+}
+
+void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin) {
+    struct tally *tally = tally_of(thread, tier);
+    ADD(tally->reads, 1);
+    ADD(tally->bytes, bytes);
+    observe(thread->dp, &tally->read, now_ns() - begin);
+    wake_python(thread->dp);
+}

@@ -1,0 +1,518 @@
+#include "_opens.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static struct opens_stripe *stripe_of(struct opens *opens, uint64_t ino) {
+    return &opens->stripes[ino % OPENS_STRIPES];
+}
+
+/* An entry keeps its place whatever inode it is of. */
+static struct opens_stripe *stripe_with(struct opens *opens, const struct open_inode *entry) {
+    return &opens->stripes[entry->slot % OPENS_STRIPES];
+}
+
+static struct open_inode **bucket_of(struct opens_stripe *stripe, uint64_t ino) {
+    return &stripe->buckets[ino / OPENS_STRIPES % OPENS_BUCKETS];
+}
+
+static struct open_inode *find(struct opens_stripe *stripe, uint64_t ino) {
+    struct open_inode *entry = *bucket_of(stripe, ino);
+    while (entry && entry->ino != ino)
+        entry = entry->next;
+    return entry;
+}
+
+bool opens_prepare(struct opens *opens, struct datapath *dp,
+                   void (*close_later)(struct datapath *dp, int fd)) {
+    opens->dp = dp;
+    opens->close_later = close_later;
+    for (int i = 0; i < OPENS_STRIPES; i++)
+        if (pthread_mutex_init(&opens->stripes[i].lock, NULL) ||
+            pthread_cond_init(&opens->stripes[i].unused, NULL))
+            return false;
+    return true;
+}
+
+void opens_free(struct opens *opens) {
+    for (int i = 0; i < OPENS_STRIPES; i++) {
+        for (int chunk = 0; chunk < OPENS_CHUNKS; chunk++)
+            free(opens->stripes[i].chunks[chunk]);
+        pthread_mutex_destroy(&opens->stripes[i].lock);
+        pthread_cond_destroy(&opens->stripes[i].unused);
+    }
+}
+
+/* A free entry; the stripe's lock is held. A new chunk is needed once in 256 * 16 open inodes. */
+static struct open_inode *allocate(struct opens *opens, struct opens_stripe *stripe) {
+    struct open_inode *entry = stripe->free;
+    if (entry) {
+        stripe->free = entry->next;
+        return entry;
+    }
+    uint32_t local = stripe->count, chunk = local / OPENS_CHUNK;
+    if (chunk >= OPENS_CHUNKS)
+        return NULL;
+    if (!stripe->chunks[chunk]) {
+        struct open_inode *fresh = calloc(OPENS_CHUNK, sizeof *fresh);
+        if (!fresh)
+            return NULL;
+        __atomic_store_n(&stripe->chunks[chunk], fresh, __ATOMIC_RELEASE);
+    }
+    stripe->count++;
+    entry = &stripe->chunks[chunk][local % OPENS_CHUNK];
+    entry->slot = local * OPENS_STRIPES + (uint32_t)(stripe - opens->stripes);
+    return entry;
+}
+
+/* One more user of ``ino``'s entry, which is made if there is none; the stripe's lock is held. */
+static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe, uint64_t ino,
+                               bool *fresh) {
+    *fresh = false;
+    struct open_inode *entry = find(stripe, ino);
+    if (entry) {
+        entry->users++;
+    } else if ((entry = allocate(opens, stripe))) {
+        struct open_inode **bucket = bucket_of(stripe, ino);
+        *fresh = true;
+        entry->next = *bucket;
+        *bucket = entry;
+        entry->users = 1;
+        entry->python_handles = entry->creating = 0;
+        entry->outdated = entry->held = false;
+        entry->backing_id = 0;
+        entry->leaving = NULL;
+        __atomic_store_n(&entry->bound, false, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->tier, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->reached, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->kind, OPEN_SETTLING, __ATOMIC_RELAXED);
+        __atomic_store_n(&entry->ino, ino, __ATOMIC_RELEASE);
+    }
+    if (entry)
+        __atomic_add_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+    return entry;
+}
+
+struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = take(opens, stripe, ino, fresh);
+    pthread_mutex_unlock(&stripe->lock);
+    return entry;
+}
+
+void opens_hold(struct opens *opens, struct open_inode *entry) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    entry->users++;
+    pthread_mutex_unlock(&stripe->lock);
+    __atomic_add_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+}
+
+static void settle(struct open_inode *entry, enum open_kind kind, int fd, int32_t backing_id,
+                   uint8_t tier, uint64_t size) {
+    entry->backing_id = backing_id;
+    __atomic_store_n(&entry->tier, tier, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->size, size, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->fd, fd, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->kind, kind, __ATOMIC_RELEASE);
+}
+
+bool opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
+                  int32_t backing_id, uint8_t tier, uint64_t size) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    bool open = entry->kind == OPEN_SETTLING;
+    if (open)
+        settle(entry, kind, fd, backing_id, tier, size);
+    pthread_mutex_unlock(&stripe->lock);
+    return open;
+}
+
+bool opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    bool open = entry->kind == OPEN_SETTLING;
+    if (open) {
+        __atomic_store_n(&entry->content, content, __ATOMIC_RELEASE);
+        settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    return open;
+}
+
+struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    bool has = entry->ino == ino && entry->kind == OPEN_CONTENT && entry->content;
+    struct content *content = has ? content_retain(entry->content) : NULL;
+    pthread_mutex_unlock(&stripe->lock);
+    return content;
+}
+
+struct open_inode *opens_at(struct opens *opens, uint32_t slot, uint64_t ino) {
+    struct opens_stripe *stripe = &opens->stripes[slot % OPENS_STRIPES];
+    uint32_t local = slot / OPENS_STRIPES;
+    if (local / OPENS_CHUNK >= OPENS_CHUNKS)
+        return NULL;
+    struct open_inode *chunk =
+        __atomic_load_n(&stripe->chunks[local / OPENS_CHUNK], __ATOMIC_ACQUIRE);
+    if (!chunk)
+        return NULL;
+    struct open_inode *entry = &chunk[local % OPENS_CHUNK];
+    return __atomic_load_n(&entry->ino, __ATOMIC_ACQUIRE) == ino ? entry : NULL;
+}
+
+static bool can_bind(const struct open_inode *entry) {
+    return entry && entry->kind == OPEN_PYTHON && entry->python_handles == 0;
+}
+
+bool opens_can_bind(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    bool can = can_bind(find(stripe, ino));
+    pthread_mutex_unlock(&stripe->lock);
+    return can;
+}
+
+bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, int32_t backing_id,
+                uint8_t tier, uint64_t size) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool can = can_bind(entry);
+    if (can) {
+        __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
+        settle(entry, kind, fd, backing_id, tier, size);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    return can;
+}
+
+bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool written = entry && entry->kind == OPEN_WRITTEN;
+    bool bound = entry && (written ? entry->held : entry->bound);
+    if (bound && !written)
+        __atomic_store_n(&entry->size, size, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&stripe->lock);
+    return bound;
+}
+
+bool opens_outdate(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    /* An entry that is being settled may become such a copy. It is marked without waiting, since
+     * settling may wait for the source. */
+    bool held =
+        entry && (entry->tier > 0 || entry->kind == OPEN_CONTENT || entry->kind == OPEN_SETTLING);
+    if (held)
+        entry->outdated = true;
+    pthread_mutex_unlock(&stripe->lock);
+    return held;
+}
+
+bool opens_answered(struct opens *opens, struct open_inode *entry, bool writes) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    bool written = entry->kind == OPEN_WRITTEN;
+    bool bound = entry->bound && (written ? entry->held : !writes);
+    if (!bound)
+        entry->python_handles++;
+    pthread_mutex_unlock(&stripe->lock);
+    return bound;
+}
+
+/* Out of its bucket and back to the free ones; the stripe's lock is held. */
+static void forget(struct opens_stripe *stripe, struct open_inode *entry,
+                   struct open_remains *to_close) {
+    struct open_inode **link = bucket_of(stripe, entry->ino);
+    while (*link != entry)
+        link = &(*link)->next;
+    *link = entry->next;
+    *to_close = (struct open_remains){
+        .fd = entry->fd,
+        .tier = entry->tier,
+        .backing_id = entry->backing_id,
+        .outdated = entry->outdated,
+        .content = entry->content,
+        .written = entry->written,
+    };
+    entry->written = NULL;
+    __atomic_store_n(&entry->content, NULL, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->fd, -1, __ATOMIC_RELAXED);
+    __atomic_store_n(&entry->ino, 0, __ATOMIC_RELEASE);
+    entry->next = stripe->free;
+    stripe->free = entry;
+}
+
+bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_remains *to_close) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    *to_close = (struct open_remains){.fd = -1};
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool known = entry && entry->users > entry->held && (!by_python || entry->python_handles);
+    if (known) {
+        if (by_python)
+            entry->python_handles--;
+        if (--entry->users == 0)
+            forget(stripe, entry, to_close);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    if (known)
+        __atomic_sub_fetch(&opens->users, 1, __ATOMIC_RELAXED);
+    return known;
+}
+
+static struct written *written_new(struct opens *opens, struct opens_stripe *stripe, int fd,
+                                   uint8_t tier) {
+    struct written *file = malloc(sizeof *file);
+    if (file)
+        *file =
+            (struct written){.opens = opens, .stripe = stripe, .fd = fd, .tier = tier, .users = 1};
+    return file;
+}
+
+static void written_free(struct written *file) {
+    if (file->tier == 0)
+        file->opens->close_later(file->opens->dp, file->fd);
+    else
+        close(file->fd);
+    free(file);
+}
+
+struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd, uint8_t tier,
+                                      bool create) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    struct content *content = NULL;
+    struct written *file = written_new(opens, stripe, fd, tier), *spare = file;
+    bool fresh;
+    if (!file)
+        return NULL;
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    /* What the kernel reads by itself it goes on reading, and it takes no other open beside it. */
+    if (entry ? entry->kind == OPEN_PASSTHROUGH : !create)
+        entry = NULL;
+    else if (create && (entry = take(opens, stripe, ino, &fresh)))
+        entry->creating++;
+    if (entry && !entry->held) {
+        spare = entry->written;
+        content = entry->content;
+        __atomic_store_n(&entry->content, NULL, __ATOMIC_RELEASE);
+        entry->written = file;
+        entry->changes = entry->run_start = entry->run_end = 0;
+        entry->lowest = UINT64_MAX;
+        entry->held = true;
+        entry->users++;
+        __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
+        __atomic_store_n(&entry->kind, OPEN_WRITTEN, __ATOMIC_RELEASE);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    content_release(content);
+    if (entry && spare)
+        opens_unuse(spare);
+    else if (!entry)
+        free(file);
+    return entry;
+}
+
+void opens_release_written(struct opens *opens, uint64_t ino, struct open_remains *to_close) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    *to_close = (struct open_remains){.fd = -1};
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    if (entry && entry->held) {
+        /* What it has created and not answered failed. */
+        __atomic_sub_fetch(&opens->users, entry->creating, __ATOMIC_RELAXED);
+        entry->users -= entry->creating + 1;
+        entry->creating = 0;
+        entry->held = false;
+        if (entry->users == 0)
+            forget(stripe, entry, to_close);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+struct open_inode *opens_created(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    if (entry && entry->creating)
+        entry->creating--;
+    else
+        entry = NULL;
+    pthread_mutex_unlock(&stripe->lock);
+    return entry;
+}
+
+struct written *opens_use(struct opens *opens, struct open_inode *entry, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    struct written *file = entry->ino == ino ? entry->written : NULL;
+    if (file)
+        file->users++;
+    pthread_mutex_unlock(&stripe->lock);
+    return file;
+}
+
+void opens_unuse(struct written *file) {
+    struct opens_stripe *stripe = file->stripe;
+    pthread_mutex_lock(&stripe->lock);
+    uint32_t users = --file->users;
+    if (users == 1)
+        pthread_cond_broadcast(&stripe->unused);
+    pthread_mutex_unlock(&stripe->lock);
+    if (users == 0)
+        written_free(file);
+}
+
+/* Under the stripe's lock. */
+static void lower(struct open_inode *entry, uint64_t offset) {
+    if (offset < entry->lowest)
+        entry->lowest = offset;
+}
+
+void opens_changing(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    if (entry->ino == ino)
+        lower(entry, offset);
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    pthread_mutex_lock(&stripe->lock);
+    if (entry->ino == ino) {
+        entry->changes++;
+        lower(entry, offset);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+}
+
+uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
+                     uint64_t size) {
+    struct opens_stripe *stripe = stripe_with(opens, entry);
+    uint64_t run = 0;
+    pthread_mutex_lock(&stripe->lock);
+    if (entry->ino == ino) {
+        entry->changes++;
+        lower(entry, offset);
+        if (offset != entry->run_end)
+            entry->run_start = offset;
+        entry->run_end = offset + size;
+        run = entry->run_end - entry->run_start;
+        if (run >= OPENS_RUN_BYTES)
+            entry->run_start = entry->run_end;
+        else
+            run = 0;
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    return run;
+}
+
+bool opens_unbind(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    struct written *file = NULL;
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool bound = entry && entry->held;
+    if (bound && entry->written) {
+        file = entry->leaving = entry->written;
+        entry->written = NULL;
+        while (file->users > 1)
+            pthread_cond_wait(&stripe->unused, &stripe->lock);
+        if (entry->leaving == file)
+            entry->leaving = NULL;
+        pthread_cond_broadcast(&stripe->unused);
+    } else {
+        /* Another thread has taken the file away, and its writers may not be done. */
+        while ((entry = find(stripe, ino)) && entry->held && entry->leaving)
+            pthread_cond_wait(&stripe->unused, &stripe->lock);
+    }
+    pthread_mutex_unlock(&stripe->lock);
+    if (file)
+        written_free(file);
+    return bound;
+}
+
+bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    struct written *file = written_new(opens, stripe, fd, tier);
+    if (!file)
+        return false;
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool can = entry && entry->held && !entry->written;
+    if (can)
+        entry->written = file;
+    pthread_mutex_unlock(&stripe->lock);
+    if (!can)
+        free(file);
+    return can;
+}
+
+uint64_t opens_changes(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    uint64_t changes = entry && entry->held ? entry->changes : 0;
+    pthread_mutex_unlock(&stripe->lock);
+    return changes;
+}
+
+uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    uint64_t lowest = entry && entry->held ? entry->lowest : UINT64_MAX;
+    if (entry && entry->held && forget)
+        entry->lowest = UINT64_MAX;
+    pthread_mutex_unlock(&stripe->lock);
+    return lowest;
+}
+
+bool opens_is_open(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    bool open = find(stripe, ino) != NULL;
+    pthread_mutex_unlock(&stripe->lock);
+    return open;
+}
+
+bool opens_is_passed(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    bool passed = entry && entry->kind == OPEN_PASSTHROUGH;
+    pthread_mutex_unlock(&stripe->lock);
+    return passed;
+}
+
+int64_t opens_reached(struct opens *opens, uint64_t ino) {
+    struct opens_stripe *stripe = stripe_of(opens, ino);
+    pthread_mutex_lock(&stripe->lock);
+    struct open_inode *entry = find(stripe, ino);
+    int64_t reached = entry ? __atomic_load_n(&entry->reached, __ATOMIC_RELAXED) : 0;
+    pthread_mutex_unlock(&stripe->lock);
+    return reached;
+}
+
+bool opens_pop(struct opens *opens, struct open_remains *to_close) {
+    for (int i = 0; i < OPENS_STRIPES; i++) {
+        struct opens_stripe *stripe = &opens->stripes[i];
+        for (int bucket = 0; bucket < OPENS_BUCKETS; bucket++) {
+            if (stripe->buckets[bucket]) {
+                forget(stripe, stripe->buckets[bucket], to_close);
+                return true;
+            }
+        }
+    }
+    return false;
+}

@@ -1,0 +1,861 @@
+/* What Python sees of the datapath: one type, and the bytes that were fetched. */
+#define PY_SSIZE_T_CLEAN
+#include "_datapath.h"
+#include "_look.h"
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+typedef struct {
+    PyObject_HEAD struct datapath *dp;
+    Py_buffer residency, marks;
+    PyObject *blocks; /* a list of what the published blocks lie in */
+    PyObject *acls;   /* a tuple of the pairs that names.acls points into */
+} Datapath;
+
+static PyObject *failed(int error) {
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+/* Keep the access control lists, a sequence of pairs of bytes; false with an exception set. */
+static bool take_acls(Datapath *self, PyObject *given) {
+    struct names *names = &self->dp->names;
+    self->acls = PySequence_Tuple(given);
+    if (!self->acls)
+        return false;
+    size_t count = (size_t)PyTuple_GET_SIZE(self->acls);
+    names->acls = calloc(count + 1, sizeof *names->acls);
+    if (!names->acls) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (size_t i = 0; i < count; i++) {
+        struct names_acls *pair = &names->acls[i];
+        Py_ssize_t access, inherited;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(self->acls, (Py_ssize_t)i), "y#y#", &pair->access,
+                              &access, &pair->inherited, &inherited))
+            return false;
+        pair->access_size = (size_t)access;
+        pair->inherited_size = (size_t)inherited;
+    }
+    names->acl_count = count;
+    return true;
+}
+
+static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keys[] = {"residency", "marks",       "differs",   "unusable", "copying",
+                           "entries",   "directories", "bounds_ns", "acls",     NULL};
+    Py_buffer residency, marks;
+    unsigned char differs, unusable, copying;
+    unsigned long long entries, directories;
+    PyObject *bounds, *acls;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$y*y*bbbKKOO", keys, &residency, &marks,
+                                     &differs, &unusable, &copying, &entries, &directories, &bounds,
+                                     &acls))
+        return NULL;
+    Datapath *self = (Datapath *)type->tp_alloc(type, 0);
+    if (!self) {
+        PyBuffer_Release(&residency);
+        PyBuffer_Release(&marks);
+        return NULL;
+    }
+    self->residency = residency;
+    self->marks = marks;
+    self->blocks = PyList_New(0);
+    struct datapath *dp = self->dp = calloc(1, sizeof *dp);
+    if (!self->blocks || !dp) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    dp->device = dp->channel = dp->wake = dp->nothing = dp->source = -1;
+    dp->pending_free = NO_PENDING;
+    dp->source_max = 1;
+    dp->overflow_end = &dp->overflow;
+    dp->closing_end = &dp->closing;
+    for (int tier = 0; tier < MAX_TIERS; tier++)
+        dp->tiers[tier].directory = -1;
+    PyObject *sequence = PySequence_Fast(bounds, "bounds_ns must be a sequence");
+    Py_ssize_t count = sequence ? PySequence_Fast_GET_SIZE(sequence) : -1;
+    if (count < 0 || count >= BUCKETS || (uint64_t)residency.len != entries + 1 ||
+        marks.len != residency.len || entries > INO_MASK) {
+        Py_XDECREF(sequence);
+        Py_DECREF(self);
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "tables and entries do not agree");
+        return NULL;
+    }
+    for (dp->bounds = 0; dp->bounds < count; dp->bounds++)
+        dp->bounds_ns[dp->bounds] =
+            PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(sequence, dp->bounds));
+    Py_DECREF(sequence);
+    if (!take_acls(self, acls)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    dp->residency = residency.buf;
+    dp->marks = dp->names.marks = marks.buf;
+    dp->names.differs = differs;
+    dp->unusable = unusable;
+    dp->copying = copying;
+    dp->tallies = calloc(SHARDS, sizeof *dp->tallies);
+    dp->events = calloc(EVENTS, sizeof *dp->events);
+    dp->given = calloc(1, entries / 8 + 1);
+    if (dp->events)
+        for (uint64_t i = 0; i < EVENTS; i++)
+            dp->events[i].turn = i;
+    dp->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (!dp->tallies || !dp->events || !dp->given ||
+        !names_prepare(&dp->names, entries, directories) ||
+        !opens_prepare(&dp->opens, dp, close_later) || !absorbed_prepare(&dp->absorbed) ||
+        !missing_prepare(&dp->missing) || pthread_mutex_init(&dp->pending_lock, NULL) ||
+        pthread_mutex_init(&dp->overflow_lock, NULL) ||
+        pthread_mutex_init(&dp->threads_lock, NULL)) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    if (dp->wake < 0 || PyErr_Occurred()) {
+        if (!PyErr_Occurred())
+            PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *datapath_stop(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *dp = self->dp;
+    Py_BEGIN_ALLOW_THREADS;
+    if (dp->started) {
+        stop(dp);
+        close_all(dp);
+    }
+    dp->started = false;
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static void datapath_dealloc(Datapath *self) {
+    struct datapath *dp = self->dp;
+    if (dp) {
+        if (dp->started) {
+            Py_BEGIN_ALLOW_THREADS;
+            stop(dp);
+            close_all(dp);
+            Py_END_ALLOW_THREADS;
+        }
+        if (still_runs(dp)) {
+            /* A thread hangs in the source and will come back to this memory. */
+            Py_TYPE(self)->tp_free((PyObject *)self);
+            return;
+        }
+        join_ended(dp);
+        if (dp->wake >= 0)
+            close(dp->wake);
+        for (int tier = 0; tier < MAX_TIERS; tier++)
+            if (dp->tiers[tier].directory >= 0)
+                close(dp->tiers[tier].directory);
+        names_free(&dp->names);
+        opens_free(&dp->opens);
+        absorbed_free(&dp->absorbed);
+        missing_free(&dp->missing);
+        for (int chunk = 0; chunk < PENDING_CHUNKS; chunk++)
+            free(dp->pending[chunk]);
+        struct event event;
+        while (dp->events && next_event(dp, &event))
+            content_release(event.content);
+        free(dp->tallies);
+        free(dp->events);
+        free(dp->given);
+        free(dp);
+    }
+    Py_XDECREF(self->blocks);
+    Py_XDECREF(self->acls);
+    PyBuffer_Release(&self->residency);
+    PyBuffer_Release(&self->marks);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
+    int number, directory, seals;
+    if (!PyArg_ParseTuple(args, "iip", &number, &directory, &seals))
+        return NULL;
+    if (number < 1 || number >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    int own = fcntl(directory, F_DUPFD_CLOEXEC, 0);
+    if (own < 0)
+        return failed(errno);
+    self->dp->tiers[number].directory = own;
+    self->dp->tiers[number].seals = seals;
+    Py_RETURN_NONE;
+}
+
+/* Another directory in the place of a tier's: readers know it by its number. What they have open
+ * there stays open. */
+static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
+    int number, directory, seals, moved = -1;
+    if (!PyArg_ParseTuple(args, "iip", &number, &directory, &seals))
+        return NULL;
+    if (number < 1 || number >= MAX_TIERS || self->dp->tiers[number].directory < 0) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    struct tier *tier = &self->dp->tiers[number];
+    /* To let go of the last descriptor of a file system that was unmounted takes its time. */
+    Py_BEGIN_ALLOW_THREADS;
+    moved = dup3(directory, tier->directory, O_CLOEXEC);
+    Py_END_ALLOW_THREADS;
+    if (moved < 0)
+        return failed(errno);
+    tier->seals = seals;
+    STORE(tier->refuses, 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_shun(Datapath *self, PyObject *args) {
+    int number, shunned;
+    if (!PyArg_ParseTuple(args, "ip", &number, &shunned))
+        return NULL;
+    if (number < 1 || number >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    STORE(self->dp->tiers[number].shunned, shunned);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_set_objects(Datapath *self, PyObject *args) {
+    int tier, directory;
+    if (!PyArg_ParseTuple(args, "ii", &tier, &directory))
+        return NULL;
+    struct absorbed *absorbed = &self->dp->absorbed;
+    if (tier < 1 || tier >= MAX_TIERS || absorbed->directory >= 0 || self->dp->started) {
+        PyErr_SetString(PyExc_ValueError, "cannot be set now");
+        return NULL;
+    }
+    absorbed->directory = fcntl(directory, F_DUPFD_CLOEXEC, 0);
+    if (absorbed->directory < 0)
+        return failed(errno);
+    absorbed->tier = (uint8_t)tier;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_know_object(Datapath *self, PyObject *args) {
+    unsigned long long ino, object;
+    if (!PyArg_ParseTuple(args, "KK", &ino, &object))
+        return NULL;
+    bool kept = ino > 1 && ino <= INO_MASK && object && self->dp->absorbed.directory >= 0 &&
+                absorbed_put(&self->dp->absorbed, ino, object);
+    return PyBool_FromLong(kept);
+}
+
+static PyObject *datapath_forget_object(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    absorbed_forget(&self->dp->absorbed, ino);
+    Py_RETURN_NONE;
+}
+
+/* A name and its directory, of which something is told; false with an exception set. */
+static bool take_name(PyObject *args, unsigned long long *parent, const char **name,
+                      Py_ssize_t *length) {
+    return PyArg_ParseTuple(args, "Ky#", parent, name, length);
+}
+
+static PyObject *datapath_name_given(Datapath *self, PyObject *args) {
+    unsigned long long parent;
+    const char *name;
+    Py_ssize_t length;
+    if (!take_name(args, &parent, &name, &length))
+        return NULL;
+    missing_given(&self->dp->missing, parent, name, (size_t)length);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_name_taken(Datapath *self, PyObject *args) {
+    unsigned long long parent;
+    const char *name;
+    Py_ssize_t length;
+    if (!take_name(args, &parent, &name, &length))
+        return NULL;
+    missing_taken(&self->dp->missing, parent, name, (size_t)length);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_tell_missing(Datapath *self, PyObject *args) {
+    unsigned long long directory, for_ns;
+    unsigned valid_s;
+    if (!PyArg_ParseTuple(args, "KIK", &directory, &valid_s, &for_ns))
+        return NULL;
+    uint64_t now = now_ns();
+    if (for_ns)
+        missing_open(&self->dp->missing, directory, valid_s, now, now + for_ns);
+    else
+        missing_close(&self->dp->missing, directory);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_tell_attributes(Datapath *self, PyObject *args) {
+    unsigned long long ino, size, blocks;
+    unsigned mode, nlink, uid, gid;
+    long long atime_ns, mtime_ns, ctime_ns;
+    if (!PyArg_ParseTuple(args, "KIIIIKKLLL", &ino, &mode, &nlink, &uid, &gid, &size, &blocks,
+                          &atime_ns, &mtime_ns, &ctime_ns))
+        return NULL;
+    struct attr attr = {
+        .ino = ino,
+        .size = size,
+        .blocks = blocks,
+        .mode = mode,
+        .nlink = nlink,
+        .uid = uid,
+        .gid = gid,
+    };
+    names_times(&attr, atime_ns, mtime_ns, ctime_ns);
+    missing_told(&self->dp->missing, &attr);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_forget_attributes(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    missing_changed(&self->dp->missing, ino);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    int directory;
+    unsigned long long fetch_max;
+    long long hold_max, source_max;
+    unsigned long long patience_ns;
+    if (!PyArg_ParseTuple(args, "iKLLK", &directory, &fetch_max, &hold_max, &source_max,
+                          &patience_ns))
+        return NULL;
+    if (dp->source >= 0 || dp->started) {
+        PyErr_SetString(PyExc_ValueError, "cannot be set now");
+        return NULL;
+    }
+    /* Not one of our own: whoever opens a source anew that was lost does so under this number. */
+    dp->source = directory;
+    /* The kernel takes the bytes in one message whose length is a 32-bit number. */
+    dp->fetch_max = fetch_max < MAX_FETCH ? fetch_max : MAX_FETCH;
+    dp->hold_max = hold_max;
+    dp->source_max = source_max < MAX_THREADS / 2 ? (int)source_max : MAX_THREADS / 2;
+    dp->patience_ns = patience_ns;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_fetch_as_caller(Datapath *self, PyObject *unused) {
+    (void)unused;
+    STORE(self->dp->as_caller, 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_ask_names(Datapath *self, PyObject *unused) {
+    (void)unused;
+    self->dp->names.ask = true;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_publish(Datapath *self, PyObject *args) {
+    unsigned table;
+    Py_ssize_t number;
+    PyObject *block;
+    if (!PyArg_ParseTuple(args, "InO", &table, &number, &block))
+        return NULL;
+    PyObject *view = PyMemoryView_FromObject(block);
+    if (!view)
+        return NULL;
+    Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
+    /* Kept as long as a reader may look at it. */
+    bool kept = PyBuffer_IsContiguous(buffer, 'C') && PyList_Append(self->blocks, view) == 0;
+    Py_DECREF(view);
+    if (!kept || number < 0 ||
+        !names_publish(&self->dp->names, table, (size_t)number, buffer->buf, (size_t)buffer->len)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "no such block");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs) {
+    static char *keys[] = {"device",       "channel",        "passthrough", "no_open",
+                           "decide_opens", "cache_listings", "threads",     NULL};
+    struct datapath *dp = self->dp;
+    int device, channel, passthrough, no_open, decide_opens, cache_listings, threads;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iippppi", keys, &device, &channel,
+                                     &passthrough, &no_open, &decide_opens, &cache_listings,
+                                     &threads))
+        return NULL;
+    if (dp->started || dp->device >= 0 || threads < 1 || threads > MAX_THREADS) {
+        PyErr_SetString(PyExc_ValueError, "cannot be started so");
+        return NULL;
+    }
+    dp->want_passthrough = passthrough;
+    dp->no_open = no_open;
+    dp->decide_opens = decide_opens;
+    dp->cache_listings = cache_listings;
+    dp->idle_target = threads;
+    int error = start(dp, device, channel, threads);
+    if (error)
+        return failed(error);
+    Py_RETURN_NONE;
+}
+
+/* Whether the kernel can read a copy is seen by reading it: that waits for its disk. */
+static PyObject *datapath_register(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    int fd, tier, backing_id = 0;
+    if (!PyArg_ParseTuple(args, "ii", &fd, &tier))
+        return NULL;
+    if (tier < 1 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    if (dp->started)
+        backing_id = register_backing(dp, fd, (uint8_t)tier);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLong(backing_id);
+}
+
+static PyObject *datapath_unregister(Datapath *self, PyObject *args) {
+    struct open_remains to_close = {.fd = -1};
+    if (!PyArg_ParseTuple(args, "i", &to_close.backing_id))
+        return NULL;
+    close_remains(self->dp, &to_close);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_bind(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long ino, size;
+    int fd, tier, backing_id;
+    if (!PyArg_ParseTuple(args, "KiiKi", &ino, &fd, &tier, &size, &backing_id))
+        return NULL;
+    if (tier < 0 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    /* The source is relayed: so its reads are counted, and those that copy know who reads. */
+    int own = -1;
+    bool resized = dp->started && opens_resize(&dp->opens, ino, size), bound = false;
+    if (dp->started && !resized && opens_can_bind(&dp->opens, ino)) {
+        own = backing_id ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
+        bound = backing_id || own >= 0;
+        /* Python has the file open already: the last descriptors are for those that need one. */
+        if (bound && tier == 0 && is_scarce(own))
+            bound = false;
+    }
+    if (bound)
+        bound = opens_bind(&dp->opens, ino, backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY, own,
+                           backing_id, (uint8_t)tier, size);
+    if (!bound) {
+        struct open_remains to_close = {.fd = own, .tier = (uint8_t)tier, .backing_id = backing_id};
+        close_remains(dp, &to_close);
+    }
+    return PyBool_FromLong(resized || bound);
+}
+
+/* The inode number of a file that is written; 0 with an exception set. */
+static uint64_t written_ino(unsigned long long ino) {
+    if (ino < 1 || ino > INO_MASK) {
+        PyErr_SetString(PyExc_ValueError, "no such inode");
+        return 0;
+    }
+    return ino;
+}
+
+/* Close a duplicate that nobody has used. */
+static void close_of_tier(struct datapath *dp, int fd, uint8_t tier) {
+    struct open_remains to_close = {.fd = fd, .tier = tier};
+    close_remains(dp, &to_close);
+}
+
+static PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long ino;
+    int fd, tier, create;
+    if (!PyArg_ParseTuple(args, "Kiip", &ino, &fd, &tier, &create) || !written_ino(ino))
+        return NULL;
+    if (tier < 0 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    int own = dp->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    struct open_inode *bound =
+        own >= 0 ? opens_bind_written(&dp->opens, ino, own, (uint8_t)tier, create) : NULL;
+    if (bound)
+        wake_waiters(dp, bound);
+    else if (own >= 0)
+        close_of_tier(dp, own, (uint8_t)tier);
+    return PyBool_FromLong(bound != NULL);
+}
+
+static PyObject *datapath_unbind(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    bool bound;
+    Py_BEGIN_ALLOW_THREADS;
+    bound = opens_unbind(&dp->opens, ino);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(bound);
+}
+
+static PyObject *datapath_rebind(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    int fd, tier;
+    if (!PyArg_ParseTuple(args, "Kii", &ino, &fd, &tier))
+        return NULL;
+    if (tier < 0 || tier >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    bool bound = own >= 0 && opens_rebind(&self->dp->opens, ino, own, (uint8_t)tier);
+    if (own >= 0 && !bound)
+        close_of_tier(self->dp, own, (uint8_t)tier);
+    return PyBool_FromLong(bound);
+}
+
+static PyObject *datapath_release_written(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    release_written(self->dp, ino);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_written(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(opens_changes(&self->dp->opens, ino));
+}
+
+static PyObject *datapath_lowest(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    int forget;
+    if (!PyArg_ParseTuple(args, "Kp", &ino, &forget))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(opens_lowest(&self->dp->opens, ino, forget));
+}
+
+static PyObject *datapath_is_open(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(opens_is_open(&self->dp->opens, ino));
+}
+
+static PyObject *datapath_is_passed(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(opens_is_passed(&self->dp->opens, ino));
+}
+
+static PyObject *datapath_outdate(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(opens_outdate(&self->dp->opens, ino));
+}
+
+static PyObject *datapath_answer(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long token;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "Ky*", &token, &data))
+        return NULL;
+    int device = -1;
+    uint64_t unique = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_mutex_lock(&dp->pending_lock);
+    if (dp->started && token >= 1 && token <= dp->pending_count) {
+        struct pending *place = pending_at(dp, (uint32_t)token - 1);
+        if (place->used && !place->answered && place->waits == AT_PYTHON &&
+            place->opcode == OP_READ) {
+            mark_answered(dp, place);
+            device = place->device;
+            unique = place->unique;
+        }
+    }
+    pthread_mutex_unlock(&dp->pending_lock);
+    if (device >= 0) {
+        int error = write_out(device, unique, 0, data.buf, (size_t)data.len);
+        if (error && error != ENOENT)
+            write_out(device, unique, EIO, NULL, 0);
+    }
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&data);
+    Py_RETURN_NONE;
+}
+
+static PyObject *datapath_store(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "Ky*", &ino, &data))
+        return NULL;
+    bool stored;
+    Py_BEGIN_ALLOW_THREADS;
+    stored = store_pages(self->dp, ino, data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&data);
+    return PyBool_FromLong(stored);
+}
+
+/* Bytes that were fetched, for Python to read; freed with the last user. */
+typedef struct {
+    PyObject_HEAD struct content *content;
+    PyObject *dp; /* which counts the bytes held, so it must stay */
+} Content;
+
+static int content_buffer(Content *self, Py_buffer *view, int flags) {
+    return PyBuffer_FillInfo(view, (PyObject *)self, self->content->bytes,
+                             (Py_ssize_t)self->content->size, 1, flags);
+}
+
+static void content_dealloc(Content *self) {
+    content_release(self->content);
+    Py_DECREF(self->dp);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyBufferProcs content_as_buffer = {.bf_getbuffer = (getbufferproc)content_buffer};
+
+static PyTypeObject content_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "monarch.fuse._datapath.Content",
+    .tp_basicsize = sizeof(Content),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_dealloc = (destructor)content_dealloc,
+    .tp_as_buffer = &content_as_buffer,
+};
+
+static PyObject *view_of(Datapath *self, struct content *content) {
+    if (!content)
+        Py_RETURN_NONE;
+    Content *made = PyObject_New(Content, &content_type);
+    if (!made)
+        return NULL;
+    made->content = content_retain(content);
+    Py_INCREF(self);
+    made->dp = (PyObject *)self;
+    PyObject *view = PyMemoryView_FromObject((PyObject *)made);
+    Py_DECREF(made);
+    return view;
+}
+
+/* A list of (inode, tier or what happened, bytes or None). */
+static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *dp = self->dp;
+    uint64_t count;
+    if (read(dp->wake, &count, sizeof count) < 0) {
+        /* Nobody has called. */
+    }
+    STORE(dp->awake, 0);
+    /* What is stored from here on by a thread that has seen it awake is looked at below. */
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    PyObject *list = PyList_New(0);
+    struct event event;
+    while (list && next_event(dp, &event)) {
+        PyObject *item = Py_BuildValue("(KiN)", (unsigned long long)(event.what & INO_MASK),
+                                       (int)(event.what >> 56), view_of(self, event.content));
+        content_release(event.content);
+        if (!item || PyList_Append(list, item))
+            Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* Python has heard of what was fetched, and has it if it wants it. */
+static PyObject *datapath_taken(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    drop_open(self->dp, ino, false);
+    Py_RETURN_NONE;
+}
+
+static PyObject *numbers(const uint64_t *values, int count) {
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list && i < count; i++)
+        PyList_SET_ITEM(list, i, PyLong_FromUnsignedLongLong(values[i]));
+    return list;
+}
+
+/* For each tier: opens, reads, bytes, counts and total of the opens' histogram, of the reads'. */
+static PyObject *datapath_tallies(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    int tiers;
+    if (!PyArg_ParseTuple(args, "i", &tiers))
+        return NULL;
+    if (tiers < 0 || tiers > MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return NULL;
+    }
+    PyObject *list = PyList_New(tiers);
+    for (int tier = 0; list && tier < tiers; tier++) {
+        struct tally sum = {0};
+        for (int shard = 0; shard < SHARDS; shard++) {
+            const uint64_t *from = (const uint64_t *)&dp->tallies[shard][tier];
+            uint64_t *to = (uint64_t *)&sum;
+            for (size_t i = 0; i < sizeof sum / sizeof *to; i++)
+                to[i] += __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+        }
+        int buckets = dp->bounds + 1;
+        PyObject *row = Py_BuildValue("(KKKNKNK)", sum.opens, sum.reads, sum.bytes,
+                                      numbers(sum.open.counts, buckets), sum.open.total_ns,
+                                      numbers(sum.read.counts, buckets), sum.read.total_ns);
+        if (!row) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, tier, row);
+    }
+    return list;
+}
+
+static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *dp = self->dp;
+    return Py_BuildValue(
+        "(KKKLK)", LOAD(dp->source_opens), LOAD(dp->source_reads), LOAD(dp->source_bytes),
+        (long long)(LOAD(dp->at_source) + LOAD(dp->for_source_count)), LOAD(dp->source_waited_ns));
+}
+
+static PyObject *datapath_reached(Datapath *self, PyObject *args) {
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyLong_FromLongLong(opens_reached(&self->dp->opens, ino));
+}
+
+static PyObject *datapath_was_given(Datapath *self, PyObject *args) {
+    struct datapath *dp = self->dp;
+    unsigned long long ino;
+    if (!PyArg_ParseTuple(args, "K", &ino))
+        return NULL;
+    return PyBool_FromLong(ino <= dp->names.entries && LOAD(dp->given[ino >> 3]) >> (ino & 7) & 1);
+}
+
+/* The earlier of two moments; 0 is none. */
+static uint64_t earlier(uint64_t a, uint64_t b) { return b && b < a ? b : a; }
+
+static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    struct datapath *dp = self->dp;
+    int threads = 0;
+    uint64_t now = now_ns() - LOAD(dp->stopped_ns);
+    uint64_t source = now, request = now;
+    for (int i = 0; i < LOAD(dp->thread_count); i++) {
+        struct thread *thread = &dp->threads[i];
+        threads += LOAD(thread->state) == THREAD_RUNS;
+        source = earlier(source, LOAD(thread->source_since_ns));
+        request = earlier(request, LOAD(thread->begin_ns));
+    }
+    pthread_mutex_lock(&dp->pending_lock);
+    long long waiting = dp->unanswered_count;
+    if (dp->unanswered.first)
+        request = earlier(request, dp->unanswered.first->since_ns);
+    pthread_mutex_unlock(&dp->pending_lock);
+    return Py_BuildValue(
+        "{s:O,s:L,s:L,s:O,s:O,s:i,s:i,s:i,s:d,s:L,s:L,s:d}", "serving",
+        LOAD(dp->serving) ? Py_True : Py_False, "open_files", LOAD(dp->opens.users), "backing_ids",
+        LOAD(dp->opens.backing_ids), "passthrough", LOAD(dp->passthrough) ? Py_True : Py_False,
+        "no_open", LOAD(dp->no_open_agreed) ? Py_True : Py_False, "refusal", LOAD(dp->refusal),
+        "ended", LOAD(dp->ended), "threads", threads, "oldest_wait_s", (double)(now - source) / 1e9,
+        "timed_out", LOAD(dp->timed_out), "waiting", waiting, "oldest_request_s",
+        (double)(now - request) / 1e9);
+}
+
+static PyObject *datapath_fileno(Datapath *self, PyObject *Py_UNUSED(ignored)) {
+    return PyLong_FromLong(self->dp->wake);
+}
+
+static PyMethodDef methods[] = {
+    {"add_tier", (PyCFunction)datapath_add_tier, METH_VARARGS, NULL},
+    {"move_tier", (PyCFunction)datapath_move_tier, METH_VARARGS, NULL},
+    {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
+    {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
+    {"ask_names", (PyCFunction)datapath_ask_names, METH_NOARGS, NULL},
+    {"set_objects", (PyCFunction)datapath_set_objects, METH_VARARGS, NULL},
+    {"know_object", (PyCFunction)datapath_know_object, METH_VARARGS, NULL},
+    {"forget_object", (PyCFunction)datapath_forget_object, METH_VARARGS, NULL},
+    {"name_given", (PyCFunction)datapath_name_given, METH_VARARGS, NULL},
+    {"name_taken", (PyCFunction)datapath_name_taken, METH_VARARGS, NULL},
+    {"tell_missing", (PyCFunction)datapath_tell_missing, METH_VARARGS, NULL},
+    {"tell_attributes", (PyCFunction)datapath_tell_attributes, METH_VARARGS, NULL},
+    {"forget_attributes", (PyCFunction)datapath_forget_attributes, METH_VARARGS, NULL},
+    {"fetch_as_caller", (PyCFunction)datapath_fetch_as_caller, METH_NOARGS, NULL},
+    {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
+    {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
+    {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"register", (PyCFunction)datapath_register, METH_VARARGS, NULL},
+    {"unregister", (PyCFunction)datapath_unregister, METH_VARARGS, NULL},
+    {"bind", (PyCFunction)datapath_bind, METH_VARARGS, NULL},
+    {"bind_written", (PyCFunction)datapath_bind_written, METH_VARARGS, NULL},
+    {"release_written", (PyCFunction)datapath_release_written, METH_VARARGS, NULL},
+    {"unbind", (PyCFunction)datapath_unbind, METH_VARARGS, NULL},
+    {"rebind", (PyCFunction)datapath_rebind, METH_VARARGS, NULL},
+    {"written", (PyCFunction)datapath_written, METH_VARARGS, NULL},
+    {"lowest", (PyCFunction)datapath_lowest, METH_VARARGS, NULL},
+    {"is_open", (PyCFunction)datapath_is_open, METH_VARARGS, NULL},
+    {"is_passed", (PyCFunction)datapath_is_passed, METH_VARARGS, NULL},
+    {"outdate", (PyCFunction)datapath_outdate, METH_VARARGS, NULL},
+    {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},
+    {"store", (PyCFunction)datapath_store, METH_VARARGS, NULL},
+    {"events", (PyCFunction)datapath_events, METH_NOARGS, NULL},
+    {"tallies", (PyCFunction)datapath_tallies, METH_VARARGS, NULL},
+    {"source", (PyCFunction)datapath_source, METH_NOARGS, NULL},
+    {"reached", (PyCFunction)datapath_reached, METH_VARARGS, NULL},
+    {"was_given", (PyCFunction)datapath_was_given, METH_VARARGS, NULL},
+    {"state", (PyCFunction)datapath_state, METH_NOARGS, NULL},
+    {"fileno", (PyCFunction)datapath_fileno, METH_NOARGS, NULL},
+    {"stop", (PyCFunction)datapath_stop, METH_NOARGS, NULL},
+    {0},
+};
+
+static PyTypeObject datapath_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "monarch.fuse._datapath.Datapath",
+    .tp_basicsize = sizeof(Datapath),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = datapath_new,
+    .tp_dealloc = (destructor)datapath_dealloc,
+    .tp_methods = methods,
+};
+
+static PyMethodDef functions[] = {
+    {"look", (PyCFunction)look, METH_VARARGS, NULL},
+    {0},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "monarch.fuse._datapath",
+    .m_doc = "Answers the kernel without the interpreter; see monarch/fuse/datapath.py.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__datapath(void) {
+    if (PyType_Ready(&datapath_type) < 0 || PyType_Ready(&content_type) < 0)
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddObjectRef(made, "Datapath", (PyObject *)&datapath_type) < 0)
+        Py_CLEAR(made);
+    return made;
+}

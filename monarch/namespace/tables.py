@@ -1,0 +1,334 @@
+"""The tables of a snapshot: opened, checked, and read as a whole.
+
+A table is a list of views of its blocks in the mapped file, filled at their first use, after the
+checksum was compared.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from monarch.errors import SnapshotError
+from monarch.namespace.mapping import Mapping
+from monarch.namespace.schema import (
+    ACL_SHIFT,
+    ACLS,
+    ALIAS,
+    BLOCK,
+    CHILDREN,
+    CURVE,
+    INODES,
+    LINKS,
+    MASK,
+    META,
+    NAMES,
+    RECORD,
+    RECORD_BYTES,
+    SHIFT,
+    SnapshotSummary,
+    damaged,
+    decode_meta,
+    key,
+    unseal,
+)
+from monarch.posix.buckets import BUCKETS
+from monarch.types import ROOT_INO, Ino
+
+KIND = 0o170000
+
+# Called with the table, the number and the content of a block.
+OnLoad = Callable[[bytes, int, memoryview], None]
+
+
+class _Table:
+    """The blocks of one table, each mapped and checked when first used."""
+
+    __slots__ = ("_lock", "_name", "_on_load", "_transaction", "_where", "views")
+
+    def __init__(
+        self,
+        transaction: lmdb.Transaction,
+        lock: threading.Lock,
+        *,
+        name: bytes,
+        count: int,
+        where: str,
+    ) -> None:
+        self._transaction = transaction
+        self._lock = lock
+        self._name = name
+        self._where = where
+        self._on_load: OnLoad | None = None
+        self.views: list[memoryview | None] = [None] * (-(-count // BLOCK))
+
+    def on_load(self, call: OnLoad) -> None:
+        """Calls ``call`` with each checked block, at once with those checked so far."""
+        with self._lock:
+            self._on_load = call
+            for number, view in enumerate(self.views):
+                if view is not None:
+                    call(self._name, number, view)
+
+    def block(self, number: int) -> memoryview:
+        view = self.views[number]
+        return self._load(number) if view is None else view
+
+    def check(self, number: int) -> None:
+        """Raises SnapshotError if a block is damaged now."""
+        with self._lock:
+            _value(self._transaction, key(self._name, number), where=self._where)
+
+    def _load(self, number: int) -> memoryview:
+        with self._lock:
+            view = self.views[number]
+            if view is None:
+                view = _value(self._transaction, key(self._name, number), where=self._where)
+                self.views[number] = view
+                if self._on_load is not None:
+                    self._on_load(self._name, number, view)
+            return view
+
+
+class Tables:
+    """The tables of an open snapshot. Made by ``open``; ``close`` invalidates every iterator that
+    was given out."""
+
+    def __init__(
+        self,
+        path: Path,
+        info: SnapshotSummary,
+        mapping: Mapping,
+        transaction: lmdb.Transaction,
+        *,
+        memory_max: int = 0,
+    ) -> None:
+        self._path = path
+        self._memory_max = memory_max
+        self._info = info
+        self._mapping = mapping
+        self._transaction = transaction
+        lock = threading.Lock()
+        where = str(path)
+
+        def table(name: bytes, count: int) -> _Table:
+            return _Table(transaction, lock, name=name, count=count, where=where)
+
+        self._inodes = table(INODES, info.entries)
+        self._names = table(NAMES, info.entries)
+        self._links = table(LINKS, info.symlinks)
+        self._firsts = table(CHILDREN, info.directories)
+        self._acls = table(ACLS, 2 * info.acl_values)
+        self._tables = (self._inodes, self._names, self._links, self._firsts, self._acls)
+
+    @classmethod
+    def open(cls, path: Path, *, memory_max: int = 0) -> Self:
+        """Map the snapshot ``path``. Raises SnapshotError if it cannot be used, with the reason.
+
+        One of up to ``memory_max`` bytes is read into memory: whatever becomes of the file, of its
+        disk or of its file system is then not felt. Of a mapped file a page that cannot be read
+        ends the process (SIGBUS).
+        """
+        mapping = Mapping.acquire(path, memory_max=memory_max)
+        try:
+            transaction = mapping.environment.begin(buffers=True)
+            meta = _value(transaction, META, where=str(path))
+            info = decode_meta(bytes(meta), where=str(path))
+            if info.entries * RECORD_BYTES > mapping.size():
+                raise damaged(str(path))
+            return cls(path, info, mapping, transaction, memory_max=memory_max)
+        except BaseException:
+            mapping.release()
+            raise
+
+    def close(self) -> None:
+        for table in self._tables:
+            table.views = []
+        self._transaction.abort()
+        self._mapping.release()
+
+    def opened_again(self) -> Self:
+        """Opens the current file, mapped or in memory as this one. Raises SnapshotError."""
+        return self.open(self._path, memory_max=self._memory_max)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def file(self) -> Path:
+        """The path of the snapshot."""
+        return self._path
+
+    def info(self) -> SnapshotSummary:
+        return self._info
+
+    def on_load(self, call: OnLoad) -> None:
+        """Calls ``call`` with each block of the tables, in any thread, when it has been checked.
+
+        The blocks stay until ``close``.
+        """
+        for table in self._tables:
+            table.on_load(call)
+
+    def damages(self) -> Iterator[str]:
+        """Compares every block with its checksum, also those in use; yields each damage as text.
+
+        Yields an empty text for each block that is right, so that the caller may pause.
+        """
+        for table in self._tables:
+            for number in range(len(table.views)):
+                try:
+                    table.check(number)
+                except SnapshotError as error:
+                    yield str(error)
+                else:
+                    yield ""
+        try:
+            self.curve()
+        except SnapshotError as error:
+            yield str(error)
+
+    def check(self) -> None:
+        """Read every block once. Raises SnapshotError if one is damaged."""
+        for table in self._tables:
+            for number in range(len(table.views)):
+                table.block(number)
+        if not self._is_consistent():
+            raise damaged(str(self._path))
+        self.curve()
+
+    def _is_consistent(self) -> bool:
+        """Whether every number in the tables leads to a place in them, and all parents to the root.
+
+        A snapshot of another user may have any numbers, with the right checksums.
+        """
+        info = self._info
+        texts = [(self._names, info.entries), (self._links, info.symlinks)]
+        texts.append((self._acls, 2 * info.acl_values))
+        inodes = self._inodes
+        return (
+            all(len(inodes.block(n)) % RECORD.itemsize == 0 for n in range(len(inodes.views)))
+            and all(_are_possible(records, first, info) for first, records in self.records())
+            and sum(len(rows) for _, rows in self.records()) == info.entries
+            and all(
+                _are_strings(table.block(number), min(BLOCK, count - number * BLOCK))
+                for table, count in texts
+                for number in range(len(table.views))
+            )
+            and _are_spans(self._firsts, info)
+        )
+
+    def curve(self) -> npt.NDArray[np.uint64]:
+        """Bytes of regular files in each of the BUCKETS buckets."""
+        content = _value(self._transaction, CURVE, where=str(self._path))
+        if len(content) != BUCKETS * 8:
+            raise damaged(str(self._path))
+        return np.frombuffer(content, dtype="<u8").copy()
+
+    def records(self) -> Iterator[tuple[Ino, npt.NDArray[np.void]]]:
+        """The whole table in pieces: the first inode number and an array of RECORD.
+
+        The arrays are views of the mapped file: take what you need before ``close``.
+        """
+        for number in range(len(self._inodes.views)):
+            yield (
+                Ino((number << SHIFT) + 1),
+                np.frombuffer(self._inodes.block(number), dtype=RECORD),
+            )
+
+    def newest_ns(self) -> int:
+        """The newest change time of all entries: a lower bound of the source's clock."""
+        if self._info.newest_ns is not None:
+            return self._info.newest_ns
+        return max(int(rows["ctime_ns"].max()) for _, rows in self.records())
+
+    def directories(self) -> Iterator[Ino]:
+        """Every directory, in the order of inode numbers."""
+        for first, rows in self.records():
+            for row in np.flatnonzero((rows["mode"] & KIND) == stat.S_IFDIR).tolist():
+                yield Ino(first + row)
+
+    def columns(self, slots: range) -> npt.NDArray[np.void]:
+        """The records of consecutive places as one array of RECORD."""
+        pieces = [
+            self._inodes.block(number)[low * RECORD_BYTES : high * RECORD_BYTES]
+            for number, low, high in spans(slots.start, slots.stop)
+        ]
+        return np.frombuffer(b"".join(pieces), dtype=RECORD)
+
+
+def _are_possible(records: npt.NDArray[np.void], first: int, info: SnapshotSummary) -> bool:
+    """Whether some records, of which the first has that number, lead to places that there are."""
+    flags, kinds, extra = records["flags"], records["mode"] & KIND, records["extra"]
+    # A directory has a lower number than what is in it; the root is in itself.
+    above = np.arange(first - 1, first - 1 + len(records))
+    above[:1] = max(first - 1, ROOT_INO)
+    alias = flags & ALIAS != 0
+    directory, link = ~alias & (kinds == stat.S_IFDIR), ~alias & (kinds == stat.S_IFLNK)
+    return bool(
+        np.all(records["parent"] >= ROOT_INO)
+        and np.all(records["parent"] <= above)
+        and np.all(flags >> ACL_SHIFT <= info.acl_values)
+        and np.all(extra[alias] >= ROOT_INO)
+        and np.all(extra[alias] <= info.entries)
+        and np.all(extra[directory] < info.directories)
+        and np.all(extra[link] < info.symlinks)
+    )
+
+
+def _are_strings(block: memoryview, count: int) -> bool:
+    """Whether a block has as many strings, each of them in the block."""
+    if len(block) < 4 * (count + 1):
+        return False
+    offsets = np.frombuffer(block[: 4 * (count + 1)], dtype="<u4").astype(np.int64)
+    return bool(
+        offsets[0] == offsets.nbytes // 2
+        and np.all(np.diff(offsets) >= 0)
+        and offsets[-1] == len(block)
+    )
+
+
+def _are_spans(table: _Table, info: SnapshotSummary) -> bool:
+    """Whether the entries of each directory are entries."""
+    low, left = 1, info.directories
+    for number in range(len(table.views)):
+        block = table.block(number)
+        count = min(BLOCK, left - number * BLOCK) + 1
+        if len(block) != 4 * count:
+            return False
+        firsts = np.frombuffer(block, dtype="<u4").astype(np.int64)
+        if firsts[0] < low or np.any(np.diff(firsts) < 0):
+            return False
+        low = int(firsts[-1])
+    return low <= info.entries + 1
+
+
+def _value(transaction: lmdb.Transaction, name: bytes, *, where: str) -> memoryview:
+    """The content of a value, checked. Raises SnapshotError."""
+    try:
+        value = transaction.get(name)
+    except lmdb.Error as error:
+        raise damaged(where) from error
+    if value is None:
+        raise damaged(where)
+    return unseal(name, value, where=where)
+
+
+def spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks that hold the places from ``start`` to ``stop``: (number, from, to) in each."""
+    index, end = start - 1, stop - 1
+    while index < end:
+        number = index >> SHIFT
+        following = min(end, (number + 1) << SHIFT)
+        yield number, index & MASK, following - (number << SHIFT)
+        index = following

@@ -1,0 +1,87 @@
+"""Calls that may hang, and that are waited for where they are made, but not for long."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from typing_extensions import TypeVarTuple, Unpack
+
+from monarch.errors import Unanswered
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+class BoundedCalls:
+    """One thread, for the calls of one caller at a time.
+
+    A call takes about 20 us more than without. One that takes longer than ``wait_s`` raises
+    Unanswered and continues in the thread. Until it ends, all others raise at once.
+    """
+
+    def __init__(self, name: str, *, wait_s: float) -> None:
+        self._name = name
+        self._wait_s = wait_s
+        # A fork takes the thread away.
+        self._pid = 0
+
+    def _begin(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Held while a call is under way.
+        self._turn = threading.Lock()
+        work = _work, self._calls, self._turn
+        threading.Thread(target=work[0], args=work[1:], name=self._name, daemon=True).start()
+        self._pid = os.getpid()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call is under way that was given up."""
+        return self._pid == os.getpid() and self._turn.locked()
+
+    def call(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """The result of ``function(*args)``, or what it raises."""
+        if self._pid != os.getpid():
+            self._begin()
+        turn = self._turn
+        if not turn.acquire(blocking=False):
+            raise Unanswered
+        call = _Call(lambda: function(*args))
+        self._calls.put(call.make)
+        if not turn.acquire(timeout=self._wait_s):
+            raise Unanswered
+        turn.release()
+        return call.result()
+
+    def close(self) -> None:
+        """The thread ends after the call that is under way."""
+        if self._pid == os.getpid():
+            self._calls.put(None)
+
+
+class _Call(Generic[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+def _work(calls: queue.SimpleQueue[Callable[[], None] | None], turn: threading.Lock) -> None:
+    while (make := calls.get()) is not None:
+        make()
+        turn.release()
+        del make

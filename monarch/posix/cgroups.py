@@ -1,0 +1,58 @@
+"""What the control groups of this process allow it: memory and tasks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def memory_bytes(root: Path) -> int:
+    """Bytes of memory that this process may use: the machine's, or the limit of a control group. 0
+    if the memory of the machine is unknown."""
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", text, re.MULTILINE)
+    limits = [limit for _, limit in memory_groups(root)]
+    return min([int(found[1]) * 1024, *limits]) if found else 0
+
+
+def memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The control groups that limit the memory of this process: the directory and the bytes."""
+    return _groups(root, "memory", new="memory.max", old="memory.limit_in_bytes")
+
+
+def pids_groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The control groups that limit processes and threads: the directory and the limit."""
+    return _groups(root, "pids", new="pids.max", old="pids.max")
+
+
+def _groups(root: Path, controller: str, *, new: str, old: str) -> Iterator[tuple[Path, int]]:
+    """Limits of control groups, from the files ``new`` of version 2 and ``old`` of version 1."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for group in groups:
+        number, controllers, path = group.split(":", 2)
+        if number == "0":
+            tops, name = [mounted, mounted / "unified"], new
+        elif controller in controllers.split(","):
+            tops, name = [mounted / controller], old
+        else:
+            continue
+        # A limit of a parent group holds as well. In a container the path may be that of the host;
+        # what is mounted is then our own group, the last one visited.
+        for top in tops:
+            for below in (Path(path), *Path(path).parents):
+                directory = top / below.relative_to("/")
+                try:
+                    text = (directory / name).read_text()
+                except OSError:
+                    continue
+                # Without a limit version 2 has "max", version 1 a number beyond all memory.
+                if text.strip().isdigit():
+                    yield directory, int(text)

@@ -1,0 +1,69 @@
+"""Private directories of this process in places where other users may write.
+
+In a shared scratch directory any user may have put a symbolic link at the path of our directory.
+Links of root, and of the user of this process, are followed: administrators move disks by them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+# The limit of the kernel.
+_MOST_LINKS = 40
+
+_STEP = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_directory(path: Path) -> int:
+    """A descriptor of the directory ``path``; its missing components are created with mode 0700.
+    Raises OSError: ELOOP, naming the owner, for a link of another user in the path."""
+    to_go = deque(path.absolute().parts[1:])
+    here = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    links = 0
+    try:
+        while to_go:
+            name = to_go.popleft()
+            target = _link(here, name)
+            if target is not None:
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                to_go.extendleft(reversed(Path(target).parts))
+                continue
+            # The first component of an absolute link is "/", which os.open takes as absolute.
+            below = os.open(name, _STEP | os.O_DIRECTORY, dir_fd=here)
+            os.close(here)
+            here = below
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _link(directory: int, name: str) -> str | None:
+    """The target of ``name`` if it is a link of ours or of root; creates a missing directory."""
+    try:
+        entry = os.open(name, _STEP, dir_fd=directory)
+    except FileNotFoundError:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=directory)
+        entry = os.open(name, _STEP, dir_fd=directory)
+    try:
+        status = os.fstat(entry)
+        if not stat.S_ISLNK(status.st_mode):
+            return None
+        if status.st_uid not in (0, os.geteuid()):
+            raise OSError(errno.ELOOP, f"{name!r} is a symbolic link of uid {status.st_uid}")
+        # Reads the link that was checked, even if its name has changed since.
+        return os.readlink("", dir_fd=entry)
+    finally:
+        os.close(entry)
+
+
+def private_opener(path: str, flags: int) -> int:
+    """An opener for ``open``: files that it creates have mode 0600, whatever the umask."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,0 +1,155 @@
+"""Threads for calls that may wait for the source or for a disk of a tier.
+
+Every file of the first epoch needs a hop to a thread and back. This pool costs a third of trio's:
+its threads live as long as the loop, and answers that arrive together wake the loop once. CPU time
+per call, measured on two shared cores: 63 us with trio, 24 us here.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import outcome
+import trio
+from typing_extensions import TypeVarTuple, Unpack
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """``items`` in lists of up to ``size``, one for each hop to a thread."""
+    remaining = iter(items)
+    while batch := list(islice(remaining, size)):
+        yield batch
+
+
+class _Call:
+    __slots__ = ("abandoned", "args", "begun_s", "function", "result", "task")
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        task: trio.lowlevel.Task | None,
+    ) -> None:
+        self.function = function
+        self.args = args
+        # None if no task waits for the result.
+        self.task = task
+        self.begun_s = time.monotonic()
+        self.abandoned = False
+        self.result: outcome.Outcome[Any]
+
+
+class ThreadPool:
+    """Runs at most ``limit`` calls at once, in the order of arrival. Belongs to one event loop.
+
+    With ``abandon`` a cancelled caller leaves its call running and continues at once: for calls
+    that only read, at a source that may hang; the late result is passed to ``discard``. Without it,
+    the caller waits for the end of the call. Threads are started when needed and do not delay the
+    end of the process; while no new thread can be started, calls wait for the existing ones.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        name: str,
+        *,
+        abandon: bool,
+        discard: Callable[[object], None] = lambda result: None,
+    ) -> None:
+        self._limit = limit
+        self._name = name
+        self._abandon = abandon
+        self._discard = discard
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._answers: deque[_Call] = deque()
+        # Running calls in the order of their start.
+        self._under_way: dict[_Call, None] = {}
+        self._pending = 0
+        self._started = 0
+        self._token: trio.lowlevel.TrioToken | None = None
+
+    def oldest_s(self) -> float:
+        """The age of the oldest running call, in seconds; 0 if there is none."""
+        oldest = next(iter(self._under_way), None)
+        return time.monotonic() - oldest.begun_s if oldest is not None else 0.0
+
+    async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """Returns the result of ``function(*args)``, or raises its exception.
+
+        Raises OSError (ENOMEM) if not a single thread can be started.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        call = _Call(function, args, trio.lowlevel.current_task())
+        self._put(call)
+
+        def abort(_raise_cancel: object) -> trio.lowlevel.Abort:
+            if not self._abandon:
+                return trio.lowlevel.Abort.FAILED
+            call.task = None
+            call.abandoned = True
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        result: T = await trio.lowlevel.wait_task_rescheduled(abort)
+        return result
+
+    def prepare(self) -> None:
+        """Starts a first thread now: later the machine may refuse one."""
+        self.start(time.monotonic)
+
+    def start(self, function: Callable[[Unpack[Args]], object], *args: Unpack[Args]) -> None:
+        """Queues ``function(*args)``; its result is dropped. Never waits."""
+        self._put(_Call(function, args, None))
+
+    def _put(self, call: _Call) -> None:
+        if self._token is None:
+            self._token = trio.lowlevel.current_trio_token()
+        if self._pending >= self._started < self._limit:
+            name = f"{self._name}-{self._started + 1}"
+            thread = threading.Thread(
+                target=self._work, args=(self._token,), name=name, daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self._started:
+                    # Not EAGAIN, which many programs take for "no data now".
+                    raise OSError(errno.ENOMEM, "no thread can be started") from error
+            else:
+                self._started += 1
+        self._pending += 1
+        self._under_way[call] = None
+        self._calls.put(call)
+
+    def _work(self, token: trio.lowlevel.TrioToken) -> None:
+        while True:
+            call = self._calls.get()
+            if call.abandoned:
+                call.result = outcome.Value(None)
+            else:
+                call.result = outcome.capture(call.function, *call.args)
+            self._answers.append(call)
+            try:
+                token.run_sync_soon(self._deliver, idempotent=True)
+            except trio.RunFinishedError:
+                return
+            del call
+
+    def _deliver(self) -> None:
+        while self._answers:
+            call = self._answers.popleft()
+            self._pending -= 1
+            del self._under_way[call]
+            if call.task is not None:
+                trio.lowlevel.reschedule(call.task, call.result)
+            elif call.abandoned and isinstance(call.result, outcome.Value):
+                self._discard(call.result.value)

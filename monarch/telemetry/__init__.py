@@ -1,0 +1,1 @@
+"""What a daemon says about itself: counters, reports, health and its log."""

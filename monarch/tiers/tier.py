@@ -1,0 +1,490 @@
+"""One tier: a private directory on a local file system that holds whole, verified copies.
+
+    PATH/monarch/                    0700, owned by the daemon's user
+        absorbed-SOURCE/             data written for a source (writeback/setup.py)
+        MOUNT/                       the copies of one mount; named after its state directory
+            lock                     held while a daemon uses them: pid and mount point
+            tier.json                the tier's own id, the version of the format, source and state
+            stage/INO.part           copies being written, removed at start
+            copies-GENERATION/XX/INO committed copies; XX is the low byte of INO in hex, the
+                                     modification time is the seal (seal.py)
+
+Several mounts may share a PATH, one after the other or at the same time; none touches the files of
+another. Earlier versions of Monarch kept the contents of MOUNT in PATH/monarch itself: the mount
+whose records know that tier's id moves them, all other mounts leave them alone.
+
+A generation is one snapshot: inode numbers are valid only within it. Copies of another generation
+are adopted by rename or removed, never served. Calls here may wait for the local disk. A file is
+read through the descriptor that ``open`` returns, so that the removal of a copy does not disturb
+its readers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from monarch.errors import TierError
+from monarch.posix import failpoints
+from monarch.posix.file_lock import Lock
+from monarch.posix.openat2 import kind_of_file_system
+from monarch.tiers.ownership import GENERATION, Owner, identify, open_own_directory, opened_in
+from monarch.tiers.seal import BrokenSeal, keeps_seals, put_seal, seal
+from monarch.types import Identity, Ino
+from monarch.units import MiB
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "copies-"
+# The names beneath stage/.
+STAGED = re.compile(r"[0-9]+\.part|probe")
+_CHUNK = 1 * MiB
+_ZEROS = bytes(_CHUNK)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
+_MEMORY = frozenset({0x01021994, 0x858458F6})
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Bytes of the tier's file system: in total, and available to an ordinary user."""
+
+    total: int
+    available: int
+
+
+def copy_name(ino: Ino) -> str:
+    """The path of the copy of ``ino`` in a generation's directory, as in the C datapath."""
+    return f"{ino & 0xFF:02x}/{ino}"
+
+
+def ino_of(path: str) -> Ino | None:
+    """The inode number of a path beneath a generation's directory, None if it is not a copy."""
+    name = path.partition("/")[2]
+    # A name of a copy has ASCII digits only; Python accepts other digits as numbers, too.
+    if not (name.isascii() and name.isdecimal() and len(name) < 20):
+        return None
+    ino = Ino(int(name))
+    return ino if ino > 0 and path == copy_name(ino) else None
+
+
+class Tier:
+    """The tier ``number`` (1 is the fastest) at ``path``. The constructor takes its lock.
+
+    Raises TierError if the directory cannot be created or belongs to another user, LockedError if
+    another daemon uses it.
+    """
+
+    def __init__(
+        self, number: int, name: str, path: Path, *, owner: Owner, known_as: str | None = None
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.path = path
+        self._owner = owner
+        # The directory with the copies of this mount.
+        self.own, self._root = open_own_directory(path, owner)
+        with ExitStack() as opened:
+            opened.callback(os.close, self._root)
+            self._lock = Lock(
+                self._root,
+                f"tier {os.fspath(path)!r}",
+                owner.mountpoint,
+                instead="give this mount another tier with --tier PATH",
+            )
+            opened.callback(self._lock.release)
+            self.id = identify(self._root, path, owner, known_as)
+            opened.pop_all()
+        self._mounted = os.path.ismount(path)
+        # A read from memory never waits, but tmpfs does not support RWF_NOWAIT.
+        self.in_memory = kind_of_file_system(self._root) in _MEMORY
+        self._generation = -1
+        self._generation_name = ""
+        # Whether the file system keeps a seal exactly; set by ``use``.
+        self.seals = False
+
+    def close(self) -> None:
+        if self._generation >= 0:
+            os.close(self._generation)
+        self._lock.release()
+        os.close(self._root)
+
+    # -- generations -----------------------------------------------------------------------
+
+    def use(self, generation: str) -> None:
+        """Sets the generation for serving and committing; empties the stage."""
+        name = _PREFIX + generation
+        for needed in ("stage", name):
+            with suppress(FileExistsError):
+                os.mkdir(needed, 0o700, dir_fd=self._root)
+        if self._generation >= 0:
+            os.close(self._generation)
+        self._generation = os.open(
+            name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._root
+        )
+        self._generation_name = name
+        failpoints.failpoint("tier-generation-made")
+        self.sweep_stage()
+        self.seals = keeps_seals(self._root)
+        if not self.seals:
+            log.info("tier %s: its file system rounds times, so copies have no seal", self.name)
+
+    def sweep_stage(self) -> None:
+        with _Listing(self._root, "stage") as entries:
+            names = [entry.name for entry in entries]
+        for name in filter(STAGED.fullmatch, names):
+            with suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(f"stage/{name}", dir_fd=self._root)
+
+    def adopt(self, generation: str, old: Ino, new: Ino, identity: Identity) -> bool:
+        """Renames a copy of another generation into this one; False if there is none. An unbroken
+        seal is renewed. Raises OSError."""
+        try:
+            self._into_generation(f"{_PREFIX}{generation}/{copy_name(old)}", new)
+        except FileNotFoundError:
+            # An earlier daemon may have renamed it and died before it was recorded.
+            return self.has(new)
+        failpoints.failpoint("adopt-renamed")
+        fd = self._opened_copy(new)
+        try:
+            if os.fstat(fd).st_mtime_ns == seal(old, identity):
+                put_seal(fd, new, identity)
+        finally:
+            os.close(fd)
+        return True
+
+    def remove_other_generations(self) -> int:
+        """Removes the copies that belong to no known snapshot; returns their number.
+
+        Files of other programs among them stay, and so does the directory then.
+        """
+        removed = 0
+        for name in _generations(self._root):
+            if name != self._generation_name:
+                for path in _copies_of(self._root, name):
+                    os.unlink(f"{name}/{path}", dir_fd=self._root)
+                    removed += 1
+                for below in [*(f"{name}/{bucket:02x}" for bucket in range(256)), name]:
+                    with suppress(OSError):
+                        os.rmdir(below, dir_fd=self._root)
+        return removed
+
+    def count_copies(self) -> int:
+        """How many copies lie there, of any snapshot, whatever the records say."""
+        return sum(1 for name in _generations(self._root) for _ in _copies_of(self._root, name))
+
+    def copies(self) -> Iterator[list[str]]:
+        """The paths, like ``copy_name``, of all that is there, one subdirectory at a time."""
+        with _Listing(self._root, self._generation_name) as entries:
+            buckets = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        yield [name for name, is_directory in buckets.items() if not is_directory]
+        for bucket in [name for name, is_directory in buckets.items() if is_directory]:
+            with _Listing(self._root, f"{self._generation_name}/{bucket}") as entries:
+                names = [f"{bucket}/{entry.name}" for entry in entries]
+            yield names
+
+    def remove_stranger(self, path: str, *, before_ns: int, unless_size: int | None = None) -> bool:
+        """Removes a file without a record from this generation, unless it is newer than
+        ``before_ns``.
+
+        ``unless_size``: keep the file if it has this size, which is that of a record.
+        """
+        try:
+            status = os.stat(path, dir_fd=self._generation, follow_symlinks=False)
+            if status.st_ctime_ns >= before_ns:
+                return False
+            if stat.S_ISREG(status.st_mode) and status.st_size == unless_size:
+                return False
+            _remove(self._generation, path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    # -- copies ----------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> int:
+        """The descriptor of the current generation's directory; ``copy_name`` is relative to it."""
+        return self._generation
+
+    def open(self, ino: Ino, identity: Identity) -> int:
+        """A descriptor of the committed copy of this version.
+
+        Raises OSError, ESTALE if the copy has another size, and BrokenSeal.
+        """
+        fd = self._opened_copy(ino)
+        try:
+            status = os.fstat(fd)
+            _require_size(status, identity)
+            if self.seals and status.st_mtime_ns != seal(ino, identity):
+                raise BrokenSeal
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def verify(self, ino: Ino, identity: Identity, digest: bytes) -> None:
+        """Compares the copy on the disk with its xxh3-128 ``digest``, and seals it.
+
+        Raises OSError, ESTALE if it differs.
+        """
+        fd = self._opened_copy(ino)
+        try:
+            before = os.fstat(fd)
+            _require_size(before, identity)
+            if _digest(fd) != digest:
+                raise OSError(errno.ESTALE, "the digest of the copy differs from the record")
+            failpoints.failpoint("verify-compared")
+            now = os.fstat(fd)
+            if (now.st_mtime_ns, now.st_ctime_ns) != (before.st_mtime_ns, before.st_ctime_ns):
+                raise OSError(errno.ESTALE, "the copy was changed while it was read")
+            if self.seals and now.st_mtime_ns != seal(ino, identity):
+                put_seal(fd, ino, identity)
+            failpoints.failpoint("verify-sealed")
+        finally:
+            os.close(fd)
+
+    def _opened_copy(self, ino: Ino) -> int:
+        # O_NONBLOCK: another program may have put a fifo in the place of a copy.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(copy_name(ino), flags, dir_fd=self._generation)
+
+    def has(self, ino: Ino) -> bool:
+        """Whether there is a committed copy, recorded or not."""
+        try:
+            os.stat(copy_name(ino), dir_fd=self._generation, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def open_to_empty(self, ino: Ino) -> int:
+        """A descriptor with which ``os.ftruncate`` takes the bytes of a damaged copy from processes
+        that have it open. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.open(copy_name(ino), flags, dir_fd=self._generation)
+
+    def remove(self, ino: Ino) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(copy_name(ino), dir_fd=self._generation)
+        failpoints.failpoint("eviction-removed")
+
+    def stage(self, ino: Ino) -> Staged:
+        """A new stage, in which a copy is invisible until it is committed. Raises OSError."""
+        fd = self._stage_fd(ino)
+        failpoints.failpoint("copy-staged")
+        return Staged(self, ino, fd)
+
+    def _stage_fd(self, ino: Ino) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(f"stage/{ino}.part", flags, 0o600, dir_fd=self._root)
+
+    def _commit(self, ino: Ino) -> None:
+        self._into_generation(f"stage/{ino}.part", ino)
+        failpoints.failpoint("copy-renamed")
+
+    def _discard(self, ino: Ino) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(f"stage/{ino}.part", dir_fd=self._root)
+
+    def _into_generation(self, name: str, ino: Ino) -> None:
+        target = copy_name(ino)
+        try:
+            os.rename(name, target, src_dir_fd=self._root, dst_dir_fd=self._generation)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                os.mkdir(target[:2], 0o700, dir_fd=self._generation)
+            os.rename(name, target, src_dir_fd=self._root, dst_dir_fd=self._generation)
+
+    # -- the file system below ---------------------------------------------------------------
+
+    def space(self) -> Space:
+        told = os.fstatvfs(self._root)
+        return Space(told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize)
+
+    def probe(self) -> None:
+        """Write a small stage, read it from the disk, remove it. Raises OSError if that fails."""
+        fd = opened_in(self._root, "stage/probe", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            os.write(fd, b"monarch")
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if os.pread(fd, 8, 0) != b"monarch":
+                raise OSError(errno.EIO, "it returns other bytes than were written")
+        finally:
+            os.close(fd)
+            os.unlink("stage/probe", dir_fd=self._root)
+
+    def is_in_place(self) -> bool:
+        """Whether PATH still leads to the opened, readable directory. Raises OSError."""
+        try:
+            there = os.stat(self.own, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        here = os.fstat(self._root)
+        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
+            return False
+        with suppress(FileNotFoundError):
+            fd = opened_in(self._root, "tier.json", os.O_RDONLY)
+            try:
+                os.pread(fd, 1, 0)
+            finally:
+                os.close(fd)
+        return True
+
+    def detach(self) -> None:
+        """Closes the directory: calls fail with ENOTDIR until ``reopen``."""
+        self._lock.release()
+        nothing = os.open(os.devnull, os.O_PATH | os.O_CLOEXEC)
+        for fd in (self._root, self._generation):
+            os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+
+    def reopen(self) -> None:
+        """Opens the directory now at PATH, after ``let_go``; the descriptors keep their numbers.
+
+        It must be the same tier as before, with its copies, or an empty directory. Raises OSError,
+        TierError and LockedError.
+        """
+        where = os.fspath(self.path)
+        os.stat(self.path)
+        if self._mounted and not os.path.ismount(self.path):
+            raise TierError(f"nothing is mounted at {where!r}")
+        there = Tier(self.number, self.name, self.path, owner=self._owner, known_as=self.id)
+        try:
+            if there.id != self.id:
+                raise TierError(
+                    f"{where!r} is another tier than before",
+                    hint="unmount and mount again to use it",
+                )
+            there.use(self._generation_name.removeprefix(_PREFIX))
+            os.dup2(there._root, self._root, inheritable=False)
+            os.dup2(there._generation, self._generation, inheritable=False)
+            self.own, self.in_memory, self.seals = there.own, there.in_memory, there.seals
+            self._lock, there._lock = there._lock, self._lock
+        finally:
+            there.close()
+
+    def sync(self) -> None:
+        """Waits until the committed copies are on the disk and survive a power cut."""
+        if _LIBC.syncfs(self._root) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+
+class _Listing:
+    """``os.scandir`` of a path relative to a descriptor; opens and closes the directory."""
+
+    def __init__(self, root: int, name: str) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(name, flags, dir_fd=root)
+
+    def __enter__(self) -> Iterator[os.DirEntry[str]]:
+        self._entries = os.scandir(self._fd)
+        return self._entries
+
+    def __exit__(self, *_exc: object) -> None:
+        self._entries.close()
+        os.close(self._fd)
+
+
+class Staged:
+    """A copy that is being written. Leaving the ``with`` block without ``commit`` removes it."""
+
+    def __init__(self, tier: Tier, ino: Ino, fd: int) -> None:
+        self._tier = tier
+        self._ino = ino
+        self._fd = fd
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
+        self._committed = False
+
+    def __enter__(self) -> Staged:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if not self._committed:
+            self._tier._discard(self._ino)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Appends bytes to the copy. Holes stay holes. Raises OSError, also ENOSPC."""
+        self._digest.update(data)
+        if len(data) == _CHUNK and data == _ZEROS:
+            self._size += _CHUNK
+            return
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._fd, view, self._size)
+            self._size += written
+            view = view[written:]
+        failpoints.failpoint("copy-half-written")
+
+    def commit(self, identity: Identity) -> bytes:
+        """Makes the copy visible, sealed as this version; returns its xxh3-128."""
+        if os.fstat(self._fd).st_size != self._size:
+            os.ftruncate(self._fd, self._size)
+        failpoints.failpoint("copy-written")
+        if self._tier.seals:
+            put_seal(self._fd, self._ino, identity)
+        failpoints.failpoint("copy-sealed")
+        self._tier._commit(self._ino)
+        self._committed = True
+        return self._digest.digest()
+
+
+def _require_size(status: os.stat_result, identity: Identity) -> None:
+    if status.st_size != identity.size or not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.ESTALE, "the size of the copy differs from its record")
+
+
+def _digest(fd: int) -> bytes:
+    digest = xxhash.xxh3_128()
+    offset = 0
+    while part := os.pread(fd, _CHUNK, offset):
+        digest.update(part)
+        offset += len(part)
+    return digest.digest()
+
+
+def _remove(directory: int, name: str) -> int:
+    """Removes a file, or a directory with its contents; returns the number of files."""
+    try:
+        os.unlink(name, dir_fd=directory)
+        return 1
+    except IsADirectoryError:
+        with _Listing(directory, name) as entries:
+            names = [entry.name for entry in entries]
+        removed = sum(_remove(directory, f"{name}/{below}") for below in names)
+        os.rmdir(name, dir_fd=directory)
+        return removed
+
+
+def _generations(root: int) -> list[str]:
+    with _Listing(root, ".") as entries:
+        return [e.name for e in entries if GENERATION.fullmatch(e.name)]
+
+
+def _copies_of(root: int, generation: str) -> Iterator[str]:
+    for bucket in range(256):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            with _Listing(root, f"{generation}/{bucket:02x}") as entries:
+                names = [e.name for e in entries if not e.is_dir(follow_symlinks=False)]
+            paths = (f"{bucket:02x}/{name}" for name in names)
+            yield from (path for path in paths if ino_of(path) is not None)

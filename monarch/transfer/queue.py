@@ -1,0 +1,207 @@
+"""The queues of copies to be made, and of copies to be removed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import trio
+
+from monarch.placement.controller import Controller, Promote
+from monarch.tiers.source import SourceFile
+from monarch.types import Identity, Ino
+
+# Copies removed in one turn of a worker thread.
+_REMOVALS = 256
+_STEP_S = 0.005
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One copy to be made. ``content`` was fetched by a reader, ``file`` is open for a reader.
+
+    ``copied`` bytes are in the stage so far. ``young`` as in ``Records.put``. ``is_left``: its tier
+    hangs, and the flight was abandoned.
+    """
+
+    promote: Promote
+    identity: Identity
+    content: bytes | memoryview | None = None
+    file: SourceFile | None = None
+    young: bool = False
+    is_left: bool = False
+    copied: int = 0
+
+    @property
+    def ino(self) -> Ino:
+        return self.promote.ino
+
+    def given_up(self) -> bool:
+        return self.is_left
+
+
+class Buffer:
+    """Counts the bytes in memory between the source and the tiers, at most ``most``."""
+
+    __slots__ = ("_most", "used")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.used = 0
+
+    def has_room(self, size: int) -> bool:
+        return self.used + size <= self._most
+
+
+class _Line:
+    """Flights that wait for a worker, in the order of arrival."""
+
+    __slots__ = ("_flights", "_workers")
+
+    def __init__(self) -> None:
+        self._flights: deque[Flight] = deque()
+        self._workers = trio.lowlevel.ParkingLot()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def put(self, flight: Flight) -> None:
+        self._flights.append(flight)
+        self._workers.unpark()
+
+    async def wait(self) -> None:
+        """Waits until there is a flight; another worker may take it first."""
+        while not self._flights:
+            await self._workers.park()
+
+    def take(self, most: float = math.inf, *, most_bytes: float = math.inf) -> list[Flight]:
+        """Removes and returns the first flights, at least one if there is any."""
+        taken: list[Flight] = []
+        while self._flights and len(taken) < most:
+            most_bytes -= self._flights[0].promote.size
+            if taken and most_bytes < 0:
+                break
+            taken.append(self._flights.popleft())
+        return taken
+
+
+class Flights:
+    """All copies from submission to end, at most one for each item.
+
+    A flight waits in ``copies`` to be read from the source, or in ``contents`` to be written, by
+    the number of its tier, or a worker has it.
+    """
+
+    def __init__(self, tiers: Iterable[int], controller: Controller, buffer: Buffer) -> None:
+        self.copies = {number: _Line() for number in tiers}
+        self.contents = {number: _Line() for number in self.copies}
+        self._controller = controller
+        self._buffer = buffer
+        self._flights: dict[Ino, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def waiting_copies(self) -> int:
+        return sum(map(len, self.copies.values()))
+
+    @property
+    def waiting(self) -> int:
+        return self.waiting_copies + sum(map(len, self.contents.values()))
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the bytes of any small file are in memory."""
+        return any(flight.content is not None for flight in self._flights.values())
+
+    def get(self, ino: Ino) -> Flight | None:
+        return self._flights.get(ino)
+
+    def put(self, flight: Flight) -> None:
+        lines = self.copies
+        if flight.content is not None:
+            self._buffer.used += len(flight.content)
+            lines = self.contents
+        self._flights[flight.ino] = flight
+        lines[flight.promote.tier].put(flight)
+
+    def give_up_copies(self) -> None:
+        """Gives up the flights that wait to be read from the source."""
+        for line in self.copies.values():
+            for flight in line.take():
+                self.give_up(flight, retry=True)
+
+    def give_up_all(self) -> None:
+        for line in (*self.copies.values(), *self.contents.values()):
+            line.take()
+        for flight in list(self._flights.values()):
+            self.give_up(flight, retry=True)
+
+    def give_up_waiting(self, tier: int) -> None:
+        """Gives up the flights that wait for a tier."""
+        for line in (self.copies[tier], self.contents[tier]):
+            for flight in line.take():
+                self.give_up(flight, retry=True)
+
+    def leave(self, tier: int) -> int:
+        """Abandons the running flights of a hanging tier; returns their number."""
+        left = [flight for flight in self._flights.values() if flight.promote.tier == tier]
+        for flight in left:
+            flight.is_left = True
+            del self._flights[flight.ino]
+            self._controller.abandoned(flight.promote.item, tier, retry=True)
+        return len(left)
+
+    def give_up(self, flight: Flight, *, retry: bool) -> None:
+        self.forget(flight)
+        self._controller.abandoned(flight.promote.item, flight.promote.tier, retry=retry)
+
+    def forget(self, flight: Flight) -> None:
+        del self._flights[flight.ino]
+        self.free(flight)
+
+    def free(self, flight: Flight) -> None:
+        """Releases the bytes and the file of a flight that has ended."""
+        if flight.content is not None:
+            self._buffer.used -= len(flight.content)
+            flight.content = None
+        if flight.file is not None:
+            flight.file.release()
+            flight.file = None
+
+
+class Removals:
+    """Dropped copies of one tier that are still on its disk."""
+
+    __slots__ = ("_asked", "_done", "_inos", "_worker")
+
+    def __init__(self) -> None:
+        self._inos: deque[Ino] = deque()
+        self._asked = 0
+        self._done = 0
+        self._worker = trio.lowlevel.ParkingLot()
+
+    def __len__(self) -> int:
+        return self._asked - self._done
+
+    def put(self, ino: Ino) -> None:
+        self._inos.append(ino)
+        self._asked += 1
+        self._worker.unpark()
+
+    async def take(self) -> list[Ino]:
+        while not self._inos:
+            await self._worker.park()
+        return [self._inos.popleft() for _ in range(min(_REMOVALS, len(self._inos)))]
+
+    def done(self, count: int) -> None:
+        self._done += count
+
+    async def wait(self) -> None:
+        """Waits until all removals requested so far are done."""
+        asked = self._asked
+        while self._done < asked:
+            await trio.sleep(_STEP_S)

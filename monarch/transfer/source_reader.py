@@ -1,0 +1,225 @@
+"""Reads files of the source for copies, and gives way to the readers of the mount."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import outcome
+import trio
+
+from monarch.config.settings import LimitSettings
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.metrics import Metrics
+from monarch.tiers.doubts import Doubts
+from monarch.tiers.source import REACH_GAP, Source, SourceFile, read_whole
+from monarch.transfer.copy import TURN_BYTES, Turn, check_unchanged, open_version, read_turn
+from monarch.transfer.pace import Pace
+from monarch.transfer.queue import Buffer, Flight
+from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.throttle import TokenBucket
+from monarch.types import Identity, Ino
+from monarch.units import MiB
+
+# Pieces of one file that are read at once while no reader waits for the source.
+_AHEAD = 8
+# Bytes that a copy reads at once while readers wait, since they wait for that read, too.
+_BESIDE_READERS = 1 * MiB
+_STEP_S = 0.005
+
+
+class Paths(Protocol):
+    """The paths of files in the source."""
+
+    def path(self, ino: Ino) -> bytes: ...
+
+
+class _Piece:
+    """A part of a large file. ``is_ahead``: it is read before the previous one is written."""
+
+    __slots__ = ("count", "done", "is_ahead", "offset", "result")
+
+    def __init__(self, offset: int, count: int, *, is_ahead: bool) -> None:
+        self.offset = offset
+        self.count = count
+        self.is_ahead = is_ahead
+        self.done = trio.Event()
+        self.result: outcome.Value[Turn] | outcome.Error
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that count for the buffer; the first piece of each copy does not count."""
+        return self.count if self.is_ahead else 0
+
+    async def turn(self) -> Turn:
+        """Waits for the bytes and returns them; raises the error of the read."""
+        await self.done.wait()
+        return self.result.unwrap()
+
+
+class SourceReader:
+    """Reads whole small files, and large files in pieces. ``run`` is its task. ``doubts`` is
+    notified of each file that is read."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        names: Paths,
+        threads: ThreadPool,
+        source_load: SourceLoad,
+        metrics: Metrics,
+        limits: LimitSettings,
+        doubts: Doubts,
+    ) -> None:
+        self._source = source
+        self._names = names
+        self._threads = threads
+        self._source_load = source_load
+        self._metrics = metrics
+        self._concurrency = limits.source_concurrency
+        self._doubts = doubts
+        self.buffer = Buffer(limits.buffer_max)
+        self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
+        self._pace = Pace()
+        # The number of pieces, without the first of each copy, that are read or wait to be written.
+        self._ahead = 0
+        self._pieces: trio.Nursery
+
+    def begin(self, nursery: trio.Nursery) -> None:
+        """Reads pieces in ``nursery``, which must be that of the tasks that call ``turns``.
+
+        A nursery of its own would be closed at a cancellation while such a task still runs.
+        """
+        self._pieces = nursery
+
+    def expect(self) -> None:
+        """Records that a reader reads a file that is to be copied."""
+        self._pace.expect()
+
+    async def open(self, flight: Flight) -> SourceFile:
+        """Opens the flight's version of a file. Raises SourceChanged, OSError."""
+        if flight.file is None:
+            path = self._names.path(flight.ino)
+            flight.file = await self._threads.run(open_version, self._source, path, flight.identity)
+            self._metrics.source_opened(copy=True)
+        self._doubts.fetched(flight.ino, flight.identity, since_ns=time.monotonic_ns())
+        return flight.file
+
+    async def check_unchanged(self, file: SourceFile, identity: Identity) -> None:
+        """Raises SourceChanged if the file changed since it was opened, and OSError."""
+        await self._threads.run(check_unchanged, file, identity)
+
+    async def fetch(self, flight: Flight) -> None:
+        """Reads a whole small file, through the descriptor of a reader if there is one."""
+        size, file = flight.promote.size, flight.file
+        while not self.buffer.has_room(size):
+            # The buffer is full: the tier is slower than the source.
+            await trio.sleep(_STEP_S)
+        # Claimed before the first wait, since other workers check the buffer, too.
+        self.buffer.used += size
+        since_ns = time.monotonic_ns()
+        try:
+            await trio.sleep(self._bucket.take(size, trio.current_time()))
+            async with self._courtesy(flight.ino, file, size):
+                if file is None:
+                    path = self._names.path(flight.ino)
+                    fetched = await self._threads.run(self._source.fetch, path, flight.identity)
+                    self._metrics.source_opened(copy=True)
+                else:
+                    fetched = await self._threads.run(read_whole, file.fd, flight.identity)
+        except BaseException:
+            self.buffer.used -= size
+            raise
+        self._metrics.source_reads[1] += fetched.reads
+        self._metrics.source_bytes[1] += size
+        flight.content = fetched.data
+        self._doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
+
+    async def turns(self, ino: Ino, file: SourceFile, size: int) -> AsyncGenerator[Turn, None]:
+        """The bytes of a file in order. While no reader waits, pieces are read ahead.
+
+        Each turn stays in the buffer until the next is requested.
+        """
+        reading: deque[_Piece] = deque()
+        offset = done = 0
+        try:
+            while offset < size or reading:
+                while offset < size and (not reading or self._may_read_ahead(len(reading), done)):
+                    most = TURN_BYTES if self._pace.is_free else _BESIDE_READERS
+                    piece = _Piece(offset, min(most, size - offset), is_ahead=bool(reading))
+                    offset += piece.count
+                    reading.append(piece)
+                    self._ahead += piece.is_ahead
+                    self.buffer.used += piece.held_bytes
+                    self._pieces.start_soon(self._read_piece, ino, file.retain(), piece)
+                turn = await reading[0].turn()
+                self._metrics.source_reads[1] += turn.reads
+                self._metrics.source_bytes[1] += turn.read_bytes
+                yield turn
+                piece = reading.popleft()
+                self._let_go(piece)
+                done += 1
+                if turn.size < piece.count:
+                    # The file became shorter: pieces after its end are not needed.
+                    break
+        finally:
+            for piece in reading:
+                self._let_go(piece)
+
+    def _let_go(self, piece: _Piece) -> None:
+        self._ahead -= piece.is_ahead
+        self.buffer.used -= piece.held_bytes
+
+    def _may_read_ahead(self, reading: int, done: int) -> bool:
+        """Whether a copy may read one more piece: few at first, until readers had time to show."""
+        return (
+            reading < min(_AHEAD, 1 + done)
+            and self._may_read()
+            and self._pace.is_free
+            and self._ahead < self._concurrency // 2
+            and self.buffer.has_room(TURN_BYTES)
+        )
+
+    async def _read_piece(self, ino: Ino, file: SourceFile, piece: _Piece) -> None:
+        try:
+            await trio.sleep(self._bucket.take(piece.count, trio.current_time()))
+            async with self._courtesy(ino, file, piece.offset + piece.count):
+                piece.result = outcome.Value(
+                    await self._threads.run(read_turn, file, piece.offset, piece.count)
+                )
+        except Exception as error:
+            # Raised again when the copy waits for the piece.
+            piece.result = outcome.Error(error)
+        finally:
+            file.release()
+            piece.done.set()
+
+    @asynccontextmanager
+    async def _courtesy(self, ino: Ino, file: SourceFile | None, end: int) -> AsyncIterator[None]:
+        """Surrounds a read of the source: waits first while readers have priority.
+
+        It does not wait if a reader has just read the file beyond ``end``: that read costs the
+        source nothing.
+        """
+        while not self._may_read():
+            if file is not None:
+                reached = max(file.read_up_to, self._source_load.reached(ino))
+                if reached >= min(end + REACH_GAP, file.status.st_size):
+                    yield
+                    return
+            await trio.sleep(_STEP_S)
+        self._pace.began()
+        began = trio.current_time()
+        try:
+            yield
+        finally:
+            self._pace.ended(trio.current_time() - began)
+
+    def _may_read(self) -> bool:
+        now = trio.current_time()
+        self._pace.look(self._source_load.waited(now), now)
+        return self._pace.may_begin()

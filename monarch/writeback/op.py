@@ -1,0 +1,195 @@
+"""One change of the absorbed tree: its fields, and its text in the journal."""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, cast, get_args
+
+from monarch.posix.credentials import Credentials
+from monarch.types import Identity
+
+Kind = Literal[
+    "create",
+    "take",
+    "mkdir",
+    "symlink",
+    "mknod",
+    "link",
+    "unlink",
+    "rmdir",
+    "rename",
+    "attr",
+    "xattr",
+    "content",
+    "through",
+    "gone",
+]
+_KINDS = frozenset(get_args(Kind))
+
+_NAMES = ("path", "to")
+_NUMBERS = ("ino", "object", "over_ino", "over_object", "rdev", "size", "intact")
+_IDENTITIES = ("was", "over")
+_FLAGS = ("synced", "through", "same", "strict")
+_ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """What was done, with the names that it had at that moment, relative to the mount's root.
+
+    create   a new regular file with an empty ``object``; in a journal that was written anew it may
+             have several names by then, which are in ``paths``
+    take     a file that the source has got an ``object``; its bytes there are those before. If it
+             has several names, they are in ``paths``
+    mkdir, symlink (``to``: the target), mknod (``rdev``; its type in ``mode``)
+    link, rename     from ``path`` to the new name ``to``
+    unlink, rmdir
+    attr     of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` those that are not None;
+             all names of a file that has several in ``paths``, as of xattr.
+             ``same``: no bytes were written since the last content was recorded
+    xattr    ``xattrs``: a value, or None: it was removed
+    content  the first ``size`` bytes of the object are whole; all that the source is to be told of
+             the file, and all its names in ``paths``, of which ``path`` is the first. ``synced``:
+             the object was synced before the record was written. ``through``: its bytes are not
+             in the object but at the source, in its staged file or under its names. ``same``: its
+             bytes are those that the source had when it was taken. ``intact``: the first so many
+             are as they were in the content before, or, of the first, when the file was taken; 0
+             also if that is not known
+    through  there was no room for the object any more: its bytes are in its staged file at the
+             source from now on, beside ``path``, and the object is gone
+    gone     nobody has the ``object`` any more, and its file was removed
+
+    ``ino`` is the number that the mount shows, below 0 if it was that of an older snapshot;
+    ``object`` is 0 where the file has none. Modes hold permission bits, of mknod the type as well.
+    Sizes in bytes, times in ns since the epoch.
+
+    ``by`` is the user who made the change, None if the daemon has one identity only, and in a
+    journal of a version that did not record it. ``also``: the other users who have written a
+    content. ``was`` is what the mount knew of the source's file or directory at ``path``, and
+    ``over`` that of what a rename replaced; None for what was made here. ``over_ino`` and
+    ``over_object`` are its numbers, 0 where it had none. ``strict``: these tell all that the mount
+    knew, so what the source has is compared with them; false in journals of older versions.
+    """
+
+    kind: Kind
+    path: bytes = b""
+    to: bytes = b""
+    ino: int = 0
+    object: int = 0
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    rdev: int = 0
+    mtime_ns: int | None = None
+    atime_ns: int | None = None
+    size: int = 0
+    intact: int = 0
+    paths: tuple[bytes, ...] = ()
+    xattrs: Mapping[bytes, bytes | None] = field(default_factory=dict)
+    synced: bool = False
+    through: bool = False
+    same: bool = False
+    strict: bool = False
+    by: Credentials | None = None
+    also: tuple[Credentials, ...] = ()
+    was: Identity | None = None
+    over: Identity | None = None
+    over_ino: int = 0
+    over_object: int = 0
+
+    def names(self) -> tuple[bytes, ...]:
+        """All paths that it is about."""
+        if self.kind == "content":
+            return self.paths
+        return (self.path, self.to) if self.kind in ("link", "rename") else (self.path,)
+
+
+def above(path: bytes) -> Iterator[bytes]:
+    """The directories that ``path`` lies in, the nearest first, without the root."""
+    while (cut := path.rfind(b"/")) > 0:
+        path = path[:cut]
+        yield path
+
+
+def to_record(op: Op) -> dict[str, Any]:
+    """``op`` as JSON can hold it, without what is as it is by default."""
+    record: dict[str, Any] = {"op": op.kind}
+    for name in _NAMES:
+        if value := getattr(op, name):
+            record[name] = text(value)
+    for name in _NUMBERS:
+        if value := getattr(op, name):
+            record[name] = value
+    for name in _ATTRIBUTES:
+        if (value := getattr(op, name)) is not None:
+            record[name] = value
+    if op.paths:
+        record["paths"] = [text(path) for path in op.paths]
+    if op.xattrs:
+        record["xattrs"] = {
+            text(name): None if value is None else b64encode(value).decode("ascii")
+            for name, value in op.xattrs.items()
+        }
+    for name in _FLAGS:
+        if getattr(op, name):
+            record[name] = True
+    if op.by is not None:
+        record["by"] = _numbers(op.by)
+    if op.also:
+        record["also"] = [_numbers(other) for other in op.also]
+    for name in _IDENTITIES:
+        if (identity := getattr(op, name)) is not None:
+            record[name] = list(astuple(identity))
+    return record
+
+
+def _numbers(credentials: Credentials) -> list[int]:
+    return [credentials.uid, credentials.gid, *credentials.groups]
+
+
+def from_record(record: Mapping[str, Any]) -> Op:
+    """The inverse of ``to_record``. Raises ValueError if it is none."""
+    kind = record.get("op")
+    if kind not in _KINDS:
+        raise ValueError(f"an operation of an unknown kind: {kind!r}")
+    try:
+        plain: dict[str, Any] = {name: raw(record.get(name, "")) for name in _NAMES}
+        plain |= {name: int(record.get(name, 0)) for name in _NUMBERS}
+        plain |= {name: record.get(name) for name in _ATTRIBUTES}
+        return Op(
+            kind=cast(Kind, kind),
+            **plain,
+            paths=tuple(raw(path) for path in record.get("paths", ())),
+            xattrs={
+                raw(name): None if value is None else b64decode(value, validate=True)
+                for name, value in record.get("xattrs", {}).items()
+            },
+            synced=bool(record.get("synced", False)),
+            through=bool(record.get("through", False)),
+            same=bool(record.get("same", False)),
+            strict=bool(record.get("strict", False)),
+            by=_credentials(*record["by"]) if "by" in record else None,
+            also=tuple(_credentials(*other) for other in record.get("also", ())),
+            was=Identity(*record["was"]) if "was" in record else None,
+            over=Identity(*record["over"]) if "over" in record else None,
+        )
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"an operation that cannot be read: {error}") from error
+
+
+@lru_cache(1024)
+def _credentials(uid: int, gid: int, *groups: int) -> Credentials:
+    # Cached, so that the records of one user share one.
+    return Credentials(uid, gid, groups)
+
+
+def text(name: bytes) -> str:
+    """A name as JSON can hold it, whatever the locale."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def raw(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")

@@ -1,0 +1,232 @@
+"""What a person decides about changes that the source refuses: tried again, set aside, given up.
+
+A change that is given up never comes to the source, nor does what depends on it. What was made by
+it is removed on the mount as well, and a file that the source has is shown as it is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from monarch.errors import BusyError, UsageError
+from monarch.namespace.overlay import Node
+from monarch.posix.credentials import ROOT
+from monarch.types import ROOT_INO, WRITTEN_INO, Ino
+from monarch.writeback.drain import Drain, Refusal
+from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.op import Op, above
+from monarch.writeback.operations import WriteOperations
+
+
+class _Plan:
+    """What becomes of the files and directories that changes are about: ``removed`` on the mount,
+    recorded ``anew`` for the source, given ``back`` to it; ``names`` are removed alone: their
+    files have others. Directories that are ``put_back`` get the name again that they have at the
+    source."""
+
+    def __init__(self) -> None:
+        self.removed: dict[Ino, Node] = {}
+        self.anew: dict[Ino, Node] = {}
+        self.back: dict[Ino, Node] = {}
+        self.names: dict[bytes, None] = {}
+        self.put_back: dict[Ino, bytes] = {}
+
+
+class Refusals:
+    """Belongs to the event loop. Paths are relative to the mount. ``names_changed`` has the kernel
+    forget the listing of a directory, ``attributes_changed`` what it knows of an inode."""
+
+    def __init__(
+        self,
+        *,
+        writing: WriteOperations,
+        object_table: ObjectTable,
+        drain: Drain,
+        names_changed: Callable[[Ino], None],
+        attributes_changed: Callable[[Ino], None],
+    ) -> None:
+        self._writing = writing
+        self._names = writing.names
+        self._files = writing.files
+        self._object_table = object_table
+        self._drain = drain
+        self._names_changed = names_changed
+        self._attributes_changed = attributes_changed
+
+    def list(self, path: bytes = b"") -> Sequence[Refusal]:
+        """What the source refuses now at, above and beneath a path, in the order of the changes."""
+        return [
+            refusal
+            for refusal in self._drain.refusals()
+            if _is_within(refusal.path, path) or _is_within(path, refusal.path)
+        ]
+
+    async def set_aside(self, path: bytes) -> None:
+        """Let the other changes of the users go on who made what is refused at, above or beneath a
+        path. Raises UsageError if nothing is."""
+        await self._drain.set_aside({refusal.seq for refusal in self._about(path)})
+
+    async def retry(self, path: bytes | None) -> None:
+        """Until the source was asked again for all that it refuses, at ``path`` among others.
+
+        Raises UsageError if it refuses nothing there.
+        """
+        if path is not None:
+            self._about(path)
+        await self._drain.retry()
+
+    async def discard(self, path: bytes) -> Sequence[bytes]:
+        """Give up what waits at and beneath a path that the source refuses; what was removed on the
+        mount. Raises UsageError if nothing can be given up there, BusyError if it is open."""
+        await self._drain.come_to_hold()
+        self._about(path)
+        ops = [op for op in self._drain.waiting() if _is_about(op, path)]
+        if not ops:
+            raise UsageError(
+                f"nothing waits at {os.fsdecode(path)!r}", hint="name the path that is refused"
+            )
+        plan = self._plan(path, ops)
+        objects = {op.object for op in ops} - {0}
+        mine = plan.removed.keys() | plan.anew.keys()
+        seqs = self._drain.give_up(
+            lambda op: (
+                (_is_about(op, path) or op.object in objects)
+                and not (_is_name_elsewhere(op, path) and op.ino not in mine)
+            ),
+            {node.object for node in plan.removed.values()} - {0},
+        )
+        removed = list(self._remove(plan))
+        # The source has never had those names: what is there under them is others'.
+        seqs += self._drain.give_up(lambda op: op.kind == "unlink" and op.path in plan.names, ())
+        for ino, to in plan.put_back.items():
+            self._put_back(ino, to)
+        for seq in seqs:
+            await self._drain.wait(seq)
+        for node in plan.anew.values():
+            if node.names and node.object:
+                self._drain.forget(node.object)
+                self._files.record_anew(node)
+        for node in plan.back.values():
+            if node.names and node.object:
+                await self._files.give_back(node)
+                self._attributes_changed(node.ino)
+        return removed
+
+    def _about(self, path: bytes) -> Sequence[Refusal]:
+        """As ``list``. Raises UsageError if there is nothing."""
+        found = self.list(path)
+        if not found:
+            raise UsageError(
+                f"the source refuses nothing at {os.fsdecode(path)!r}",
+                hint="`monarch ckpt set-aside MOUNTPOINT` lists what it refuses",
+            )
+        return found
+
+    def _plan(self, path: bytes, ops: Sequence[Op]) -> _Plan:
+        """Raises UsageError, BusyError; then nothing was changed."""
+        plan = _Plan()
+        for op in ops:
+            node = (
+                self._object_table.node(op.object) if op.object else self._names.node(Ino(op.ino))
+            )
+            if op.kind in ("unlink", "rmdir") or node is None or not node.names:
+                continue
+            names = list(self._names.visible_paths(node.ino))
+            inside = [name for name in names if _is_within(name, path)]
+            if node.ino >= WRITTEN_INO and self._drain.has_nothing_of(op):
+                if inside == names:
+                    plan.removed[node.ino] = node
+                elif op.object:
+                    plan.anew[node.ino] = node
+                    plan.names |= dict.fromkeys(inside)
+                else:
+                    raise self._moved(node)
+            elif op.kind == "rename" and not op.object:
+                self._require_free(op.path, node)
+                plan.put_back.setdefault(node.ino, op.path)
+            elif op.kind == "link" and op.to in inside:
+                plan.names[op.to] = None
+            elif op.kind == "rename":
+                plan.anew[node.ino] = node
+            elif op.kind == "content":
+                plan.back[node.ino] = node
+        for ino in plan.anew:
+            plan.back.pop(ino, None)
+        for node in plan.back.values():
+            if self._files.is_open(node.ino):
+                path_text = os.fsdecode(self._names.visible_path(node.ino))
+                raise BusyError(
+                    f"{path_text!r} is open; nothing was given up", hint="close it first"
+                )
+        for node in plan.removed.values():
+            if node.is_dir:
+                for _, name, attributes in self._names.list_from(node.ino, 0):
+                    below = self._names.path_of(node.ino, name)
+                    if attributes.ino not in plan.removed and below not in plan.names:
+                        path_text = os.fsdecode(below)
+                        raise UsageError(
+                            f"{path_text!r} is at the source, under another name; nothing was "
+                            "given up",
+                            hint="move it elsewhere first",
+                        )
+        return plan
+
+    def _require_free(self, path: bytes, node: Node) -> None:
+        """Raises UsageError if a directory cannot get the name again that it had."""
+        directory, _, name = path.rpartition(b"/")
+        parent = self._names.resolve(directory)
+        if parent is not None and self._names.lookup(parent, name) in (None, node.ino):
+            return
+        path_text = os.fsdecode(self._names.visible_path(node.ino))
+        raise UsageError(
+            f"{path_text!r} cannot be {os.fsdecode(path)!r} again, as at the source: that name is "
+            "taken,"
+            " or its directory is gone; nothing was given up",
+            hint=f"make {os.fsdecode(path)!r} free first",
+        )
+
+    def _put_back(self, ino: Ino, path: bytes) -> None:
+        directory, _, name = path.rpartition(b"/")
+        parent = self._names.resolve(directory)
+        if parent is None:
+            return
+        before = self._names.attributes(ino).parent
+        self._writing.put_back(ino, parent, name, by=ROOT)
+        for changed in {before, parent}:
+            self._names_changed(changed)
+        self._attributes_changed(ino)
+
+    def _moved(self, node: Node) -> UsageError:
+        path_text = os.fsdecode(self._names.visible_path(node.ino))
+        return UsageError(
+            f"{path_text!r} was moved, and may hold what the source has; nothing was given up",
+            hint="move it back first, or remove it",
+        )
+
+    def _remove(self, plan: _Plan) -> Iterator[bytes]:
+        """Remove on the mount what is given up, the deepest first; the paths."""
+        paths = [
+            path for node in plan.removed.values() for path in self._names.visible_paths(node.ino)
+        ]
+        for path in sorted({*paths, *plan.names}, key=lambda path: path.count(b"/"), reverse=True):
+            directory, _, name = path.rpartition(b"/")
+            parent = self._names.resolve(directory) or ROOT_INO
+            ino = self._writing.take_away(parent, name, by=ROOT)
+            self._names_changed(parent)
+            self._attributes_changed(ino)
+            yield path
+
+
+def _is_within(path: bytes, directory: bytes) -> bool:
+    return not directory or path == directory or directory in above(path)
+
+
+def _is_about(op: Op, path: bytes) -> bool:
+    return op.names() != (b"",) and any(_is_within(name, path) for name in op.names())
+
+
+def _is_name_elsewhere(op: Op, path: bytes) -> bool:
+    """Whether a change gives a file a name that is not there, or takes that."""
+    name = {"link": op.to, "unlink": op.path}.get(op.kind, path)
+    return not _is_within(name, path)
