@@ -1,0 +1,1 @@
+"""``scripts/bench``: measures Monarch next to the source, the tier, and other file systems."""

@@ -1,0 +1,1 @@
+"""``scripts/dataset``: makes data sets of the kinds that training reads."""

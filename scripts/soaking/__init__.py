@@ -1,0 +1,1 @@
+"""``scripts/soak``: mounts that serve readers for hours while faults are injected."""

@@ -1,0 +1,1 @@
+"""What the commands share, and those of them that are one module."""

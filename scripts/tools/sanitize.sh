@@ -1,0 +1,99 @@
+# scripts/sanitize: runs tests with the datapath compiled for AddressSanitizer and
+# UndefinedBehaviorSanitizer, or for ThreadSanitizer. Any report of a sanitizer is a failure.
+set -u
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+usage() {
+    cat <<'USAGE'
+usage: scripts/sanitize address|thread [PYTEST ARGUMENT...]
+
+  address    memory errors and undefined behaviour
+  thread     data races
+  --help     this text
+
+Without arguments for pytest a short choice of tests runs, in the modes that the datapath serves.
+The extension is compiled in a copy of the checkout, which stays as it is; tests that compile or
+install Monarch themselves are not for this. MONARCH_VENV names another virtual environment.
+USAGE
+}
+
+case ${1:-} in
+address)
+    flags=(-fsanitize=address,undefined -fno-sanitize-recover=undefined)
+    libraries=(libasan.so libubsan.so)
+    ;;
+thread)
+    flags=(-fsanitize=thread)
+    libraries=(libtsan.so)
+    ;;
+-h | --help)
+    usage
+    exit 0
+    ;;
+*)
+    usage >&2
+    exit 2
+    ;;
+esac
+kind=$1
+shift
+# Frames of a sanitizer are larger than the stacks of musl.
+[ $# -gt 0 ] || set -- -q -n 4 --modes relay,passthrough,no_open tests/fuse \
+    tests/mount/test_counters.py -k "not whatever_the_buffer and not no_more_stack"
+[ -x "$PYTHON" ] || fail "there is no Python in $VENV; run scripts/test once"
+
+compiler=${CC:-gcc}
+preload=()
+for library in "${libraries[@]}"; do
+    # A library that the compiler does not have comes back as its bare name.
+    file=$(readlink -f "$("$compiler" -print-file-name="$library")")
+    [ -e "$file" ] || fail "$compiler has no $library"
+    preload+=("$file")
+done
+
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/checkout" "$work/reports"
+cd "$ROOT" || exit 1
+git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
+    [ -e "$file" ] && printf '%s\0' "$file"
+done | tar -c --null -T - | tar -x -C "$work/checkout"
+cd "$work/checkout" || exit 1
+
+suffix=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+"$compiler" -std=c11 -D_GNU_SOURCE -O1 -g -fno-omit-frame-pointer "${flags[@]}" \
+    -Wall -Wextra -fPIC -shared -pthread -isystem "$include" monarch/fuse/native/*.c \
+    -o "monarch/fuse/_datapath$suffix" || fail "the datapath does not compile"
+
+# Only Python loads the libraries: they would slow down, or confuse, other programs that tests start.
+# A wrapper sets LD_PRELOAD for Python alone, and Python removes the variable when it starts.
+mkdir -p "$work/venv/bin" "$work/startup"
+cp "$VENV/pyvenv.cfg" "$work/venv/"
+ln -s "$(readlink -f "$VENV/lib")" "$work/venv/lib"
+cat >"$work/venv/bin/python" <<WRAPPER
+#!/bin/bash
+export LD_PRELOAD='$(IFS=:; printf '%s' "${preload[*]}")'
+exec -a "$work/venv/bin/python" '$(readlink -f "$PYTHON")' "\$@"
+WRAPPER
+chmod +x "$work/venv/bin/python"
+echo 'import os; os.environ.pop("LD_PRELOAD", None)' >"$work/startup/sitecustomize.py"
+
+# The interpreter ends without freeing everything, so leaks are not detected. A library under test
+# may handle SIGSEGV itself.
+common="log_path=$work/reports/report:exitcode=66:handle_segv=0"
+export ASAN_OPTIONS="$common:detect_leaks=0:abort_on_error=0:halt_on_error=1:detect_odr_violation=0"
+export UBSAN_OPTIONS="$common:print_stacktrace=1:halt_on_error=1"
+export TSAN_OPTIONS="$common:halt_on_error=0:report_signal_unsafe=0:ignore_noninstrumented_modules=1"
+export PYTHONMALLOC=malloc PYTHONPATH=$work/startup:$work/checkout
+"$work/venv/bin/python" -m pytest -p no:cacheprovider --timeout 300 "$@"
+status=$?
+
+shopt -s nullglob
+reports=("$work"/reports/*)
+for report in "${reports[@]}"; do
+    printf '%s\n' "==> $kind: ${report##*/}"
+    head -n 150 "$report"
+done
+[ ${#reports[@]} -eq 0 ] || fail "${#reports[@]} processes had something to report"
+exit $status

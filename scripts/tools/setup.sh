@@ -1,0 +1,72 @@
+# Sourced by the launchers: installs what is missing, and takes no time when nothing is.
+#
+#   ensure_apt PACKAGE...      Debian packages; as root or by sudo, else it says what to install
+#   ensure_venv EXTRA...       a virtual environment with this checkout and the extras of pyproject.toml
+#   ensure_torch               PyTorch, into the same environment
+#   $ROOT, $VENV, $PYTHON      the checkout, its environment (MONARCH_VENV: another one) and its Python
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+VENV=$(realpath -ms "${MONARCH_VENV:-$ROOT/.venv}")
+PYTHON=$VENV/bin/python
+
+SYSTEM_PACKAGES=(fuse3 libfuse3-dev gcc pkg-config python3-dev python3-venv)
+CLIENT_PACKAGES=(rsync git tar attr)
+
+say() { printf '%s\n' "$*" >&2; }
+
+fail() {
+    say "$(basename "$0"): $*"
+    exit 1
+}
+
+ensure_apt() {
+    local package missing=() sudo=()
+    command -v dpkg-query >/dev/null || return 0
+    for package; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q ' installed$' || missing+=("$package")
+    done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    if [ "$(id -u)" -ne 0 ]; then
+        if ! sudo -n true 2>/dev/null; then
+            fail "these packages are missing; install them: sudo apt-get install ${missing[*]}"
+        fi
+        sudo=(sudo -n)
+    fi
+    say "installing ${missing[*]}"
+    # Configuration, not environment: sudo clears the environment.
+    local apt=("${sudo[@]}" apt-get -q -o Dpkg::Use-Pty=0 -o APT::Install-Recommends=false -y)
+    {
+        "${apt[@]}" install "${missing[@]}" ||
+            { "${apt[@]}" update && "${apt[@]}" install "${missing[@]}"; }
+    } </dev/null >&2 || fail "apt-get could not install ${missing[*]}"
+}
+
+ensure_venv() {
+    local extra extras sum missing='' stamp=$VENV/.monarch-installed
+    extras=$(IFS=,; printf '%s' "$*")
+    # What is compiled during the installation counts, too.
+    sum=$(cat "$ROOT/pyproject.toml" "$ROOT"/monarch/fuse/native/*.[ch] | sha256sum | cut -d' ' -f1)
+    for extra in none "$@"; do
+        grep -qsxF -- "$extra $sum $ROOT" "$stamp" || missing=yes
+    done
+    [ "$missing" ] || [ ! -x "$PYTHON" ] || return 0
+    if [ ! -x "$PYTHON" ]; then
+        say "making a virtual environment in $VENV"
+        python3 -m venv "$VENV" || fail "python3 -m venv $VENV failed"
+    fi
+    say "installing monarch${extras:+[$extras]} into $VENV"
+    # setuptools would keep an extension that is newer than its sources, whatever the flags. A
+    # running daemon has the old file mapped, so the file is removed and not overwritten.
+    rm -f "$ROOT"/monarch/fuse/_datapath.*.so
+    "$PYTHON" -m pip install -q -e "$ROOT${extras:+[$extras]}" >&2 ||
+        fail "pip could not install monarch${extras:+[$extras]}"
+    for extra in none "$@"; do
+        printf '%s %s %s\n' "$extra" "$sum" "$ROOT"
+    done >>"$stamp"
+}
+
+ensure_torch() {
+    "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' && return 0
+    say "installing PyTorch"
+    "$PYTHON" -m pip install -q torch==2.13.0 >&2
+}

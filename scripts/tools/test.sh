@@ -1,0 +1,140 @@
+# scripts/test: installs what is missing, then runs the linters, the type checker, the compiler and
+# the tests, and checks that nothing is left behind. The last line is pytest's summary.
+set -u
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+usage() {
+    cat <<'USAGE'
+usage: scripts/test [--quick] [--no-install] [PYTEST ARGUMENT...]
+
+  --quick        without the training frameworks: they are not installed, their tests left out
+  --no-install   use the packages and the environment as they are
+  --help         this text
+
+Anything else goes to pytest: scripts/test -k snapshot, scripts/test tests/test_equipment.py -x.
+Tests run several at a time; -n 0 runs one after another, as -s and --pdb need.
+MONARCH_VENV names another virtual environment than .venv of the checkout.
+USAGE
+}
+
+quick='' install=yes arguments=()
+for argument; do
+    case $argument in
+    --quick) quick=yes ;;
+    --no-install) install='' ;;
+    -h | --help)
+        usage
+        exit 0
+        ;;
+    *) arguments+=("$argument") ;;
+    esac
+done
+cd "$ROOT" || exit 1
+started=$SECONDS
+# Tests start Python thousands of times. Compiling Monarch each time would be a third of the run, so
+# bytecode is kept beside the other caches, even where the environment forbids to write it.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX=$ROOT/.cache/pycache
+
+step() { printf '==> %4d s  %s\n' $((SECONDS - started)) "$*"; }
+
+# What a run may leave behind, one item a line. What was there before is not counted.
+mounts_of_ours() { grep -E ' fuse\.(monarch|slowfs|glusterfs) |^(monarch|slowfs) ' /proc/self/mounts; }
+loops_of_ours() { losetup -nO BACK-FILE 2>/dev/null | grep pytest-of; }
+processes_of_run() { grep -lzsx "MONARCH_TEST_SESSION=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
+
+ensure_frameworks() {
+    "$PYTHON" -c 'import importlib.util as u, sys
+sys.exit(not all(map(u.find_spec, ("tensorflow", "webdataset"))))' && return 0
+    say "installing TensorFlow without CUDA and WebDataset (250 MB)"
+    "$PYTHON" -m pip install -q tensorflow-cpu webdataset >&2
+}
+
+if [ "$install" ]; then
+    step "system packages"
+    ensure_apt "${SYSTEM_PACKAGES[@]}" "${CLIENT_PACKAGES[@]}" sqlite3 e2fsprogs xfsprogs \
+        glusterfs-server glusterfs-client
+    step "Python packages in $VENV"
+    # PyTorch first and alone: as a dependency of another package pip would take a build with CUDA.
+    ensure_venv
+    if [ -z "$quick" ]; then
+        ensure_torch || fail "pip could not install PyTorch; scripts/test --quick does without"
+    fi
+    ensure_venv test bench
+    if [ -z "$quick" ]; then
+        ensure_frameworks || fail "pip could not install TensorFlow; scripts/test --quick does without"
+    fi
+fi
+[ -x "$PYTHON" ] || fail "there is no Python in $VENV; run scripts/test without --no-install"
+
+failed=()
+check() {
+    local name=$1
+    shift
+    step "$name"
+    "$@" || failed+=("$name")
+}
+
+mapfile -t bash_scripts < <(grep -lE '^#!.*bash' scripts/* conf/slurm/* .ci/* 2>/dev/null)
+check "ruff check" "$PYTHON" -m ruff check -q .
+check "ruff format" "$PYTHON" -m ruff format -q --check .
+check "mypy" "$PYTHON" -m mypy --no-error-summary
+check "bash" bash -c 'for script; do bash -n "$script" || exit 1; done' bash "${bash_scripts[@]}" \
+    scripts/tools/*.sh
+
+# The installation goes on where the extension does not compile, so it is compiled here, too.
+compile_strictly() {
+    local file include failed=''
+    include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    for file; do
+        "${CC:-gcc}" -std=c11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror -pthread -fPIC \
+            -isystem "$include" -c "$file" -o /dev/null || failed=yes
+    done
+    [ -z "$failed" ]
+}
+check "gcc" compile_strictly monarch/fuse/native/*.c
+check "clang-format" "$VENV/bin/clang-format" --dry-run -Werror monarch/fuse/native/*.[ch] tests/equipment/*.c
+
+step "pytest"
+session=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')
+mounts_before=$(mounts_of_ours)
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
+[ "$quick" ] && arguments=(-m "not frameworks" "${arguments[@]}")
+# A test of a mount waits most of its time, for clocks and disks, so there are two workers for each
+# processor. With many more the machine would not answer within the time limits of the tests.
+workers=$(($(nproc) * 2))
+[ "$workers" -le 12 ] || workers=12
+# The histories at the end take a minute each, so no worker may be given many of them at once.
+# Only pytest gets the variable: a process that has it after pytest has ended was left by a test.
+MONARCH_TEST_SESSION=$session "$PYTHON" -m pytest -n "$workers" --maxschedchunk 4 \
+    "${arguments[@]}" 2>&1 | tee "$output"
+[ "${PIPESTATUS[0]}" -eq 0 ] || failed+=(pytest)
+
+# A short choice of tests in the modes of the datapath, under the sanitizers; not when arguments choose
+# other tests.
+if [ -z "$quick" ] && [ ${#arguments[@]} -eq 0 ]; then
+    for kind in address thread; do
+        check "sanitizer: $kind" env MONARCH_VENV="$VENV" scripts/sanitize "$kind"
+    done
+fi
+
+step "nothing left behind"
+left=$(
+    comm -13 <(sort <<<"$mounts_before") <(mounts_of_ours | sort) | sed 's/^/a mount: /'
+    loops_of_ours | sed 's/^/a loop device: /'
+    for pid in $(processes_of_run "$session"); do
+        [ -d "/proc/$pid" ] && echo "a process: $pid $(tr '\0' ' ' <"/proc/$pid/cmdline")"
+    done
+    find tests scripts monarch -name '*.part' | sed 's/^/a stage: /'
+)
+if [ "$left" ]; then
+    printf '%s\n' "$left"
+    failed+=("leftovers")
+fi
+
+step "done"
+[ ${#failed[@]} -eq 0 ] || printf 'failed: %s\n' "$(IFS=,; echo "${failed[*]}")"
+grep -E '[0-9]+ (passed|failed|errors?|skipped|deselected)|no tests ran' "$output" | tail -1 |
+    sed -E 's/^=+ | =+$//g'
+[ ${#failed[@]} -eq 0 ]
