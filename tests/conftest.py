@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,11 @@ from typing import Any
 
 import pytest
 
+from tests.equipment import modes
 from tests.equipment.forkserver import ForkServer
+from tests.equipment.mounts import mounts
+from tests.equipment.processes import is_running
+from tests.equipment.waiting import becomes_true, wait_until
 
 # Each process that a test starts inherits these, so it can be found however it daemonised. The run
 # is that of one process of pytest; several may share the tests.
@@ -42,12 +45,9 @@ _TROUBLE = re.compile(
 _fork_server = ForkServer()
 
 # The ways that reads can take. Whatever the mount promises holds in each of them.
-MODES = {
+MODES: dict[str, tuple[str, ...]] = {
     "auto": (),
-    "python": ("datapath=python",),
-    "relay": ("datapath=relay", "open=open"),
-    "passthrough": ("datapath=passthrough", "open=open"),
-    "no_open": ("datapath=relay", "open=none"),
+    **{name: tuple(options.split(",")) for name, options in modes.MODES.items()},
 }
 
 
@@ -126,12 +126,6 @@ def let_others_in(directory: Path) -> None:
         path.chmod(path.stat().st_mode | 0o055)
 
 
-def mounts() -> set[str]:
-    """The mount points that this process sees, as paths."""
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as table:
-        return {_unescaped(line.split(" ")[1]) for line in table}
-
-
 def processes(variable: str, value: str) -> dict[int, str]:
     """The running processes whose environment holds ``variable=value``: pid to command line."""
     wanted = f"{variable}={value}".encode()
@@ -154,7 +148,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     ours = str(tmp_path_factory.getbasetemp().resolve())
     assert {path for path in mounts() if path.startswith(ours)} == set()
     # A pool of workers that ends with its parent may need a moment.
-    _wait_until(lambda: not _strays(), 5)
+    becomes_true(lambda: not _strays(), timeout_s=5)
     assert _strays() == {}
 
 
@@ -268,14 +262,14 @@ class Mounted:
     def umount(self, *options: str) -> None:
         """A clean end: returns when the mount and its daemon are gone."""
         self.cli("umount", str(self.path), *options)
-        assert _wait_until(lambda: str(self.path) not in mounts(), 10), f"{self.path} is mounted"
-        assert _wait_until(lambda: not _runs(self.pid), 10), f"daemon {self.pid} still runs"
+        wait_until(lambda: str(self.path) not in mounts(), f"{self.path} is not mounted")
+        wait_until(lambda: not is_running(self.pid), f"the daemon {self.pid} has ended")
 
     def kill(self) -> None:
         """SIGKILL, as when the machine runs out of memory; the dead mount stays."""
         self.killed = True
         os.kill(self.pid, signal.SIGKILL)
-        assert _wait_until(lambda: not _runs(self.pid), 10), f"daemon {self.pid} still runs"
+        wait_until(lambda: not is_running(self.pid), f"the daemon {self.pid} has ended")
 
     @property
     def log_text(self) -> str:
@@ -412,7 +406,7 @@ class MonarchCommand:
     def _end_mounts(self) -> list[str]:
         problems = []
         for path in {made.path for made in self.mounted}:
-            serving = [made for made in self.mounted if made.path == path and _runs(made.pid)]
+            serving = [made for made in self.mounted if made.path == path and is_running(made.pid)]
             if serving and not self._end(serving, path):
                 problems.append(f"the mount at {path} did not end when told to")
             while str(path) in mounts():
@@ -427,10 +421,10 @@ class MonarchCommand:
         for made in serving:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(made.pid, signal.SIGTERM)
-        return _wait_until(lambda: str(path) not in mounts(), 15)
+        return becomes_true(lambda: str(path) not in mounts(), timeout_s=15)
 
     def _end_processes(self) -> list[str]:
-        _wait_until(lambda: not processes(_TEST_VARIABLE, self.case), 10)
+        becomes_true(lambda: not processes(_TEST_VARIABLE, self.case), timeout_s=10)
         left = processes(_TEST_VARIABLE, self.case)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -462,29 +456,3 @@ def monarch(tmp_path: Path, mode: str) -> Iterator[MonarchCommand]:
     command = MonarchCommand(tmp_path, uuid.uuid4().hex, mode)
     yield command
     command.close()
-
-
-def _runs(pid: int) -> bool:
-    if pid <= 0:
-        return False
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return False
-    # The first thread of a killed process is a zombie while others still hold its descriptors.
-    return threads > 1 or stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def _wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _unescaped(text: str) -> str:
-    """A path of the mount table: blanks and backslashes are written in octal there."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -6,8 +6,8 @@ import dataclasses
 import os
 from typing import Any
 
-from monarch.health import Problem, health_of
-from monarch.report import (
+from monarch.telemetry.health import Problem, health_of
+from monarch.telemetry.report import (
     Copies,
     EpochReport,
     Handles,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monarch.absorbed import Covered, check_pattern
+from monarch.config.write_patterns import WritePatterns, check_pattern
 
 
 @pytest.mark.parametrize(
@@ -23,21 +23,21 @@ from monarch.absorbed import Covered, check_pattern
 def test_a_pattern_covers_what_it_names_and_everything_beneath(
     pattern: str, covered: list[bytes], not_covered: list[bytes]
 ) -> None:
-    found = Covered([pattern])
+    found = WritePatterns([pattern])
     assert [path for path in covered if not found.covers(path)] == []
     assert [path for path in not_covered if found.covers(path)] == []
 
 
 def test_the_directories_that_lead_to_a_pattern_are_known() -> None:
-    found = Covered(["runs/*/logs", "ckpt/**"])
+    found = WritePatterns(["runs/*/logs", "ckpt/**"])
     assert all(found.leads_to(path) for path in (b"", b"runs", b"runs/7", b"ckpt", b"ckpt/x"))
     assert not any(found.leads_to(path) for path in (b"data", b"data/runs"))
 
 
 def test_without_patterns_nothing_is_covered() -> None:
-    assert not Covered([])
-    assert not Covered([]).covers(b"")
-    assert not Covered([]).covers(b"a")
+    assert not WritePatterns([])
+    assert not WritePatterns([]).covers(b"")
+    assert not WritePatterns([]).covers(b"a")
 
 
 @pytest.mark.parametrize("pattern", ["", "/ckpt", "../x", "a//b", "a/./b", "a\0b"])

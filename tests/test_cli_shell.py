@@ -15,7 +15,7 @@ import pytest
 from monarch import errors
 from monarch.cli import main, output
 from monarch.cli.status import CHECK_CODES
-from monarch.registry import MountRecord, Registry
+from monarch.control.registry import MountRecord, Registry
 
 HEAVY = {"pyfuse3", "lmdb", "trio", "pydantic", "yaml", "rich", "numpy", "prometheus_client"}
 
@@ -370,7 +370,7 @@ def test_a_scan_that_was_interrupted_says_how_far_it_was(tmp_path: Path) -> None
     scanning(12_345, None, "entries")
     assert told == [(12_345, None, f"scanning {tmp_path}/a\\nb, entries")]
     assert scanning.interrupted() == (
-        "the scan was 12,345 entries far and is not kept: the next one begins anew"
+        "the scan had read 12,345 entries, which are not kept: the next one starts again"
     )
 
 

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from monarch import config
+from monarch.config import load
+from monarch.config.defaults import default_tier, readable_name
+from monarch.config.settings import (
+    LimitSettings,
+    MountSettings,
+    Section,
+    SnapshotSettings,
+    TierSettings,
+)
 from monarch.errors import ConfigError, MonarchError
-from monarch.places import MountedFileSystem, default_tier, mount_table, readable_name
-from monarch.settings import LimitSettings, MountSettings, Section, SnapshotSettings, TierSettings
+from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.units import GiB, KiB, MiB
 
 REFERENCE = Path(__file__).parent.parent / "conf" / "monarch.yaml"
@@ -90,7 +97,7 @@ def test_the_reference_file_lists_every_key_with_its_default_and_meaning() -> No
 
 
 def test_the_reference_file_is_valid_and_means_the_defaults() -> None:
-    mount = config.load(REFERENCE).mounts["imagenet"]
+    mount = load.load(REFERENCE).mounts["imagenet"]
     bare = MountSettings(
         name="imagenet",
         source=Path("/pfs/imagenet"),
@@ -112,7 +119,7 @@ def test_every_key_is_described_in_a_sentence() -> None:
 
 def problems_of(path: Path) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        config.load(path)
+        load.load(path)
     assert caught.value.exit_code == 2
     for problem in caught.value.problems:
         assert problem.startswith(f"{path}:")
@@ -181,7 +188,7 @@ MISTAKES = {
     ),
     "no opens to verify at": (
         "<<: {open: none, verify: open}",
-        "open: none and verify: open exclude each other, for no open would be seen",
+        "open: none and verify: open exclude each other, because no open would be seen",
     ),
     "flag": ("allow_other: perhaps", "must be true or false"),
     "freshness": ("snapshot: {freshness: often}", "use mount, never or ttl:DURATION"),
@@ -190,7 +197,7 @@ MISTAKES = {
     "freshness that is a number": ("snapshot: {freshness: 5}", "must be text"),
     "address": ("metrics: {address: '9464'}", "is not HOST:PORT"),
     "port": ("metrics: {address: 'localhost:99999'}", "is not HOST:PORT"),
-    "relative path": ("state: var/x", "is relative; write the path from / on"),
+    "relative path": ("state: var/x", "is relative; write an absolute path"),
     "empty path": ("state: ''", "is empty"),
     "path that is a number": ("state: 5", "must be a path"),
     "unset variable": ("state: $NOT_SET_HERE/x", "$NOT_SET_HERE is not set in the environment"),
@@ -200,8 +207,8 @@ MISTAKES = {
     "tag of a word": ("state: !path /x", "put it in quotes"),
     "date of no day": ("state: 2026-99-99", "put it in quotes"),
     "tier in the source": ("tiers: [/pfs/a/t]", "tier /pfs/a/t is inside the source /pfs/a"),
-    "source in a tier": ("tiers: [/pfs]", "tier /pfs has the source /pfs/a inside"),
-    "tier that is the source": ("tiers: [/pfs/a]", "tier /pfs/a is the source as well"),
+    "source in a tier": ("tiers: [/pfs]", "tier /pfs contains the source /pfs/a"),
+    "tier that is the source": ("tiers: [/pfs/a]", "tier /pfs/a is also the source"),
     "tier in the mount": ("tiers: [/mnt/a/t]", "tier /mnt/a/t is inside the mount point"),
     "tier twice": ("tiers: [/t, /t/]", "tier /t is given twice; leave one of them out"),
     "tier in a tier": ("tiers: [/t, /t/u]", "tier /t/u is inside the tier /t"),
@@ -221,7 +228,7 @@ def test_a_mistake_is_told_with_its_line(line: str, told: str, tmp_path: Path) -
 
 DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
     "empty": ("", "1: the file is empty"),
-    "only a comment": ("# later\n", "1: the file says nothing"),
+    "only a comment": ("# later\n", "1: the file has no content"),
     "a list": ("- a\n", "1: the file must be a mapping"),
     "no mounts": ("defaults: {}\n", "1: there are no mounts"),
     "mounts with nothing below": ("\nmounts:\n", "2: there are no mounts"),
@@ -252,11 +259,11 @@ DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
     "unknown alias": ("mounts: *nothing", "1: not YAML: found undefined alias"),
     "two documents": ("a: 1\n---\nb: 2\n", "2: not YAML: but found another document"),
     "not UTF-8": (b"mounts:\n  a: caf\xe9\n", "2: byte 0xe9 is not UTF-8"),
-    "binary": (b"\x7fELF\x02\x01\x01\x00\x00", "1: character 127 is not text"),
-    "control character": (b"mounts:\n  a: \x01\n", "2: character 1 is not text"),
+    "binary": (b"\x7fELF\x02\x01\x01\x00\x00", "1: character 127 is not printable"),
+    "control character": (b"mounts:\n  a: \x01\n", "2: character 1 is not printable"),
     "too large": ("#" * 300_000, "1: is larger than 256 KiB"),
     "deep": ("[" * 5000, "1: not YAML: deeper than 32"),
-    "alias into itself": ("mounts: &a {a: *a}", "1: aliases lead into themselves"),
+    "alias into itself": ("mounts: &a {a: *a}", "1: an alias contains itself"),
     "billion laughs": (
         "a0: &a0 [x]\n"
         + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
@@ -386,7 +393,7 @@ def test_a_file_without_permission_is_told(tmp_path: Path) -> None:
 def loaded(tmp_path: Path, content: str) -> dict[str, MountSettings]:
     path = tmp_path / "monarch.yaml"
     path.write_text(content)
-    return dict(config.load(path).mounts)
+    return dict(load.load(path).mounts)
 
 
 def test_defaults_go_under_each_mount_key_by_key(tmp_path: Path) -> None:
@@ -473,7 +480,7 @@ def test_room_of_a_tier_is_as_set() -> None:
 
 
 def test_options_set_keys_of_sections() -> None:
-    mount = config.from_options(
+    mount = load.from_options(
         Path("/pfs/a"),
         Path("/mnt/a"),
         tiers=["/t:1GiB"],
@@ -493,7 +500,7 @@ def test_options_set_keys_of_sections() -> None:
 
 def test_the_last_of_two_options_holds() -> None:
     options = ["snapshot.freshness=mount", "snapshot.freshness=never"]
-    mount = config.from_options(Path("/pfs/a"), Path("/mnt/a"), options=options)
+    mount = load.from_options(Path("/pfs/a"), Path("/mnt/a"), options=options)
     assert mount.snapshot.freshness == "never"
 
 
@@ -503,7 +510,7 @@ def test_relative_paths_are_of_the_working_directory(
     (tmp_path / "far" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("far/deep")
     monkeypatch.chdir(tmp_path)
-    mount = config.from_options(Path("s"), Path("./m"), tiers=["t:1G"], state=Path("link/../x"))
+    mount = load.from_options(Path("s"), Path("./m"), tiers=["t:1G"], state=Path("link/../x"))
     assert (mount.source, mount.mountpoint) == (tmp_path / "s", tmp_path / "m")
     assert mount.tiers[0].path == tmp_path / "t"
     assert mount.state == tmp_path / "far" / "x"
@@ -511,7 +518,7 @@ def test_relative_paths_are_of_the_working_directory(
 
 def test_a_name_of_the_source_need_not_be_utf8_nor_free_of_dollars(tmp_path: Path) -> None:
     source = tmp_path / os.fsdecode(b"d\xff $HOME")
-    mount = config.from_options(source, tmp_path / "m")
+    mount = load.from_options(source, tmp_path / "m")
     assert mount.source == source
     assert mount.name == "d-HOME"
 
@@ -519,7 +526,7 @@ def test_a_name_of_the_source_need_not_be_utf8_nor_free_of_dollars(tmp_path: Pat
 @pytest.mark.fault("I1", "I2")
 def test_every_wrong_option_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
-        config.from_options(
+        load.from_options(
             Path("/pfs/a"),
             Path("/pfs/a/m"),
             tiers=["/t:10GBB"],
@@ -538,14 +545,14 @@ def test_every_wrong_option_is_told() -> None:
 
 @pytest.mark.finding("R")
 def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
-    def of(*options: str) -> config.MountSettings:
-        return config.from_options(Path("/pfs/a"), Path("/m"), options=options)
+    def of(*options: str) -> load.MountSettings:
+        return load.from_options(Path("/pfs/a"), Path("/m"), options=options)
 
     harmless = "ro,noatime,nodev,nosuid,defaults,_netdev"
     assert of(harmless) == of()
     for options, told in (
         ("zzz", "-o zzz: unknown key 'zzz'; conf/monarch.yaml lists every key"),
-        ("rw", "-o rw: name what can be written: absorb=PATTERN"),
+        ("rw", "-o rw: name the paths that can be written: absorb=PATTERN"),
         ("ro,absorb=a/**", "-o ro: excludes `write` and `absorb`"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -556,7 +563,7 @@ def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
 
 def test_a_wrong_tier_option_is_told_once_and_causes_no_other_mistake() -> None:
     with pytest.raises(ConfigError) as caught:
-        config.from_options(Path("/pfs/a"), Path("/mnt/a"), tiers=["/t:1XB", "$NOT_SET_HERE/t"])
+        load.from_options(Path("/pfs/a"), Path("/mnt/a"), tiers=["/t:1XB", "$NOT_SET_HERE/t"])
     first, second = caught.value.problems
     assert first.startswith("--tier /t:1XB: '1XB' is not a size")
     assert second.startswith("--tier $NOT_SET_HERE/t: $NOT_SET_HERE is not set")
@@ -564,19 +571,19 @@ def test_a_wrong_tier_option_is_told_once_and_causes_no_other_mistake() -> None:
 
 def test_directories_that_meet_are_refused_on_the_command_line_too() -> None:
     with pytest.raises(ConfigError, match="mount point /pfs/a/m is inside the source /pfs/a"):
-        config.from_options(Path("/pfs/a"), Path("/pfs/a/m"))
+        load.from_options(Path("/pfs/a"), Path("/pfs/a/m"))
 
 
 def test_options_go_over_a_named_mount_and_leave_the_rest(tmp_path: Path) -> None:
     line = "tiers: [/t, /u/t]\n    limits: {inline_max: 1MiB}"
     mount = loaded(tmp_path, in_mount(line))["a"]
-    changed = config.with_options(mount, ["limits.copy_workers=9"])
+    changed = load.with_options(mount, ["limits.copy_workers=9"])
     assert changed.limits == LimitSettings(copy_workers=9, inline_max=MiB)
     assert changed.tiers == mount.tiers
     # Still known to be a default, so still lowered on a small file system.
     assert changed.tiers[0].keep_free_within(200 * MiB) == 10 * MiB
     with pytest.raises(ConfigError, match="did you mean 'verify'"):
-        config.with_options(mount, ["verfy=open"])
+        load.with_options(mount, ["verfy=open"])
 
 
 # --- State and scratch ----------------------------------------------------------------------------
@@ -590,12 +597,12 @@ def test_the_state_directory_is_the_same_by_every_name_of_the_source(tmp_path: P
     (tmp_path / "a" / "imagenet").mkdir(parents=True)
     (tmp_path / "b" / "imagenet").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/imagenet")
-    one = config.state_directory(mount_of(tmp_path / "a" / "imagenet"))
-    assert one.parent == config.state_root()
+    one = load.state_directory(mount_of(tmp_path / "a" / "imagenet"))
+    assert one.parent == load.state_root()
     assert one.name.startswith("imagenet-")
-    assert config.state_directory(mount_of(tmp_path / "link")) == one
-    assert config.state_directory(mount_of(tmp_path / "b" / "imagenet")) != one
-    assert config.state_directory(mount_of(tmp_path, state=Path("/s"))) == Path("/s")
+    assert load.state_directory(mount_of(tmp_path / "link")) == one
+    assert load.state_directory(mount_of(tmp_path / "b" / "imagenet")) != one
+    assert load.state_directory(mount_of(tmp_path, state=Path("/s"))) == Path("/s")
 
 
 def test_a_readable_name_is_a_file_name_whatever_the_source_is_called() -> None:
@@ -614,11 +621,11 @@ def test_a_readable_name_is_a_file_name_whatever_the_source_is_called() -> None:
 )
 def test_users_keep_their_state_at_home(given: str, root: str) -> None:
     environ = {"HOME": "/home/u", "XDG_STATE_HOME": given}
-    assert config.state_root(uid=1000, environ=environ) == Path(root)
+    assert load.state_root(uid=1000, environ=environ) == Path(root)
 
 
 def test_root_keeps_its_state_in_var_lib() -> None:
-    assert config.state_root(uid=0, environ={"HOME": "/root"}) == Path("/var/lib/monarch")
+    assert load.state_root(uid=0, environ={"HOME": "/root"}) == Path("/var/lib/monarch")
 
 
 class Node:
@@ -665,7 +672,7 @@ def test_the_scratch_of_the_job_comes_before_that_of_the_node(node: Node) -> Non
 def test_memory_and_network_are_no_scratch(kind: str, node: Node) -> None:
     remote, local = node.scratch("remote", kind), node.scratch("local", "overlay")
     assert node.choice(local, SLURM_TMPDIR=remote) == local
-    with pytest.raises(ConfigError, match="give one with --tier"):
+    with pytest.raises(ConfigError, match="name a tier with --tier"):
         node.choice(remote)
 
 
@@ -726,4 +733,4 @@ def test_without_a_thread_to_be_had_a_mount_is_refused_with_a_line(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(MonarchError, match=r"no thread can be started.*ulimit -u"):
-        config.from_options(tmp_path / "source", tmp_path / "mnt")
+        load.from_options(tmp_path / "source", tmp_path / "mnt")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch.credentials import ROOT, Credentials, acting_as, credentials_of
+from monarch.posix.credentials import ROOT, Credentials, acting_as, credentials_of
 from tests.conftest import let_others_in
 
 pytestmark = pytest.mark.finding("D1")
@@ -109,7 +109,7 @@ def test_the_groups_of_a_process_are_those_that_it_has_now() -> None:
 @pytest.mark.fault("U8")
 def test_an_identity_that_is_refused_is_an_error_and_the_process_lives_on(shared: Path) -> None:
     program = f"""
-from monarch.credentials import Credentials, acting_as
+from monarch.posix.credentials import Credentials, acting_as
 try:
     with acting_as(Credentials(1001, 1001, (2000,))):
         open({str(shared / "made")!r}, "w")

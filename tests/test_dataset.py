@@ -13,7 +13,6 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import h5py
 import lmdb
@@ -21,11 +20,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+from scripts.datasets.tfrecord import crc32c
+from scripts.tools.launch import ROOT
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "dataset"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "scripts/dataset"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -41,15 +41,6 @@ def contents(root: Path) -> dict[str, str]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
-
-
-@pytest.fixture
-def dataset(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import _dataset
-
-    module: ModuleType = _dataset
-    return module
 
 
 def test_an_image_folder_has_different_jpegs_that_decode_in_a_directory_per_class(
@@ -92,21 +83,19 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Pa
         (bytes(range(32)), 0x46DD794E),
     ],
 )
-def test_crc32c_gives_the_published_values(
-    dataset: ModuleType, message: bytes, checksum: int
-) -> None:
-    assert dataset.crc32c(message) == checksum
+def test_crc32c_gives_the_published_values(message: bytes, checksum: int) -> None:
+    assert crc32c(message) == checksum
 
 
 @pytest.mark.parametrize("length", [4, 127, 128, 129, 4096, 5001])
-def test_crc32c_of_any_length_is_that_of_the_plain_loop(dataset: ModuleType, length: int) -> None:
+def test_crc32c_of_any_length_is_that_of_the_plain_loop(length: int) -> None:
     message = np.random.default_rng(length).bytes(length)
     register = 0xFFFFFFFF
     for byte in message:
         register ^= byte
         for _ in range(8):
             register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
-    assert dataset.crc32c(message) == register ^ 0xFFFFFFFF
+    assert crc32c(message) == register ^ 0xFFFFFFFF
 
 
 def records(path: Path) -> Iterator[bytes]:

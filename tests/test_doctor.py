@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-from monarch.cli import doctor as doctor_verb
-from monarch.doctor import (
+from monarch.checks.doctor import (
     Machine,
     check_configuration,
     check_datapath,
@@ -37,14 +36,16 @@ from monarch.doctor import (
     check_user_allow_other,
     examine,
 )
-from monarch.modes import Abilities
-from monarch.node_mounts import SeenMount, seen_mounts
-from monarch.places import MountedFileSystem, mount_table, readable_name
-from monarch.premises import Check
-from monarch.registry import MountRecord, Registry, process_started
-from monarch.tiers.lock import Lock
+from monarch.checks.preflight import Check
+from monarch.checks.preflight_writes import check_mappings
+from monarch.cli import doctor as doctor_verb
+from monarch.config.defaults import readable_name
+from monarch.control.node_mounts import SeenMount, seen_mounts
+from monarch.control.registry import MountRecord, Registry, process_started
+from monarch.fuse.abilities import Abilities
+from monarch.posix.file_lock import Lock
+from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.units import GiB
-from monarch.write_premises import check_mappings
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource
@@ -420,7 +421,7 @@ def test_a_site_that_is_as_it_should_be_has_nothing_to_be_told(site: Site) -> No
 def test_a_source_that_is_missing_a_file_or_empty_is_told(site: Site) -> None:
     source = site.directory / "source"
     (source / "file").unlink()
-    site.is_told("source", "warn", "is empty", "mounted?")
+    site.is_told("source", "warn", "is empty", "is mounted")
     source.rmdir()
     site.is_told("source", "fail", "does not exist", "mount its file system first")
     source.write_text("")
@@ -475,7 +476,7 @@ def test_a_tier_that_is_full_or_has_no_inodes_is_told(site: Site, on_disk: Path)
             with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
-    site.is_told("tier fast", "warn", "is full", "make room there")
+    site.is_told("tier fast", "warn", "is full", "free space there")
 
 
 @needs_root
@@ -601,7 +602,7 @@ def test_a_port_that_is_in_use_is_told(site: Site) -> None:
 
 def test_a_control_group_with_little_memory_or_few_threads_is_told() -> None:
     code = (
-        "import sys; from monarch.doctor import Machine, check_memory, check_threads;"
+        "import sys; from monarch.checks.doctor import Machine, check_memory, check_threads;"
         "sys.stdin.readline(); here = Machine.here();"
         "print(check_memory(here)); print(check_threads(here))"
     )
@@ -615,14 +616,14 @@ def test_a_control_group_with_little_memory_or_few_threads_is_told() -> None:
             group.add(child.pid)
         told, _ = child.communicate("\n", timeout=30)
     first, second = told.splitlines()
-    assert "status='warn', detail='256 MiB, says the control group" in first
+    assert "status='warn', detail='256 MiB, limited by the control group" in first
     assert re.search(r"status='warn', detail='\d\d more, says the control group", second)
 
 
 def test_few_descriptors_are_told() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256));"
-        "from monarch.doctor import check_descriptors; print(check_descriptors())"
+        "from monarch.checks.doctor import check_descriptors; print(check_descriptors())"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "status='warn'" in told.stdout and "limits.conf" in told.stdout

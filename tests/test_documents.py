@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -10,8 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
-from monarch import config
 from monarch.cli.main import EXIT_CODES, VERBS
+from monarch.config import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
@@ -20,6 +21,31 @@ DOCUMENTS = [
     ROOT / "Dockerfile",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+
+
+# A process is a process, and each sentence has a subject: phrases that hide the noun, with what to
+# write instead.
+FORBIDDEN = {
+    r"\b(he|him|his|himself|she|her)\b": "name the process or the user",
+    r"\b(nobody|somebody|anybody|whoever|whomever)\b": "name the process or the user",
+    r"(?<!\buser )(?<!\busers )(?<!\bpeople )\bwhom?\b": "name the process or the user",
+    r"\btold\b": "says, shows, reports, warns, or a setting",
+    r"\b(it|that|this|what) is so\b": "say what is the case",
+    r"\blet(s|ting)? go\b": "close, release, drop or remove",
+    r"\b(did|does|do) not foresee\b|\bforesaw\b|\bunforeseen\b": "an unexpected error",
+    r"\bwhat (is|was|has|had|have) (it|there|been)\b": "name the thing",
+    r"\bbr(ing|ings|ought) home\b|\bcomes? home\b": "drain",
+    r"\b(is|are) (no|of no) (help|use|end)\b": "say what happens",
+    r"\bhas to do with\b|\bhave to do with\b": "name the relation",
+}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def _is_source(path: Path) -> bool:
+    return path.suffix in (".py", ".c", ".h")
 
 
 def commands() -> list[str]:
@@ -81,7 +107,7 @@ def test_there_are_commands_to_be_checked() -> None:
 def test_the_configuration_of_the_readme_loads(tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "monarch.yaml").write_text(text)
-    loaded = config.load(tmp_path / "monarch.yaml")
+    loaded = load.load(tmp_path / "monarch.yaml")
     settings = loaded.mounts["imagenet"]
     assert settings.allow_other
     assert [tier.name for tier in settings.tiers] == ["monarch", "nvme"]
@@ -93,8 +119,88 @@ def test_the_readme_lists_the_exit_codes() -> None:
     assert listed == EXIT_CODES
 
 
+def phrases(text: str) -> list[str]:
+    """Each forbidden phrase in a text, outside code, with what to write instead."""
+    prose = " ".join(re.sub(r"```.*?```|`[^`]*`", "CODE", text, flags=re.DOTALL).split())
+    return [
+        f"{prose[max(0, match.start() - 30) : match.end() + 20]!r}: {instead}"
+        for pattern, instead in FORBIDDEN.items()
+        for match in re.finditer(pattern, prose, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*(ROOT / f"{page}.md" for page in PAGES), *sorted((ROOT / "docs").rglob("*.md"))],
+    ids=lambda path: path.name,
+)
+def test_each_sentence_of_the_documents_names_its_subject(path: Path) -> None:
+    assert phrases(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Whoever asks is told.",
+        "a fifo, which\nhe opens",
+        "who waits for it",
+        "it is for who asks",
+        "the tier is let go of",
+        "if that is so",
+    ],
+)
+def test_a_sentence_without_a_subject_is_found(text: str) -> None:
+    assert phrases(text) != []
+
+
+def test_a_sentence_with_a_subject_is_not_found() -> None:
+    assert phrases("The user who wrote it may read it. `nobody` is a user's name.") == []
+
+
 def test_each_link_leads_somewhere() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
             if "://" not in target:
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_each_path_of_the_package_in_the_documents_is_there() -> None:
+    missing = [
+        f"{path.name}: {name}"
+        for path in DOCUMENTS
+        for name in re.findall(r"`((?:monarch|tests)/[\w./]+)`", path.read_text())
+        if "NAME" not in name and not (ROOT / name).exists()
+    ]
+    assert missing == []
+
+
+def test_the_glossary_has_each_term_once_in_alphabetical_order() -> None:
+    rows = re.findall(r"^\| (.*?) \| .* \| `.*` \|$", text_of("glossary"), re.MULTILINE)
+    assert len(rows) > 50
+    assert rows == sorted(set(rows))
+
+
+def _methods() -> set[str]:
+    """Each ``Class.method`` of the package."""
+    return {
+        f"{node.name}.{item.name}"
+        for path in (ROOT / "monarch").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        for item in node.body
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def test_each_function_of_the_tour_is_there() -> None:
+    sources = [path.read_text() for path in (ROOT / "monarch").rglob("*.*") if _is_source(path)]
+    defined = {
+        name
+        for text in sources
+        for name in re.findall(r"(?:\bdef |\bclass |^\w[\w *]*\b)(\w+)[(:]", text, re.MULTILINE)
+    }
+    words = re.findall(r"`([A-Z]\w*\.\w+|_?[a-z]+(?:_[a-z]+)+|[A-Z]\w+)`", text_of("tour"))
+    names = {part for word in words for part in word.split(".")}
+    assert len(names) > 60
+    assert names - defined == set()
+    assert {word for word in words if "." in word} - _methods() == set()

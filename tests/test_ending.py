@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from monarch import ending
 from monarch.cli import umount
+from monarch.control import ending
+from monarch.control.registry import MountRecord
 from monarch.errors import FuseError
-from monarch.registry import MountRecord
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch.log import JsonFormatter, TextFormatter
+from monarch.telemetry.log import JsonFormatter, TextFormatter
 from tests.conftest import MonarchCommand, Tree, contents, mounts, processes, trouble
 from tests.equipment import slowfs, throttled
 from tests.equipment.inotify import OpenCounter

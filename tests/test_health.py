@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from monarch import symptoms
 from monarch.cli import status, status_screen
+from monarch.daemon import health_checks
 from monarch.errors import NotMountedError, UsageError
-from monarch.health import KINDS, STATES, Health, Problem, Spell, health_of, worst
-from monarch.report import Requests, StatusReport
-from monarch.vfs.inquiry import Trouble
+from monarch.telemetry.health import KINDS, STATES, Health, Problem, Spell, health_of, worst
+from monarch.telemetry.report import Requests, StatusReport
+from monarch.transfer.source_calls import Trouble
 from tests.reports import a_problem, a_report
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def test_each_kind_means_that_something_is_wrong() -> None:
 
 
 def test_each_kind_is_told_by_the_daemon_and_no_other() -> None:
-    text = Path(symptoms.__file__).read_text()
+    text = Path(health_checks.__file__).read_text()
     told = re.findall(r'Problem\(\s*"([a-z-]+)"', text)
     assert set(told) == set(KINDS)
 
@@ -91,7 +91,7 @@ def checked(
 
 
 def line(found: Health | None, mountpoint: str = "/mnt/data") -> status.Line:
-    from monarch.node_mounts import SeenMount
+    from monarch.control.node_mounts import SeenMount
 
     report = None if found is None else a_report(health=found)
     seen = SeenMount(mountpoint, "served" if found else "stale", None)
@@ -164,10 +164,10 @@ def test_a_request_that_waits_for_a_minute_is_a_problem_unless_the_source_explai
 ) -> None:
     told = Trouble("does not answer", 1, hangs=True) if hangs else None
     parts = nothing_wrong(tmp_path) | {
-        "inquiry": SimpleNamespace(trouble=lambda: told),
+        "source_calls": SimpleNamespace(trouble=lambda: told),
         "requests": lambda: Requests(3, oldest_s),
     }
-    found = symptoms.Symptoms(**parts, wall_ns=lambda: 10**18).problems()
+    found = health_checks.HealthChecks(**parts, wall_ns=lambda: 10**18).problems()
     assert [problem.kind for problem in found] == kinds
     if kinds == ["requests-wait"]:
         assert found[0].since_ns == 10**18 - 61 * 10**9
@@ -181,7 +181,7 @@ def test_the_memory_is_asked_for_once_a_second_however_often_somebody_looks(tmp_
 
     (tmp_path / "proc").mkdir()
     moments = [100.0]
-    look = symptoms.Symptoms(**nothing_wrong(tmp_path), clock=lambda: moments[-1])
+    look = health_checks.HealthChecks(**nothing_wrong(tmp_path), clock=lambda: moments[-1])
     kinds = []
     for kib, at in ((900_000, 100.0), (10_000, 100.9), (10_000, 101.1), (900_000, 102.2)):
         moments.append(at)
@@ -199,12 +199,12 @@ def nothing_wrong(root: Path) -> dict[str, Any]:
         "tiers": [],
         "residency": SimpleNamespace(unverified_files=lambda: 0),
         "engine": SimpleNamespace(out_of_service=dict),
-        "inquiry": SimpleNamespace(trouble=lambda: None),
+        "source_calls": SimpleNamespace(trouble=lambda: None),
         "metrics": SimpleNamespace(errors=Counter(), changes=0, closed_files={}),
         "watch": SimpleNamespace(changed_directories=0),
         "logbook": SimpleNamespace(exceptions=0, path=root / "log", trouble=lambda: None),
         "writing": None,
-        "lost": SimpleNamespace(names=[]),
+        "loss_alarm": SimpleNamespace(names=[]),
         "requests": lambda: Requests(0, 0.0),
         "root": root,
     }

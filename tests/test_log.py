@@ -11,14 +11,17 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from monarch import log
-from monarch.settings import LogSettings
+from monarch.config.settings import LogSettings
+from monarch.telemetry import log
+from tests.equipment.slowfs import SlowSource
 
 LOGGER = logging.getLogger("monarch.test")
 
@@ -103,8 +106,9 @@ def test_a_full_disk_under_the_log_stops_nobody(tmp_path: Path) -> None:
     code = """
 import logging, resource, sys
 from pathlib import Path
-from monarch import log
-from monarch.settings import LogSettings
+from monarch.telemetry import log
+from monarch.config.settings import LogSettings
+from tests.equipment.slowfs import SlowSource
 log.setup(LogSettings(), path=Path(sys.argv[1]), foreground=False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 logging.getLogger("monarch").error("nowhere")
@@ -138,8 +142,9 @@ def told_in_the_foreground(path: Path, form: str, *, journal: bool) -> list[str]
     code = """
 import logging, sys
 from pathlib import Path
-from monarch import log
-from monarch.settings import LogSettings
+from monarch.telemetry import log
+from monarch.config.settings import LogSettings
+from tests.equipment.slowfs import SlowSource
 settings = LogSettings(format=sys.argv[2], level="debug")
 log.setup(settings, path=Path(sys.argv[1]), foreground=True)
 logger = logging.getLogger("monarch.test")
@@ -235,7 +240,7 @@ def test_a_log_that_cannot_be_written_knows_so_until_it_can_again() -> None:
         assert logbook.trouble() == found
         filler.unlink()
         assert logbook.trouble() is None
-        assert "warning monarch.log: lines may be missing here" in path.read_text()
+        assert "warning monarch.telemetry.log: lines may be missing here" in path.read_text()
     finally:
         for handler in logging.getLogger().handlers:
             handler.close()
@@ -299,3 +304,35 @@ def test_many_kinds_of_faults_take_bounded_memory(caplog: pytest.LogCaptureFixtu
     limiter.warning(LOGGER, 2999, "fault")
     limiter.warning(LOGGER, 0, "fault")
     assert len(caplog.records) == 1
+
+
+@pytest.mark.fault("T14")
+def test_a_line_that_its_disk_does_not_take_holds_up_nothing(tmp_path: Path) -> None:
+    (tmp_path / "backing").mkdir()
+    lifted = threading.Event()
+    with SlowSource(tmp_path / "backing", tmp_path / "slow") as slow:
+        logbook = log.setup(LogSettings(), path=slow.path / "daemon.log", foreground=False)
+        LOGGER.info("before")
+
+        def lift() -> None:
+            lifted.set()
+            slow.rules()
+
+        timer = threading.Timer(20.0, lift)
+        slow.rules("hang write .*")
+        timer.start()
+        for number in range(100):
+            LOGGER.info("line %d", number)
+        assert not lifted.is_set()
+        trouble = logbook.trouble()
+        assert trouble is not None and trouble.what == "its disk does not answer"
+        timer.cancel()
+        slow.rules()
+        while logbook.trouble() is not None:
+            time.sleep(0.01)
+        LOGGER.info("after")
+        lines = [line.partition("monarch.")[2] for line in logged(slow.path / "daemon.log")]
+    assert lines[:2] == ["test: before", "test: line 0"] and lines[-1] == "test: after"
+    assert any("lines may be missing" in line for line in lines)
+    for handler in logging.getLogger().handlers:
+        handler.close()

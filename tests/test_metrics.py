@@ -20,21 +20,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from monarch import metrics as metrics_module
-from monarch import metrics_page
 from monarch.errors import ConfigError, MonarchError
-from monarch.exposition import PrometheusCollector
-from monarch.metrics import (
-    BUCKETS_S,
-    FAMILIES,
-    MAX_KINDS,
-    Metrics,
-)
-from monarch.metrics_page import MetricsPage
-from monarch.report import EpochReport, Handles, Mode, StatusReport
+from monarch.telemetry import metric_families, metrics_page
+from monarch.telemetry.metric_families import FAMILIES
+from monarch.telemetry.metrics import BUCKETS_S, MAX_KINDS, Metrics
+from monarch.telemetry.metrics_page import MetricsPage
+from monarch.telemetry.prometheus import PrometheusCollector
+from monarch.telemetry.report import EpochReport, Handles, Mode, StatusReport
 from tests.reports import a_report
 
-DOCS = Path(metrics_module.__file__).parents[1] / "docs" / "metrics.md"
+DOCS = Path(metric_families.__file__).parents[2] / "docs" / "metrics.md"
 
 
 @pytest.fixture
@@ -346,7 +341,7 @@ def test_an_address_that_is_none_is_a_mistake_of_the_configuration(
 
 
 def test_the_document_is_made_from_the_table() -> None:
-    assert DOCS.read_text() == metrics_module.document()
+    assert DOCS.read_text() == metric_families.document()
 
 
 def test_a_report_comes_back_from_json() -> None:

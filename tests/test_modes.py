@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from monarch.config.settings import MountSettings
 from monarch.errors import FuseError, UsageError
 from monarch.fuse import datapath
-from monarch.modes import Abilities, check_possible, choose, memory_bytes
+from monarch.fuse.abilities import Abilities
+from monarch.fuse.datapath_mode import check_possible, choose
 from monarch.namespace.schema import SnapshotSummary
-from monarch.settings import MountSettings
+from monarch.posix.cgroups import memory_bytes
 from monarch.units import GiB, KiB, MiB, TiB
 from tests.conftest import MonarchCommand, Tree, mounts
 
@@ -83,23 +85,23 @@ MANY = files(1_300_000, 112 * KiB)
         (BARE, SMALL, {}, ("python", "open"), "the native datapath is not built: install gcc"),
         (NODE, SMALL, {"verify": "open"}, ("passthrough", "open"), "verify: open must see every"),
         (USER, SMALL, {"verify": "open"}, ("relay", "open"), "passthrough needs root"),
-        (NODE, SMALL, {"open": "open"}, ("passthrough", "open"), "configuration says open: open"),
-        (NODE, LARGE, {"open": "none"}, ("relay", "none"), "the configuration says open: none"),
+        (NODE, SMALL, {"open": "open"}, ("passthrough", "open"), "configuration sets open: open"),
+        (NODE, LARGE, {"open": "none"}, ("relay", "none"), "the configuration sets open: none"),
         (NODE, SMALL, {"datapath": "relay"}, ("relay", "none"), "needs 21.4 GiB of page cache"),
         (
             *(NODE, LARGE, {"datapath": "relay"}, ("relay", "open")),
-            "the configuration says datapath: relay",
+            "the configuration sets datapath: relay",
         ),
         (
             *(NODE, SMALL, {"datapath": "passthrough"}, ("passthrough", "open")),
-            "the configuration says datapath: passthrough",
+            "the configuration sets datapath: passthrough",
         ),
         (
             *(NODE, SMALL, {"datapath": "python"}, ("python", "open")),
-            "the configuration says datapath: python",
+            "the configuration sets datapath: python",
         ),
         (BARE, SMALL, {"datapath": "relay", "open": "none"}, ("python", "open"), "is not built"),
-        (BARE, SMALL, {"datapath": "python"}, ("python", "open"), "configuration says"),
+        (BARE, SMALL, {"datapath": "python"}, ("python", "open"), "configuration sets"),
     ],
 )
 def test_reads_take_the_best_way_there_is_and_the_reason_is_told(
@@ -154,7 +156,7 @@ def test_a_passthrough_that_cannot_be_had_is_one_clear_line(machine: Abilities, 
             attempt()
         assert str(caught.value).startswith("datapath: passthrough is not possible: ")
         assert why in str(caught.value)
-        assert str(caught.value).endswith("; set datapath: auto for the best there is here")
+        assert str(caught.value).endswith("; set datapath: auto for the best that is possible here")
         assert "\n" not in str(caught.value)
 
 
@@ -168,12 +170,10 @@ def test_root_without_what_it_acts_for_others_with_neither_writes_nor_reads_as_c
 
     plain = settings()
     writes = settings(write="absorb")
-    assert "draining is not possible: root is here without CAP_FOWNER" in refused(
-        writes, "CAP_FOWNER"
-    )
+    assert "draining is not possible: root lacks CAP_FOWNER" in refused(writes, "CAP_FOWNER")
     assert "CAP_SETGID" in refused(plain, "CAP_SETGID", holds_written=True)
     caller = settings(source_identity="caller")
-    assert "source_identity: caller is not possible: root is here without CAP_SETUID" in refused(
+    assert "source_identity: caller is not possible: root lacks CAP_SETUID" in refused(
         caller, "CAP_SETUID"
     )
     for asked, lacking in ((caller, "CAP_CHOWN"), (plain, "CAP_SETUID")):
@@ -202,7 +202,9 @@ def test_this_machine_knows_what_it_can_do() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what it may do")
 def test_whoever_may_not_mount_may_not_pass_through() -> None:
-    ask = "from monarch.modes import Abilities; print(Abilities.here().may_pass_through)"
+    ask = (
+        "from monarch.fuse.datapath_mode import Abilities; print(Abilities.here().may_pass_through)"
+    )
     drop = "import ctypes, sys; assert ctypes.CDLL(None).prctl(24, int(sys.argv[1])) == 0; "
     again = "import os; os.execv(sys.executable, [sys.executable, '-c', sys.argv[2]])"
     told = {
@@ -221,7 +223,9 @@ def test_whoever_may_not_mount_may_not_pass_through() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what it may do")
 def test_root_knows_what_it_lacks_for_acting_as_others() -> None:
-    ask = "from monarch.modes import Abilities; print(*sorted(Abilities.here().lacking))"
+    ask = (
+        "from monarch.fuse.datapath_mode import Abilities; print(*sorted(Abilities.here().lacking))"
+    )
 
     def told(*command: str) -> str:
         done = subprocess.run(
@@ -295,10 +299,10 @@ def test_status_tells_the_way_of_reads_and_why(monarch: MonarchCommand, tree: Tr
     assert made.status()["mode"] == {
         "datapath": "python",
         "open": "open",
-        "why": "the configuration says datapath: python",
+        "why": "the configuration sets datapath: python",
     }
     shown = monarch("status", str(made.path)).stdout
-    assert "python (the configuration says datapath: python)" in shown
+    assert "python (the configuration sets datapath: python)" in shown
 
 
 @pytest.mark.modes("auto")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.errors import NotMountedError, TierError
-from monarch.registry import MountRecord, Registry, alive, process_started
 
 
 def record(mountpoint: str, **changes: object) -> MountRecord:

@@ -16,9 +16,9 @@ import pytest
 from monarch.cli import status_screen as screens
 from monarch.cli.overview import Line
 from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
-from monarch.node_mounts import SeenMount
-from monarch.registry import MountRecord
-from monarch.report import StatusReport
+from monarch.control.node_mounts import SeenMount
+from monarch.control.registry import MountRecord
+from monarch.telemetry.report import StatusReport
 from tests.reports import a_report
 
 LONG = "/lustre/scratch/group/project/imagenet-1k/original"

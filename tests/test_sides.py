@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from monarch.sides import Compared, compare
+from monarch.checks.verify_source import Compared, compare
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def test_what_differs_is_told_apart(sides: tuple[Path, Path]) -> None:
     with (source / "a").open("r+b") as file:
         file.seek(1_399_999)
         file.write(b"?")
-    assert "its bytes at the source are others" in looked(sides)[0].why
+    assert "its bytes at the source differ" in looked(sides)[0].why
     os.truncate(source / "a", 5)
-    assert "it has 5 bytes at the source, not 1400000" in looked(sides)[0].why
+    assert "it has 5 bytes at the source, but 1400000 in the mount" in looked(sides)[0].why
     (source / "a").unlink()
-    assert looked(sides)[0] == Compared("a", 1_400_000, "missing", "it is gone at the source")
+    assert looked(sides)[0] == Compared("a", 1_400_000, "missing", "it is missing at the source")
     # Neither waited for nor followed.
     os.mkfifo(source / "a")
     assert looked(sides)[0].verdict == "unreadable"
@@ -62,4 +62,4 @@ def test_what_differs_is_told_apart(sides: tuple[Path, Path]) -> None:
     (source / "a").symlink_to(mount / "a")
     assert looked(sides)[0].verdict == "unreadable"
     (mount / "a").unlink()
-    assert looked(sides)[0] == Compared("a", 0, "missing", "it is gone in the mount")
+    assert looked(sides)[0] == Compared("a", 0, "missing", "it is missing in the mount")

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import mounts, require_fuse
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from _soak_mounts import Window  # noqa: E402
-from _soak_readers import Reading, Refused  # noqa: E402
-from _soak_verdict import judge, theil_sen  # noqa: E402
+from scripts.soaking.readers import Reading, Refused
+from scripts.soaking.soaked_mount import Window
+from scripts.soaking.verdict import judge, theil_sen
+from scripts.tools.launch import ROOT
+from tests.conftest import require_fuse
+from tests.equipment.mounts import mounts_below
 
 
 def samples(
@@ -73,10 +71,10 @@ def test_a_wrong_byte_is_found_by_every_reader(tmp_path: Path, size: int, damage
     reading = Reading(seen, true, ["file"], random.Random(3))
     for _ in range(200):
         reading.step()
-        if reading.told.wrong:
+        if reading.report.wrong:
             break
     reading.close()
-    assert reading.told.wrong and "file" in reading.told.wrong[0]
+    assert reading.report.wrong and "file" in reading.report.wrong[0]
 
 
 def test_readers_of_the_right_bytes_find_nothing_wrong(tmp_path: Path) -> None:
@@ -86,8 +84,8 @@ def test_readers_of_the_right_bytes_find_nothing_wrong(tmp_path: Path) -> None:
     for _ in range(100):
         reading.step()
     reading.close()
-    assert reading.told.wrong == [] and reading.told.refused == []
-    assert reading.told.files == 100
+    assert reading.report.wrong == [] and reading.report.refused == []
+    assert reading.report.files == 100
 
 
 def test_an_error_has_a_reason_only_while_there_is_one() -> None:
@@ -117,4 +115,4 @@ def test_a_short_soak_reads_right_bytes_and_leaves_nothing(tmp_path: Path) -> No
         assert mount["wrong"] == [] and mount["unexplained"] == []
     assert len(told["mounts"]["changing"]["lifetimes"]) >= 2
     assert len(told["mounts"]["steady"]["lifetimes"]) == 1
-    assert {m for m in mounts() if m.startswith(str(tmp_path))} == set()
+    assert mounts_below(tmp_path) == []

@@ -357,7 +357,7 @@ async def test_without_a_descriptor_one_client_is_served_and_others_wait(
             for descriptor in fillers:
                 os.close(descriptor)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert "cannot take a control connection" in caplog.text
+        assert "cannot accept a control connection" in caplog.text
         for client in (first, waiting):
             client.close()
         assert await ask(path, "echo") == {}

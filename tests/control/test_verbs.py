@@ -18,13 +18,13 @@ import click
 import pytest
 import trio
 
-from monarch import node_mounts
 from monarch.cli import evict, status, warm
+from monarch.control import node_mounts
+from monarch.control.registry import MountRecord, Registry, process_started
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
-from monarch.health import health_of
-from monarch.registry import MountRecord, Registry, process_started
-from monarch.report import EvictReport, Handles, Mode, Saved, WarmProgress, WarmReport
+from monarch.telemetry.health import health_of
+from monarch.telemetry.report import EvictReport, Handles, Mode, Saved, WarmProgress, WarmReport
 from tests.reports import a_problem, a_report
 
 
@@ -316,7 +316,7 @@ async def test_ctrl_c_ends_the_waiting_and_hangs_up(state: Path) -> None:
             await hung_up.wait()
             _, told = await trio.to_thread.run_sync(child.communicate)
     assert child.returncode == 130
-    assert "the copies go on" in told and "monarch warm /mnt/data --cancel" in told
+    assert "the copies continue" in told and "monarch warm /mnt/data --cancel" in told
 
 
 @pytest.mark.finding("F3")
@@ -335,7 +335,7 @@ async def test_warm_takes_paths_from_a_file_in_requests_that_are_not_too_long(
     listed.write_text("\n")
     with pytest.raises(UsageError, match="--files-from names no file"):
         await run(warm.warm, "/mnt/data", "--files-from", str(listed))
-    with pytest.raises(UsageError, match="--cancel stops everything"):
+    with pytest.raises(UsageError, match="--cancel stops all requests"):
         await run(warm.warm, "/mnt/data", "train", "--cancel")
 
 

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from tests.equipment.mounts import is_mounted
+
 _CODE = Path(__file__).with_name("slowfs.c")
 _STATS = ".slowfs-stats"
 _WAIT_S = 10.0
@@ -147,7 +149,7 @@ class SlowSource:
 
     def restart(self) -> None:
         """Mounted anew at the same place, without rules, as after the death of its client."""
-        if _is_mounted(self.path):
+        if is_mounted(self.path):
             subprocess.run(["umount", "-l", str(self.path)], check=True)
         assert self._process is not None
         self._process.kill()
@@ -169,7 +171,7 @@ class SlowSource:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if _is_mounted(self.path):
+        if is_mounted(self.path):
             subprocess.run(["umount", "-l", str(self.path)], check=True)
         if self._control_dir is not None:
             self._control_dir.cleanup()
@@ -182,16 +184,9 @@ class SlowSource:
     def _wait_until_mounted(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + _WAIT_S
-        while not _is_mounted(self.path):
+        while not is_mounted(self.path):
             if self._process.poll() is not None:
                 raise RuntimeError(f"slowfs ended with {self._process.returncode} at its start")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"slowfs did not mount {self.path} in {_WAIT_S:.0f} s")
             time.sleep(0.005)
-
-
-def _is_mounted(path: Path) -> bool:
-    # realpath of the parent: a stat of the mount itself may hang.
-    where = str(path.parent.resolve() / path.name)
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-        return any(line.split(" ")[1].replace(r"\040", " ") == where for line in mounts)

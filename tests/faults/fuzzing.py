@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from monarch import config
+from monarch.config import document, load
 from monarch.control.messages import MAX_LINE_BYTES
 from monarch.errors import ConfigError
 
@@ -68,7 +68,7 @@ def configuration(dice: random.Random) -> bytes:
         text = yaml.safe_dump(tree, allow_unicode=dice.random() < 0.5).encode("utf-8", "replace")
     for _ in range(dice.choice((0, 1, 1, 2, 5, 50))):
         # A file that is too large is refused by its size.
-        text = _mangle_bytes(text, dice)[: config.MAX_FILE_BYTES + 1]
+        text = _mangle_bytes(text, dice)[: document.MAX_FILE_BYTES + 1]
     return text
 
 
@@ -123,7 +123,7 @@ def _check(path: Path, text: bytes) -> None:
     path.write_bytes(text)
     before = sorted(os.listdir(path.parent))
     try:
-        mounts, problems = len(config.load(path).mounts), []
+        mounts, problems = len(load.load(path).mounts), []
     except ConfigError as error:
         mounts, problems = 0, error.problems
     assert bool(mounts) != bool(problems)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import monarch as package
-from monarch.points import POINTS
+from monarch.posix.failpoints import POINTS
 from tests.conftest import MonarchCommand, Mounted, contents, processes
 from tests.equipment.inotify import OpenCounter
 from tests.faults.test_writing import WRITE_PLACES
@@ -155,7 +155,7 @@ def test_every_point_is_passed_somewhere_and_has_a_test() -> None:
     passed: list[str] = []
     for path in Path(package.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "points.reached":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "failpoints.failpoint":
                 passed += [c.value for c in node.args if isinstance(c, ast.Constant)]
     named = {name for name in passed if not name.startswith(("handler-", "task-"))}
     assert named == POINTS == set(PLACES) | set(WRITE_PLACES)

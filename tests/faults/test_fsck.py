@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from monarch.checks.findings import KINDS
+from monarch.checks.fsck import check_state
 from monarch.control.client import call
-from monarch.fsck import KINDS, check_state
-from monarch.registry import Registry
+from monarch.control.registry import Registry
 from monarch.tiers.records import Record, Records
 from monarch.types import Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, own_directory
@@ -439,15 +440,15 @@ def test_a_person_reads_what_is_wrong_and_what_was_done(
     copy = copy_of(mounted, "a\nname")
     mounted.umount()
     good = monarch("fsck", str(mounted.state)).stdout
-    assert good == "2 copies looked at: all is as it should be\n"
+    assert good == "2 copies checked: nothing is wrong\n"
     copy.unlink()
     wrong = monarch("fsck", str(mounted.state), check=False)
     assert wrong.returncode == 1
-    assert re.search(r"^wrong .*fast: a\\nname: it is recorded, and not there", wrong.stdout)
+    assert re.search(r"^wrong .*fast: a\\nname: it is recorded, but missing", wrong.stdout)
     assert "--repair: its record is cleared" in wrong.stdout
     mended = monarch("fsck", str(mounted.state), "--repair")
-    assert re.search(r"^mended .*a\\nname", mended.stdout)
-    assert "1 problem, all mended" in mended.stdout
+    assert re.search(r"^repaired .*a\\nname", mended.stdout)
+    assert "1 problem, all repaired" in mended.stdout
 
 
 @pytest.mark.fault("Security")
@@ -472,7 +473,7 @@ def test_an_ordinary_user_checks_a_mount_of_his_own_and_no_other(
         finally:
             user("umount", str(mountpoint))
         idle = user("fsck", str(state), "--digests")
-        assert (idle.returncode, "1 copy looked at" in idle.stdout) == (0, True), idle.stderr
+        assert (idle.returncode, "1 copy checked" in idle.stdout) == (0, True), idle.stderr
         refused = user("fsck", str(theirs.state))
         assert refused.returncode in (6, 9)
         assert len(refused.stderr.splitlines()) == 1

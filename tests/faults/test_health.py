@@ -258,7 +258,7 @@ def test_what_changed_at_the_source_is_told_until_the_snapshot_is_refreshed(
     wait_until(lambda: "snapshot-stale" in kinds(again), "the new name is noticed")
     whats = [problem["what"] for problem in health(again)["problems"]]
     assert (
-        "1 directory changed at the source since the snapshot: what is new there is not shown"
+        "1 directory changed at the source since the snapshot: new files there are not shown"
         in whats
     )
     again.umount()
@@ -311,7 +311,9 @@ def test_a_tier_whose_disk_others_have_filled_is_told_and_takes_copies_again(
     before_ns = time.time_ns()
     epoch(mounted, content)
     found = problem(mounted, "tier-full", state="degraded", after_ns=before_ns)
-    assert found["what"].startswith("tier fast takes no copies, others have filled its disk: ")
+    assert found["what"].startswith(
+        "tier fast stores no copies, other files have filled its disk: "
+    )
     assert f"df {mounted.tiers['fast']}" in found["remedy"]
     filler.unlink()
     is_ok(mounted)
@@ -333,7 +335,7 @@ def test_a_tier_that_hangs_is_told_and_comes_back(
     before_ns = time.time_ns()
     epoch(mounted, content)
     found = problem(mounted, "tier-slow", state="degraded", after_ns=before_ns)
-    assert found["what"].startswith("tier fast is too slow and left alone: no answer within 1 s")
+    assert found["what"].startswith("tier fast is too slow and not used now: no answer within 1 s")
     epoch(mounted, content)
     disk.rules()
     is_ok(mounted)
@@ -374,7 +376,7 @@ def test_a_damaged_copy_is_told(monarch: MonarchCommand, tree: Tree) -> None:
         flip_bit(copy_of(mounted, name))
     epoch(mounted, content)
     found = problem(mounted, "copies-damaged", state="degraded", after_ns=before_ns)
-    assert found["what"].startswith("2 copies were damaged, dropped, and read from the source")
+    assert found["what"].startswith("2 copies were damaged and removed; the source served")
     assert f"monarch fsck {mounted.path}" in found["remedy"]
 
 

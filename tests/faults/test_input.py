@@ -227,7 +227,7 @@ def _said(mounted: Mounted, dice: random.Random, what: str) -> bool:
     for line in received.splitlines():
         reply = json.loads(line)
         assert set(reply) in ({"ok", "result"}, {"ok", "error", "hint", "exit_code"}, {"progress"})
-        assert "the log says more" not in reply.get("hint", ""), (what, message[:200], reply)
+        assert "see the log" not in reply.get("hint", ""), (what, message[:200], reply)
     return received != b""
 
 

@@ -388,7 +388,7 @@ def test_a_sweep_takes_no_copy_that_comes_meanwhile_whatever_the_clock_says(
         disk.rules()
         # It is over when nothing asks the disk any more.
         wait_until(lambda: quiet(disk), "the sweep is over")
-        assert "that no record knows" not in again.log_text
+        assert "without a record" not in again.log_text
         assert resident(again, names) == dict.fromkeys(names, "fast")
         accounts_agree(again)
         again.umount()
@@ -506,7 +506,7 @@ def test_a_task_of_the_daemon_that_fails_is_begun_again_and_the_mount_goes_on(
     monarch.expects_log("Traceback")
     if name == "warm":
         done = monarch("warm", str(mounted.path), "--wait", check=False)
-        assert (done.returncode, "not all was brought in" in one_line(done)) == (1, True)
+        assert (done.returncode, "not all files were copied" in one_line(done)) == (1, True)
     epoch(mounted, contents_of(sizes))
     wait_until(lambda: account(mounted)["errors"].get(f"task-{name}") == 1, "it is counted")
     assert mounted.log_text.count("Traceback (most recent call last)") == 1

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import trio
 
+from monarch.daemon.scrub import Scrub
 from monarch.placement.residency import Residency
-from monarch.scrub import Scrub
-from monarch.threads import Threads
-from monarch.tiers.directory import Owner, Tier
-from monarch.tiers.examine import GOOD, examine
+from monarch.posix.thread_pool import ThreadPool
+from monarch.tiers.ownership import Owner
 from monarch.tiers.records import Record, Records
+from monarch.tiers.tier import Tier
+from monarch.tiers.verify import GOOD, verify_copy
 from monarch.types import Identity, Ino
 from monarch.units import GiB, MiB
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
@@ -65,7 +66,7 @@ def rounds_pass(mounted: Mounted, count: int) -> None:
 def test_a_flipped_bit_that_no_seal_shows_is_found_and_never_served_again(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    monarch.expects_log("tier fast: copy of .*large.* dropped.*: found by scrub: its bytes are not")
+    monarch.expects_log("tier fast: copy of .*large.* dropped.*: found by scrub: its bytes differ")
     content = {"large": contents("large", 3 * MiB), "small": contents("small", 30_000)}
     tree(content)
     mounted = monarch.mount(source, options=["limits.inline_max=1MiB", QUICK])
@@ -270,7 +271,7 @@ def test_the_scrub_keeps_to_its_bandwidth(tmp_path: Path) -> None:
             records=records,
             residency=residency,
             filesystem=fsys,
-            threads=Threads(1, "scrub", abandon=True),
+            threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=MiB,
         )
         before = trio.current_time()
@@ -300,7 +301,7 @@ def test_bytes_are_paid_for_one_piece_at_a_time(tmp_path: Path) -> None:
             records=records,
             residency=residency,
             filesystem=Fsys(),
-            threads=Threads(1, "scrub", abandon=True),
+            threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=MiB,
         )
         async with trio.open_nursery() as nursery:
@@ -343,7 +344,7 @@ def test_a_look_leaves_in_memory_what_was_there_and_nothing_else(tmp_path: Path)
     assert any(before) and not all(before)
     record = records.get(Ino(1))
     assert record is not None
-    *pieces, verdict = examine(tier.directory, Ino(1), record, seals=tier.seals, whole=True)
+    *pieces, verdict = verify_copy(tier.directory, Ino(1), record, seals=tier.seals, whole=True)
     assert sum(pieces) == 8 * MiB
     assert verdict == GOOD
     assert in_memory(copy) == before

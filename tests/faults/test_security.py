@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from monarch.footing import open_directory
-from monarch.settings import MountSettings, Section
+from monarch.config.settings import MountSettings, Section
+from monarch.posix.private_directory import open_directory
 from tests.conftest import MonarchCommand, Mounted, Tree
+from tests.equipment.mounts import mount_table
 from tests.mount.command import needs_fuse, needs_root, not_mounted, one_line
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import copies
@@ -126,12 +127,8 @@ def test_set_id_bits_and_devices_of_the_source_have_no_effect(
         wait_for_copies(mounted, 1)
     with pytest.raises(PermissionError):
         os.open(mounted.path / "null", os.O_RDONLY)
-    (options,) = [
-        line.split()[3]
-        for line in Path("/proc/self/mounts").read_text().splitlines()
-        if line.split()[1] == str(mounted.path)
-    ]
-    assert {"ro", "nosuid", "nodev"} <= set(options.split(","))
+    (options,) = [m.options for m in mount_table() if m.path == str(mounted.path)]
+    assert {"ro", "nosuid", "nodev"} <= options
 
 
 # -- what others plant in a shared directory -------------------------------------------------------

@@ -17,9 +17,9 @@ import lmdb
 import pytest
 import xxhash
 
+from monarch.config.defaults import readable_name
 from monarch.namespace.schema import META, key, seal
 from monarch.namespace.trailer import append_trailer
-from monarch.places import readable_name
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, own_directory
 from tests.equipment.inotify import OpenCounter
 from tests.mount.command import needs_fuse, not_mounted, one_line, registered, start
@@ -256,7 +256,7 @@ def test_copies_of_the_version_before_are_taken_over_and_each_is_verified_once(
         os.utime(copy)
     flip_bit(held[3], 1000)
     again = monarch.mount(prepared.source, options=OPTIONS)
-    assert "is of version 1, now 2: each copy is verified when first used" in again.log_text
+    assert "is of version 1, now 2: each copy is verified at its first use" in again.log_text
     assert {path.name for path in (directory / "tiers/fast/monarch").iterdir()} == {
         readable_name(again.state)
     }
@@ -291,7 +291,7 @@ def test_names_of_an_older_format_are_read_anew_and_the_copies_stay(
 def test_records_that_nobody_can_read_are_begun_anew_and_a_line_says_so(
     monarch: MonarchCommand, prepared: Prepared
 ) -> None:
-    monarch.expects_log("cannot be read, so copies are made anew")
+    monarch.expects_log("cannot be read, so copies are made again")
     prepared.put(monarch.directory)
     (path,) = (monarch.directory / "state").glob("residency-*")
     path.write_bytes(b"\xff" * 4096 + path.read_bytes()[4096:])

@@ -352,7 +352,7 @@ def test_a_disk_that_was_unmounted_is_let_go_and_its_copies_are_used_again_when_
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     warmed(mounted, content)
     ext4.umount()
-    assert "is not what it was" in goes_out(mounted)
+    assert "is not the directory that was opened" in goes_out(mounted)
     # Whoever wants to repair or replace the disk can.
     wait_until(lambda: not ext4.is_held(), "nobody holds the disk")
     for _ in range(2):
@@ -558,7 +558,7 @@ def _hangs_at(
 def test_copies_in_a_tier_that_hangs_are_passed_by_and_used_again_when_it_answers(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    monarch.expects_log("tier fast is out of service: no answer within 1 s; all is read from below")
+    monarch.expects_log("tier fast is out of service: no answer within 1 s; reads bypass it")
     # So many that nobody could wait for each of them.
     content = files(60, 2_000)
     tree(content)

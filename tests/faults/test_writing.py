@@ -290,7 +290,7 @@ def test_a_source_that_fails_loses_nothing_and_holds_up_nobody(
 def test_a_source_that_is_gone_for_a_while_gets_all_of_it(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
-    monarch.expects_log("the source has stopped|is opened anew|source")
+    monarch.expects_log("the source has stopped|was opened again|source")
     tree({"a": 10})
     mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
     put(mounted.path / "before", b"before")
@@ -370,7 +370,7 @@ def test_a_name_is_at_the_source_never_before_its_content(
 
 # -- a daemon that dies at a named point -------------------------------------------------------
 
-# At which of its passings the daemon dies there; see monarch/points.py.
+# At which of its passings the daemon dies there; see monarch/posix/failpoints.py.
 WRITE_PLACES = {
     "journal-appended": 9,
     "journal-synced": 3,

@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from monarch.frameworks import shelf
+from monarch.frameworks import store
 from monarch.frameworks.checkpoint import Checkpointer
 from tests.frameworks.faulty import Faulty, weights
 
@@ -59,7 +59,7 @@ def main(root: Path) -> None:
         if not pid:
             # Nothing of this process's own end may run in the child.
             try:
-                shelf.os = Faulty(at=at)  # type: ignore[assignment]
+                store.os = Faulty(at=at)  # type: ignore[assignment]
                 train(directory, done)
             finally:
                 os._exit(0)

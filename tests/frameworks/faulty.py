@@ -1,4 +1,4 @@
-"""The operating system under ``shelf.py``: fails or ends the process at a call, or keeps a log."""
+"""The operating system under ``store.py``: fails or ends the process at a call, or keeps a log."""
 
 from __future__ import annotations
 

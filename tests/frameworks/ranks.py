@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from monarch.frameworks import shelf
+from monarch.frameworks import store as shelf
 from monarch.frameworks.checkpoint import Checkpointer, CheckpointWarning
 from monarch.frameworks.torch import TorchState, group
 from monarch.order import ResumableSampler

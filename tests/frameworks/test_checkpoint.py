@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from monarch.errors import CheckpointError
-from monarch.frameworks import shelf
+from monarch.frameworks import store
 from monarch.frameworks.checkpoint import (
     Checkpointer,
     CheckpointWarning,
     UpdatedOnly,
     list_checkpoints,
 )
-from monarch.order import ResumableSampler
+from monarch.frameworks.sampler import ResumableSampler
 
 
 class Weights:
@@ -73,7 +73,7 @@ class Slow:
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     slow = Slow()
-    monkeypatch.setattr(shelf, "os", slow)
+    monkeypatch.setattr(store, "os", slow)
     yield slow
     slow.may_write.set()
 

@@ -270,5 +270,5 @@ def test_what_a_copy_holds_up_the_training_is_kept_within_the_budget() -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(0.0, 1), (-1.0, 1), (math.nan, 1), (0.1, 0)])
 def test_a_budget_of_nothing_is_refused(p: float, m: int) -> None:
-    with pytest.raises(ValueError, match="p is above 0"):
+    with pytest.raises(ValueError, match="p must be above 0"):
         Interval(p=p, max_in_flight=m)

@@ -134,6 +134,6 @@ def test_what_cannot_be_saved_is_told_at_the_first_update(jobs: Jobs, tmp_path: 
     answers = jobs.run(
         "sharded", *[{"directory": str(tmp_path / "a"), "steps": 1, "grouped": False}]
     )
-    assert "each of which has a part of its parameters" in answers[0]["error"]
+    assert "each rank has a part of its parameters" in answers[0]["error"]
     for told in jobs.told("tensor_parallel", *[{"directory": str(tmp_path / "b")}] * 4):
         assert "cannot hold a DTensor that is placed as _StridedShard" in told

@@ -162,7 +162,7 @@ class Fuzz:
         ino = dice.choice(self._files)
         name = os.fsdecode(made.snapshot.name(ino))
         resident = made.residency.tier_of(ino) != 0
-        match dice.randrange(11):
+        match dice.randrange(12):
             case 0 if resident:
                 made.evict(ino)
             case 1 if resident:
@@ -188,6 +188,15 @@ class Fuzz:
                 ino = dice.choice(self._written)
                 made.datapath.written(ino)
                 made.datapath.release_written(ino)
+            case 10:
+                parent, valid_s = (
+                    Ino(dice.choice((1, WRITTEN_INO))),
+                    dice.choice((0, 10, 2**32 - 1)),
+                )
+                made.datapath.tell_missing(parent, valid_s=valid_s, for_s=dice.choice((0, 10)))
+                call = dice.choice((made.datapath.name_given, made.datapath.name_taken))
+                call(parent, bytes(dice.randrange(300)))
+                made.datapath.forget_attributes(parent)
             case _:
                 made.datapath.state()
 

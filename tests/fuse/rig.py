@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from monarch.fuse.datapath import Datapath
+from monarch.config.settings import LimitSettings
+from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.namespace.build import build
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.residency import Residency
-from monarch.settings import LimitSettings
-from monarch.tiers.directory import Owner, Tier, copy_name
+from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
+from monarch.tiers.tier import Tier, copy_name
 from monarch.types import Ino
 from tests.fuse import wire
 from tests.fuse.wire import Answer, Op, Request
@@ -274,7 +275,7 @@ def rig(
             limits=limits,
             residency=residency,
             tiers=tiers,
-            **wanted,
+            options=DatapathOptions(**wanted),
         )
         (directory / "objects").mkdir(exist_ok=True)
         objects = os.open(directory / "objects", os.O_RDONLY)

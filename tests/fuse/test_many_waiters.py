@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from monarch.settings import LimitSettings
+from monarch.config.settings import LimitSettings
 from monarch.units import MiB
 from tests.conftest import MonarchCommand, Tree, contents
+from tests.equipment.processes import status_field
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import epoch, settled, wait_until
 
@@ -78,13 +79,13 @@ def test_nine_hundred_that_wait_for_the_source_change_nothing_for_others(
     mounted = monarch.mount(slow.path, options=["limits.source_concurrency=32"])
     epoch(mounted, resident)
     settled(mounted)
-    before = _of(mounted.pid, "RssAnon")
+    before = status_field(mounted.pid, "RssAnon")
     slow.rules("hang read ^/(small|large)")
     with waiters(mounted.path / "small", mounted.path / "large") as process:
         # Of threads that wait for the same page one alone has asked.
         least = READS // 2
         wait_until(lambda: mounted.status()["requests"]["waiting"] >= least, "they wait")
-        wait_until(lambda: _of(process.pid, "Threads") > OPENS + READS, "all of them")
+        wait_until(lambda: status_field(process.pid, "Threads") > OPENS + READS, "all of them")
         names = [str(mounted.path / name) for name in resident]
         # What hangs in the kernel would hang the test.
         subprocess.run([sys.executable, "-c", _READ, *names], check=True, timeout=30)
@@ -92,8 +93,8 @@ def test_nine_hundred_that_wait_for_the_source_change_nothing_for_others(
         subprocess.run(["stat", "-f", str(mounted.path)], check=True, timeout=30)
         requests = mounted.status()["requests"]
         assert requests["waiting"] >= least and requests["oldest_s"] > 0
-        assert _of(mounted.pid, "Threads") < 150
-        assert _of(mounted.pid, "RssAnon") - before < 64 * 1024
+        assert status_field(mounted.pid, "Threads") < 150
+        assert status_field(mounted.pid, "RssAnon") - before < 64 * 1024
         slow.rules()
         assert process.wait(60) == 0
     wait_until(lambda: mounted.status()["requests"]["waiting"] == 0, "all are answered")
@@ -114,15 +115,9 @@ def test_as_many_readers_are_at_the_source_as_configured_and_no_more(
         try:
             wait_until(lambda: mounted.status()["requests"]["waiting"] == READERS, "they wait")
             wait_until(lambda: slow.counters()["hanging"] == AT_SOURCE, "many ask the source")
-            assert _of(mounted.pid, "Threads") < AT_SOURCE + 64
+            assert status_field(mounted.pid, "Threads") < AT_SOURCE + 64
             slow.rules()
             assert process.wait(60) == 0
         finally:
             process.kill()
     settled(mounted)
-
-
-def _of(pid: int, name: str) -> int:
-    """Threads, or KiB of memory, of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(dict(line.split(":", 1) for line in lines)[name].split()[0])

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monarch import daemon
+from monarch.daemon import run
 from monarch.fuse.datapath import built, split_handle
-from monarch.transfer.readers import SourceTraffic
+from monarch.transfer.source_load import SourceTraffic
 from monarch.types import ROOT_INO, Attributes
-from monarch.vfs.served import ABANDONED
+from monarch.vfs.datapath_events import ABANDONED
 from tests.conftest import Tree, contents
 from tests.fuse import wire
 from tests.fuse.rig import Nothing, Rig, eventually, kill, rig
@@ -969,5 +969,5 @@ def test_threads_need_no_more_stack_than_musl_gives_them(tmp_path: Path) -> None
 
 @pytest.mark.finding("K6")
 def test_a_c_library_without_mallopt_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon.ctypes, "CDLL", lambda name: object())
-    daemon._give_memory_back()
+    monkeypatch.setattr(run.ctypes, "CDLL", lambda name: object())
+    run._give_memory_back()

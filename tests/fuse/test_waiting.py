@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from monarch.settings import LimitSettings
+from monarch.config.settings import LimitSettings
 from monarch.types import Ino
-from monarch.vfs.served import RELEASED
+from monarch.vfs.datapath_events import RELEASED
 from tests.conftest import Tree
 from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire
@@ -613,11 +613,11 @@ def test_a_short_answer_of_an_older_libfuse_is_passed_as_it_is(tree: Tree, tmp_p
 @pytest.mark.finding("D14")
 def test_both_sides_of_a_wake_up_are_ordered() -> None:
     """Each stores, then loads what the other has stored. A lost wake-up is too rare for a test."""
-    code = Path(__file__).parents[2] / "monarch/fuse"
+    code = Path(__file__).parents[2] / "monarch/fuse/native"
     fence = "__atomic_thread_fence(__ATOMIC_SEQ_CST);"
     for name, function, fenced in (
-        ("_books.c", "void wake_python(", (fence, "if (LOAD(path->awake)")),
-        ("_python.c", "*datapath_events(", ("STORE(path->awake, 0);", fence, "next_event(")),
+        ("_events.c", "void wake_python(", (fence, "if (LOAD(dp->awake)")),
+        ("_python.c", "*datapath_events(", ("STORE(dp->awake, 0);", fence, "next_event(")),
     ):
         body = (code / name).read_text().partition(function)[2].partition("\n}\n")[0]
         places = [body.find(text) for text in fenced]

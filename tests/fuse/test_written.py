@@ -19,7 +19,7 @@ import pytest
 from monarch.fuse import datapath
 from monarch.fuse.datapath import split_handle, split_write_handle
 from monarch.types import WRITTEN_INO, Ino
-from monarch.vfs.served import ABANDONED, RELEASED, Served
+from monarch.vfs.datapath_events import ABANDONED, RELEASED, Served
 from monarch.writeback.objects import object_path
 from tests.conftest import Tree, contents
 from tests.equipment import slowfs
@@ -639,7 +639,9 @@ def test_a_written_file_that_is_closed_is_opened_to_read_without_python(
     assert made.read(NEW, handle, 3, 100).body == b"3456789"
     body = wire.LSEEK_IN.pack(handle, 4, os.SEEK_HOLE, 0)
     assert wire.LSEEK_OUT.unpack(made.ask(Op.LSEEK, NEW, body).body) == (10,)
+    assert made.datapath.is_open(NEW)
     assert made.release(NEW, handle).error == 0
+    assert not made.datapath.is_open(NEW)
     assert made.is_quiet(0) and made.datapath.served() == []
     assert made.datapath.open_files() == 0
 
@@ -663,6 +665,7 @@ def test_an_open_to_write_is_pythons_and_its_readers_see_what_is_written(
     assert made.release(NEW, reader).error == 0
 
 
+@pytest.mark.fault("M17")
 @pytest.mark.parametrize("what", ["forgotten", "missing", "of the snapshot"])
 def test_what_python_has_taken_back_or_is_not_there_is_opened_by_python(
     made: Rig, closed: Path, what: str

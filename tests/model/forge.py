@@ -20,7 +20,7 @@ def _load() -> None:
     for verb in VERBS.values():
         importlib.import_module(verb.target.partition(":")[0])
     # What the verbs themselves load when they are called.
-    for name in ("monarch.daemon", "rich.console", "rich.progress", "prometheus_client"):
+    for name in ("monarch.daemon.mount", "rich.console", "rich.progress", "prometheus_client"):
         importlib.import_module(name)
 
 

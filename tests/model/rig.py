@@ -23,6 +23,8 @@ from typing import Any
 from monarch.control.client import call
 from monarch.errors import MonarchError
 from tests.conftest import MODES, MonarchCommand, Mounted, mounts, own_directory
+from tests.equipment.processes import is_running
+from tests.equipment.waiting import becomes_true
 from tests.model.model import Version, Wrong
 from tests.model.plan import Settings
 from tests.mount.observe import copies
@@ -178,14 +180,14 @@ class Rig:
 
     def close(self) -> None:
         pid = self.mounted.pid
-        if pid and alive(pid):
+        if pid and is_running(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         while str(self.mounted.path) in mounts():
             _run("umount", "-l", str(self.mounted.path))
         self._workers.reset()
         if pid:
-            wait_until(lambda: not alive(pid), "the daemon ends")
+            wait_until(lambda: not is_running(pid), "the daemon ends")
         self._cleanup.close()
 
     # -- mount and daemon ------------------------------------------------------------------------
@@ -222,12 +224,12 @@ class Rig:
         self.is_mounted = False
         if str(self.mounted.path) in mounts():
             raise Wrong("the mount has outlived monarch umount")
-        wait_until(lambda: not alive(self.mounted.pid), "the daemon ends with its mount")
+        wait_until(lambda: not is_running(self.mounted.pid), "the daemon ends with its mount")
 
     def kill(self) -> None:
         os.kill(self.mounted.pid, signal.SIGKILL)
         self.is_mounted = False
-        wait_until(lambda: not alive(self.mounted.pid), "the killed daemon ends")
+        wait_until(lambda: not is_running(self.mounted.pid), "the killed daemon ends")
 
     def ask(self, verb: str, **params: Any) -> dict[str, Any]:
         """The control socket. Raises MonarchError."""
@@ -425,22 +427,10 @@ def _times(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return False
-    return threads > 1 or state not in ("Z", "X")
-
-
 def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
     """Raises Wrong if it does not come true."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline:
-            raise Wrong(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(0.004)
+    if not becomes_true(holds, timeout_s=timeout_s, step_s=0.004):
+        raise Wrong(f"not within {timeout_s:.0f} s: {what}")
 
 
 @contextmanager

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MonarchCommand, Mounted, mounts, processes
+from tests.equipment.mounts import mount_table
+from tests.equipment.waiting import wait_until
 
 needs_fuse = pytest.mark.skipif(
     not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse cannot be opened"
@@ -34,13 +35,6 @@ def bytecode_cache() -> dict[str, str]:
     write there, and would compile each module in each command."""
     name = "PYTHONPYCACHEPREFIX"
     return {name: os.environ[name]} if name in os.environ else {}
-
-
-def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -118,7 +112,8 @@ def locked(directory: Path) -> list[Path]:
 def assert_nothing_is_left(monarch: MonarchCommand, *kept: Mounted) -> None:
     """No mount, process, lock, stage or record of this test, but those of ``kept``."""
     directory = monarch.directory
-    assert {m for m in mounts() if m.startswith(f"{directory}/") and _is_monarch(m)} == {
+    monarchs = {m.path for m in mount_table() if m.kind == "fuse.monarch"}
+    assert {m for m in monarchs if m.startswith(f"{directory}/")} == {
         str(made.path) for made in kept
     }
     wait_until(
@@ -130,11 +125,6 @@ def assert_nothing_is_left(monarch: MonarchCommand, *kept: Mounted) -> None:
         wait_until(lambda: locked(directory) == [], f"locks are left: {locked(directory)}")
         assert list((directory / "home" / "state" / "monarch").glob("mounts/*")) == []
     assert stages(directory) == []
-
-
-def _is_monarch(mountpoint: str) -> bool:
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as table:
-        return any(line.split(" ")[1:3] == [mountpoint, "fuse.monarch"] for line in table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +168,7 @@ class Nobody:
 
     def mounts(self) -> dict[str, str]:
         """Mount points and types as this user sees them."""
-        table = Path(f"/proc/{self.namespace}/mounts").read_text()
-        return {line.split(" ")[1]: line.split(" ")[2] for line in table.splitlines()}
+        return {mounted.path: mounted.kind for mounted in mount_table(self.namespace)}
 
     def mkdir(self, name: str) -> Path:
         path = self.directory / name

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,15 @@ import psutil
 import pytest
 
 from monarch.control.client import call
-from monarch.tiers.directory import own_directory
 from monarch.tiers.hierarchy import owner_of
+from monarch.tiers.ownership import own_directory
 from tests.conftest import Mounted
+from tests.equipment.waiting import wait_until
 
 PATIENCE_S = 20.0
 # After that what was fetched young has been looked at again, with much to spare for a machine under
 # load.
 RESTED_S = 3.5
-
-
-def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.01)
 
 
 def account(mounted: Mounted) -> dict[str, Any]:
@@ -167,3 +160,9 @@ def objects_in(tier: Path) -> list[Path]:
             if path.stat().st_size > 0:
                 found.append(path)
     return found
+
+
+def open_objects(mounted: Mounted) -> set[str]:
+    """Those that the daemon has open."""
+    objects = {str(path) for tier in mounted.tiers.values() for path in objects_in(tier)}
+    return objects & {file.path for file in psutil.Process(mounted.pid).open_files()}

@@ -11,6 +11,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -65,6 +66,11 @@ def replaced(path: Path) -> None:
 def regrown(path: Path) -> None:
     """So large that it is no small file any more."""
     path.write_bytes(contents("new and longer", 7_000_000))
+
+
+def regrown_by_rename(path: Path) -> None:
+    regrown(path.with_name("other"))
+    path.with_name("other").rename(path)
 
 
 CHANGES = (truncated, emptied, grown, rewritten, disguised, replaced, regrown)
@@ -594,3 +600,28 @@ def test_new_names_are_only_told_where_the_snapshot_was_given(
     refreshed = monarch.mount(source, snapshot=snapshot, arguments=["--refresh"])
     assert (refreshed.path / "d/new").read_bytes() == b"new"
     assert account(refreshed)["health"]["state"] == "ok"
+
+
+@pytest.mark.fault("S5")
+@pytest.mark.promise(133)
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("change", [replaced, regrown_by_rename])
+def test_a_name_of_a_file_never_has_the_bytes_of_what_took_its_other_name(
+    monarch: MonarchCommand, tree: Tree, size: int, name: str, change: Callable[[Path], None]
+) -> None:
+    monarch.expects_log(CHANGED)
+    if name == "a":
+        monarch.expects_log("has lost one of its names to another file at the source")
+    source = tree({"a": size})
+    (source / "b").hardlink_to(source / "a")
+    before, other = (source / "a").read_bytes(), "b" if name == "a" else "a"
+    mounted = monarch.mount(source, tiers={"fast": "100MiB"})
+    os.stat(mounted.path / other)
+    change(source / name)
+    for _ in range(2):
+        for each in (other, name, other):
+            with suppress(OSError):
+                read = (mounted.path / each).read_bytes()
+                assert read == before or (each, read) == (name, (source / name).read_bytes())
+    assert (mounted.path / other).read_bytes() == before

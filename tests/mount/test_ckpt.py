@@ -225,7 +225,7 @@ def test_a_source_that_refuses_is_told_everywhere_and_nothing_is_given_up(
     assert status["health"]["state"] == "degraded" and desk.alarm() == ["drain-refused"]
     assert desk.run("status", at, "--check").code == 11
     shown = desk.run("status", at).out
-    assert "1 file, 2.93 KiB not at the source yet" in shown and "it waits: " in shown
+    assert "1 file, 2.93 KiB not at the source yet" in shown and "it waits because: " in shown
     assert [row["verdict"] for row in desk.ckpt("verify")["files"]] == ["waiting"]
     slow.rules()
     desk.ckpt("wait", "--timeout", "30s")
@@ -277,7 +277,7 @@ def test_a_tier_that_refuses_what_is_written_is_failing(
     assert raised.value.errno == errno.EIO
     (problem,) = desk.status()["health"]["problems"]
     assert problem["kind"] == "writes-refused"
-    assert problem["what"] == "what is written is refused: Input/output error (EIO)"
+    assert problem["what"] == "writes are refused: Input/output error (EIO)"
     assert desk.run("status", desk.mounted.path, "--check").code == 12
     disk.rules()
     (desk.mounted.path / "ckpt/b").write_bytes(b"content")
@@ -330,7 +330,7 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
     wait_until(lambda: asks(interrupted.pid), "it does not ask its daemon")
     interrupted.send_signal(signal.SIGINT)
     _, told = interrupted.communicate(timeout=30)
-    assert interrupted.returncode == 130 and "stays mounted, and goes on draining" in told
+    assert interrupted.returncode == 130 and "stays mounted and continues to drain" in told
     assert (at / "ckpt/a").read_bytes() == contents("a", 3000)
 
     left = desk.run("umount", at, "--abandon").err.splitlines()
@@ -338,7 +338,7 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
     assert left == [
         f"monarch: {at} is unmounted",
         f"monarch: 1 file, 2.93 KiB, not at the source yet, stays in {directory}: mount again to"
-        " go on draining",
+        " continue draining",
     ]
     assert not (slow.root / "ckpt/a").exists()
     slow.rules()

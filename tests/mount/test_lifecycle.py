@@ -112,7 +112,7 @@ def test_in_the_foreground_it_stays_logs_to_stderr_and_ends_on_sigterm_with_0(
         if line.startswith("monarch: "):
             break
     assert lines[-1].startswith(f"monarch: {source} is at {mnt}, tiers: tier ({tmp_path}/tier); ")
-    assert any(line.endswith(" info monarch.daemon: ready\n") for line in lines)
+    assert any(line.endswith(" info monarch.daemon.mount: ready\n") for line in lines)
     assert (mnt / "a").read_bytes() == b"content"
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
@@ -220,7 +220,9 @@ def test_a_signal_while_the_snapshot_is_built_leaves_nothing_and_says_so(
         assert process.returncode == 130
         assert processes("MONARCH_TEST_CASE", monarch.case) == {}
         (line,) = [x for x in told.splitlines() if x.startswith("monarch: interrupted: nothing is")]
-        scanned = r"; (the scan was [\d,]+ entr(y|ies) far and is not kept|nothing was scanned yet)"
+        scanned = (
+            r"; (the scan had read [\d,]+ entr(y|ies), which are not kept|nothing was scanned yet)"
+        )
         assert re.search(scanned, line), line
         assert "Traceback" not in told
     assert_nothing_is_left(monarch)
@@ -435,7 +437,7 @@ sys.exit(main())
             timeout=60,
         )
         loaded = set(done.stderr.splitlines()[-1].split())
-        assert (done.returncode, "monarch.registry" in loaded) == (0, True), done.stderr
+        assert (done.returncode, "monarch.control.registry" in loaded) == (0, True), done.stderr
         assert loaded & heavy == set(), arguments
     assert_nothing_is_left(monarch)
 

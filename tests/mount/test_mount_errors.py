@@ -120,7 +120,7 @@ def test_a_mount_point_inside_the_source_is_refused(monarch: MonarchCommand, tre
 @pytest.mark.fault("M1")
 def test_the_source_is_not_mounted_over_itself(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"a": 3})
-    refused(monarch, source, source, code=2, words="is the source as well")
+    refused(monarch, source, source, code=2, words="is also the source")
 
 
 @pytest.mark.fault("M1")
@@ -129,7 +129,7 @@ def test_a_mount_point_that_would_hide_the_source_is_refused(
 ) -> None:
     below = tmp_path / "outer/source"
     below.mkdir(parents=True)
-    refused(monarch, below, tmp_path / "outer", code=2, words="has the source")
+    refused(monarch, below, tmp_path / "outer", code=2, words="contains the source")
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_a_source_that_the_user_may_not_read_is_told(monarch: MonarchCommand) ->
     ("tier", "words"),
     [
         ("source/tier", "is inside the source"),
-        ("outer", "has the source"),
-        ("mnt", "is the mount point as well"),
+        ("outer", "contains the source"),
+        ("mnt", "is also the mount point"),
     ],
 )
 @pytest.mark.fault("M1")
@@ -282,7 +282,10 @@ def test_an_empty_path_is_a_mistake_in_every_verb(
     for command in commands:
         done = monarch(*command, check=False)
         told = one_line(done)
-        assert (done.returncode, "the path is empty; is a variable not set?" in told) == (2, True)
+        assert (
+            done.returncode,
+            "the path is empty; check for a variable that is not set" in told,
+        ) == (2, True)
     assert "--tier: the path is empty" in one_line(monarch(*commands[2], check=False))
     assert_nothing_is_left(monarch)
 
@@ -424,14 +427,14 @@ def test_a_metrics_port_in_use_is_the_error_of_the_mount(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         registered(monarch, mnt, tree({"a": 1}), monarch.directory / "state")
-        monarch.expects_log(r"cannot show metrics at")
+        monarch.expects_log(r"cannot serve metrics at")
         told = refused(
             monarch,
             monarch.directory / "source",
             mnt,
             *("-o", f"metrics.enabled,metrics.address=127.0.0.1:{port}"),
             code=2,
-            words=f"cannot show metrics at 127.0.0.1:{port}: Address already in use",
+            words=f"cannot serve metrics at 127.0.0.1:{port}: Address already in use",
         )
     assert "give each mount a metrics.address of its own" in told
 
@@ -502,8 +505,8 @@ def test_root_without_its_capabilities_mounts_only_to_read(
         )
 
     for option, words in (
-        ("write=absorb", "draining is not possible: root is here without CAP_CHOWN, CAP_FOWNER,"),
-        ("source_identity=caller", "caller is not possible: root is here without CAP_SETGID;"),
+        ("write=absorb", "draining is not possible: root lacks CAP_CHOWN, CAP_FOWNER,"),
+        ("source_identity=caller", "caller is not possible: root lacks CAP_SETGID;"),
     ):
         done = mount("-o", option)
         assert (done.returncode, words in one_line(done)) == (8, True), done.stderr

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from monarch.buckets import BUCKETS, bucket
 from monarch.placement.policies.no_evict import assign
+from monarch.posix.buckets import BUCKETS, bucket
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource

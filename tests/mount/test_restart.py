@@ -301,7 +301,7 @@ def test_a_source_that_is_not_there_yet_costs_neither_the_snapshot_nor_the_copie
     refused = monarch(*arguments, check=False)
     monarch.expects_log("is empty, but its snapshot has")
     assert refused.returncode == 4
-    assert "is its file system mounted?" in refused.stderr
+    assert "mount its file system" in refused.stderr
     source.rmdir()
     (tmp_path / "elsewhere").rename(source)
     nothing_is_asked_or_copied_again(monarch.mount(source, tiers=TIERS), source, content)

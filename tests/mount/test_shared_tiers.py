@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from monarch.places import readable_name
-from monarch.registry import Registry
+from monarch.config.defaults import readable_name
+from monarch.control.registry import Registry
 from tests.conftest import MonarchCommand, Mounted, Tree
 from tests.equipment.inotify import OpenCounter
 from tests.mount.command import needs_fuse, one_line, wait_until
@@ -125,7 +125,7 @@ def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
     tier = second.tiers["fast"]
     wait_until(lambda: account(second)["tiers"][0]["others"] == [str(source)], "it is not known")
     shown = " ".join(monarch("status", str(second.path)).stdout.split())
-    assert f"tier fast also holds copies of {source}: `monarch evict --tier {tier}` shows" in shown
+    assert f"tier fast also holds copies of {source}: `monarch evict --tier {tier}` lists" in shown
     file = monarch.directory / "monarch.yaml"
     mount = f"source: {other}, mountpoint: {second.path}, state: {second.state}"
     file.write_text(f"mounts: {{b: {{{mount}, tiers: ['{tier}:10MiB']}}}}\n")
@@ -205,8 +205,8 @@ def test_copies_that_the_state_directory_does_not_know_are_told_before_they_go(
     assert "copies of an earlier mount" not in told(tier)
     # Mounted once with another tier, its records know those of the first no more.
     assert "copies of an earlier mount" not in told(monarch.directory / "another")
-    lost = f"8 copies of an earlier mount will be removed and made anew: no record in {state[1]}"
-    assert lost.replace("in /", "in the state directory /") in told(tier)
+    lost = "8 copies of an earlier mount will be removed and made anew: the state directory "
+    assert f"{lost}{state[1]}" in told(tier)
     assert "copies of an earlier mount" not in told(tier)
 
 

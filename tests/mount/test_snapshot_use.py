@@ -63,7 +63,7 @@ def test_a_given_snapshot_that_is_missing_is_built_there_and_a_line_says_so(
     made.path.mkdir()
     where = ["mount", str(source), str(made.path), "--snapshot", str(snapshot)]
     where += ["--state", str(made.state), "--tier", f"{tmp_path}/tier:1MiB"]
-    line = f"monarch: snapshot {snapshot} is not there: it is built there now"
+    line = f"monarch: snapshot {snapshot} does not exist: it is built now"
     for there in (False, True):
         assert snapshot.exists() is there
         assert (line in monarch(*where).stderr) is not there

@@ -143,7 +143,7 @@ def test_the_daemon_s_own_rights_are_the_default_and_files_closed_to_it_are_name
     squashed.expects_log("Permission denied")
     assert _reads(mounted, "small", uid=ALICE) == "Permission denied"
     assert _reads(mounted, "large", uid=ALICE) == "Permission denied"
-    assert "2 files are closed to the daemon" in _problems(mounted)["source-closed"]
+    assert "the daemon read 2 files" in _problems(mounted)["source-closed"]
 
 
 @pytest.mark.fault("U6")
@@ -177,4 +177,4 @@ def test_what_cannot_act_as_its_callers_is_refused(
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         done = user("mount", str(source), str(mnt), "-o", "source_identity=caller")
         assert done.returncode == 8, done.stderr
-        assert "only root acts with the rights of others" in done.stderr
+        assert "only root can act with the rights of other users" in done.stderr

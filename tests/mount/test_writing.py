@@ -25,7 +25,8 @@ from tests.conftest import (
     let_others_in,
     names_in,
 )
-from tests.mount.observe import objects_in, wait_until
+from tests.equipment.slowfs import SlowSource
+from tests.mount.observe import objects_in, open_objects, wait_until
 
 pytestmark = pytest.mark.modes(*OPENS_ARE_TOLD)
 
@@ -72,6 +73,21 @@ def test_without_being_told_to_a_mount_absorbs_nothing(monarch: MonarchCommand, 
     assert raised.value.errno == errno.EROFS
 
 
+@pytest.mark.promise(30)
+def test_a_written_file_says_where_its_bytes_are(absorbing: Mounted) -> None:
+    new, changed = absorbing.path / "new", absorbing.path / "a.bin"
+    new.write_bytes(b"new")
+    changed.write_bytes(b"changed")
+    (absorbing.path / "d/b.bin").chmod(0o600)
+    names = ["new", "a.bin", "d/b.bin"]
+    for _ in range(2):
+        for path in (absorbing.path / name for name in names):
+            shown = [os.getxattr(path, f"user.monarch.{what}") for what in ("tier", "state")]
+            assert shown == [b"fast", b"resident"]
+            assert os.listxattr(path) == []
+        drained(absorbing, *names)
+
+
 @pytest.mark.promise(61)
 def test_only_what_the_patterns_name_can_be_changed(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"data/a": 10, "ckpt/old": 10})
@@ -100,6 +116,35 @@ def test_only_what_the_patterns_name_can_be_changed(monarch: MonarchCommand, tre
     drained(mounted, "ckpt/new", "runs/1/logs/out")
     assert (source / "ckpt/new").read_bytes() == b"new"
     assert (source / "runs/1/logs/out").read_bytes() == b"log"
+
+
+@pytest.mark.modes("relay", "passthrough")
+@pytest.mark.parametrize("directory", ["made", "d", ""])
+@pytest.mark.parametrize("handler", ["lookup", "getattr"])
+def test_of_a_name_that_is_made_only_the_making_is_pythons(
+    monarch: MonarchCommand,
+    tree: Tree,
+    monkeypatch: pytest.MonkeyPatch,
+    directory: str,
+    handler: str,
+) -> None:
+    """The kernel also looks for the name, and asks for the attributes of the directory."""
+    monkeypatch.setenv("MONARCH_POINT", f"handler-{handler}:50:raise")
+    source = tree({"a.bin": 1000, "d/b.bin": 5000})
+    mounted = monarch.mount(source, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    at = mounted.path / directory
+    at.mkdir(exist_ok=True)
+    for n in range(100):
+        (at / f"new-{n}").write_bytes(b"%d" % n)
+    for n in range(100):
+        (at / f"new-{n}").rename(at / f"now-{n}")
+        assert not (at / f"new-{n}").exists()
+    for n in range(100):
+        (at / f"new-{n}").write_bytes(b"again")
+        if n % 10:
+            (at / f"now-{n}").unlink()
+    for n in range(0, 100, 10):
+        assert (at / f"now-{n}").read_bytes() == b"%d" % n
 
 
 @pytest.mark.promise(62)
@@ -770,6 +815,7 @@ def test_an_attribute_can_be_removed_that_an_earlier_mount_has_brought(
 
 
 @pytest.mark.promise(62)
+@pytest.mark.fault("M17")
 def test_a_closed_file_that_is_read_can_be_removed_cut_and_written_meanwhile(
     absorbing: Mounted,
 ) -> None:
@@ -833,12 +879,17 @@ def test_a_closed_file_has_its_holes_and_is_mapped(absorbing: Mounted) -> None:
 
 @pytest.mark.modes("relay", "passthrough")
 def test_what_was_let_go_of_is_read_whole_by_who_has_it_open_and_who_opens_it_then(
-    monarch: MonarchCommand, tree: Tree
+    slow: SlowSource, monarch: MonarchCommand
 ) -> None:
-    mounted = monarch.mount(tree({"a": 1}), options=["write=absorb", "writeback.reserve=0"])
+    monarch.allows_log("draining to the source has stopped|EIO")
+    mounted = monarch.mount(slow.path, options=["write=absorb", "writeback.reserve=0"])
     content = contents("f", 300_000)
+    slow.rules("err create EIO .")
     (mounted.path / "f").write_bytes(content)
+    # What is opened before its writer's release is Python's, and is kept while it is open.
+    wait_until(lambda: not open_objects(mounted), "its writer has it open")
     with (mounted.path / "f").open("rb", buffering=0) as file:
+        slow.rules()
         drained(mounted, "f")
         wait_until(lambda: not objects_in(mounted.tiers["fast"]), "it is kept")
         assert file.read() == content

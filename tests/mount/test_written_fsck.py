@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from monarch.checks.fsck import check_state
+from monarch.checks.preflight import Check
+from monarch.checks.preflight_writes import check_writing
+from monarch.config.settings import MountSettings, TierSettings
 from monarch.control.client import call
-from monarch.fsck import check_state
-from monarch.premises import Check
-from monarch.registry import Registry
-from monarch.settings import MountSettings, TierSettings
-from monarch.write_premises import check_writing
+from monarch.control.registry import Registry
 from monarch.writeback.objects import Objects
 from tests.conftest import MonarchCommand, Mounted, contents
 from tests.equipment.slowfs import SlowSource
@@ -146,8 +146,8 @@ def test_doctor_says_whether_what_is_written_can_come_home_and_is_safe_meanwhile
     checks = planned()
     assert {check.status for check in checks} == {"ok"}
     assert [check.detail for check in checks] == [
-        f"{source} takes what is drained",
-        f"{source}/ckpt takes what is drained",
+        f"{source} can be written by the drain",
+        f"{source}/ckpt can be written by the drain",
     ]
     assert planned(absorb=()) == []
     memory = Path("/dev/shm")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from monarch import beneath
-from monarch.beneath import lstat_beneath, open_beneath
+from monarch.posix import openat2
+from monarch.posix.openat2 import lstat_beneath, open_beneath
 
 Opener = Callable[[int, bytes, int], int]
 
@@ -32,8 +32,8 @@ def root_fd(source: Path) -> Iterator[int]:
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every promise holds on a kernel without openat2 as well."""
     if request.param == "stepwise":
-        monkeypatch.setattr(beneath, "_has_openat2", lambda: False)
-    elif not beneath._has_openat2():
+        monkeypatch.setattr(openat2, "_has_openat2", lambda: False)
+    elif not openat2._has_openat2():
         pytest.skip("this kernel has no openat2")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch.buckets import BUCKETS, bucket, buckets
+from monarch.posix.buckets import BUCKETS, bucket, buckets
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from monarch.buckets import BUCKETS, bucket
 from monarch.errors import SnapshotError, SourceError, UsageError
 from monarch.namespace import build as build_module
 from monarch.namespace.build import build
 from monarch.namespace.refresh import refresh
 from monarch.namespace.scan import Scan
 from monarch.namespace.snapshot import Snapshot
+from monarch.posix.buckets import BUCKETS, bucket
 from monarch.types import ROOT_INO, Ino
 from tests.equipment import slowfs
 from tests.namespace.conftest import Taken
@@ -735,7 +735,7 @@ def test_a_source_that_dies_fails_the_build(
             batches = scan.batches()
             next(batches)
             slow.kill()
-            with pytest.raises(SourceError, match="see that the source is mounted") as failure:
+            with pytest.raises(SourceError, match="check that the source is mounted") as failure:
                 list(batches)
         assert failure.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     finally:

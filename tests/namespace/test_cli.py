@@ -112,4 +112,4 @@ def test_build_takes_a_mode_and_refuses_what_it_cannot_do(source: Path, file: Pa
     run("build", source, "-o", file)
     run("info", file)
     done = run("build", source, "-o", source / "x", code=2)
-    assert done.stderr.count("\n") == 1 and "give a file outside of it" in done.stderr
+    assert done.stderr.count("\n") == 1 and "name a file outside it" in done.stderr

@@ -12,7 +12,9 @@ import lmdb
 import pytest
 import xxhash
 
-from monarch import snapshots
+from monarch.config.settings import MountSettings
+from monarch.daemon import snapshot_choice
+from monarch.daemon.snapshot_choice import snapshot_for
 from monarch.errors import SnapshotError, TierError
 from monarch.namespace import given as given_module
 from monarch.namespace.build import build
@@ -34,8 +36,6 @@ from monarch.namespace.schema import (
 )
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer, read_value
-from monarch.settings import MountSettings
-from monarch.snapshots import snapshot_for
 from monarch.tiers.source import Source
 from monarch.types import ROOT_INO
 
@@ -84,7 +84,7 @@ def test_a_given_snapshot_that_is_written_over_is_not_felt(
     source: Path, given: Path, state: Path, in_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not in_memory:
-        monkeypatch.setattr(snapshots, "memory_bytes", lambda _root: 0)
+        monkeypatch.setattr(snapshot_choice, "memory_bytes", lambda _root: 0)
     with opened(source, given, state) as snapshot:
         assert copies(state) == [snapshot.file]
         assert snapshot.file.stat().st_mode & 0o777 == 0o600

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from monarch import acl
 from monarch.namespace import look as look_module
 from monarch.namespace import scan
 from monarch.namespace.build import build
@@ -20,6 +19,7 @@ from monarch.namespace.look import Seen, look
 from monarch.namespace.refresh import directories_changed, refresh
 from monarch.namespace.schema import RECORD_BYTES
 from monarch.namespace.snapshot import Snapshot
+from monarch.posix import acl
 from monarch.tiers.source import Source, identity_now, identity_of
 from monarch.types import Ino
 from tests.equipment import slowfs

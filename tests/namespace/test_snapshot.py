@@ -71,7 +71,7 @@ def test_a_database_of_something_else(file: Path) -> None:
     with lmdb.open(str(file), subdir=False, lock=False) as environment:
         with environment.begin(write=True) as transaction:
             transaction.put(b"key", b"value")
-    with pytest.raises(SnapshotError, match="cut short, or its end is damaged"):
+    with pytest.raises(SnapshotError, match="truncated, or its end is damaged"):
         Snapshot.open(file)
     append_trailer(file, page_bytes=os.sysconf("SC_PAGE_SIZE"))
     with pytest.raises(SnapshotError, match="is damaged"):
@@ -91,7 +91,7 @@ def test_a_file_that_was_cut_short(built: Path) -> None:
     content = built.read_bytes()
     for size in (4096, 8192, 20_000, len(content) // 2, len(content) - 4096, len(content) - 1):
         built.write_bytes(content[:size])
-        with pytest.raises(SnapshotError, match="cut short"):
+        with pytest.raises(SnapshotError, match="is truncated"):
             Snapshot.open(built)
     built.write_bytes(content + b"\0")
     with pytest.raises(SnapshotError, match="its end is damaged"):

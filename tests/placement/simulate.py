@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from monarch.buckets import BUCKETS, bucket
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
 from monarch.placement.policies.first_come import FirstCome
@@ -17,6 +16,7 @@ from monarch.placement.policies.lru import Lru
 from monarch.placement.policies.no_evict import NoEvict, assign
 from monarch.placement.policy import Item, Policy
 from monarch.placement.residency import Residency
+from monarch.posix.buckets import BUCKETS, bucket
 from monarch.types import Ino
 
 # As a parallel file system numbers its files: large, dense, in the order of creation.

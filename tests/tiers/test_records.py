@@ -89,7 +89,7 @@ def test_a_record_of_a_young_version_is_believed_by_the_daemon_that_made_it_only
 
 
 def doubted(records: Records) -> list[int]:
-    return [ino for inos in records.doubted() for ino in inos.tolist()]
+    return [ino for inos in records.unverified() for ino in inos.tolist()]
 
 
 def test_records_are_doubted_after_an_unclean_end_until_they_are_confirmed(tmp_path: Path) -> None:

@@ -15,23 +15,25 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.metrics import Metrics
+from monarch.config.settings import LimitSettings
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
 from monarch.placement.policies.first_come import FirstCome
 from monarch.placement.policy import Item
 from monarch.placement.residency import Residency
-from monarch.settings import LimitSettings
-from monarch.threads import Threads
-from monarch.tiers.directory import Owner, Tier
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts, SourceClock
+from monarch.tiers.ownership import Owner
 from monarch.tiers.records import Records
 from monarch.tiers.source import Source, SourceFile
-from monarch.transfer import engine
+from monarch.tiers.tier import Staged, Tier
+from monarch.transfer import engine, source_reader
 from monarch.transfer.copy import Turn, read_turn
 from monarch.transfer.engine import Engine
-from monarch.transfer.readers import Readers
-from monarch.transfer.ward import Ward
+from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_reader import SourceReader
+from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Attributes, Ino
 from tests.conftest import contents
 
@@ -84,8 +86,9 @@ class Rig:
     tier: Tier
     records: Records
     changed: list[Ino]
-    readers: Readers
+    source_load: SourceLoad
     source: Source
+    reader: SourceReader
 
     def want(self, number: int) -> bool:
         """As a reader's or a person's wish; whether a copy of it was begun."""
@@ -125,29 +128,50 @@ async def running(
     records = Records(tmp_path, "g", [tier.id])
     opened = Source(os.fsencode(source))
     residency, ledger = Residency(COUNT), Ledger([capacity])
-    readers = Readers()
+    source_load = SourceLoad()
     names, metrics, changed = Names(source), Metrics(["fast"]), list[Ino]()
     controller = Controller(residency, ledger, FirstCome())
     given_limits = LimitSettings(
         # No call hangs, but a disk that is busy may take hours of virtual time.
         **{"inline_max": 100, "buffer_max": 10**6, "tier_timeout": 10**6, **limits}
     )
-    made = Engine(
+    # By a clock that is far ahead, all files have rested.
+    doubts = Doubts(SourceClock(time.time_ns() + 10**13, time.monotonic_ns()))
+    reader = SourceReader(
         source=opened,
-        ward=Ward(tiers=[tier], keep_free=[0], ledger=ledger, metrics=metrics, limits=given_limits),
+        names=names,
+        threads=ThreadPool(4, "source", abandon=True),
+        source_load=source_load,
+        metrics=metrics,
+        limits=given_limits,
+        doubts=doubts,
+    )
+    made = Engine(
+        monitor=TierMonitor(
+            tiers=[tier], keep_free=[0], ledger=ledger, metrics=metrics, limits=given_limits
+        ),
         records=records,
         names=names,
         controller=controller,
         metrics=metrics,
         limits=given_limits,
-        readers=readers,
-        # By a clock that is far ahead, all files have rested.
-        doubts=Doubts(SourceClock(time.time_ns() + 10**13, time.monotonic_ns())),
-        source_threads=Threads(4, "source", abandon=True),
+        reader=reader,
+        doubts=doubts,
         changed=changed.append,
     )
     rig = Rig(
-        made, controller, residency, ledger, metrics, names, tier, records, changed, readers, opened
+        made,
+        controller,
+        residency,
+        ledger,
+        metrics,
+        names,
+        tier,
+        records,
+        changed,
+        source_load,
+        opened,
+        reader,
     )
     try:
         async with trio.open_nursery() as nursery:
@@ -223,10 +247,10 @@ PIECE = 1000
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Files of ten pieces."""
-    monkeypatch.setattr(engine, "TURN_BYTES", PIECE)
-    monkeypatch.setattr(engine, "_BESIDE_READERS", PIECE)
+    monkeypatch.setattr(source_reader, "TURN_BYTES", PIECE)
+    monkeypatch.setattr(source_reader, "_BESIDE_READERS", PIECE)
     counted = Reads()
-    monkeypatch.setattr(engine, "read_turn", counted)
+    monkeypatch.setattr(source_reader, "read_turn", counted)
     return counted
 
 
@@ -264,7 +288,7 @@ async def test_what_is_read_at_once_keeps_to_the_limits(
         rig.want(2)
         await until(lambda: rig.resident() == [1, 2])
         assert reads.most <= most
-        assert rig.engine._held_bytes == rig.engine._ahead == 0
+        assert rig.reader.buffer.used == rig.reader._ahead == 0
 
 
 @pytest.mark.finding("C4")
@@ -273,15 +297,15 @@ async def test_while_a_reader_waits_one_copy_reads_one_piece_at_a_time_and_few_o
     source: Path, tmp_path: Path, reads: Reads
 ) -> None:
     async with running(source, tmp_path) as rig:
-        rig.readers.begin(trio.current_time())
-        rig.engine._pace.expect()
+        rig.source_load.begin(trio.current_time())
+        rig.reader.expect()
         for number in range(1, COUNT + 1):
             rig.want(number)
         await trio.sleep(0.5)
         # A twentieth of the time, and pieces of a fiftieth of a second.
         assert reads.most == 1
         assert reads.bytes <= 4 * PIECE
-        rig.readers.end(trio.current_time())
+        rig.source_load.end(trio.current_time())
         await until(lambda: len(rig.resident()) == COUNT)
 
 
@@ -290,8 +314,8 @@ async def test_a_copy_that_follows_a_reader_does_not_wait_for_it_to_pause(
     source: Path, tmp_path: Path, reads: Reads
 ) -> None:
     async with running(source, tmp_path) as rig:
-        rig.readers.begin(trio.current_time())
-        rig.engine._pace.expect()
+        rig.source_load.begin(trio.current_time())
+        rig.reader.expect()
         attributes = rig.names.attributes(Ino(1))
         file = rig.source.open(b"1")
         file.note_read(0, SIZE)
@@ -302,7 +326,7 @@ async def test_a_copy_that_follows_a_reader_does_not_wait_for_it_to_pause(
         file.release()
         await until(lambda: rig.resident() == [1])
         assert reads.bytes == SIZE
-        rig.readers.end(trio.current_time())
+        rig.source_load.end(trio.current_time())
 
 
 async def test_a_piece_that_cannot_be_read_gives_the_copy_up_and_leaves_nothing(
@@ -315,11 +339,11 @@ async def test_a_piece_that_cannot_be_read_gives_the_copy_up_and_leaves_nothing(
             raise OSError(errno.EIO, "broken")
         return reads(file, offset, count)
 
-    monkeypatch.setattr(engine, "read_turn", fails)
+    monkeypatch.setattr(source_reader, "read_turn", fails)
     async with running(source, tmp_path) as rig:
         rig.want(1)
         await until(lambda: rig.metrics.promotion_failures == {"EIO": 1})
-        assert rig.engine._held_bytes == rig.engine._ahead == 0
+        assert rig.reader.buffer.used == rig.reader._ahead == 0
         broken = False
         await until(lambda: rig.resident() == [1])
 
@@ -330,7 +354,7 @@ async def test_copies_keep_to_the_bandwidth_that_they_are_given(
 ) -> None:
     async with running(source, tmp_path, source_bandwidth=SIZE) as rig:
         # Two turns of 4 MiB go at once; from then on each file takes a second.
-        rig.engine._bucket.take(8 << 20, trio.current_time())
+        rig.reader._bucket.take(8 << 20, trio.current_time())
         started = trio.current_time()
         for number in range(1, 4):
             rig.want(number)
@@ -398,7 +422,7 @@ async def test_what_is_wanted_waits_while_the_queue_is_full_and_is_copied_later(
 ) -> None:
     monkeypatch.setattr(engine, "_QUEUE_LIMIT", 1)
     async with running(source, tmp_path, source_bandwidth=SIZE) as rig:
-        rig.engine._bucket.take(8 << 20, trio.current_time())
+        rig.reader._bucket.take(8 << 20, trio.current_time())
         turns = 0
         next_wanted = rig.controller.next_wanted
 
@@ -445,11 +469,36 @@ async def test_memory_for_files_on_their_way_is_bounded(
         assert rig.resident() == list(range(1, COUNT + 1))
 
 
+async def test_a_copy_that_is_cancelled_while_its_tier_writes_is_no_internal_error(
+    source: Path,
+    tmp_path: Path,
+    clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(source_reader, "TURN_BYTES", 1000)
+    writing, cancelled = threading.Event(), threading.Event()
+    append = Staged.append
+
+    def slow(self: Staged, data: bytes | memoryview) -> None:
+        writing.set()
+        cancelled.wait(10)
+        append(self, data)
+
+    monkeypatch.setattr(Staged, "append", slow)
+    async with running(source, tmp_path) as rig:
+        assert rig.want(1)
+        await until(writing.is_set)
+        # The tier answers when all tasks have heard of the cancellation.
+        threading.Timer(0.2, cancelled.set).start()
+    assert "internal error" not in caplog.text
+
+
 async def test_copies_that_are_cancelled_leave_nothing_behind(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:
     async with running(source, tmp_path, source_bandwidth=1) as rig:
-        rig.engine._bucket.take(8 << 20, trio.current_time())
+        rig.reader._bucket.take(8 << 20, trio.current_time())
         for number in range(1, COUNT + 1):
             rig.want(number)
         await until(lambda: rig.stages() != [])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from monarch.transfer.pace import Pace
-from monarch.transfer.readers import Readers, SourceTraffic
+from monarch.transfer.source_load import SourceLoad, SourceTraffic
 from monarch.types import Ino
 
 _STEP_S = 0.001
@@ -91,7 +91,7 @@ def test_the_time_that_readers_wait_is_counted_once_wherever_they_read() -> None
         def reached(self, ino: Ino) -> int:
             return 0
 
-    here = Readers()
+    here = SourceLoad()
     here.begin(10.0)
     here.begin(11.0)
     assert here.waited(12.0) == 2.0
@@ -99,7 +99,7 @@ def test_the_time_that_readers_wait_is_counted_once_wherever_they_read() -> None
     here.end(14.0)
     assert here.waited(20.0) == 4.0
     elsewhere = Elsewhere()
-    there = Readers(elsewhere)
+    there = SourceLoad(elsewhere)
     assert there.waited(1.0) == 0.0
     # Eight at the same time for half a second: more than has passed it cannot be.
     elsewhere.traffic = SourceTraffic(0, 8, 0, 0, 4_000_000_000)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch.transfer.readers import Readers
+from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.throttle import TokenBucket
 
 
@@ -60,13 +60,13 @@ def test_over_any_time_no_more_goes_than_burst_and_rate_allow(
 
 
 def test_a_reader_in_flight_or_just_gone_is_busy() -> None:
-    readers = Readers()
-    assert not readers.busy(0.0)
-    readers.begin(1000.0)
-    readers.begin(1000.0)
-    assert readers.busy(1000.0)
-    readers.end(1000.0)
-    assert readers.busy(2000.0)
-    readers.end(2000.0)
-    assert readers.busy(2000.01)
-    assert not readers.busy(2000.1)
+    source_load = SourceLoad()
+    assert not source_load.busy(0.0)
+    source_load.begin(1000.0)
+    source_load.begin(1000.0)
+    assert source_load.busy(1000.0)
+    source_load.end(1000.0)
+    assert source_load.busy(2000.0)
+    source_load.end(2000.0)
+    assert source_load.busy(2000.01)
+    assert not source_load.busy(2000.1)

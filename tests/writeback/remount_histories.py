@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import trio
 
-from monarch import points
 from monarch.errors import Refused, SourceError
 from monarch.namespace.build import build
+from monarch.posix import failpoints
 from tests.writeback.remounts import Ground, Life, Shown, Tree, tree_of
 from tests.writeback.rig import Killed, is_killed
 
@@ -336,7 +336,7 @@ class Story:
 
         with monkeypatch.context() as patched:
             if way == "kill":
-                patched.setattr(points, "reached", reached)
+                patched.setattr(failpoints, "failpoint", reached)
             try:
                 async with self.ground.mount(works=works, **more) as life:
                     self.check_shown(life, kind)
@@ -370,7 +370,7 @@ class Story:
             with trio.move_on_after(_PATIENCE_S):
                 await life.drained()
             now, there = life.shown(), tree_of(self.ground.source)
-            trouble = life.side.drain.backlog().trouble
+            trouble = life.write_back.drain.backlog().trouble
             self._check_all_told(now, there, trouble)
             theirs = self.numbers_of_others(now)
             for path in sorted(now.keys() | there.keys() | self.before.tree.keys()):

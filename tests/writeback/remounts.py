@@ -19,29 +19,30 @@ from typing import Any
 import pytest
 import trio
 
-from monarch import absorbing as absorbing_module
-from monarch.absorbing import WriteSide, absorbing, directory_of
-from monarch.credentials import Credentials
+from monarch.config.settings import MountSettings
+from monarch.daemon.snapshot_choice import snapshot_for
 from monarch.errors import Refused
-from monarch.metrics import Metrics
-from monarch.namespace import written
-from monarch.namespace.overlay import Namespace
+from monarch.namespace import overlay
+from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.ledger import Ledger
 from monarch.placement.policies.first_come import FirstCome
 from monarch.placement.residency import Residency
-from monarch.settings import MountSettings
-from monarch.snapshots import snapshot_for
-from monarch.threads import Threads
-from monarch.tiers.directory import Owner, Tier
+from monarch.posix.credentials import Credentials
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.metrics import Metrics
+from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
-from monarch.transfer.readers import Readers
+from monarch.tiers.tier import Tier
+from monarch.transfer.source_calls import SourceCalls
+from monarch.transfer.source_load import SourceLoad
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
-from monarch.vfs.changes import Changes
-from monarch.vfs.inquiry import Inquiry
+from monarch.vfs.revalidation import Revalidation
 from monarch.writeback import journal
-from monarch.writeback.survey import Survey, survey
+from monarch.writeback import setup as absorbing_module
+from monarch.writeback.inspect import Inspection, inspect
+from monarch.writeback.setup import WriteBack, directory_of, open_write_store
 
 ROOT = Credentials(os.geteuid(), os.getegid())
 
@@ -113,7 +114,7 @@ class Ground:
     monkeypatch: pytest.MonkeyPatch
     # A disk of its own for the tier, which can be full; else it lies on that of the rest.
     disk: Path | None = None
-    threads: dict[str, Threads] = field(default_factory=dict)
+    threads: dict[str, ThreadPool] = field(default_factory=dict)
     names_kept: int = 2
     boots: int = 0
     states: int = 0
@@ -123,12 +124,12 @@ class Ground:
 
     def __post_init__(self) -> None:
         # Names leave memory all the time.
-        self.monkeypatch.setattr(written, "_KEPT", self.names_kept)
+        self.monkeypatch.setattr(overlay, "_KEPT", self.names_kept)
         for path in (self.source, self.tier, self.root / "run"):
             path.mkdir(parents=True, exist_ok=True)
         self.boot_again()
         self.monkeypatch.setattr(journal, "_BOOT", os.fspath(self.root / "boot"))
-        self.monkeypatch.setattr(absorbing_module, "Threads", self._threads)
+        self.monkeypatch.setattr(absorbing_module, "ThreadPool", self._threads)
 
     @property
     def source(self) -> Path:
@@ -167,10 +168,10 @@ class Ground:
                         while file.write(bytes(size)):
                             pass
 
-    def _threads(self, limit: int, name: str, *, abandon: bool, **more: Any) -> Threads:
+    def _threads(self, limit: int, name: str, *, abandon: bool, **more: Any) -> ThreadPool:
         """The same for all lives, and waited for by whoever is cancelled."""
         if name not in self.threads:
-            self.threads[name] = Threads(limit, name, abandon=False, **more)
+            self.threads[name] = ThreadPool(limit, name, abandon=False, **more)
         return self.threads[name]
 
     async def come_to_rest(self) -> None:
@@ -203,8 +204,8 @@ class Ground:
         undone = (op for seq, op in found.ops if not found.is_done(seq) and not op.same)
         return {op.object for op in undone if op.kind in kinds} - {0}
 
-    def survey(self) -> Survey | None:
-        return survey(self.directory) if (self.directory / "journal").exists() else None
+    def survey(self) -> Inspection | None:
+        return inspect(self.directory) if (self.directory / "journal").exists() else None
 
     @asynccontextmanager
     async def mount(
@@ -224,13 +225,13 @@ class Ground:
             tier = Tier(1, "fast", self.tier, owner=Owner("test"))
             cleanup.callback(tier.close)
             tier.use(chosen.snapshot.id)
-            place = absorbing(settings, [tier], self.state)
+            place = open_write_store(settings, [tier], self.state)
             assert place is not None
             is_closed = False
             try:
                 life = Life(self, settings, chosen.snapshot, source, place)
                 async with trio.open_nursery() as nursery:
-                    for name, task in life.side.tasks().items():
+                    for name, task in life.write_back.tasks().items():
                         if works or name != "drain":
                             nursery.start_soon(task)
                     yield life
@@ -253,11 +254,13 @@ class Life:
         settings: MountSettings,
         snapshot: Snapshot,
         source: Source,
-        place: absorbing_module.Absorbing,
+        place: absorbing_module.WriteStore,
     ) -> None:
         self.ground = ground
         self.source = source
         self.is_closed = False
+        # Files that a process has open to read, and that the event loop was not told of.
+        self.read: set[Ino] = set()
         residency, ledger, metrics = (
             Residency(snapshot.entries),
             Ledger([64 << 20]),
@@ -269,7 +272,7 @@ class Life:
             first_ino=Ino(max(WRITTEN_INO, place.found.next_ino)),
             spill=ground.state / "names",
         )
-        self.inquiry = Inquiry(
+        self.source_calls = SourceCalls(
             source,
             ground._threads(4, "source", abandon=False),
             names=self.names,
@@ -277,28 +280,29 @@ class Life:
             timeout_s=None,
             oldest_elsewhere_s=lambda: 0.0,
         )
-        self.side = WriteSide(
+        self.write_back = WriteBack(
             place,
             settings=settings,
             snapshot_id=snapshot.id,
             names=self.names,
-            inquiry=self.inquiry,
-            readers=Readers(None),
+            source_calls=self.source_calls,
+            source_load=SourceLoad(None),
             ledger=ledger,
             residency=residency,
             fast=None,
             taken=lambda ino: None,
             evict=lambda ino: 0,
             evicted=_nothing,
-            look_again=lambda ino: changes.look_again(ino),
+            look_again=lambda ino: revalidation.look_again(ino),
             names_changed=lambda ino: None,
             attributes_changed=lambda ino: None,
+            is_open=lambda ino: ino in self.read,
         )
-        self.writing = self.side.writing
-        self.files = self.side.files
+        self.writing = self.write_back.writing
+        self.files = self.write_back.files
         # There is neither a kernel to be told nor a copy to be dropped.
-        changes = Changes(
-            inquiry=self.inquiry,
+        revalidation = Revalidation(
+            source_calls=self.source_calls,
             names=self.names,
             bindings={},
             residency=residency,
@@ -316,27 +320,27 @@ class Life:
     def kill(self) -> Tree:
         """What it shows; nothing that still runs of it can tell the journal anything more."""
         shown = self.shown()
-        self.ground.monkeypatch.setattr(self.side.place.journal, "_write", _killed)
+        self.ground.monkeypatch.setattr(self.write_back.place.journal, "_write", _killed)
         return shown
 
     def let_go(self) -> None:
         """The descriptors of a killed daemon."""
         for file in self.files._open.values():
             for fd in (file.fd, file.left_fd):
-                if fd >= 0 and file.home is None:
+                if fd >= 0 and file.at_source is None:
                     with suppress(OSError):
                         os.close(fd)
-            if file.home is not None:
-                file.home.release()
+            if file.at_source is not None:
+                file.at_source.release()
 
     async def end(self, *, abandoned: bool = False) -> None:
         """A clean end; if not ``abandoned``, all that was written is at the source then."""
         self.files.close()
         if abandoned:
-            self.side.abandon()
-        await self.side.finish()
+            self.write_back.abandon()
+        await self.write_back.finish()
         await self.ground.come_to_rest()
-        self.side.close()
+        self.write_back.close()
         self.is_closed = True
 
     # -- what is done --------------------------------------------------------------------------
@@ -404,12 +408,12 @@ class Life:
 
     async def drained(self) -> None:
         """All that was recorded is at the source."""
-        await self.side.drain.settle()
+        await self.write_back.drain.settle()
         await self.ground.come_to_rest()
 
     async def at_rest(self) -> None:
         """All that the source takes is there."""
-        await self.side.drain.come_to_rest()
+        await self.write_back.drain.come_to_rest()
         await self.ground.come_to_rest()
 
     # -- what is seen --------------------------------------------------------------------------
@@ -451,16 +455,20 @@ class Life:
         file = self.files._open.get(ino)
         if file is not None:
             return os.pread(file.fd, 1 << 20, 0)
-        if node is not None and node.object and not self.side.stock.is_through(node.object):
-            fd = self.side.place.objects.open(node.object)
+        if (
+            node is not None
+            and node.object
+            and not self.write_back.object_table.is_write_through(node.object)
+        ):
+            fd = self.write_back.place.objects.open(node.object)
             try:
                 return os.pread(fd, 1 << 20, 0)
             finally:
                 os.close(fd)
         if node is not None and node.object:
             # Without room in the tier: in its staged file until it has its name.
-            beside = self.side.stock.staged_beside(node.object) or b""
-            part = self.side.files._home.part_name(node.object, through=True)
+            beside = self.write_back.object_table.staged_beside(node.object) or b""
+            part = self.write_back.files._writer.part_name(node.object, through=True)
             with suppress(OSError):
                 return (
                     (self.ground.source / os.fsdecode(beside))

@@ -19,17 +19,17 @@ from pathlib import Path
 
 import trio
 
-from monarch.absorbing import unfinished
-from monarch.credentials import Credentials
-from monarch.threads import Threads
+from monarch.posix.credentials import Credentials
+from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
-from monarch.vfs.stock import UNTOUCHED
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain
-from monarch.writeback.home import Home
 from monarch.writeback.journal import Journal, Op, Replay
+from monarch.writeback.object_table import UNTOUCHED
 from monarch.writeback.objects import Objects
+from monarch.writeback.setup import unfinished
+from monarch.writeback.source_writer import SourceWriter
 
 
 class Killed(BaseException):
@@ -591,7 +591,7 @@ class World:
         """As ``kill``; the next mount makes a snapshot, and is killed as well."""
         replay = self.kill()
         with closing(Source(os.fsencode(self.source))) as source:
-            drain = drain_of(self, source, Threads(1, "drain", abandon=False))
+            drain = drain_of(self, source, ThreadPool(1, "drain", abandon=False))
             drain.load(replay)
         ops = [*unfinished(replay, self.objects)]
         if any(op.kind == "rename" and not op.object for _, op in ops):
@@ -695,19 +695,20 @@ class World:
 def drain_of(
     world: World,
     source: Source,
-    threads: Threads,
+    threads: ThreadPool,
     *,
     workers: int = 2,
     verify: bool = True,
     bandwidth: int = 0,
     busy: Callable[[float], bool] = lambda now: False,
     demand: Callable[[], bool] = lambda: False,
+    hold_s: float = 0.0,
 ) -> Drain:
     """A drain that does nothing yet."""
     return Drain(
         journal=world.journal,
         objects=world.objects,
-        home=Home(source, world.journal.token),
+        writer=SourceWriter(source, world.journal.token),
         contents=world,
         threads=threads,
         bandwidth=bandwidth,
@@ -715,6 +716,7 @@ def drain_of(
         workers=workers,
         busy=busy,
         demand=demand,
+        hold_s=hold_s,
     )
 
 
@@ -729,6 +731,7 @@ async def draining(
     bandwidth: int = 0,
     busy: Callable[[float], bool] = lambda now: False,
     demand: Callable[[], bool] = lambda: False,
+    hold_s: float = 0.0,
     catch_up: bool = True,
     abandon: bool = True,
 ) -> AsyncIterator[Drain]:
@@ -737,7 +740,7 @@ async def draining(
     Without ``abandon`` its threads are at rest when it is over, as those of a killed daemon are.
     """
     source = Source(os.fsencode(root or world.source))
-    threads = Threads(workers + 2, "drain", abandon=abandon)
+    threads = ThreadPool(workers + 2, "drain", abandon=abandon)
     drain = drain_of(
         world,
         source,
@@ -747,6 +750,7 @@ async def draining(
         bandwidth=bandwidth,
         busy=busy,
         demand=demand,
+        hold_s=hold_s,
     )
     if replay is not None:
         drain.load(replay)

@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from monarch.errors import Refused
-from monarch.writeback.home import Home
 from monarch.writeback.objects import Objects
+from monarch.writeback.source_writer import SourceWriter
 from tests.writeback.remounts import Ground, Life
 
 # Long enough for any number of tries of the drain, by a clock that jumps. Seconds.
@@ -34,6 +34,15 @@ def _full(*args: object, **more: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+async def require_read(life: Life, path: bytes) -> None:
+    ino = await life.open(path, os.O_RDONLY)
+    assert await life.files.read(ino, 0, 10) == b"new"
+    with pytest.raises(Refused) as raised:
+        await life.open(path)
+    assert raised.value.errno == errno.ETXTBSY
+    life.files.release(ino)
+
+
 async def written(life: Life, path: bytes) -> None:
     await life.write(path, b"new", synced=True)
     node = life.names.node(life.ino(path))
@@ -41,9 +50,11 @@ async def written(life: Life, path: bytes) -> None:
 
 
 async def require_refused(life: Life, path: bytes) -> None:
+    """It is read, and nothing else can be done with it."""
+    for _ in range(2):
+        await require_read(life, path)
     for call in (
         partial(life.open, path),
-        partial(life.open, path, os.O_RDONLY),
         partial(life.open, path, os.O_WRONLY | os.O_TRUNC),
         partial(life.chmod, path, 0o600),
         partial(life.setxattr, path, b"user.a", b"1"),
@@ -60,7 +71,7 @@ async def test_no_call_waits_for_a_source_that_is_full(
     with trio.fail_after(PATIENCE_S):
         async with ground.mount() as life:
             with monkeypatch.context() as patched:
-                patched.setattr(Home, "carry_out", _full)
+                patched.setattr(SourceWriter, "carry_out", _full)
                 for path in (b"tmp", b"other", b"gone"):
                     await written(life, path)
                 await life.rename(b"tmp", b"a")
@@ -76,9 +87,7 @@ async def test_no_call_waits_for_a_source_that_is_full(
             assert (ground.source / "d/more").samefile(ground.source / "other")
             # They are the source's own from then on.
             for path in (b"a", b"d/more"):
-                ino = await life.open(path, os.O_RDONLY)
-                assert await life.files.read(ino, 0, 10) == b"new"
-                life.files.release(ino)
+                await require_read(life, path)
 
 
 @pytest.mark.promise(71)
@@ -88,7 +97,7 @@ async def test_what_has_come_to_the_source_under_an_older_name_is_not_looked_for
     with trio.fail_after(PATIENCE_S):
         async with ground.mount() as life:
             with monkeypatch.context() as patched:
-                patched.setattr(Home, "rename", _full)
+                patched.setattr(SourceWriter, "rename", _full)
                 await written(life, b"tmp")
                 await life.rename(b"tmp", b"d/final")
                 await trio.sleep(30)
@@ -96,6 +105,27 @@ async def test_what_has_come_to_the_source_under_an_older_name_is_not_looked_for
                 await require_refused(life, b"d/final")
             await life.drained()
             assert (ground.source / "d/final").read_bytes() == b"new"
-            ino = await life.open(b"d/final", os.O_RDONLY)
-            assert await life.files.read(ino, 0, 10) == b"new"
-            life.files.release(ino)
+            await require_read(life, b"d/final")
+
+
+@pytest.mark.promise(71)
+async def test_a_reader_sees_no_full_source_where_another_file_has_come_into_the_way(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with ground.mount() as life:
+            with monkeypatch.context() as patched:
+                patched.setattr(SourceWriter, "carry_out", _full)
+                await written(life, b"tmp")
+                (part,) = ground.source.glob(".monarch-*-through.part")
+                part.rename(ground.source / "moved")
+                (ground.source / "secret").write_bytes(b"of another")
+                (ground.source / "secret").rename(part)
+                with pytest.raises(Refused) as raised:
+                    await life.open(b"tmp", os.O_RDONLY)
+                assert raised.value.errno == errno.EIO
+                part.unlink()
+                (ground.source / "moved").rename(part)
+                await require_read(life, b"tmp")
+            await life.drained()
+            await require_read(life, b"tmp")

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.threads import Threads
+from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.objects import Objects
 from tests.writeback.rig import Disk, World
@@ -20,7 +20,7 @@ from tests.writeback.rig import Disk, World
 Clock = trio.testing.MockClock
 
 
-async def at_once(threads: Threads, function: Callable[..., object], *args: object) -> object:
+async def at_once(threads: ThreadPool, function: Callable[..., object], *args: object) -> object:
     return function(*args)
 
 
@@ -80,7 +80,7 @@ async def test_commits_are_made_at_their_interval_while_something_is_written(
     synced: list[float] = []
     monkeypatch.setattr(Disk, "sync_all", lambda self, fd: synced.append(clock.current_time()))
     # The clock jumps while a thread waits for the disk.
-    monkeypatch.setattr(Threads, "run", at_once)
+    monkeypatch.setattr(ThreadPool, "run", at_once)
     begun = trio.current_time()
     with closing(world.commits(5.0)) as commits:
         async with trio.open_nursery() as nursery:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from monarch.types import Identity
-from monarch.writeback import journal, survey
+from monarch.writeback import inspect, journal
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.objects import Objects
@@ -61,7 +61,7 @@ def test_it_is_kept_with_what_is_known_of_it_until_it_is_discarded(directory: Pa
         # Of the others there is nothing to be kept, and none of this is an object any more.
         assert Objects(directory).numbers() == set()
         Objects(directory).sweep(set())
-        assert survey.survey(directory).unknown == ()
+        assert inspect.inspect(directory).unknown == ()
     kept.discard(1)
     assert kept.list() == Doubtful(directory).list() == [] and kept.held == 0
     assert not list((directory / "doubtful").iterdir())
@@ -74,7 +74,7 @@ def test_a_mount_that_was_killed_before_it_was_put_aside_leaves_it_to_the_next(
     filled(directory)
     # The loss is recorded, and told once.
     assert opened(directory, "two").lost
-    assert survey.survey(directory).unknown == ()
+    assert inspect.inspect(directory).unknown == ()
     found = opened(directory, "two")
     assert not found.lost
     kept = Doubtful(directory)

@@ -15,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch import points
+from monarch.posix import failpoints
 from monarch.units import MiB
 from monarch.writeback.journal import Op
 from tests.equipment.slowfs import SlowSource
@@ -138,7 +138,7 @@ async def test_what_replaces_a_file_takes_its_place_in_one_moment(
 ) -> None:
     shown = set()
     monkeypatch.setattr(
-        points, "reached", lambda name: shown.add((world.source / "a").read_bytes())
+        failpoints, "failpoint", lambda name: shown.add((world.source / "a").read_bytes())
     )
     async with draining(world) as drain:
         for number in range(5):
@@ -234,7 +234,7 @@ async def test_a_file_that_is_written_again_is_staged_when_it_was_published(
 async def test_a_file_that_is_rewritten_while_it_is_copied_is_not_torn(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(points, "reached", lambda name: world.look())
+    monkeypatch.setattr(failpoints, "failpoint", lambda name: world.look())
     world.write(b"a", b"1" * 12 * MiB)
     async with draining(world, world.kill(), bandwidth=1024) as drain:
         # Eight of it go at once, the rest an hour later.
@@ -259,7 +259,7 @@ async def test_copies_are_made_at_once_and_published_in_order(
             there = [name for name in names if (world.source / os.fsdecode(name)).exists()]
             assert there == names[: len(there)]
 
-    monkeypatch.setattr(points, "reached", reached)
+    monkeypatch.setattr(failpoints, "failpoint", reached)
     for name in names:
         world.write(name, name * 1000)
     async with draining(world, world.kill(), workers=4) as drain:
@@ -306,7 +306,7 @@ async def test_the_pauses_double_to_a_minute_and_a_wish_ends_them(
             if len(tries) == 11:
                 token.run_sync_soon(ten.set)
 
-    monkeypatch.setattr(points, "reached", reached)
+    monkeypatch.setattr(failpoints, "failpoint", reached)
     slow.rules("err rename EACCES .*")
     world.write(b"file", b"bytes")
     async with draining(world, world.kill(), root=slow.path) as drain:
@@ -551,7 +551,7 @@ async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.Monke
 
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(points, "reached", reached)
+            patched.setattr(failpoints, "failpoint", reached)
             async with draining(world, replay) as drain:
                 await drain.wait(world.last_seq)
     except BaseException as error:
@@ -598,17 +598,17 @@ import os, sys
 from functools import partial
 from monarch.tiers.source import Source
 from monarch.types import Identity
-from monarch.writeback.home import Expected, Home, Place
-from monarch.writeback.ops import Op
+from monarch.writeback.source_writer import Expected, SourceWriter, Place
+from monarch.writeback.op import Op
 from monarch.writeback.staging import Staged
-home = Home(Source(os.fsencode(sys.argv[1])), "t")
+home = SourceWriter(Source(os.fsencode(sys.argv[1])), "t")
 steps = []
 for number in (1, 2):
     name = b"%d" % number
     op = Op(kind="content", path=name, paths=(name,), object=number, mode=0o6755, uid=0, gid=0)
     place, expected = Place(), Expected()
     fd = home.open_place(op, place, expected, make=True)
-    home.dress(fd, op, place, expected)
+    home.apply_attributes(fd, op, place, expected)
     staged = Staged(0, Identity(0, 0, 0, 0))
     steps.append(partial(home.publish, op=op, staged=staged, place=place, expected=expected))
 device = Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)

@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch import points
+from monarch.posix import failpoints
 from monarch.writeback.journal import Replay
 from tests.writeback.rig import Killed, World, applied, described, draining, is_killed
 
@@ -200,7 +200,7 @@ async def life(
             look()
 
     with monkeypatch.context() as patched:
-        patched.setattr(points, "reached", reached)
+        patched.setattr(failpoints, "failpoint", reached)
         try:
             async with draining(world, replay, abandon=False) as drain:
                 for _ in range(steps):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from monarch import points
-from monarch.credentials import Credentials
 from monarch.errors import TierError
+from monarch.posix import failpoints
+from monarch.posix.credentials import Credentials
 from monarch.types import Identity
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.objects import Objects
@@ -368,7 +368,7 @@ def test_a_crash_while_compacting_leaves_the_old_journal_or_the_new(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(points, "reached", reached)
+        patched.setattr(failpoints, "failpoint", reached)
         with pytest.raises(KeyboardInterrupt):
             journal.compact([], position=journal.position)
     journal.close()

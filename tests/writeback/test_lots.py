@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import trio.testing
 
-from monarch.threads import Threads
+from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback import staging
+from monarch.writeback.drain import Drain
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock
@@ -23,9 +24,9 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[str] = []
         self.threads: list[tuple[int, str]] = []
-        run, hurry, fsync = Threads.run, staging.hurry, os.fsync
+        run, hurry, fsync = ThreadPool.run, staging.start_writeback, os.fsync
 
-        async def counted(threads: Threads, *args: Any) -> Any:
+        async def counted(threads: ThreadPool, *args: Any) -> Any:
             self.made.append("hop")
             return await run(threads, *args)
 
@@ -40,8 +41,8 @@ class Calls:
                 self.threads.append((threading.get_ident(), "sync"))
             fsync(fd)
 
-        monkeypatch.setattr(Threads, "run", counted)
-        monkeypatch.setattr(staging, "hurry", hurried)
+        monkeypatch.setattr(ThreadPool, "run", counted)
+        monkeypatch.setattr(staging, "start_writeback", hurried)
         monkeypatch.setattr(os, "fsync", synced)
 
     def by_thread(self) -> list[list[tuple[int, str]]]:
@@ -60,6 +61,7 @@ def write_all(world: World, *, synced: bool = False) -> None:
         world.write(b"new%d" % number, b"%d" % number * 999, synced=synced)
 
 
+@pytest.mark.fault("T12")
 @pytest.mark.parametrize("synced", [False, True])
 async def test_many_small_files_take_few_hops_and_all_of_them_come(
     world: World, clock: Clock, calls: Calls, synced: bool
@@ -85,6 +87,7 @@ async def test_the_disk_has_the_bytes_of_many_files_before_it_is_waited_for(
     assert any("h" * 32 + "s" * 32 in what for what in done), "no wait in between"
 
 
+@pytest.mark.fault("T12")
 async def test_a_lot_goes_on_without_those_of_which_the_object_is_gone_or_was_written_again(
     world: World, clock: Clock, calls: Calls
 ) -> None:
@@ -102,6 +105,27 @@ async def test_a_lot_goes_on_without_those_of_which_the_object_is_gone_or_was_wr
     assert (world.source / "new9").read_bytes() == written.content
 
 
+@pytest.mark.fault("T12")
+async def test_what_is_written_while_a_lot_is_brought_comes_with_its_time(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all(world, synced=True)
+    replay, written = world.kill(), world.tree[b"new9"]
+    apply = staging.Staging.apply_attributes
+
+    def stored(it: staging.Staging, *args: Any, **more: Any) -> None:
+        apply(it, *args, **more)
+        if it._number == written.object and written.content != b"newer":
+            world.store(written, b"newer")
+
+    monkeypatch.setattr(staging.Staging, "apply_attributes", stored)
+    async with draining(world, replay, catch_up=False) as drain:
+        await drain.come_to_rest()
+    there = (world.source / "new9").stat()
+    assert there.st_mtime_ns == world.objects.status(written.object).st_mtime_ns
+    assert (world.source / "new9").read_bytes() == b"newer"
+
+
 async def test_what_cannot_be_staged_ahead_is_staged_in_its_turn(
     world: World, clock: Clock, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,3 +137,28 @@ async def test_what_cannot_be_staged_ahead_is_staged_in_its_turn(
     async with draining(world, world.kill()) as drain:
         await drain.wait(world.last_seq)
     world.check_all_is_there()
+
+
+async def test_who_writes_many_files_wakes_no_worker_while_the_drain_is_held(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    look = Drain._next_to_stage
+
+    def counted(drain: Drain) -> Any:
+        nonlocal looks
+        looks += 1
+        return look(drain)
+
+    monkeypatch.setattr(Drain, "_next_to_stage", counted)
+    async with draining(world, workers=4, hold_s=1000) as drain:
+        world.write(b"first", b"1")
+        await trio.testing.wait_all_tasks_blocked()
+        before = looks
+        for number in range(100):
+            world.write(b"new%d" % number, b"content")
+            await trio.testing.wait_all_tasks_blocked()
+        # As the queue begins.
+        assert looks - before <= 4
+        await drain.settle()
+    assert len([*world.source.glob("new*")]) == 100

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import sqlite3
 import stat
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,15 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.namespace import written
-from monarch.vfs import room
+from monarch.daemon.health_checks import HealthChecks
+from monarch.daemon.loss_alarm import LossAlarm
+from monarch.errors import Refused, Unanswered
+from monarch.namespace import overlay
+from monarch.telemetry.health import Problem
+from monarch.types import Ino
+from monarch.writeback import space
+from tests.equipment.slowfs import SlowSource
+from tests.test_health import nothing_wrong
 from tests.writeback.remounts import Ground, Life
 
 Clock = trio.testing.MockClock
@@ -32,17 +42,23 @@ def tables(*of: object) -> int:
 
 def in_memory(life: Life) -> int:
     """How many entries everything has that is kept of written files."""
-    side, names = life.side, life.names
-    owners = (side.stock, side.drain, side.place.journal, side.files, side.place.objects)
+    write_back, names = life.write_back, life.names
+    owners = (
+        write_back.object_table,
+        write_back.drain,
+        write_back.place.journal,
+        write_back.files,
+        write_back.place.objects,
+    )
     listings = sum(map(len, names._listings.values()))
     gc.collect()
-    nodes = sum(type(it) is written.Node for it in gc.get_objects())
+    nodes = sum(type(it) is overlay.Node for it in gc.get_objects())
     return tables(*owners, names, names._known) + listings + nodes
 
 
 @pytest.fixture
 def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
-    monkeypatch.setattr(room, "_MOST_DRAINED", 0)
+    monkeypatch.setattr(space, "_MOST_DRAINED", 0)
     return Ground(tmp_path, monkeypatch)
 
 
@@ -82,7 +98,7 @@ async def test_files_that_are_drained_take_no_memory_and_are_as_they_were(
         await at_rest(life)
         assert in_memory(life) < FEW
         assert life.names.put_away_count > FILES - 3
-        assert life.names.held_bytes < FEW * written.NAME_BYTES + 64 * FILES
+        assert life.names.held_bytes < FEW * overlay.NAME_BYTES + 64 * FILES
         # Who has it open has what the names have.
         assert life.names.node(kept) is held
         life.files.release(kept)
@@ -113,7 +129,7 @@ async def test_files_that_are_drained_take_no_memory_and_are_as_they_were(
         assert in_memory(life) < FEW
 
     for names_kept in (2, 8192):
-        ground.monkeypatch.setattr(written, "_KEPT", names_kept)
+        ground.monkeypatch.setattr(overlay, "_KEPT", names_kept)
         async with mounted(ground, freshness="never") as life:
             shown = life.shown()
             assert shown[b"d/1"].content == b"again"
@@ -139,7 +155,7 @@ async def test_what_is_removed_gives_its_memory_back(ground: Ground, clock: Cloc
             life.unlink(b"d/link")
             await trio.sleep(5)
             await at_rest(life)
-        life.files.forget_nameless()
+        life.files.forget_unlinked()
         await at_rest(life)
         assert in_memory(life) < FEW
         spill = life.names._spill
@@ -167,3 +183,175 @@ async def test_names_stay_in_memory_when_there_is_no_room_for_them_elsewhere(
         await trio.sleep(120)
         assert life.names.put_away_count > FILES - 3
         assert len(life.shown()) == FILES + 1
+
+
+def dropped(spill: Any) -> None:
+    """Nothing of what was put away is in memory, neither sqlite's nor the kernel's."""
+    spill._near = {}
+    spill._tables.execute("pragma shrink_memory")
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if "/slow/" in os.readlink(f"/proc/self/fd/{fd}"):
+                os.posix_fadvise(int(fd), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def found_at_once(life: Life, directory: Ino, name: bytes) -> bool:
+    try:
+        return life.names.lookup(directory, name) is not None
+    except Unanswered:
+        return False
+
+
+@pytest.mark.promise(132)
+@pytest.mark.fault("T14")
+@pytest.mark.parametrize("operation", ["read", "write"])
+async def test_names_on_a_disk_that_hangs_hold_up_only_what_needs_them(
+    ground: Ground, clock: Clock, tmp_path: Path, operation: str
+) -> None:
+    (tmp_path / "backing").mkdir()
+    lifted = threading.Event()
+    with SlowSource(tmp_path / "backing", tmp_path / "slow") as slow:
+
+        def lift() -> None:
+            lifted.set()
+            slow.rules()
+
+        async with mounted(ground) as life:
+            life.names._spill_at = slow.path / "names"
+            for directory in (b"d", b"e", b"e/d"):
+                await life.mkdir(directory)
+            await write_all(life)
+            await life.write(b"e/d/gone", b"soon")
+            await at_rest(life)
+            spill, put_away = life.names._spill, life.names.put_away_count
+            assert spill is not None and put_away > FILES
+            kept = await life.open(b"e/d/kept")
+            inside, d = life.ino(b"e/d"), life.ino(b"d")
+            life.names.copy_up(inside)
+            dropped(spill)
+            slow.rules(f"hang {operation} .*")
+            timer = threading.Timer(20.0, lift)
+            timer.start()
+            if operation == "write":
+                life.unlink(b"e/d/gone")
+            await trio.sleep(30)
+            assert not all(found_at_once(life, d, b"%d" % index) for index in range(FILES))
+            # What is in memory does not wait, and what is written is not lost.
+            assert life.names.lookup(inside, b"kept") == kept
+            assert life.names.attributes(kept).is_file
+            await life.files.write(kept, 0, b"written")
+            with suppress(Unanswered):
+                life.files.release(kept)
+            await trio.sleep(30)
+            assert not lifted.is_set()
+            timer.cancel()
+            slow.rules()
+            with trio.move_on_after(3600):
+                await life.names.answers()
+            assert len(life.shown()) == FILES + 4 + (operation == "read")
+            await trio.sleep(120)
+            assert life.names.put_away_count >= put_away - 1
+            for _ in range(2):
+                shown = life.shown()
+                assert all(shown[b"d/%d" % it].content == b"%d" % it for it in range(FILES))
+                assert (b"e/d/gone" in shown) == (operation == "read")
+                dropped(spill)
+            assert shown[b"e/d/kept"].safety == "source"
+        assert (ground.source / "e/d/kept").read_bytes() == b"written"
+
+
+@pytest.mark.promise(131)
+async def test_names_that_cannot_be_read_are_an_error_that_says_what_to_do(
+    ground: Ground, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mounted(ground) as life:
+        await life.mkdir(b"d")
+        await write_all(life)
+        await at_rest(life)
+        spill, directory = life.names._spill, life.ino(b"d")
+        assert spill is not None
+        tables = spill._tables
+        spill._tables = sqlite3.connect(":memory:", check_same_thread=False)
+        for _ in range(2):
+            with pytest.raises(Refused) as refused:
+                life.names.lookup(directory, b"7")
+            assert refused.value.errno == errno.EIO
+        assert caplog.text.count("unmount and mount again") == 1
+        spill._tables = tables
+        assert life.shown()[b"d/7"].content == b"7"
+
+
+def damage(life: Life, *, whole: bool) -> None:
+    """Overwrite the file of what was put away, as a failing disk would."""
+    spill: Any = life.names._spill
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{life.ground.state}/names."):
+                found.append(f"/proc/self/fd/{fd}")
+    [path] = found
+    with open(path, "r+b") as file:
+        content = file.read()
+        if whole:
+            content = content[:100] + bytes(len(content) - 100)
+        else:
+            content = content.replace(b"user.kept", b"user.KEPT")
+        file.seek(0)
+        file.write(content)
+    spill._near = {}
+    # sqlite reads a page anew that was not read since another wrote.
+    spill._tables.execute("pragma shrink_memory")
+
+
+@pytest.mark.promise(175)
+@pytest.mark.fault("T15")
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_damaged_file_of_names_is_a_problem_of_its_own_and_the_next_mount_has_all(
+    ground: Ground, clock: Clock, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    async with ground.mount() as life:
+        await life.mkdir(b"d")
+        await write_all(life)
+        for index in range(FILES):
+            await life.setxattr(b"d/%d" % index, b"user.kept", b"%d" % index)
+        await at_rest(life)
+        assert problems(life) == []
+        kept = await life.open(b"kept")
+        # A file without a name is not in memory when it is to be forgotten.
+        await life.write(b"gone", b"soon")
+        gone = life.ino(b"gone")
+        life.unlink(b"gone")
+        for index in range(8):
+            life.names.node(life.ino(b"d/%d" % index))
+        await trio.sleep(0.6)
+        assert gone in life.files._unlinked and gone not in life.names._nodes
+        damage(life, whole=whole)
+        readable, refused = 0, 0
+        for index in range(FILES):
+            try:
+                node = life.names.node(life.ino(b"d/%d" % index))
+            except Refused as error:
+                refused += error.errno == errno.EIO
+            else:
+                assert node is not None and node.xattrs == {b"user.kept": b"%d" % index}
+                readable += 1
+        assert refused > FILES / 2 and readable + refused == FILES
+        # What is in memory goes on.
+        await life.files.write(kept, 0, b"written")
+        life.files.release(kept)
+        await trio.sleep(200)
+        [problem] = problems(life)
+        assert problem.kind == "names-unreadable" and os.fspath(ground.state) in problem.what
+        assert "cannot be read from the state directory" in caplog.text
+        await life.end(abandoned=True)
+    async with mounted(ground, freshness="never") as life:
+        shown = life.shown()
+        assert all(shown[b"d/%d" % index].content == b"%d" % index for index in range(FILES))
+        await life.drained()
+    assert (ground.source / "kept").read_bytes() == b"written"
+
+
+def problems(life: Life) -> list[Problem]:
+    loss_alarm = LossAlarm(life.ground.state)
+    parts = nothing_wrong(life.ground.root) | {"writing": life.write_back, "loss_alarm": loss_alarm}
+    return HealthChecks(**parts).problems()

@@ -118,7 +118,7 @@ async def test_what_could_not_be_synced_is_drained_and_not_believed(
     world: World, clock: trio.testing.MockClock, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     believed: list[int] = []
-    monkeypatch.setattr(world.journal, "mark_believed", believed.append)
+    monkeypatch.setattr(world.journal, "mark_durable", believed.append)
     async with draining(world) as drain:
         world.create(b"new")
         node = world.begin(b"new")

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch import points
+from monarch.posix import failpoints
 from monarch.units import MiB
 from tests.equipment.slowfs import SlowSource
 from tests.writeback.rig import Killed, World, draining, read_tree
@@ -26,7 +26,7 @@ def shown_at_each_step(world: World, monkeypatch: pytest.MonkeyPatch) -> list[di
             tree = read_tree(world.source)
             shown.append({os.fsdecode(n): node.content for n, node in tree.items()})
 
-    monkeypatch.setattr(points, "reached", reached)
+    monkeypatch.setattr(failpoints, "failpoint", reached)
     return shown
 
 
@@ -160,7 +160,7 @@ async def test_a_content_that_was_published_under_some_of_its_names_does_not_giv
             raise Killed(name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(points, "reached", kill)
+        patched.setattr(failpoints, "failpoint", kill)
         with suppress(BaseException):
             async with draining(world, world.kill(), abandon=False) as drain:
                 await drain.wait(world.last_seq)
@@ -248,7 +248,7 @@ async def test_growth_that_is_cut_off_by_a_kill_is_no_conflict(
             raise Killed(name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(points, "reached", kill)
+        patched.setattr(failpoints, "failpoint", kill)
         with suppress(BaseException):
             async with draining(world, world.kill(), abandon=False) as drain:
                 await drain.wait(world.last_seq)

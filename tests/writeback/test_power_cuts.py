@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import pytest
 import trio.testing
 
-from monarch.threads import Threads
+from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
-from monarch.writeback.home import Expected, Home, Place
+from monarch.writeback.crash_losses import without
 from monarch.writeback.journal import Op, Replay
-from monarch.writeback.losses import without
+from monarch.writeback.source_writer import Expected, Place, SourceWriter
 from tests.writeback.rig import Killed, World, drain_of, draining, is_killed
 
 T = TypeVar("T")
@@ -45,14 +45,14 @@ async def drained(world: World, replay: Replay) -> None:
 async def test_no_staged_file_is_left_of_a_file_that_a_power_cut_takes(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = Home.open_place
+    opened = SourceWriter.open_place
 
-    def killed(self: Home, op: Op, place: Place, expected: Expected, *, make: bool) -> int:
+    def killed(self: SourceWriter, op: Op, place: Place, expected: Expected, *, make: bool) -> int:
         os.close(opened(self, op, place, expected, make=make))
         raise Killed("staged")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Home, "open_place", killed)
+        patched.setattr(SourceWriter, "open_place", killed)
         try:
             async with draining(world, abandon=False) as drain:
                 world.write(b"new", b"never synced")
@@ -186,14 +186,14 @@ async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
     world.write(b"n", b"1")
     world.utime(b"n", 10**18)
     world.write(b"n", b"2")
-    looked_at = Home.look_at_same
+    looked_at = SourceWriter.look_at_same
 
     def killed(*args: Any, **kwargs: Any) -> Identity | None:
         looked_at(*args, **kwargs)
         raise Killed("the bytes have their own time by now")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Home, "look_at_same", killed)
+        patched.setattr(SourceWriter, "look_at_same", killed)
         try:
             async with draining(world, world.kill(), abandon=False) as drain:
                 await drain.wait(world.last_seq)
@@ -210,7 +210,7 @@ def written_anew(world: World) -> Replay:
     """A mount with a new snapshot writes the journal anew, and its daemon is killed at once."""
     replay = world.kill()
     with closing(Source(os.fsencode(world.source))) as source:
-        drain = drain_of(world, source, Threads(1, "drain", abandon=False))
+        drain = drain_of(world, source, ThreadPool(1, "drain", abandon=False))
         drain.load(replay)
     ops = [(seq, op) for seq, op in replay.ops if seq not in replay.done]
     world.journal.compact(ops, position=world.journal.position, known=drain.known_of(ops))

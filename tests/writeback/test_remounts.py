@@ -14,19 +14,20 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.lost import Lost
+from monarch.daemon.health_checks import HealthChecks
+from monarch.daemon.loss_alarm import LossAlarm
+from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.namespace import scan
 from monarch.namespace.build import build
-from monarch.report import LostReport
-from monarch.symptoms import Symptoms
-from monarch.vfs import replay as replay_module
-from monarch.written_verbs import WrittenVerbs
+from monarch.telemetry.report import LostReport
+from monarch.writeback import replay as replay_module
 from tests.test_health import nothing_wrong
 from tests.writeback.remount_histories import history, how, prepared
 from tests.writeback.remounts import Life, tree_of
 
-# So many tests share the histories.
-_PARTS = 10
+# The tests that share the histories. A history whose changes the source refuses for good waits
+# 1,800 virtual seconds, which take 18 real ones: few of them may meet in one test.
+_PARTS = 100
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,7 @@ async def test_what_no_name_leads_to_after_a_remount_is_drained_all_the_same(
     monkeypatch.setattr(replay_module._Again, "do", _refused)
     async with ground.mount() as life:
         assert life.shown().keys() == tree_of(ground.source).keys()
-        assert list(life.side.stock.unshown.values()) == [b"e/kept"]
+        assert list(life.write_back.object_table.unshown.values()) == [b"e/kept"]
         assert await told(life) == (["e/kept"], ["written-hidden"])
         await life.drained()
         assert await told(life) == ([], [])
@@ -200,6 +201,28 @@ async def test_a_renamed_file_that_others_have_taken_away_is_brought_whole(
         await life.end()
     async with ground.mount() as life:
         assert life.shown().keys() == tree_of(ground.source).keys()
+
+
+@pytest.mark.promise(176)
+@pytest.mark.parametrize("change", ["rename", "link"])
+async def test_a_file_that_one_mount_did_not_find_is_brought_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        await getattr(life, change)(b"d/a", b"h/a")
+        if change == "link":
+            life.unlink(b"d/a")
+    shutil.rmtree(ground.source / "d")
+    (ground.source / "d").write_bytes(b"others' file")
+    async with ground.mount() as life:
+        # The content that nobody wrote is done without a file; the change itself is refused.
+        await life.write_back.drain.come_to_rest()
+        assert [it.kind for it in life.write_back.drain.refusals()][:1] == [change]
+    async with ground.mount() as life:
+        with trio.move_on_after(3600):
+            await life.drained()
+        assert tree_of(ground.source)[b"h/a"].content == b"old d/a"
 
 
 @pytest.mark.promise(129)
@@ -245,15 +268,17 @@ async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
 
 async def told(life: Life) -> tuple[list[str], list[str]]:
     """What `monarch ckpt lost` and health tell of what is not shown."""
-    lost = Lost(life.ground.state)
-    verb = WrittenVerbs(names=life.names, side=life.side, lost=lost).table()["lost"]
+    loss_alarm = LossAlarm(life.ground.state)
+    verb = WrittenVerbs(
+        names=life.names, write_back=life.write_back, loss_alarm=loss_alarm
+    ).table()["lost"]
 
     async def send(part: object) -> None:
         raise AssertionError("it is one answer")
 
     answer = LostReport.from_dict(await verb({}, send))
-    parts = nothing_wrong(life.ground.root) | {"writing": life.side, "lost": lost}
-    return answer.hidden, [problem.kind for problem in Symptoms(**parts).problems()]
+    parts = nothing_wrong(life.ground.root) | {"writing": life.write_back, "loss_alarm": loss_alarm}
+    return answer.hidden, [problem.kind for problem in HealthChecks(**parts).problems()]
 
 
 def _refused(again: object) -> None:

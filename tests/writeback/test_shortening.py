@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from monarch import points
-from monarch.threads import Threads
+from monarch.posix import failpoints
+from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback import journal as journals
 from monarch.writeback.journal import Journal, Op
-from monarch.writeback.ops import Kind
+from monarch.writeback.op import Kind
 from monarch.writeback.shortening import shortened
 from tests.writeback.rig import Killed, World, drain_of
 
@@ -77,7 +77,7 @@ def test_a_month_of_lines_and_checkpoints_keeps_the_journal_and_its_tables_short
     assert len(replay.ops) + len(replay.done) < 1000
     assert {op.path for _, op in replay.ops if op.kind == "content"} >= {b"log"}
     with closing(Source(os.fsencode(world.source))) as source:
-        drain = drain_of(world, source, Threads(1, "drain", abandon=False))
+        drain = drain_of(world, source, ThreadPool(1, "drain", abandon=False))
         drain.load(replay)
         assert tables(drain) < 1000
 
@@ -271,7 +271,7 @@ def test_a_kill_while_it_is_shortened_leaves_all_that_matters(
             raise Killed(name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(points, "reached", killed)
+        patched.setattr(failpoints, "failpoint", killed)
         with pytest.raises(Killed):
             journal.shorten()
     journal.close()
@@ -300,7 +300,7 @@ def test_what_is_recorded_and_synced_meanwhile_is_not_held_up_and_is_there(
             assert journal.synced == journal.written
 
     with monkeypatch.context() as patched:
-        patched.setattr(points, "reached", reached)
+        patched.setattr(failpoints, "failpoint", reached)
         journal.shorten()
     assert journal.synced == journal.written
     journal.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from monarch.threads import Threads
+from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback.objects import Objects
 from monarch.writeback.spares import MOST, Spares
 
@@ -40,9 +40,10 @@ async def taken(spares: Spares, count: int) -> list[int]:
     return numbers
 
 
+@pytest.mark.fault("T13")
 def test_a_hop_to_a_thread_makes_many_objects_ahead(disk: Disk) -> None:
     async def run() -> None:
-        spares = Spares(disk, Threads(2, "test", abandon=True), 7)
+        spares = Spares(disk, ThreadPool(2, "test", abandon=True), 7)
         assert await taken(spares, 400) == [*range(7, 407)], "in order, and none left out"
         assert spares.fillings <= 5 + 2 * 400 // MOST
         while spares.is_filling:
@@ -57,7 +58,7 @@ def test_a_hop_to_a_thread_makes_many_objects_ahead(disk: Disk) -> None:
 
 def test_who_makes_one_file_leaves_no_more_than_two_ahead(disk: Disk) -> None:
     async def run() -> None:
-        spares = Spares(disk, Threads(2, "test", abandon=True), 1)
+        spares = Spares(disk, ThreadPool(2, "test", abandon=True), 1)
         await taken(spares, 1)
         while disk.numbers() != {1, 2, 3}:
             await trio.sleep(0.01)
@@ -65,11 +66,12 @@ def test_who_makes_one_file_leaves_no_more_than_two_ahead(disk: Disk) -> None:
     trio.run(run)
 
 
+@pytest.mark.fault("T13")
 def test_a_disk_without_room_refuses_and_goes_on_with_the_next_number_when_there_is_some(
     disk: Disk,
 ) -> None:
     async def run() -> None:
-        spares = Spares(disk, Threads(2, "test", abandon=True), 1)
+        spares = Spares(disk, ThreadPool(2, "test", abandon=True), 1)
         disk.room = 5
         assert await taken(spares, 5) == [1, 2, 3, 4, 5]
         with pytest.raises(OSError, match="No space"):
@@ -83,9 +85,10 @@ def test_a_disk_without_room_refuses_and_goes_on_with_the_next_number_when_there
     trio.run(run)
 
 
+@pytest.mark.fault("T13")
 def test_what_is_made_while_all_is_closed_goes_too(disk: Disk) -> None:
     async def run() -> None:
-        spares = Spares(disk, Threads(2, "test", abandon=True), 1)
+        spares = Spares(disk, ThreadPool(2, "test", abandon=True), 1)
         await taken(spares, 3)
         spares.close()
         while spares.is_filling:

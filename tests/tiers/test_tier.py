@@ -15,9 +15,11 @@ import pytest
 import xxhash
 
 from monarch.errors import LockedError, TierError
-from monarch.tiers.directory import Owner, Tier, copy_name
+from monarch.tiers.ownership import Owner
 from monarch.tiers.seal import BrokenSeal, seal
+from monarch.tiers.tier import Tier, copy_name
 from monarch.types import Identity, Ino
+from tests.equipment.mounts import kind_of_file_system
 
 MIB = 1 << 20
 
@@ -341,10 +343,7 @@ def test_a_tier_knows_whether_its_reads_can_wait_for_a_disk(tier: Tier) -> None:
         memory.close()
     finally:
         shutil.rmtree(directory)
-    with open("/proc/self/mountinfo") as mounts:
-        kinds = {line.split()[4]: line.split(" - ")[1].split()[0] for line in mounts}
-    place = max((m for m in kinds if str(tier.path).startswith(m)), key=len)
-    assert tier.in_memory == (kinds[place] == "tmpfs")
+    assert tier.in_memory == (kind_of_file_system(tier.path) == "tmpfs")
 
 
 def test_a_tier_has_what_was_committed_until_somebody_takes_it(tier: Tier) -> None:

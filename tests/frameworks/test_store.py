@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from monarch.errors import CheckpointError, LockedError
-from monarch.frameworks import shelf
+from monarch.frameworks import store
 from monarch.frameworks.checkpoint import (
     Checkpointer,
     CheckpointWarning,
@@ -22,7 +22,7 @@ from monarch.frameworks.checkpoint import (
     prune,
     verify,
 )
-from monarch.order import ResumableSampler
+from monarch.frameworks.sampler import ResumableSampler
 from tests.frameworks.faulty import FAILS, NO_SPACE, Faulty, Recorder, weights
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def test_a_power_cut_at_any_moment_loses_no_checkpoint(
     recorder = Recorder()
     acknowledged_steps = [0, 10, 20, 30, 40]
     with monkeypatch.context() as patch:
-        patch.setattr(shelf, "os", recorder)
+        patch.setattr(store, "os", recorder)
         with Checkpointer(tmp_path / "run", keep_last=2) as checkpointer:
             for step in acknowledged_steps[1:]:
                 checkpointer.step = step
@@ -107,7 +107,7 @@ def test_storage_that_fails_at_any_call_harms_no_older_checkpoint(
             faulty = Faulty(at=at, error=error)
             with monkeypatch.context() as patch, warnings.catch_warnings():
                 warnings.simplefilter("ignore", CheckpointWarning)
-                patch.setattr(shelf, "os", faulty)
+                patch.setattr(store, "os", faulty)
                 try:
                     checkpointer.save(weights(30))
                     newest = 30
@@ -137,7 +137,7 @@ def test_the_newest_whole_checkpoint_is_restored_and_damaged_ones_are_told_of(
     damage(tmp_path / names[0])
     (tmp_path / names[1]).unlink()
     with Checkpointer(tmp_path) as checkpointer:
-        with pytest.warns(CheckpointWarning, match="the one before is tried") as told:
+        with pytest.warns(CheckpointWarning, match="the previous one is tried") as told:
             restored = checkpointer.restore()
     assert restored is not None and restored.step == checkpointer.step == 10
     assert len(told) == 2
@@ -158,10 +158,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_by_itself(
 def test_without_a_manifest_the_checkpoints_are_found_by_themselves(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30)
     before = list_checkpoints(tmp_path)
-    (tmp_path / shelf.MANIFEST).unlink()
+    (tmp_path / store.MANIFEST).unlink()
     damage(tmp_path / before[0].checkpoint.name)
     assert list_checkpoints(tmp_path) == []
-    with pytest.warns(CheckpointWarning, match="left alone"):
+    with pytest.warns(CheckpointWarning, match="it is ignored"):
         checkpointer = Checkpointer(tmp_path)
     checkpointer.close()
     assert list_checkpoints(tmp_path) == before[1:]
@@ -171,7 +171,7 @@ def test_without_a_manifest_the_checkpoints_are_found_by_themselves(tmp_path: Pa
 def test_a_damaged_line_of_the_manifest_loses_nothing(tmp_path: Path) -> None:
     save(tmp_path, 10, 20)
     before = list_checkpoints(tmp_path)
-    manifest = tmp_path / shelf.MANIFEST
+    manifest = tmp_path / store.MANIFEST
     whole = manifest.read_bytes()
     for place in range(0, len(whole), 7):
         damaged = bytearray(whole)
@@ -186,12 +186,12 @@ def test_a_damaged_line_of_the_manifest_loses_nothing(tmp_path: Path) -> None:
 def test_a_manifest_of_a_newer_monarch_is_refused_and_kept(tmp_path: Path) -> None:
     save(tmp_path, 10)
     content = b'{"version": 2}'
-    (tmp_path / shelf.MANIFEST).write_bytes(shelf._line(content.decode()))
+    (tmp_path / store.MANIFEST).write_bytes(store._line(content.decode()))
     with pytest.raises(CheckpointError, match="version 2"):
         Checkpointer(tmp_path)
     with pytest.raises(CheckpointError, match="version 2"):
         list_checkpoints(tmp_path)
-    assert content in (tmp_path / shelf.MANIFEST).read_bytes()
+    assert content in (tmp_path / store.MANIFEST).read_bytes()
 
 
 def test_a_name_in_the_manifest_leads_nowhere_else(tmp_path: Path) -> None:
@@ -199,11 +199,11 @@ def test_a_name_in_the_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     save(directory, 10, 20)
     outside = tmp_path / "outside.ckpt"
     outside.write_bytes(b"precious")
-    manifest = directory / shelf.MANIFEST
+    manifest = directory / store.MANIFEST
     first, line, *rest = manifest.read_text().splitlines()
     name = list_checkpoints(directory)[-1].checkpoint.name
     lines = [first[17:], line[17:].replace(name, "../outside.ckpt"), *(r[17:] for r in rest)]
-    manifest.write_bytes(b"".join(map(shelf._line, lines)))
+    manifest.write_bytes(b"".join(map(store._line, lines)))
     assert steps(directory) == [20]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
@@ -294,7 +294,7 @@ def test_a_checkpoint_that_reads_back_wrong_removes_no_other(
 
 
 def durable_as(path: Path, told: str) -> None:
-    os.setxattr(path, shelf.DURABLE, told.encode())
+    os.setxattr(path, store.DURABLE, told.encode())
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_what_is_read_back_before_old_ones_go_is_not_what_the_kernel_still_has(
                 calls.append(name)
             return getattr(os, name)
 
-    monkeypatch.setattr(shelf, "os", Told())
+    monkeypatch.setattr(store, "os", Told())
     assert [each.step for each in prune(tmp_path, keep_last=1)] == [10]
     assert calls[0] == "posix_fadvise" and "preadv" in calls
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch.errors import CheckpointError
-from monarch.order import OrderState, ResumableSampler, epoch_permutation, fingerprint
+from monarch.frameworks.sampler import OrderState, ResumableSampler, epoch_permutation, fingerprint
 
 MASK = (1 << 64) - 1
 
@@ -222,7 +222,7 @@ def test_other_data_are_refused_in_one_line_and_nothing_changes() -> None:
     state = ResumableSampler(10, seed=1, fingerprint=fingerprint(["a", "b"])).state_dict()
     for sampler, complaint in (
         (ResumableSampler(11, seed=2, fingerprint=fingerprint(["a", "b"])), "10 samples, now"),
-        (ResumableSampler(10, seed=2, fingerprint=fingerprint(["b", "a"])), "begun with the data"),
+        (ResumableSampler(10, seed=2, fingerprint=fingerprint(["b", "a"])), "began with the data"),
     ):
         before = sampler.state
         with pytest.raises(CheckpointError, match=complaint) as refused:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.layout import Capture, Shard, Stored, UpdatedOnly, parse, trailer
+from monarch.frameworks.format import Capture, Shard, Stored, UpdatedOnly, parse, trailer
 
 
 def file_of(state: object, **facts: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -165,14 +165,14 @@ def test_every_damaged_byte_and_every_cut_is_seen() -> None:
     ("header", "complaint"),
     [
         (b'{"version":2}', "version 2"),
-        (b'{"version":1}', "makes no sense"),
-        (b"[]", "makes no sense"),
-        (b"\xff", "makes no sense"),
+        (b'{"version":1}', "is not valid"),
+        (b"[]", "is not valid"),
+        (b"\xff", "is not valid"),
         (b'{"version":1,"arrays":[["numpy","<f8",[9],0,72]],"state":{"array":0}}', "beyond"),
-        (b'{"version":1,"arrays":[["numpy","O",[1],0,8]],"state":{"array":0}}', "no sense"),
-        (b'{"version":1,"arrays":[],"state":{"array":3}}', "no sense"),
+        (b'{"version":1,"arrays":[["numpy","O",[1],0,8]],"state":{"array":0}}', "is not valid"),
+        (b'{"version":1,"arrays":[],"state":{"array":3}}', "is not valid"),
         (b'{"version":1,"arrays":[],"state":{"code":3}}', "unknown"),
-        (b'{"version":1,"arrays":[],"state":{"dict":[[{"dict":[]},1]]}}', "no sense"),
+        (b'{"version":1,"arrays":[],"state":{"dict":[[{"dict":[]},1]]}}', "is not valid"),
     ],
 )
 def test_a_file_that_nobody_here_wrote_is_refused(header: bytes, complaint: str) -> None:
@@ -195,9 +195,9 @@ def container(own: object, **tensors: object) -> np.ndarray[Any, np.dtype[np.uin
     ("own", "tensors", "complaint"),
     [
         ({"version": 3}, {}, "version 3"),
-        ({"version": 2}, {}, "makes no sense"),
-        ([], {}, "makes no sense"),
-        ({"version": 2, "arrays": [["w", "numpy", "<f8", [1]]], "state": 1}, {}, "no sense"),
+        ({"version": 2}, {}, "is not valid"),
+        ([], {}, "is not valid"),
+        ({"version": 2, "arrays": [["w", "numpy", "<f8", [1]]], "state": 1}, {}, "is not valid"),
         (
             {"version": 2, "arrays": [["w", "numpy", "<f8", [9]]], "state": {"array": 0}},
             {"w": {"data_offsets": [0, 72]}},

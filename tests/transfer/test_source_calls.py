@@ -10,14 +10,14 @@ import pytest
 import trio.testing
 
 from monarch.errors import SourceError
-from monarch.metrics import Metrics
 from monarch.namespace.build import build
-from monarch.namespace.overlay import Namespace
+from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
-from monarch.threads import Threads
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.metrics import Metrics
 from monarch.tiers.source import Source
+from monarch.transfer.source_calls import SourceCalls
 from monarch.types import ROOT_INO
-from monarch.vfs.inquiry import Inquiry
 from tests.conftest import Tree
 
 
@@ -34,9 +34,9 @@ async def test_trouble_lasts_a_minute_beyond_the_last_error_and_a_refusal_is_non
     build(root, tmp_path / "snapshot")
     source = Source(os.fsencode(root))
     snapshot = Snapshot.open(tmp_path / "snapshot")
-    inquiry = Inquiry(
+    source_calls = SourceCalls(
         source,
-        Threads(1, "source", abandon=True),
+        ThreadPool(1, "source", abandon=True),
         names=Namespace(snapshot, lambda ino: None),
         metrics=Metrics(["fast"]),
         timeout_s=None,
@@ -45,18 +45,18 @@ async def test_trouble_lasts_a_minute_beyond_the_last_error_and_a_refusal_is_non
 
     async def asked(number: int) -> None:
         with pytest.raises(SourceError) as refused:
-            await inquiry.ask(ROOT_INO, fail, number)
+            await source_calls.call(ROOT_INO, fail, number)
         assert refused.value.errno == number
 
     await asked(errno.EACCES)
-    assert inquiry.trouble() is None
+    assert source_calls.trouble() is None
     for _ in range(3):
         await asked(errno.EIO)
         mock_clock.jump(50)
-        found = inquiry.trouble()
+        found = source_calls.trouble()
         assert found is not None
         assert "Input/output error" in found.what and not found.hangs
     mock_clock.jump(20)
-    assert inquiry.trouble() is None
+    assert source_calls.trouble() is None
     snapshot.close()
     source.close()

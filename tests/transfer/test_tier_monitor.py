@@ -16,12 +16,13 @@ import pytest
 import trio
 import trio.testing
 
+from monarch.config.settings import LimitSettings
 from monarch.errors import TierError
-from monarch.metrics import Metrics
 from monarch.placement.ledger import Ledger
-from monarch.settings import LimitSettings
-from monarch.tiers.directory import Owner, Tier
-from monarch.transfer.ward import Served, Ward
+from monarch.telemetry.metrics import Metrics
+from monarch.tiers.ownership import Owner
+from monarch.tiers.tier import Tier
+from monarch.transfer.tier_monitor import Served, TierMonitor
 from monarch.types import Ino
 from monarch.units import MiB
 
@@ -32,10 +33,10 @@ _INO = Ino(5)
 class Rig:
     """Two tiers under a ward, and what it has told."""
 
-    ward: Ward
+    monitor: TierMonitor
     tiers: list[Tier]
     ledger: Ledger
-    shunned: dict[int, bool] = field(default_factory=dict)
+    bypassed: dict[int, bool] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
     out: list[int] = field(default_factory=list)
     served: dict[int, Served] = field(default_factory=dict)
@@ -65,21 +66,21 @@ async def watching(memory: Path, *, keep_free: int = 0) -> AsyncIterator[Rig]:
     async def returned(tier: Tier) -> None:
         rig.returned.append(tier.number)
 
-    ward = Ward(
+    monitor = TierMonitor(
         tiers=tiers,
         keep_free=[keep_free, 0],
         ledger=ledger,
         metrics=Metrics(["t1", "t2"]),
         # Few looks in much time: threads that do work need real time for it.
         limits=LimitSettings(tier_timeout=50),
-        shun=lambda tier, shunned: rig.shunned.update({tier: shunned}),
+        bypass=lambda tier, bypassed: rig.bypassed.update({tier: bypassed}),
         returned=returned,
         served=lambda tier: rig.served.get(tier, Served(0, 0.0)),
     )
-    rig = Rig(ward, tiers, ledger)
-    ward.on_outage(rig.out.append)
+    rig = Rig(monitor, tiers, ledger)
+    monitor.on_outage(rig.out.append)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ward.run)
+        nursery.start_soon(monitor.run)
         yield rig
         nursery.cancel_scope.cancel()
     for tier in tiers:
@@ -92,23 +93,23 @@ async def test_a_call_that_hangs_is_noticed_while_it_lasts_and_the_other_tier_go
     answer = threading.Event()
     async with watching(memory) as rig, trio.open_nursery() as nursery:
         for _ in range(20):
-            nursery.start_soon(rig.ward.call, rig.tiers[0], answer.wait)
+            nursery.start_soon(rig.monitor.call, rig.tiers[0], answer.wait)
         with pytest.raises(OSError) as passed_by:
-            await rig.ward.ask(1, answer.wait)
+            await rig.monitor.ask(1, answer.wait)
         assert passed_by.value.errno == errno.ETIMEDOUT
-        assert rig.ward.out_of_service()[1].slow
-        assert (rig.out, rig.shunned) == ([1], {1: True})
-        assert not rig.ward.is_read(1)
+        assert rig.monitor.out_of_service()[1].slow
+        assert (rig.out, rig.bypassed) == ([1], {1: True})
+        assert not rig.monitor.is_read(1)
         assert not rig.ledger.is_open(1)
-        assert await rig.ward.call(rig.tiers[1], os.getpid) == os.getpid()
+        assert await rig.monitor.call(rig.tiers[1], os.getpid) == os.getpid()
         # As long as something may still be written there it is not tried at all.
         await trio.sleep(200)
-        assert 1 in rig.ward.out_of_service()
+        assert 1 in rig.monitor.out_of_service()
         answer.set()
         with trio.fail_after(100):
-            while rig.ward.out_of_service():
+            while rig.monitor.out_of_service():
                 await trio.sleep(1)
-        assert rig.shunned == {1: False}
+        assert rig.bypassed == {1: False}
         assert rig.ledger.is_open(1)
 
 
@@ -117,13 +118,13 @@ async def test_a_long_call_may_last_longer(memory: Path, clock: trio.testing.Moc
     async with watching(memory) as rig, trio.open_nursery() as nursery:
 
         async def copy(tier: Tier) -> None:
-            await rig.ward.call(tier, answer.wait, files=400, size=400 * MiB)
+            await rig.monitor.call(tier, answer.wait, files=400, size=400 * MiB)
 
         nursery.start_soon(copy, rig.tiers[0])
         await trio.sleep(600)
-        assert rig.ward.out_of_service() == {}
+        assert rig.monitor.out_of_service() == {}
         await trio.sleep(600)
-        assert 1 in rig.ward.out_of_service()
+        assert 1 in rig.monitor.out_of_service()
         answer.set()
 
 
@@ -137,20 +138,20 @@ async def test_the_end_waits_for_calls_but_not_for_those_that_hang(
             async with trio.open_nursery() as nursery:
 
                 async def change() -> None:
-                    done.append(await rig.ward.call(rig.tiers[1], answer.wait))
+                    done.append(await rig.monitor.call(rig.tiers[1], answer.wait))
 
                 nursery.start_soon(change)
                 await trio.sleep(1)
                 scope.cancel()
                 trio.lowlevel.current_trio_token().run_sync_soon(answer.set)
         assert done == [True]
-        assert not rig.ward.is_stuck
+        assert not rig.monitor.is_stuck
         with trio.CancelScope() as scope:
             scope.cancel()
-            rig.ward.hurry()
+            rig.monitor.abort_at_deadline()
             with pytest.raises(TierError):
-                await rig.ward.call(rig.tiers[0], hangs.wait)
-        assert rig.ward.is_stuck
+                await rig.monitor.call(rig.tiers[0], hangs.wait)
+        assert rig.monitor.is_stuck
     hangs.set()
 
 
@@ -161,12 +162,12 @@ async def test_a_tier_whose_copies_are_slow_to_open_elsewhere_is_slow(
         rig.served = {1: Served(100, 200.0), 2: Served(3, 200.0)}
         await trio.sleep(21)
         # The mean of a hundred is 2 s; three are too few to tell.
-        assert rig.ward.out_of_service() == {}
+        assert rig.monitor.out_of_service() == {}
         rig.served = {1: Served(200, 1200.0)}
         await trio.sleep(11)
-        assert rig.ward.out_of_service()[1].slow
+        assert rig.monitor.out_of_service()[1].slow
         with trio.fail_after(100):
-            while rig.ward.out_of_service():
+            while rig.monitor.out_of_service():
                 await trio.sleep(1)
 
 
@@ -178,14 +179,14 @@ async def test_a_tier_that_is_gone_is_let_go_and_taken_up_again_as_the_same(
         root, generation, name = tier._root, tier.directory, tier.id
         shutil.rmtree(tier.path)
         await trio.sleep(11)
-        assert rig.ward.out_of_service()[1].gone
+        assert rig.monitor.out_of_service()[1].gone
         with pytest.raises(NotADirectoryError):
             tier.stage(_INO)
         await trio.sleep(100)
         assert not tier.path.exists()
         tier.path.mkdir()
         with trio.fail_after(100):
-            while rig.ward.out_of_service():
+            while rig.monitor.out_of_service():
                 await trio.sleep(1)
         assert (tier._root, tier.directory, tier.id) == (root, generation, name)
         assert rig.returned == [1]
@@ -201,11 +202,11 @@ async def test_another_tier_in_the_place_of_one_is_not_taken_for_it(
         other = Tier(1, "t1", tier.path, owner=Owner("mount"))
         other.close()
         await trio.sleep(120)
-        assert "is another tier than before" in rig.ward.out_of_service()[1].why
+        assert "is another tier than before" in rig.monitor.out_of_service()[1].why
         shutil.rmtree(tier.path)
         os.rename(memory / "elsewhere", tier.path)
         with trio.fail_after(100):
-            while rig.ward.out_of_service():
+            while rig.monitor.out_of_service():
                 await trio.sleep(1)
 
 
@@ -214,8 +215,8 @@ async def test_a_disk_that_others_have_filled_is_full_before_anybody_asks(
 ) -> None:
     async with watching(memory, keep_free=1 << 60) as rig:
         await trio.sleep(11)
-        assert rig.ward.out_of_service()[1].full
-        assert rig.ward.is_read(1)
+        assert rig.monitor.out_of_service()[1].full
+        assert rig.monitor.is_read(1)
         assert rig.ledger.room(1) < 0
-        assert await rig.ward.take_room(rig.tiers[1], 100)
-        assert not await rig.ward.take_room(rig.tiers[1], 1 << 60)
+        assert await rig.monitor.take_room(rig.tiers[1], 100)
+        assert not await rig.monitor.take_room(rig.tiers[1], 1 << 60)

@@ -1,0 +1,23 @@
+"""Waiting for a condition, with a limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def becomes_true(
+    holds: Callable[[], bool], *, timeout_s: float = 20.0, step_s: float = 0.01
+) -> bool:
+    """Ask again and again; False if the condition does not hold within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(step_s)
+    return True
+
+
+def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
+    """Fail the test if the condition, which ``what`` names, does not come true."""
+    assert becomes_true(holds, timeout_s=timeout_s), f"not within {timeout_s:.0f} s: {what}"

@@ -1,0 +1,117 @@
+"""What the mount shows follows the source entry by entry, over a snapshot that stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from monarch.namespace.namespace import Namespace
+from monarch.types import ROOT_INO, Attributes, Ino
+from monarch.writeback.op import Op
+from monarch.writeback.replay import replay
+from tests.namespace.conftest import Taken
+
+
+@pytest.fixture
+def names(source: Path, taken: Taken) -> Namespace:
+    for name in "abcd":
+        (source / name).write_bytes(b"old")
+    (source / "dir").mkdir()
+    (source / "dir" / "file").touch()
+    return Namespace(taken(source), lambda _: None)
+
+
+def ino_of(names: Namespace, path: bytes) -> Ino:
+    ino = names.resolve(path)
+    assert ino is not None
+    return ino
+
+
+def listed(names: Namespace, start: int = 0) -> list[tuple[int, bytes]]:
+    return [(index, name) for index, name, _ in names.list_from(ROOT_INO, start)]
+
+
+def changed(names: Namespace, ino: Ino) -> Attributes:
+    return replace(names.attributes(ino), size=10, mtime_ns=1)
+
+
+def test_without_changes_it_is_the_snapshot(names: Namespace) -> None:
+    snapshot = names.snapshot
+    assert listed(names) == list(enumerate([b"a", b"b", b"c", b"d", b"dir"]))
+    ino = ino_of(names, b"dir/file")
+    assert names.attributes(ino) == snapshot.attributes(ino)
+    assert names.path(ino) == b"dir/file"
+    assert names.entries == snapshot.entries
+    assert list(names.walk()) == list(snapshot.walk())
+
+
+def test_refreshed_attributes_are_shown_everywhere(names: Namespace) -> None:
+    ino = ino_of(names, b"b")
+    new = changed(names, ino)
+    names.refresh(ino, new)
+    assert names.attributes(ino) == new
+    assert [attributes.size for _, _, attributes in names.list_from(ROOT_INO, 0)][:4] == [
+        3,
+        10,
+        3,
+        3,
+    ]
+    assert dict(names.walk())[ino] == new
+    assert names.refreshed == 1
+
+
+def test_a_refreshed_entry_keeps_its_number_and_place(names: Namespace) -> None:
+    ino = ino_of(names, b"dir/file")
+    names.refresh(ino, replace(changed(names, ino), ino=Ino(999), parent=Ino(999)))
+    assert names.attributes(ino).ino == ino
+    assert names.attributes(ino).parent == names.resolve(b"dir")
+
+
+def test_what_is_gone_is_not_shown(names: Namespace) -> None:
+    ino = ino_of(names, b"b")
+    names.forget(ino)
+    assert names.is_gone(ino)
+    assert names.lookup(ROOT_INO, b"b") is None
+    assert names.resolve(b"b") is None
+    assert [name for _, name in listed(names)] == [b"a", b"c", b"d", b"dir"]
+    assert ino not in dict(names.walk())
+    # An open file may still be asked for.
+    assert names.attributes(ino).size == 3
+
+
+def test_nothing_beneath_a_directory_that_is_gone_is_found(names: Namespace) -> None:
+    names.forget(ino_of(names, b"dir"))
+    assert names.resolve(b"dir/file") is None
+
+
+def test_a_listing_goes_on_behind_an_entry_though_others_went(names: Namespace) -> None:
+    first = listed(names)[:2]
+    names.forget(ino_of(names, b"a"))
+    following = listed(names, first[-1][0] + 1)
+    assert [name for _, name in first + following] == [b"a", b"b", b"c", b"d", b"dir"]
+
+
+def test_what_was_gone_may_come_back(names: Namespace) -> None:
+    ino = ino_of(names, b"b")
+    names.forget(ino)
+    names.refresh(ino, changed(names, ino))
+    assert names.lookup(ROOT_INO, b"b") == ino
+
+
+def test_the_root_stays(names: Namespace) -> None:
+    with pytest.raises(ValueError, match="root"):
+        names.forget(ROOT_INO)
+
+
+@pytest.mark.promise(67)
+def test_a_link_that_the_source_has_already_is_made_again_of_the_file_that_the_journal_names(
+    names: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first file was replaced at the source, and the second is still a link of the one before.
+    records = [(1, Op(kind="link", path=b"a", to=b"b")), (2, Op(kind="link", path=b"a", to=b"new"))]
+    replay(names, records, now_ns=1)
+    assert caplog.messages == []
+    assert ino_of(names, b"a") == ino_of(names, b"b") == ino_of(names, b"new")
+    assert sorted(name for _, name in listed(names)) == [b"a", b"b", b"c", b"d", b"dir", b"new"]

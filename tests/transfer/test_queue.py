@@ -1,0 +1,63 @@
+"""The queue of copies, without an engine: what waits, what is held in memory, and how it ends."""
+
+from __future__ import annotations
+
+from monarch.placement.controller import Controller
+from monarch.placement.ledger import Ledger
+from monarch.placement.policies.first_come import FirstCome
+from monarch.placement.policy import Item
+from monarch.placement.residency import Residency
+from monarch.transfer.queue import Buffer, Flight, Flights
+from monarch.types import Identity, Ino
+
+IDENTITY = Identity(10, 0, 0, 0)
+
+
+def queue() -> tuple[Flights, Controller, Ledger, Buffer]:
+    ledger, buffer = Ledger([100, 100]), Buffer(50)
+    controller = Controller(Residency(10), ledger, FirstCome())
+    return Flights([1, 2], controller, buffer), controller, ledger, buffer
+
+
+def flight(controller: Controller, number: int, content: bytes | None = None) -> Flight:
+    promote = controller.warm(Item(Ino(number), 10, Ino(number)))
+    assert promote is not None
+    return Flight(promote, IDENTITY, content)
+
+
+def test_what_waits_for_a_tier_that_is_out_is_given_up_and_its_bytes_are_free() -> None:
+    flights, controller, ledger, buffer = queue()
+    for number in range(1, 4):
+        flights.put(flight(controller, number, bytes(10)))
+    flights.put(flight(controller, 4))
+    assert (len(flights), flights.waiting, flights.waiting_copies) == (4, 4, 1)
+    assert buffer.used == 30
+    assert buffer.has_room(20)
+    assert not buffer.has_room(21)
+    flights.give_up_waiting(1)
+    assert (len(flights), flights.waiting, buffer.used) == (0, 0, 0)
+    assert ledger.reserved(1) == 0
+
+
+def test_what_is_under_way_to_a_tier_that_hangs_is_left_with_its_bytes() -> None:
+    flights, controller, ledger, buffer = queue()
+    flights.put(flight(controller, 1, bytes(10)))
+    (under_way,) = flights.contents[1].take()
+    assert flights.leave(2) == 0
+    assert flights.leave(1) == 1
+    assert under_way.given_up()
+    assert flights.get(Ino(1)) is None
+    # A worker still has them: they are free when it is done.
+    assert buffer.used == 10
+    assert ledger.reserved(1) == 0
+    flights.free(under_way)
+    assert buffer.used == 0
+
+
+def test_a_batch_takes_one_at_least_and_keeps_to_its_bytes() -> None:
+    flights, controller, _, _ = queue()
+    for number in range(1, 4):
+        flights.put(flight(controller, number, bytes(10)))
+    line = flights.contents[1]
+    assert [each.ino for each in line.take(3, most_bytes=5)] == [1]
+    assert [each.ino for each in line.take(3, most_bytes=20)] == [2, 3]

@@ -1,0 +1,121 @@
+"""Times that are set while the file is looked at, closed, opened or let go of."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from monarch.errors import Refused
+from monarch.types import Ino
+from monarch.writeback import open_files
+from tests.writeback.remounts import ROOT, Ground, Life
+
+SET_NS = 1_300_000_000 * 10**9 + 7
+
+Meanwhile = Callable[[Life, Ino], Awaitable[None]]
+
+pytestmark = [pytest.mark.promise(62), pytest.mark.promise(158)]
+
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
+    return Ground(tmp_path, monkeypatch)
+
+
+async def closed(life: Life, ino: Ino) -> None:
+    """The last close, of which the kernel tells after the program has set the times."""
+    life.writing.attributes(ino)
+    life.files.release(ino)
+
+
+async def reopened(life: Life, ino: Ino) -> None:
+    life.files.release(ino)
+    await life.files.open(life.names.copy_up(ino))
+    life.writing.attributes(ino)
+    life.files.release(ino)
+
+
+async def looked_at(life: Life, ino: Ino) -> None:
+    await life.files.open(life.names.copy_up(ino))
+    life.writing.attributes(ino)
+    life.files.release(ino)
+
+
+async def let_go(life: Life, ino: Ino) -> None:
+    number = life.names.copy_up(ino).object
+    life.files.release_drained(1 << 30)
+    assert not life.names.copy_up(ino).object
+    with suppress(OSError), trio.fail_after(10_000):
+        while life.files._objects.status(number):
+            await trio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("is_open", "meanwhile"),
+    [(True, closed), (True, reopened), (False, looked_at), (False, let_go)],
+    ids=["closed", "reopened", "looked_at", "let_go"],
+)
+async def test_the_times_that_were_set_are_shown_whatever_is_done_while_they_are_set(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, is_open: bool, meanwhile: Meanwhile
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(function: Callable[..., None]) -> Callable[..., None]:
+        def called(*args: Any) -> None:
+            reached.set()
+            assert go_on.wait(60)
+            function(*args)
+
+        return called
+
+    async with ground.mount() as life:
+        made = await life.writing.create(*life.at(b"new"), mode=0o644, by=ROOT)
+        await life.files.write(made.ino, 0, b"bytes")
+        if not is_open:
+            life.files.release(made.ino)
+            await life.drained()
+        for name in ("_set_times", "_set_times_of"):
+            monkeypatch.setattr(open_files, name, slow(getattr(open_files, name)))
+
+        async def set_times() -> None:
+            await life.writing.change(made.ino, by=ROOT, atime_ns=SET_NS, mtime_ns=SET_NS)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(set_times)
+            while not reached.is_set():
+                await trio.sleep(0)
+            try:
+                await meanwhile(life, made.ino)
+            finally:
+                go_on.set()
+        assert not life.files.is_open(made.ino)
+        assert life.writing.attributes(made.ino).mtime_ns == SET_NS
+        await life.drained()
+        assert life.writing.attributes(made.ino).mtime_ns == SET_NS
+    assert (ground.source / "new").stat().st_mtime_ns == SET_NS
+    async with ground.mount() as life:
+        assert life.writing.attributes(life.ino(b"new")).mtime_ns == SET_NS
+
+
+async def test_times_that_cannot_be_set_are_not_shown(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(5, os.strerror(5))
+
+    async with ground.mount() as life:
+        made = await life.writing.create(*life.at(b"new"), mode=0o644, by=ROOT)
+        life.files.release(made.ino)
+        before = life.writing.attributes(made.ino)
+        with monkeypatch.context() as context:
+            context.setattr(os, "utime", refuse)
+            with pytest.raises(Refused):
+                await life.writing.change(made.ino, by=ROOT, mtime_ns=SET_NS)
+        assert life.writing.attributes(made.ino) == before
