@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, Protocol
 
 Ino = NewType("Ino", int)
 
@@ -113,3 +113,17 @@ def attributes_of(status: os.stat_result, ino: Ino, parent: Ino, mode: int) -> A
         blocks=status.st_blocks,
         rdev=status.st_rdev,
     )
+
+
+class KernelCaches(Protocol):
+    """What the kernel caches of a mount. Only ``store`` may be called in another thread than that
+    of the event loop.
+
+    ``store``: the whole content of a file that is being opened. ``drop`` removes the pages of a
+    file in the background, for a kernel that sends no opens.
+    """
+
+    def invalidate_attributes(self, ino: Ino) -> None: ...
+    def invalidate_listing(self, directory: Ino) -> None: ...
+    def store(self, ino: Ino, content: bytes) -> None: ...
+    def drop(self, ino: Ino) -> None: ...

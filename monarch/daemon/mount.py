@@ -44,6 +44,7 @@ from monarch.errors import MonarchError, TierError
 from monarch.fuse.abilities import Abilities
 from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.fuse.datapath_mode import agreed, choose
+from monarch.fuse.kernel_caches import MountCaches
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
@@ -202,6 +203,7 @@ class Mount:
                 ),
             )
         )
+        caches = MountCaches(settings.mountpoint, names.path, self._datapath)
         source_load = SourceLoad(self._datapath)
         doubts = Doubts(SourceClock(snapshot.newest_ns(), time.monotonic_ns()))
         self._monitor = TierMonitor(
@@ -263,8 +265,7 @@ class Mount:
                 look_again=self._look_again_at,
                 evict=self._evict,
                 evicted=self._engine.removed,
-                names_changed=self._names_changed,
-                attributes_changed=self._attributes_changed,
+                kernel=caches,
                 is_open=self._is_open,
             )
         )
@@ -281,10 +282,7 @@ class Mount:
             limits=settings.limits,
             source_load=source_load,
             verify=settings.verify,
-            attributes_changed=self._attributes_changed,
-            names_changed=self._names_changed,
-            store_pages=self._store_pages,
-            forget_pages=self._forget_pages,
+            kernel=caches,
             fast=self._datapath,
             opens_are_told=choice.open == "open",
             kernel_reads=choice.datapath == "passthrough",
@@ -292,15 +290,14 @@ class Mount:
             writing=self._writing.writing if self._writing is not None else None,
             others=self._writing.others if self._writing is not None else None,
         )
-        # Its own thread: a disk that does not answer must not delay other work.
-        self._scrub_threads = ThreadPool(1, "scrub", abandon=True)
         self._scrub = Scrub(
             tiers=tiers,
             is_read=self._engine.is_read,
             records=self._hierarchy.records,
             residency=self._residency,
             filesystem=self.filesystem,
-            threads=self._scrub_threads,
+            # Its own: a disk that does not answer must not delay other work.
+            threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=settings.limits.scrub_bandwidth,
         )
         self._online_fsck = OnlineFsck(
@@ -347,6 +344,7 @@ class Mount:
             allow_other=settings.allow_other,
             writable=bool(settings.absorbs),
             datapath=self._datapath,
+            caches=caches,
         )
         loss_alarm = LossAlarm(state)
         if place is not None:
@@ -427,18 +425,6 @@ class Mount:
         """Called when a copy found its source changed; ``_look_again`` refreshes the entry."""
         with suppress(trio.WouldBlock):
             self._changes.send_nowait(ino)
-
-    def _attributes_changed(self, ino: Ino) -> None:
-        self._session.attributes_changed(ino)
-
-    def _names_changed(self, directory: Ino) -> None:
-        self._session.names_changed(directory)
-
-    def _forget_pages(self, ino: Ino) -> None:
-        self._scrub_threads.start(self._session.forget_pages, self.filesystem.names.path(ino))
-
-    def _store_pages(self, ino: Ino, content: bytes) -> None:
-        self._session.store_pages(ino, content)
 
     async def serve(self, ready: Callable[[list[str]], None]) -> None:
         write_note(self._state, self._settings, self.filesystem.names.snapshot.file)

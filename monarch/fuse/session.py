@@ -5,12 +5,8 @@ pyfuse3 keeps its session in module variables, so a process has one session at a
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import subprocess
-import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,35 +15,22 @@ import trio
 
 from monarch.errors import FuseError
 from monarch.fuse.datapath import Datapath
+from monarch.fuse.kernel_caches import MountCaches
 from monarch.fuse.mountpoint import mount, mount_at, unmount
 from monarch.fuse.operations import Operations
-from monarch.telemetry.log import Limiter
-from monarch.text import errno_words
-from monarch.types import Ino
 from monarch.units import KiB, MiB
-
-log = logging.getLogger(__name__)
 
 # Requests in progress at once. A reader that waits for the source occupies one.
 _MAX_TASKS = 10_000
 # Idle tasks that are kept; with fewer, each burst would start and end some.
 _IDLE_TASKS = 32
-# The daemon must not access its own mount, not even in a thread: if it is killed while the thread
-# waits for its own answer, the thread never ends, the device stays open, and readers wait without
-# end. Another process does not have the device open.
-_NULL = subprocess.DEVNULL
-_FORGET = """
-import os, sys
-fd = os.open(os.fsencode(sys.argv[1]), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-"""
 # The readahead for sequential readers: the largest request of FUSE.
 _READ_AHEAD_BYTES = 1 * MiB
 
 
 class Session:
     """The mount of ``operations`` at ``mountpoint``; ``source`` is shown as its device. A
-    ``datapath`` is placed between the kernel and pyfuse3."""
+    ``datapath`` is placed between the kernel and pyfuse3. ``caches`` are open while it exists."""
 
     def __init__(
         self,
@@ -58,7 +41,9 @@ class Session:
         allow_other: bool,
         writable: bool,
         datapath: Datapath | None,
+        caches: MountCaches,
     ) -> None:
+        self._caches = caches
         self._writable = writable
         self._operations = operations
         self._mountpoint = mountpoint
@@ -66,8 +51,6 @@ class Session:
         self._allow_other = allow_other
         self._datapath = datapath
         self._serving = False
-        self._storing = threading.Lock()
-        self._limiter = Limiter(60.0)
 
     def mount(self) -> None:
         """Mounts; requests of the kernel wait until ``serve``. Raises FuseError."""
@@ -91,6 +74,7 @@ class Session:
                 f"cannot serve {os.fspath(self._mountpoint)!r}: {error}", hint="run: monarch doctor"
             ) from error
         self._serving = True
+        self._caches.open()
 
     async def serve(self) -> None:
         """Answers the kernel until the mount is unmounted or ``stop`` is called."""
@@ -102,72 +86,14 @@ class Session:
 
     def close(self) -> None:
         """Unmounts, even if files are open, and frees the session."""
-        with self._storing:
-            # After this no thread uses the session, which is freed below.
-            self._serving = False
+        self._serving = False
+        self._caches.close()
         if mount_at(self._mountpoint) is not None:
             with suppress(FuseError):
                 unmount(self._mountpoint, lazy=True)
         pyfuse3.close(unmount=False)
         if self._datapath is not None:
             self._datapath.stop()
-
-    def attributes_changed(self, ino: Ino) -> None:
-        """Makes the kernel ask for the attributes again. It never waits, so a handler may call it.
-
-        Pages are not invalidated here: that waits for running reads, and a daemon that is killed
-        meanwhile could never end. The next open drops them instead.
-        """
-        if not self._serving:
-            return
-        try:
-            pyfuse3.invalidate_inode(pyfuse3.InodeT(ino), attr_only=True)
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                self._limiter.warning(
-                    log,
-                    error.errno,
-                    "the kernel refused a change of inode %d: %s; it may show the old size and"
-                    " times of the file until it is opened",
-                    ino,
-                    errno_words(error.errno),
-                )
-
-    def names_changed(self, directory: Ino) -> None:
-        """Makes the kernel drop a cached listing. No request of the daemon locks its pages."""
-        if self._serving:
-            with suppress(OSError):
-                pyfuse3.invalidate_inode(pyfuse3.InodeT(directory))
-
-    def store_pages(self, ino: Ino, content: bytes) -> None:
-        """Stores the whole content of an inode that is being opened in the page cache, in any
-        thread.
-
-        The inode is not open yet, so no running read can have its pages locked.
-        """
-        with self._storing:
-            if not self._serving:
-                return
-            if self._datapath is not None:
-                self._datapath.store(ino, content)
-                return
-            with suppress(OSError):
-                pyfuse3.notify_store(pyfuse3.InodeT(ino), 0, content)
-
-    def forget_pages(self, path: bytes) -> None:
-        """Makes the kernel drop the cached pages of a file, if the kernel sends no opens.
-
-        Pages that are being read, or are mapped, stay: the kernel does not wait for them, as it
-        would for an invalidation of the inode. Waits for a process; call it in a thread.
-        """
-        name = os.path.join(os.fsencode(self._mountpoint), path)
-        with suppress(OSError):
-            subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _FORGET, name],
-                stdin=_NULL,
-                stdout=_NULL,
-                stderr=_NULL,
-            )
 
     def widen_readahead(self) -> None:
         """Raises the readahead for sequential readers, which only root may do."""
@@ -196,8 +122,10 @@ class Session:
 
 async def wait_until_answered(mountpoint: Path) -> None:
     """Waits until the mount answers a request. Raises FuseError if it does not in 10 seconds."""
+    null = subprocess.DEVNULL
+    # Another process: the daemon must not access its own mount (fuse/kernel_caches.py).
     asking = await trio.lowlevel.open_process(
-        ["stat", "--", os.fspath(mountpoint)], stdin=_NULL, stdout=_NULL, stderr=_NULL
+        ["stat", "--", os.fspath(mountpoint)], stdin=null, stdout=null, stderr=null
     )
     with trio.move_on_after(10) as patience:
         await asking.wait()

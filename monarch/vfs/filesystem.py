@@ -40,7 +40,7 @@ from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
 from monarch.tiers.tier import Space, Tier
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
-from monarch.types import WRITTEN_INO, Attributes, Identity, Ino
+from monarch.types import WRITTEN_INO, Attributes, Identity, Ino, KernelCaches
 from monarch.vfs.binding import Binding, OpenCopy
 from monarch.vfs.datapath_events import EventConsumer, FastPath
 from monarch.vfs.reads_without_open import StaleSizes
@@ -133,10 +133,7 @@ class _Opening:
 class FileSystem:
     """One mount. Everything here runs on the event loop; what may wait goes to a thread.
 
-    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
-    ``names_changed`` that a directory's listing is. ``store_pages`` gives it the bytes of a file
-    that is being opened, ``forget_pages`` has it drop those of a file that no open is told of.
-    ``verify`` says when a copy is checked before use
+    ``kernel``: its caches. ``verify`` says when a copy is checked before use
     (``config.MountSettings.verify``). ``fast`` serves beside the interpreter, if there is such a
     thing; ``opens_are_told`` is False if the kernel only reads, ``kernel_reads`` True if it reads
     copies by itself. ``doubts`` is told of each fetch.
@@ -159,10 +156,7 @@ class FileSystem:
         limits: LimitSettings,
         source_load: SourceLoad,
         verify: Literal["unclean", "open", "never"],
-        attributes_changed: Callable[[Ino], None],
-        names_changed: Callable[[Ino], None],
-        store_pages: Callable[[Ino, bytes], None],
-        forget_pages: Callable[[Ino], None],
+        kernel: KernelCaches,
         fast: FastPath | None,
         opens_are_told: bool,
         kernel_reads: bool,
@@ -184,16 +178,15 @@ class FileSystem:
         self._limits = limits
         self._source_load = source_load
         self._verify = verify
-        self._store_pages = store_pages
+        self._kernel = kernel
         self._fast = fast
-        self._forget_pages = forget_pages
         self._opens_are_told = opens_are_told
         self._kernel_reads = kernel_reads
         self._doubts = doubts
         # When a binding that no open made may go.
         self._visits: dict[Ino, float] = {}
         self._visited = trio.Event()
-        self._sizes = StaleSizes(names, attributes_changed=attributes_changed)
+        self._sizes = StaleSizes(names, attributes_changed=kernel.invalidate_attributes)
         self._bindings: dict[Ino, Binding] = {}
         self._openings: dict[Ino, _Opening] = {}
         self._held_bytes = 0
@@ -206,11 +199,13 @@ class FileSystem:
             metrics=metrics,
             remove_copy=movement.remove_copy,
             copy_unreadable=movement.copy_unreadable,
-            attributes_changed=attributes_changed if opens_are_told else self._sizes.changed,
-            names_changed=names_changed,
+            attributes_changed=(
+                kernel.invalidate_attributes if opens_are_told else self._sizes.changed
+            ),
+            names_changed=kernel.invalidate_listing,
             is_held_elsewhere=fast.outdate if fast is not None else lambda _: False,
             may_be_half_read=lambda ino: not opens_are_told and self._was_read(ino),
-            forget_pages=forget_pages,
+            forget_pages=kernel.drop,
         )
         self._events = (
             None
@@ -673,7 +668,7 @@ class FileSystem:
         """In a thread. With ``store`` the kernel gets the bytes at once: no READ asks for them."""
         fetched = self._source_calls.source.fetch(path, identity)
         if fetched.data and store:
-            self._store_pages(ino, fetched.data)
+            self._kernel.store(ino, fetched.data)
         return fetched
 
     # -- reading -------------------------------------------------------------------------------
@@ -783,7 +778,7 @@ class FileSystem:
         if self._opens_are_told:
             self._residency.mark_spoiled(ino)
         else:
-            self._forget_pages(ino)
+            self._kernel.drop(ino)
 
     def distrust(self, ino: Ino, *, differs: bool) -> None:
         """The source may have other bytes under the same times, or, with ``differs``, has.
@@ -801,7 +796,7 @@ class FileSystem:
             elif self._fast is not None:
                 self._fast.outdate(ino)
         elif differs:
-            self._forget_pages(ino)
+            self._kernel.drop(ino)
             if self._was_read(ino):
                 # Who has begun with the version before must not go on with this one.
                 self._residency.mark_changed(ino)

@@ -29,7 +29,7 @@ from monarch.posix.openat2 import open_beneath
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.tiers.source import Source
-from monarch.types import Ino, attributes_of, kept_ns
+from monarch.types import Ino, KernelCaches, attributes_of, kept_ns
 from monarch.writeback.drain import Drain
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op, above
@@ -78,9 +78,8 @@ class _Found:
 
 
 class Others:
-    """Belongs to the event loop. ``names_changed`` has the kernel forget the listing of a
-    directory, ``attributes_changed`` what it knows of an inode. ``is_open`` says whether a process
-    has a file open that was not written here."""
+    """Belongs to the event loop. ``is_open`` returns whether a process has a file open that was not
+    written through the mount."""
 
     def __init__(
         self,
@@ -90,8 +89,7 @@ class Others:
         object_table: ObjectTable,
         drain: Drain,
         source: Source,
-        names_changed: Callable[[Ino], None],
-        attributes_changed: Callable[[Ino], None],
+        kernel: KernelCaches,
         is_open: Callable[[Ino], bool],
     ) -> None:
         self._is_open = is_open
@@ -102,8 +100,7 @@ class Others:
         self._object_table = object_table
         self._drain = drain
         self._source = source
-        self._names_changed = names_changed
-        self._attributes_changed = attributes_changed
+        self._kernel = kernel
         # Of its own: a source that hangs must hold up nothing else.
         self._threads = ThreadPool(1, "others", abandon=True)
         # When each was used last, the longest ago first.
@@ -140,7 +137,7 @@ class Others:
     def _forget(self, directory: Ino) -> None:
         if self._used.pop(directory, None) is not None:
             # Whoever lists it again is to be seen, even where the kernel keeps listings.
-            self._names_changed(directory)
+            self._kernel.invalidate_listing(directory)
         self._seen.pop(directory, None)
         self._next_s.pop(directory, None)
 
@@ -249,8 +246,8 @@ class Others:
         if listed.seen is not None and not touched and not is_left:
             self._seen[directory] = listed.seen
         if changed:
-            self._names_changed(directory)
-            self._attributes_changed(directory)
+            self._kernel.invalidate_listing(directory)
+            self._kernel.invalidate_attributes(directory)
 
     def _known(self, directory: Ino) -> tuple[int, int, int] | None:
         """By what a directory is known not to have changed; None if that is not known."""
@@ -355,7 +352,7 @@ class Others:
         # One that is gone by now is missing at the next look.
         with suppress(Refused, SourceError):
             await self._files.look_again(ino)
-        self._attributes_changed(ino)
+        self._kernel.invalidate_attributes(ino)
         return True
 
     def _is_busy(self, ino: Ino) -> bool:
@@ -379,7 +376,7 @@ class Others:
             if self._has_more(ino) or names.lookup(directory, name) != ino:
                 return False
         self._writing.take_away(directory, name, by=None)
-        self._attributes_changed(ino)
+        self._kernel.invalidate_attributes(ino)
         return True
 
     def _has_more(self, directory: Ino) -> bool:

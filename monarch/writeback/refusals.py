@@ -7,12 +7,12 @@ it is removed on the mount as well, and a file that the source has is shown as i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from monarch.errors import BusyError, UsageError
 from monarch.namespace.overlay import Node
 from monarch.posix.credentials import ROOT
-from monarch.types import ROOT_INO, WRITTEN_INO, Ino
+from monarch.types import ROOT_INO, WRITTEN_INO, Ino, KernelCaches
 from monarch.writeback.drain import Drain, Refusal
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op, above
@@ -34,8 +34,7 @@ class _Plan:
 
 
 class Refusals:
-    """Belongs to the event loop. Paths are relative to the mount. ``names_changed`` has the kernel
-    forget the listing of a directory, ``attributes_changed`` what it knows of an inode."""
+    """Belongs to the event loop. Paths are relative to the mount."""
 
     def __init__(
         self,
@@ -43,16 +42,14 @@ class Refusals:
         writing: WriteOperations,
         object_table: ObjectTable,
         drain: Drain,
-        names_changed: Callable[[Ino], None],
-        attributes_changed: Callable[[Ino], None],
+        kernel: KernelCaches,
     ) -> None:
         self._writing = writing
         self._names = writing.names
         self._files = writing.files
         self._object_table = object_table
         self._drain = drain
-        self._names_changed = names_changed
-        self._attributes_changed = attributes_changed
+        self._kernel = kernel
 
     def list(self, path: bytes = b"") -> Sequence[Refusal]:
         """What the source refuses now at, above and beneath a path, in the order of the changes."""
@@ -110,7 +107,7 @@ class Refusals:
         for node in plan.back.values():
             if node.names and node.object:
                 await self._files.give_back(node)
-                self._attributes_changed(node.ino)
+                self._kernel.invalidate_attributes(node.ino)
         return removed
 
     def _about(self, path: bytes) -> Sequence[Refusal]:
@@ -194,8 +191,8 @@ class Refusals:
         before = self._names.attributes(ino).parent
         self._writing.put_back(ino, parent, name, by=ROOT)
         for changed in {before, parent}:
-            self._names_changed(changed)
-        self._attributes_changed(ino)
+            self._kernel.invalidate_listing(changed)
+        self._kernel.invalidate_attributes(ino)
 
     def _moved(self, node: Node) -> UsageError:
         path_text = os.fsdecode(self._names.visible_path(node.ino))
@@ -213,8 +210,8 @@ class Refusals:
             directory, _, name = path.rpartition(b"/")
             parent = self._names.resolve(directory) or ROOT_INO
             ino = self._writing.take_away(parent, name, by=ROOT)
-            self._names_changed(parent)
-            self._attributes_changed(ino)
+            self._kernel.invalidate_listing(parent)
+            self._kernel.invalidate_attributes(ino)
             yield path
 
 

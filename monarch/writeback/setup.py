@@ -42,7 +42,7 @@ from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
-from monarch.types import WRITTEN_INO, Ino, file_now_ns
+from monarch.types import WRITTEN_INO, Ino, KernelCaches, file_now_ns
 from monarch.units import format_bytes
 from monarch.writeback.changed import changed_in_place
 from monarch.writeback.commits import Commits
@@ -341,8 +341,7 @@ class WriteBack:
         look_again: Callable[[Ino], Awaitable[None]],
         evict: Callable[[Ino], int],
         evicted: Callable[[], Awaitable[None]],
-        names_changed: Callable[[Ino], None],
-        attributes_changed: Callable[[Ino], None],
+        kernel: KernelCaches,
         is_open: Callable[[Ino], bool],
     ) -> None:
         self.place = place
@@ -441,8 +440,7 @@ class WriteBack:
                 object_table=object_table,
                 drain=self.drain,
                 source=source_calls.source,
-                names_changed=names_changed,
-                attributes_changed=attributes_changed,
+                kernel=kernel,
                 is_open=is_open,
             )
             if settings.absorbs and settings.snapshot.freshness != "never"
@@ -452,8 +450,7 @@ class WriteBack:
             writing=self.writing,
             object_table=object_table,
             drain=self.drain,
-            names_changed=names_changed,
-            attributes_changed=attributes_changed,
+            kernel=kernel,
         )
         self._commits = Commits(
             place.directory,

@@ -67,6 +67,15 @@ MOUNTS = 3
 ROOT = Credentials(os.geteuid(), os.getegid())
 
 
+class NoKernel:
+    """The caches of no kernel."""
+
+    def invalidate_attributes(self, ino: Ino) -> None: ...
+    def invalidate_listing(self, directory: Ino) -> None: ...
+    def store(self, ino: Ino, content: bytes) -> None: ...
+    def drop(self, ino: Ino) -> None: ...
+
+
 class AtOnce(ThreadPool):
     """Makes each call at once, while virtual time stands still.
 
@@ -175,8 +184,7 @@ class Life:
             look_again=_never,
             evict=lambda ino: 0,
             evicted=_nothing,
-            names_changed=lambda *changed: None,
-            attributes_changed=lambda *changed: None,
+            kernel=NoKernel(),
             is_open=lambda ino: False,
         )
         self.seconds = time.perf_counter() - begun

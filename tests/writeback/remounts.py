@@ -247,6 +247,15 @@ class Ground:
                     place.lock.release()
 
 
+class NoKernel:
+    """The caches of no kernel."""
+
+    def invalidate_attributes(self, ino: Ino) -> None: ...
+    def invalidate_listing(self, directory: Ino) -> None: ...
+    def store(self, ino: Ino, content: bytes) -> None: ...
+    def drop(self, ino: Ino) -> None: ...
+
+
 class Life:
     def __init__(
         self,
@@ -294,8 +303,7 @@ class Life:
             evict=lambda ino: 0,
             evicted=_nothing,
             look_again=lambda ino: revalidation.look_again(ino),
-            names_changed=lambda ino: None,
-            attributes_changed=lambda ino: None,
+            kernel=NoKernel(),
             is_open=lambda ino: ino in self.read,
         )
         self.writing = self.write_back.writing

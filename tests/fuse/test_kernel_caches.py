@@ -1,0 +1,110 @@
+"""What the kernel is told of its caches, with and without a session."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pyfuse3
+import pytest
+import trio.testing
+
+from monarch.fuse import kernel_caches
+from monarch.fuse.kernel_caches import MountCaches
+from monarch.types import Ino
+
+INO = Ino(7)
+
+
+class Kernel:
+    """Records the notifications of pyfuse3, and refuses them with ``error``."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.error = 0
+
+    def invalidate_inode(self, ino: int, attr_only: bool = False) -> None:
+        self._note("invalidate", ino, attr_only)
+
+    def notify_store(self, ino: int, offset: int, data: bytes) -> None:
+        self._note("store", ino, offset, data)
+
+    def _note(self, *call: object) -> None:
+        self.calls.append(call)
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+    monkeypatch.setattr(pyfuse3, "invalidate_inode", made.invalidate_inode)
+    monkeypatch.setattr(pyfuse3, "notify_store", made.notify_store)
+    return made
+
+
+@pytest.fixture
+def caches(tmp_path: Path, kernel: Kernel) -> MountCaches:
+    return MountCaches(tmp_path, lambda ino: b"%d" % ino, None)
+
+
+def use(caches: MountCaches) -> None:
+    caches.invalidate_attributes(INO)
+    caches.invalidate_listing(INO)
+    caches.store(INO, b"bytes")
+
+
+def test_without_a_session_nothing_is_sent(caches: MountCaches, kernel: Kernel) -> None:
+    use(caches)
+    caches.open()
+    caches.close()
+    use(caches)
+    assert kernel.calls == []
+
+
+def test_each_call_is_one_notification(caches: MountCaches, kernel: Kernel) -> None:
+    caches.open()
+    use(caches)
+    assert kernel.calls == [
+        ("invalidate", INO, True),
+        ("invalidate", INO, False),
+        ("store", INO, 0, b"bytes"),
+    ]
+
+
+@pytest.mark.parametrize(("number", "lines"), [(errno.ENOENT, 0), (errno.EINVAL, 1)])
+def test_a_refusal_raises_nothing_and_is_logged_unless_the_kernel_has_no_such_inode(
+    caches: MountCaches,
+    kernel: Kernel,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+    lines: int,
+) -> None:
+    caches.open()
+    kernel.error = number
+    with caplog.at_level(logging.WARNING):
+        use(caches)
+        use(caches)
+    assert len(kernel.calls) == 6
+    assert len([r for r in caplog.records if r.name == kernel_caches.__name__]) == lines
+
+
+async def test_pages_are_dropped_by_another_process(
+    caches: MountCaches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str | bytes]] = []
+    done = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def run(command: list[str | bytes], **_: object) -> None:
+        started.append(command)
+        token.run_sync_soon(done.set)
+
+    monkeypatch.setattr(kernel_caches.subprocess, "run", run)
+    caches.drop(INO)
+    with trio.fail_after(10):
+        await done.wait()
+    assert started[0][-1] == os.fsencode(tmp_path / "7")
