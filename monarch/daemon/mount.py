@@ -199,6 +199,7 @@ class Mount:
                     decide_opens=settings.verify == "open",
                     cache_listings=choice.cache_listings,
                     ask_names=bool(settings.absorbs),
+                    ask_xattrs=place is not None,
                     as_caller=settings.source_identity == "caller",
                 ),
             )

@@ -100,8 +100,9 @@ class DatapathOptions:
     ``passthrough``: let the kernel read resident files itself if it can. ``no_open``: the kernel
     opens files without a request. ``decide_opens``: Python decides every open.
     ``cache_listings``: the kernel may cache directory listings. ``ask_names``: Python is asked for
-    names that the snapshot does not have, and for the begin of listings. ``as_caller``: files are
-    fetched with the rights of the opening process.
+    names that the snapshot does not have, and for the begin of listings. ``ask_xattrs``: and for
+    extended attributes in the namespace "user". ``as_caller``: files are fetched with the rights of
+    the opening process.
     """
 
     passthrough: bool
@@ -109,6 +110,7 @@ class DatapathOptions:
     decide_opens: bool
     cache_listings: bool
     ask_names: bool
+    ask_xattrs: bool
     as_caller: bool
 
 
@@ -150,6 +152,8 @@ class Datapath:
         )
         if options.ask_names:
             self._native.ask_names()
+        if options.ask_xattrs:
+            self._native.ask_xattrs()
         if options.as_caller:
             self._native.fetch_as_caller()
         for tier in tiers:

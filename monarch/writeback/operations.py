@@ -504,15 +504,15 @@ class WriteOperations:
         return list(node.xattrs) if node is not None else []
 
     async def xattrs_elsewhere(self, ino: Ino) -> dict[bytes, bytes] | None:
-        """The extended attributes of what is read from the source in absorbed directories, as it
-        has them; None where those are shown that are known here. Raises SourceError."""
+        """The source's extended attributes of what is read from there and may have been written
+        through a mount; None where those known here are shown. Raises SourceError."""
         node, now = self.names.node(ino), self.names.attributes(ino)
         if node is not None and (node.object or node.has_source_xattrs):
             return None
         if self.names.at_source(ino) is None or not (now.is_file or now.is_dir):
             return None
         path = self.names.path(ino)
-        if not self._patterns.covers(path):
+        if self._patterns and not self._patterns.covers(path):
             return None
         try:
             found = await self._source_calls.call(ino, self._source_calls.source.xattrs, path)

@@ -303,6 +303,7 @@ def main(directory: Path, seconds: float, seed: int) -> None:
             decide_opens=dice.random() < 0.1,
             cache_listings=dice.random() < 0.5,
             ask_names=dice.random() < 0.5,
+            ask_xattrs=dice.random() < 0.5,
         ) as made:
             fuzz = Fuzz(made, dice)
             fuzz.run(min(end, time.monotonic() + _ROUND_S))

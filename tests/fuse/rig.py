@@ -257,6 +257,7 @@ def rig(
         "decide_opens": False,
         "cache_listings": False,
         "ask_names": False,
+        "ask_xattrs": False,
         "as_caller": False,
         **options,
     }

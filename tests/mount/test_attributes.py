@@ -286,3 +286,26 @@ def test_what_was_set_is_shown_after_the_next_mount(monarch: MonarchCommand, tre
         assert missing.value.errno == errno.ENODATA
     mounted.umount()
     assert os.listxattr(source / "d/f") == ["user.theirs"]
+
+
+@pytest.mark.promise(31)
+@pytest.mark.promise(99)
+@pytest.mark.modes("relay", "python")
+def test_a_mount_that_does_not_absorb_shows_what_was_set_on_an_earlier_one(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    source, tiers = tree({"d/f": 10, "data/f": 10}), {"fast": "16MiB"}
+    os.setxattr(source / "data/f", b"user.theirs", b"1")
+    mounted = monarch.mount(source, tiers=tiers, options=["absorb=d/**"])
+    for name in ("d/f", "d"):
+        os.setxattr(mounted.path / name, b"user.a", name.encode())
+    mounted.umount()
+    # The second one has a new snapshot, which tells nothing of attributes.
+    for arguments in ([], ["--refresh"]):
+        mounted = monarch.mount(source, tiers=tiers, arguments=arguments)
+        for name in ("d/f", "d"):
+            assert os.getxattr(mounted.path / name, b"user.a") == name.encode()
+            assert os.listxattr(mounted.path / name) == ["user.a"]
+        # It cannot know which paths those were.
+        assert os.getxattr(mounted.path / "data/f", b"user.theirs") == b"1"
+        mounted.umount()

@@ -34,6 +34,7 @@ struct names {
     uint64_t entries;
     const uint8_t *marks; /* a byte for each inode, shared with Python */
     uint8_t differs;      /* the mark of an inode that is not as the snapshot tells */
+    bool ask_xattrs;      /* files may have attributes that users have set */
     bool ask;             /* others may make names: what is missing, and listings, are not told */
     size_t blocks[NAMES_TABLES];
     struct names_block *table[NAMES_TABLES];

@@ -366,6 +366,12 @@ static PyObject *datapath_ask_names(Datapath *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *datapath_ask_xattrs(Datapath *self, PyObject *unused) {
+    (void)unused;
+    self->dp->names.ask_xattrs = true;
+    Py_RETURN_NONE;
+}
+
 static PyObject *datapath_publish(Datapath *self, PyObject *args) {
     unsigned table;
     Py_ssize_t number;
@@ -792,6 +798,7 @@ static PyMethodDef methods[] = {
     {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
     {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
     {"ask_names", (PyCFunction)datapath_ask_names, METH_NOARGS, NULL},
+    {"ask_xattrs", (PyCFunction)datapath_ask_xattrs, METH_NOARGS, NULL},
     {"set_objects", (PyCFunction)datapath_set_objects, METH_VARARGS, NULL},
     {"know_object", (PyCFunction)datapath_know_object, METH_VARARGS, NULL},
     {"forget_object", (PyCFunction)datapath_forget_object, METH_VARARGS, NULL},

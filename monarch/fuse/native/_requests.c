@@ -842,7 +842,7 @@ static void give_acl(struct thread *thread, struct in_header *request, bool inhe
 }
 
 /* A file of the snapshot has only the attributes that Monarch gives it, unless others may be set
- * through the mount (``ask``); programs ask for others one by one. No file has an attribute that
+ * through a mount (``ask_xattrs``); programs ask for others one by one. No file has an attribute that
  * gives rights (security.capability, which the kernel asks for before each write) or a label of
  * SELinux. EOPNOTSUPP for the label tells ls, once for the whole mount, that it need not ask for
  * each file. */
@@ -851,7 +851,7 @@ static void do_getxattr(struct thread *thread, struct in_header *request, size_t
     const char *name = (const char *)(request + 1) + sizeof(struct getxattr_in);
     bool named = size > sizeof(struct getxattr_in);
     bool told = names_tells(&thread->dp->names, request->nodeid) &&
-                !(named && thread->dp->names.ask && !strncmp(name, users, sizeof users - 1));
+                !(named && thread->dp->names.ask_xattrs && !strncmp(name, users, sizeof users - 1));
     bool inherited = named && strcmp(name, "system.posix_acl_default") == 0;
     if (named && strcmp(name, "security.selinux") == 0)
         refuse(thread, request, EOPNOTSUPP);
@@ -872,7 +872,7 @@ static void do_listxattr(struct thread *thread, struct in_header *request, size_
     uint32_t mode;
     if (size < sizeof *in)
         refuse(thread, request, EINVAL);
-    else if (!names_tells(names, request->nodeid) || names->ask ||
+    else if (!names_tells(names, request->nodeid) || names->ask_xattrs ||
              (names->acl_count && names_acls(names, request->nodeid, &acls, &mode) != NAMES_NONE))
         pass_on(thread, request);
     else
