@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,27 @@ def test_without_being_told_to_a_mount_absorbs_nothing(monarch: MonarchCommand, 
     with pytest.raises(OSError) as raised:
         (mounted.path / "new").write_bytes(b"x")
     assert raised.value.errno == errno.EROFS
+
+
+@pytest.mark.promise(171)
+def test_open_written_files_take_two_descriptors_of_as_many_as_are_allowed(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    try:
+        mounted = monarch.mount(tree({}), tiers={"fast": "16MiB"}, options=["write=absorb"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert resource.prlimit(mounted.pid, resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    descriptors = Path(f"/proc/{mounted.pid}/fd")
+    before = len(os.listdir(descriptors))
+    held = [os.open(mounted.path / f"{n}", os.O_RDWR | os.O_CREAT) for n in range(100)]
+    # 32 objects are made ahead, and the drain has a few files open.
+    assert len(os.listdir(descriptors)) - before <= 2 * len(held) + 64
+    for fd in held:
+        os.close(fd)
+    wait_until(lambda: len(os.listdir(descriptors)) <= before + 64, "they keep descriptors")
 
 
 @pytest.mark.promise(30)
