@@ -919,3 +919,24 @@ def test_what_was_let_go_of_is_read_whole_by_who_has_it_open_and_who_opens_it_th
         with (mounted.path / "f").open("r+b") as other:
             other.write(b"new")
         assert os.pread(file.fileno(), 3, 0) == b"new"
+
+
+@pytest.mark.promise(172)
+@pytest.mark.modes("relay")
+def test_a_change_of_attributes_reads_the_bytes_once_and_writes_none(
+    monarch: MonarchCommand, slow: SlowSource, tree: Tree
+) -> None:
+    tree({"large": 2 * _MB})
+    mounted = monarch.mount(slow.path, tiers={"fast": "64MiB"}, options=["write=absorb"])
+    before = slow.counters()
+    (mounted.path / "large").chmod(0o600)
+    os.utime(mounted.path / "large", (1, 1))
+    drained(mounted, "large")
+    assert (mounted.path / "large").read_bytes() == contents("large", 2 * _MB)
+    mounted.umount()
+    now = slow.counters()
+    assert now["read_bytes"] - before["read_bytes"] <= 2 * _MB
+    # The lease is written, too.
+    assert now["write_bytes"] - before["write_bytes"] < 64 * 1024
+    status = (slow.path / "large").stat()
+    assert (status.st_mode & 0o777, status.st_mtime) == (0o600, 1)
