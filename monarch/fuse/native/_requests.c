@@ -842,9 +842,9 @@ static void give_acl(struct thread *thread, struct in_header *request, bool inhe
 }
 
 /* A file of the snapshot has only the attributes that Monarch gives it, unless others may be set
- * through a mount (``ask_xattrs``); programs ask for others one by one. No file has an attribute that
- * gives rights (security.capability, which the kernel asks for before each write) or a label of
- * SELinux. EOPNOTSUPP for the label tells ls, once for the whole mount, that it need not ask for
+ * through a mount (``ask_xattrs``); programs ask for others one by one. No file has an attribute
+ * that gives rights (security.capability, which the kernel asks for before each write) or a label
+ * of SELinux. EOPNOTSUPP for the label tells ls, once for the whole mount, that it need not ask for
  * each file. */
 static void do_getxattr(struct thread *thread, struct in_header *request, size_t size) {
     static const char ours[] = "user.monarch.", users[] = "user.", rights[] = "security.";
