@@ -36,6 +36,7 @@ from monarch.tiers.source import Source, close_result
 from monarch.types import Progress
 from monarch.units import KiB
 from monarch.writeback import lease
+from monarch.writeback.setup import require_former_tiers_drained
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -112,6 +113,7 @@ def run(
             source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
+            require_former_tiers_drained(settings, state)
             with signals.interruptible():
                 if settings.absorbs:
                     lease.prepare(source)

@@ -113,7 +113,6 @@ def open_write_store(
     Raises TierError if it cannot be used, or if another tier than these has what was not drained,
     and LockedError if another mount of the source uses it.
     """
-    _require_nothing_left_behind(settings, state)
     kept = [tier for tier in tiers if directory_of(tier.path, settings.source).exists()]
     if not kept and not settings.absorbs:
         return None
@@ -166,8 +165,11 @@ def _locked(directory: Path, settings: MountSettings) -> Lock:
         os.close(fd)
 
 
-def _require_nothing_left_behind(settings: MountSettings, state: Path) -> None:
-    """Who takes a tier out of the configuration must not forget what only that has."""
+def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
+    """Refuses a mount without a tier of the last mount that has changes the source lacks.
+
+    Called before the snapshot is chosen: the changes belong to the current one. Raises TierError.
+    """
     try:
         before = read_note(state).tiers
     except TierError:

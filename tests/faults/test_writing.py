@@ -318,6 +318,8 @@ def test_a_tier_with_what_is_not_drained_cannot_be_forgotten(
     put(mounted.path / "ckpt", b"only here")
     mounted.kill()
     slow.rules()
+    # The refused mount must not renew the snapshot that the change belongs to.
+    tree({"later": 10})
     with pytest.raises(pytest.fail.Exception, match=r"still has 1 file, .* not at the source"):
         monarch.mount(slow.path, tiers={"other": "64MiB"}, options=OPTIONS)
     monarch.mounted[-1].killed = True
