@@ -6,8 +6,13 @@ the others that are made once more with it are about other paths.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 from monarch.writeback.op import Op, above
 
+# A directory that one of these changes is about may itself come, go or move.
+_OF_DIRECTORIES = frozenset({"mkdir", "rmdir", "rename"})
 # Made again they change nothing of what lies beneath the directory that they are about.
 _OF_ITSELF = frozenset({"mkdir", "attr", "xattr"})
 
@@ -51,3 +56,91 @@ class PathSet:
         self._paths.clear()
         self._above.clear()
         self._themselves.clear()
+
+
+class PendingNames:
+    """Names of changes that the source lacks, by directory: a lookup reads no other change.
+
+    A directory with pending names below it is a pending name of its parent.
+    """
+
+    def __init__(self) -> None:
+        # How many changes are about a name, or directories below it have pending names.
+        self._names: dict[bytes, dict[bytes, int]] = {}
+        # Paths of changes that make, remove or move a directory.
+        self._directories: dict[bytes, int] = {}
+        self._watches: list[PendingWatch] = []
+
+    def add(self, op: Op) -> None:
+        for path in op.names():
+            self._add_name(path)
+            if op.kind in _OF_DIRECTORIES:
+                self._directories[path] = self._directories.get(path, 0) + 1
+        for watch in self._watches:
+            watch.add(op)
+
+    def _add_name(self, path: bytes) -> None:
+        while path:
+            parent, _, name = path.rpartition(b"/")
+            names = self._names.get(parent)
+            if names is not None:
+                names[name] = names.get(name, 0) + 1
+                return
+            self._names[parent] = {name: 1}
+            path = parent
+
+    def remove(self, op: Op) -> None:
+        for path in op.names():
+            self._remove_name(path)
+            if op.kind in _OF_DIRECTORIES:
+                _count_down(self._directories, path)
+
+    def _remove_name(self, path: bytes) -> None:
+        while path:
+            parent, _, name = path.rpartition(b"/")
+            names = self._names[parent]
+            _count_down(names, name)
+            if names:
+                return
+            del self._names[parent]
+            path = parent
+
+    @contextmanager
+    def watching(self, directory: bytes) -> Iterator[PendingWatch]:
+        """Collects the names that are pending in a directory at any time in this block."""
+        moves = any(path in self._directories for path in (directory, *above(directory)))
+        watch = PendingWatch(directory, None if moves else self._names.get(directory, ()))
+        self._watches.append(watch)
+        try:
+            yield watch
+        finally:
+            self._watches.remove(watch)
+
+
+class PendingWatch:
+    """The names of a directory that were pending at any time since the watch began."""
+
+    def __init__(self, directory: bytes, names: Collection[bytes] | None) -> None:
+        self._names = None if names is None else set(names)
+        self._directory = directory
+        self._start = directory + b"/" if directory else b""
+
+    def names(self) -> set[bytes] | None:
+        """None if a change may have made, removed or moved the directory itself."""
+        return self._names
+
+    def add(self, op: Op) -> None:
+        if self._names is None:
+            return
+        for path in op.names():
+            if path.startswith(self._start) and path:
+                self._names.add(path[len(self._start) :].partition(b"/")[0])
+            elif op.kind in _OF_DIRECTORIES and path in (self._directory, *above(self._directory)):
+                self._names = None
+                return
+
+
+def _count_down(counts: dict[bytes, int], key: bytes) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

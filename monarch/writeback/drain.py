@@ -23,7 +23,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import merge
@@ -41,7 +41,7 @@ from monarch.text import errno_words
 from monarch.transfer.throttle import TokenBucket
 from monarch.types import ANY_SIZE, Identity
 from monarch.units import KiB, MiB
-from monarch.writeback.conflicts import PathSet
+from monarch.writeback.conflicts import PathSet, PendingNames
 from monarch.writeback.growth import Growth, OthersWroteError
 from monarch.writeback.journal import Journal, Known, Replay
 from monarch.writeback.lots import begin_all, close_all, move_all, open_all
@@ -332,7 +332,7 @@ class Drain:
         self._demand = demand
         self._bucket = TokenBucket(bandwidth, 2 * _TURN_BYTES)
         self._queue: deque[_Entry] = deque()
-        self._noted: list[list[Op]] = []
+        self.pending = PendingNames()
         # Objects of which the source has a file under the names that they have by then; those that
         # a content of theirs was left out of are not among them.
         self._present: set[int] = set()
@@ -446,6 +446,7 @@ class Drain:
                 if op.synced:
                     self._last_synced = seq
                 self._queue.append(entry)
+                self.pending.add(op)
                 self.waiting_bytes += op.size
                 if op.object and op.mtime_ns is not None:
                     times = self._set_times.get(op.object, frozenset())
@@ -489,12 +490,11 @@ class Drain:
     def put(self, seq: int, op: Op) -> None:
         """A change that was appended to the journal. Never waits."""
         record = self._journal.written
-        for noted in self._noted:
-            noted.append(op)
         if self._hold_s:
             self._last_put_s = trio.current_time()
         self._foresee(op)
         self._queue.append(_Entry(seq, op, time.time_ns(), record, was_tried=False))
+        self.pending.add(op)
         self._expect(seq, op)
         self.waiting_bytes += op.size
         if op.synced:
@@ -509,17 +509,6 @@ class Drain:
         """Something has changed: have all look what they can do."""
         self._changed.unpark_all()
         self._stagers.unpark_all()
-
-    @contextmanager
-    def noting(self) -> Iterator[list[Op]]:
-        """All changes that the source lacks now, and those that are put until the end of it."""
-        noted = self.waiting()
-        self._noted.append(noted)
-        try:
-            yield noted
-        finally:
-            # By itself: two may be equal.
-            self._noted = [each for each in self._noted if each is not noted]
 
     def _foresee(self, op: Op) -> None:
         """Know what holds for all that comes behind a change, also before it is made."""
@@ -1357,6 +1346,7 @@ class Drain:
             failpoints.failpoint("drain-marked")
         for entry, step in zip(batch[: len(done)], steps, strict=False):
             self._queue.popleft()
+            self.pending.remove(entry.op)
             self.waiting_bytes -= entry.op.size
             self._arrived(entry, step is not None, done[entry.seq])
         self._wake()

@@ -30,9 +30,9 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.tiers.source import Source
 from monarch.types import Ino, KernelCaches, attributes_of, kept_ns
+from monarch.writeback.conflicts import PendingWatch
 from monarch.writeback.drain import Drain
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.op import Op, above
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.operations import WriteOperations
 
@@ -197,17 +197,18 @@ class Others:
             return
         looked = self._looking[directory] = trio.Event()
         try:
-            # What is done from here on may be in the listing or not.
-            with self._drain.noting() as ops:
-                await self._compare(directory, names.visible_path(directory), ops, is_gone)
+            path = names.visible_path(directory)
+            # The listing may show a change that the source gets from here on, or not.
+            with self._drain.pending.watching(path) as pending:
+                await self._compare(directory, path, pending, is_gone)
         finally:
             del self._looking[directory]
             looked.set()
 
     async def _compare(
-        self, directory: Ino, path: bytes, ops: Collection[Op], is_gone: bool
+        self, directory: Ino, path: bytes, pending: PendingWatch, is_gone: bool
     ) -> None:
-        if _changed_names(path, ops) is None:
+        if pending.names() is None:
             return
         known = self._known(directory)
         try:
@@ -225,7 +226,7 @@ class Others:
         if new or other:
             asked = [*new, *other]
             found = await self._threads.run(_found, self._source, path, asked)
-        touched = _changed_names(path, ops)
+        touched = pending.names()
         if touched is None or self._names.is_gone(directory):
             return
         changed = is_left = False
@@ -381,22 +382,6 @@ class Others:
 
     def _has_more(self, directory: Ino) -> bool:
         return next(iter(self._names.list_from(directory, 0)), None) is not None
-
-
-def _changed_names(directory: bytes, ops: Collection[Op]) -> set[bytes] | None:
-    """The names in a directory that changes are about; None if they are about itself."""
-    start = directory + b"/" if directory else b""
-    touched = set()
-    for op in ops:
-        for path in op.names():
-            if path.startswith(start) and path != b"":
-                touched.add(path[len(start) :].partition(b"/")[0])
-            elif op.kind in ("mkdir", "rmdir", "rename") and path in (
-                directory,
-                *above(directory),
-            ):
-                return None
-    return touched
 
 
 def _listed(source: Source, path: bytes, known: tuple[int, int, int] | None) -> _Listed:

@@ -440,9 +440,9 @@ async def change_there(life: Life, chance: random.Random) -> None:
     elif kind == "mkdir":
         (source / "d/sub").mkdir()
     elif not list((source / "d/sub").glob("mine*")):
-        with life.write_back.drain.noting() as waiting:
-            if not any(name.startswith(b"d/sub") for op in waiting for name in op.names()):
-                shutil.rmtree(source / "d/sub")
+        waiting = life.write_back.drain.waiting()
+        if not any(name.startswith(b"d/sub") for op in waiting for name in op.names()):
+            shutil.rmtree(source / "d/sub")
 
 
 @pytest.mark.promise(79)

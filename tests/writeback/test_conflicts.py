@@ -1,0 +1,81 @@
+"""The paths of pending changes: which names of a directory must be left alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from monarch.writeback.conflicts import PendingNames
+from monarch.writeback.op import Kind, Op, above
+
+_DIRECTORIES = [b"", b"a", b"a/b", b"a/b/c", b"ab"]
+_KINDS: list[Kind] = [
+    "create",
+    "content",
+    "attr",
+    "mkdir",
+    "rmdir",
+    "rename",
+    "link",
+    "unlink",
+]
+_PATHS = [b"a", b"a/b", b"a/b/c", b"a/b/c/d", b"a/x", b"ab/y", b"z", b"a/b/e"]
+
+
+def _by_reading_all(directory: bytes, ops: Sequence[Op]) -> set[bytes] | None:
+    start = directory + b"/" if directory else b""
+    names = set()
+    for op in ops:
+        for path in op.names():
+            if path.startswith(start) and path:
+                names.add(path[len(start) :].partition(b"/")[0])
+            elif op.kind in ("mkdir", "rmdir", "rename") and path in (directory, *above(directory)):
+                return None
+    return names
+
+
+def _change(rng: random.Random) -> Op:
+    path, to = rng.choice(_PATHS), rng.choice(_PATHS)
+    kind = rng.choice(_KINDS)
+    if kind == "content":
+        return Op(kind=kind, paths=(path, to), object=1)
+    return Op(kind=kind, path=path, to=to if kind in ("rename", "link") else b"")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pending_names_are_those_of_all_changes_that_wait(seed: int) -> None:
+    rng = random.Random(seed)
+    pending, waiting = PendingNames(), list[Op]()
+    for _ in range(60):
+        if waiting and rng.random() < 0.45:
+            pending.remove(waiting.pop(rng.randrange(len(waiting))))
+        else:
+            waiting.append(op := _change(rng))
+            pending.add(op)
+        for directory in _DIRECTORIES:
+            with pending.watching(directory) as watch:
+                assert watch.names() == _by_reading_all(directory, waiting)
+    for op in waiting:
+        pending.remove(op)
+    with pending.watching(b"") as watch:
+        assert watch.names() == set()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_watch_has_the_changes_that_came_and_those_that_went(seed: int) -> None:
+    rng = random.Random(seed)
+    pending, directory = PendingNames(), rng.choice(_DIRECTORIES)
+    before = [_change(rng) for _ in range(3)]
+    for op in before:
+        pending.add(op)
+    with pending.watching(directory) as watch:
+        later = [_change(rng) for _ in range(3)]
+        for op in later:
+            pending.add(op)
+        for op in (*before, *later):
+            pending.remove(op)
+        assert watch.names() == _by_reading_all(directory, [*before, *later])
+    pending.add(Op(kind="create", path=b"a/b/after"))
+    assert b"after" not in (watch.names() or ())
