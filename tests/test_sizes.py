@@ -34,9 +34,9 @@ FLAT = {
 TO_BE_SPLIT = {
     "monarch/daemon/health_checks.py::HealthChecks arguments": 15,
     "monarch/daemon/health_checks.py::HealthChecks._of_writing lines": 109,
-    "monarch/daemon/mount.py lines": 651,
-    "monarch/daemon/mount.py::Mount handed out": 12,
-    "monarch/daemon/mount.py::Mount.__init__ lines": 282,
+    "monarch/daemon/mount.py lines": 633,
+    "monarch/daemon/mount.py::Mount handed out": 7,
+    "monarch/daemon/mount.py::Mount.__init__ lines": 280,
     "monarch/daemon/status.py::Status arguments": 16,
     "monarch/namespace/overlay.py lines": 1305,
     "monarch/namespace/overlay.py::Overlay methods": 70,

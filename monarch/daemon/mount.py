@@ -66,11 +66,12 @@ from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
+from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.engine import Engine
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.source_reader import SourceReader
-from monarch.transfer.tier_monitor import Served, TierMonitor
+from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.writeback.setup import WriteBack, make_room, open_write_store
@@ -205,7 +206,8 @@ class Mount:
             )
         )
         caches = MountCaches(settings.mountpoint, names.path, self._datapath)
-        source_load = SourceLoad(self._datapath)
+        view = self._datapath or NoDatapath()
+        source_load = SourceLoad(view)
         doubts = Doubts(SourceClock(snapshot.newest_ns(), time.monotonic_ns()))
         self._monitor = TierMonitor(
             tiers=tiers,
@@ -216,10 +218,7 @@ class Mount:
             ledger=ledger,
             metrics=metrics,
             limits=settings.limits,
-            bypass=self._bypass,
-            moved=self._moved,
-            returned=self._returned,
-            served=self._served,
+            datapath=view,
         )
         self._engine = Engine(
             monitor=self._monitor,
@@ -246,7 +245,7 @@ class Mount:
             names=names,
             metrics=metrics,
             timeout_s=settings.limits.source_timeout,
-            oldest_elsewhere_s=self._oldest_source_call_s,
+            datapath=view,
             as_caller=settings.source_identity == "caller",
         )
         self._writing = (
@@ -419,9 +418,6 @@ class Mount:
         state = self._datapath.state()
         return Requests(state.waiting, state.oldest_request_s)
 
-    def _oldest_source_call_s(self) -> float:
-        return self._datapath.state().oldest_wait_s if self._datapath is not None else 0.0
-
     def _changed(self, ino: Ino) -> None:
         """Called when a copy found its source changed; ``_look_again`` refreshes the entry."""
         with suppress(trio.WouldBlock):
@@ -483,7 +479,7 @@ class Mount:
         """The background tasks by name; each runs until it returns or the mount ends."""
         tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "signals": self._signals,
-            "engine": self._engine.run,
+            "engine": partial(self._engine.run, on_return=self._returned),
             "changes": self._look_again,
             "inquiry": self._source_calls.run,
             "visits": self.filesystem.expire_visits,
@@ -579,20 +575,6 @@ class Mount:
         if self._settings.verify != "never":
             self._residency.mark_unverified(inos)
         await self._sweep_tier(tier, before_ns=time.time_ns())
-
-    def _moved(self, tier: Tier) -> None:
-        if self._datapath is not None:
-            self._datapath.move(tier)
-
-    def _bypass(self, tier: int, bypassed: bool) -> None:
-        if self._datapath is not None:
-            self._datapath.bypass(tier, bypassed)
-
-    def _served(self, tier: int) -> Served:
-        if self._datapath is None:
-            return Served(0, 0.0)
-        tally = self._datapath.tallies()[tier]
-        return Served(tally.opens + tally.reads, (tally.open_ns + tally.read_ns) / 1e9)
 
     def _show_metrics(self, service: trio.Nursery) -> None:
         settings = self._settings.metrics

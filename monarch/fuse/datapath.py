@@ -23,6 +23,7 @@ from monarch.placement.residency import COPYING, DIFFERS, UNUSABLE, Residency
 from monarch.telemetry.metrics import BUCKETS_S
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
+from monarch.transfer.datapath_view import CallTotals
 from monarch.transfer.source_load import SourceTraffic
 from monarch.types import Attributes, Ino
 from monarch.units import MiB
@@ -379,6 +380,15 @@ class Datapath:
     def tallies(self) -> list[Tally]:
         """Totals of each tier so far; index 0 is the source."""
         return [Tally(*row) for row in self._native.tallies(self._tiers + 1)]
+
+    def totals(self, tier: int) -> CallTotals:
+        """The opens and reads of one tier so far."""
+        tally = self.tallies()[tier]
+        return CallTotals(tally.opens + tally.reads, (tally.open_ns + tally.read_ns) / 1e9)
+
+    def oldest_wait_s(self) -> float:
+        """The age of the oldest call to the source, in seconds; 0 if there is none."""
+        return self.state().oldest_wait_s
 
     def source_traffic(self) -> SourceTraffic:
         """The traffic of readers to the source so far, outside the event loop."""

@@ -17,7 +17,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -217,9 +217,9 @@ class Engine:
 
     # -- the workers ---------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Runs until cancelled. Cancelled copies leave no files."""
-        self._monitor.on_outage(self._tier_is_out)
+    async def run(self, *, on_return: Callable[[Tier], Awaitable[None]]) -> None:
+        """Runs until cancelled. Cancelled copies leave no files. ``on_return`` as in
+        TierMonitor.run."""
         try:
             async with trio.open_nursery() as nursery:
                 self._reader.begin(nursery)
@@ -229,7 +229,8 @@ class Engine:
                     nursery.start_soon(self._commit_worker, tier)
                     nursery.start_soon(self._removal_worker, tier)
                 nursery.start_soon(self._keep_wanted_going)
-                nursery.start_soon(self._monitor.run)
+                watch = partial(self._monitor.run, on_outage=self._tier_is_out, on_return=on_return)
+                nursery.start_soon(watch)
         finally:
             # A restarted task must not find flights in the queue that are given up here.
             self._flights.give_up_all()

@@ -28,6 +28,7 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.text import errno_words
 from monarch.tiers.source import Source
+from monarch.transfer.datapath_view import DatapathView
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class SourceCalls:
         names: Namespace,
         metrics: Metrics,
         timeout_s: float | None,
-        oldest_elsewhere_s: Callable[[], float],
+        datapath: DatapathView,
         as_caller: bool = False,
     ) -> None:
         self.source = source
@@ -95,7 +96,7 @@ class SourceCalls:
         self._names = names
         self._metrics = metrics
         self._timeout_s = math.inf if timeout_s is None else timeout_s
-        self._oldest_elsewhere_s = oldest_elsewhere_s
+        self._datapath = datapath
         # How often each call that waits has been checked.
         self._looks: dict[trio.CancelScope, int] = {}
         self._limiter = Limiter(60.0)
@@ -104,7 +105,7 @@ class SourceCalls:
 
     def trouble(self) -> Trouble | None:
         """That the source does not answer now, or has failed within the last minute."""
-        oldest_s = max(self._threads.oldest_s(), self._oldest_elsewhere_s())
+        oldest_s = max(self._threads.oldest_s(), self._datapath.oldest_wait_s())
         if oldest_s > _HANGS_S:
             return Trouble("does not answer", time.time_ns() - int(oldest_s * 1e9), hangs=True)
         now = trio.current_time()

@@ -31,9 +31,10 @@ class Elsewhere(Protocol):
 
 
 class SourceLoad:
-    """Reads of the source for readers: the number that run, and the end of the last."""
+    """Reads of the source for readers: the number that run, and the end of the last.
+    ``elsewhere`` makes the reads of the datapath."""
 
-    def __init__(self, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(self, elsewhere: Elsewhere) -> None:
         self._elsewhere = elsewhere
         self._reads_elsewhere = 0
         self._in_flight = 0
@@ -48,7 +49,7 @@ class SourceLoad:
 
     def reached(self, ino: Ino) -> int:
         """The position, in bytes, of a reader of the datapath that reads a file from its start."""
-        return self._elsewhere.reached(ino) if self._elsewhere is not None else 0
+        return self._elsewhere.reached(ino)
 
     def begin(self, now: float) -> None:
         if self._in_flight == 0:
@@ -69,19 +70,17 @@ class SourceLoad:
         time.
         """
         waited = self._waited + (now - self._since if self._in_flight else 0.0)
-        if self._elsewhere is not None:
-            traffic = self._elsewhere.source_traffic()
-            elapsed, self._asked = max(0.0, now - self._asked), now
-            added, self._told_ns = (traffic.waited_ns - self._told_ns) / 1e9, traffic.waited_ns
-            if added or traffic.waiting:
-                # A read that has not ended is not in the sum yet.
-                self._waited_elsewhere += min(elapsed, added or elapsed)
+        traffic = self._elsewhere.source_traffic()
+        elapsed, self._asked = max(0.0, now - self._asked), now
+        added, self._told_ns = (traffic.waited_ns - self._told_ns) / 1e9, traffic.waited_ns
+        if added or traffic.waiting:
+            # A read that has not ended is not in the sum yet.
+            self._waited_elsewhere += min(elapsed, added or elapsed)
         return waited + self._waited_elsewhere
 
     def busy(self, now: float) -> bool:
         """Whether a copy would compete with a reader at ``now`` (seconds, monotonic)."""
-        if self._elsewhere is not None:
-            traffic = self._elsewhere.source_traffic()
-            if traffic.waiting or traffic.reads != self._reads_elsewhere:
-                self._reads_elsewhere, self._last = traffic.reads, now
+        traffic = self._elsewhere.source_traffic()
+        if traffic.waiting or traffic.reads != self._reads_elsewhere:
+            self._reads_elsewhere, self._last = traffic.reads, now
         return self._in_flight > 0 or now - self._last < _BREATH

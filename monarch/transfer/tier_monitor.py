@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -30,6 +29,7 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.shared import other_sources
 from monarch.tiers.tier import Tier
+from monarch.transfer.datapath_view import CallTotals, DatapathView
 from monarch.transfer.outages import Outage, Outages
 from monarch.units import MiB
 
@@ -57,14 +57,6 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The number and duration of the opens and reads of a tier outside the event loop so far."""
-
-    calls: int
-    seconds: float
-
-
 @runtime_checkable
 class Closeable(Protocol):
     """The result of a call that must be closed."""
@@ -88,11 +80,6 @@ class _Call:
 class _MonitoredTier:
     """The state of one monitored tier."""
 
-    __slots__ = (
-        *("calls", "keep_free", "looked_s", "others", "room", "seen", "spent", "tier"),
-        *("looking", "reading", "writing"),
-    )
-
     def __init__(self, tier: Tier, keep_free: int, writers: int) -> None:
         self.tier = tier
         self.keep_free = keep_free
@@ -104,19 +91,16 @@ class _MonitoredTier:
         self.room = 0
         self.looked_s = -math.inf
         # The time of readers' calls here, and the total at the last check.
-        self.spent = Served(0, 0.0)
+        self.spent = CallTotals(0, 0.0)
         # The sources of other mounts with copies in the same path, at the last check.
         self.others: Sequence[str] = ()
-        self.seen = Served(0, 0.0)
+        self.seen = CallTotals(0, 0.0)
 
 
 class TierMonitor:
     """``keep_free`` has, per tier, the bytes of its file system that copies leave free.
 
-    ``bypass`` is called with the tiers that readers must bypass, and again when that ends.
-    ``moved`` is called when a tier's descriptors lead elsewhere; ``returned`` when a tier is back
-    at its path, before it is used. ``served`` returns opens and reads outside the event loop, by
-    number of the tier.
+    ``datapath`` reads copies, too, and is called when readers must bypass a tier.
     """
 
     def __init__(
@@ -127,10 +111,7 @@ class TierMonitor:
         ledger: Ledger,
         metrics: Metrics,
         limits: LimitSettings,
-        bypass: Callable[[int, bool], None] = lambda tier, bypassed: None,
-        moved: Callable[[Tier], None] = lambda tier: None,
-        returned: Callable[[Tier], Awaitable[None]] | None = None,
-        served: Callable[[int], Served] = lambda tier: Served(0, 0.0),
+        datapath: DatapathView,
     ) -> None:
         # A thread for each large copy, one for small files, one for removals and the sweep.
         writers = limits.copy_workers + 2
@@ -143,10 +124,7 @@ class TierMonitor:
         self._metrics = metrics
         self._timeout_s = limits.tier_timeout
         self._probe_s = limits.tier_probe
-        self._bypass = bypass
-        self._moved = moved
-        self._returned = returned
-        self._served = served
+        self._datapath = datapath
         self._on_outage: Callable[[int], None] = lambda tier: None
         self._limiter = Limiter(60.0)
         # The end of all waiting, by the clock of the event loop.
@@ -164,10 +142,6 @@ class TierMonitor:
             monitored.writing.prepare()
             # A check without a thread would take a healthy tier out of service.
             monitored.looking.prepare()
-
-    def on_outage(self, told: Callable[[int], None]) -> None:
-        """Registers a function to be called with the number of each tier that goes out."""
-        self._on_outage = told
 
     def others(self, number: int) -> Sequence[str]:
         """The sources of other mounts that have copies in the same tier path."""
@@ -223,7 +197,9 @@ class TierMonitor:
             monitored, monitored.reading, call, _timed, function, *args
         )
         if size <= MiB:
-            monitored.spent = Served(monitored.spent.calls + 1, monitored.spent.seconds + seconds)
+            monitored.spent = CallTotals(
+                monitored.spent.calls + 1, monitored.spent.seconds + seconds
+            )
         return result
 
     async def _run(
@@ -301,7 +277,7 @@ class TierMonitor:
             return False
         self._ledger.close(number)
         if not outage.is_read:
-            self._bypass(number, True)
+            self._datapath.bypass(number, True)
         self._on_outage(number)
         return True
 
@@ -325,12 +301,23 @@ class TierMonitor:
 
     # -- checks ----------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Checks calls and tiers until cancelled."""
+    async def run(
+        self,
+        *,
+        on_outage: Callable[[int], None],
+        on_return: Callable[[Tier], Awaitable[None]],
+    ) -> None:
+        """Checks calls and tiers until cancelled.
+
+        ``on_outage`` is called with the number of each tier that goes out of service, ``on_return``
+        when the directory of a tier is back at its path, before the tier is used. It raises
+        TierError.
+        """
+        self._on_outage = on_outage
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_calls)
             for monitored in self._monitored.values():
-                nursery.start_soon(self._tend, monitored)
+                nursery.start_soon(self._tend, monitored, on_return)
 
     async def _watch_calls(self) -> None:
         while True:
@@ -352,7 +339,9 @@ class TierMonitor:
                 if call.reads:
                     call.scope.cancel()
 
-    async def _tend(self, monitored: _MonitoredTier) -> None:
+    async def _tend(
+        self, monitored: _MonitoredTier, on_return: Callable[[Tier], Awaitable[None]]
+    ) -> None:
         number = monitored.tier.number
         while True:
             with suppress(OSError):
@@ -363,7 +352,7 @@ class TierMonitor:
             if self._outages.of(number) is None:
                 await self._look(monitored)
             elif self._outages.is_due(number, now_s=trio.current_time()):
-                await self._try(monitored)
+                await self._try(monitored, on_return)
 
     async def _look(self, monitored: _MonitoredTier) -> None:
         """Checks a tier in service, even if it is not read or written now."""
@@ -395,9 +384,11 @@ class TierMonitor:
         why = f"{os.fspath(monitored.tier.path)} is not the directory that was opened at mount"
         self._is_out(monitored, Outage(why, time.time_ns(), slow=False, gone=True))
         await self._looking(monitored, monitored.tier.detach)
-        await self._looking(monitored, self._moved, monitored.tier)
+        await self._looking(monitored, self._datapath.move, monitored.tier)
 
-    async def _try(self, monitored: _MonitoredTier) -> None:
+    async def _try(
+        self, monitored: _MonitoredTier, on_return: Callable[[Tier], Awaitable[None]]
+    ) -> None:
         """Tries a tier, and returns it to service if all calls succeed."""
         tier, outage = monitored.tier, self._outages.current()[monitored.tier.number]
         if any(not call.reads for call in monitored.calls):
@@ -412,7 +403,7 @@ class TierMonitor:
                     await self._detach(monitored)
                 await self._looking(monitored, tier.reopen)
             if gone:
-                await self._looking(monitored, self._moved, tier)
+                await self._looking(monitored, self._datapath.move, tier)
             began = trio.current_time()
             await self._looking(monitored, tier.probe)
             if slow and trio.current_time() - began > self._timeout_s / _LOOKS:
@@ -420,8 +411,8 @@ class TierMonitor:
             self._see_room(monitored, (await self._looking(monitored, tier.space)).available)
             if monitored.room < 0:
                 raise _no_room()
-            if gone and self._returned is not None:
-                await self._returned(tier)
+            if gone:
+                await on_return(tier)
         except (OSError, MonarchError) as error:
             number = getattr(error, "errno", None)
             again = Outage(
@@ -432,17 +423,17 @@ class TierMonitor:
                 gone=gone,
             )
             self._outages.tried(tier.number, again, now_s=trio.current_time())
-            self._bypass(tier.number, not again.is_read)
+            self._datapath.bypass(tier.number, not again.is_read)
             return
         self._outages.end(tier.number)
         self._ledger.open(tier.number)
-        self._bypass(tier.number, False)
+        self._datapath.bypass(tier.number, False)
         monitored.seen = self._all_served(monitored)
         log.info("tier %s stores copies again", tier.name)
 
-    def _all_served(self, monitored: _MonitoredTier) -> Served:
-        elsewhere = self._served(monitored.tier.number)
-        return Served(
+    def _all_served(self, monitored: _MonitoredTier) -> CallTotals:
+        elsewhere = self._datapath.totals(monitored.tier.number)
+        return CallTotals(
             elsewhere.calls + monitored.spent.calls, elsewhere.seconds + monitored.spent.seconds
         )
 

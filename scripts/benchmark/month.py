@@ -39,6 +39,7 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
+from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import WRITTEN_INO, Ino
@@ -168,7 +169,7 @@ class Life:
             names=self.names,
             metrics=Metrics(["fast"]),
             timeout_s=None,
-            oldest_elsewhere_s=lambda: 0.0,
+            datapath=NoDatapath(),
         )
         self.write_back = WriteBack(
             place,
@@ -176,7 +177,7 @@ class Life:
             snapshot_id=snapshot.id,
             names=self.names,
             source_calls=source_calls,
-            source_load=SourceLoad(None),
+            source_load=SourceLoad(NoDatapath()),
             ledger=Ledger([CAPACITY]),
             residency=residency,
             fast=None,

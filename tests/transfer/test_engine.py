@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from monarch.tiers.source import Source, SourceFile
 from monarch.tiers.tier import Staged, Tier
 from monarch.transfer import engine, source_reader
 from monarch.transfer.copy import Turn, read_turn
+from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.engine import Engine
 from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.source_reader import SourceReader
@@ -117,6 +119,10 @@ def clock() -> trio.testing.MockClock:
     return trio.testing.MockClock(autojump_threshold=0.004)
 
 
+async def _never(tier: Tier) -> None:
+    raise AssertionError("no tier leaves its path")
+
+
 @asynccontextmanager
 async def running(
     source: Path, tmp_path: Path, *, capacity: int = 10**6, **limits: int
@@ -128,7 +134,7 @@ async def running(
     records = Records(tmp_path, "g", [tier.id])
     opened = Source(os.fsencode(source))
     residency, ledger = Residency(COUNT), Ledger([capacity])
-    source_load = SourceLoad()
+    source_load = SourceLoad(NoDatapath())
     names, metrics, changed = Names(source), Metrics(["fast"]), list[Ino]()
     controller = Controller(residency, ledger, FirstCome())
     given_limits = LimitSettings(
@@ -148,7 +154,12 @@ async def running(
     )
     made = Engine(
         monitor=TierMonitor(
-            tiers=[tier], keep_free=[0], ledger=ledger, metrics=metrics, limits=given_limits
+            tiers=[tier],
+            keep_free=[0],
+            ledger=ledger,
+            metrics=metrics,
+            limits=given_limits,
+            datapath=NoDatapath(),
         ),
         records=records,
         names=names,
@@ -175,7 +186,7 @@ async def running(
     )
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(made.run)
+            nursery.start_soon(partial(made.run, on_return=_never))
             yield rig
             nursery.cancel_scope.cancel()
         assert ledger.reserved(1) == 0

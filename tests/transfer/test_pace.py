@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.pace import Pace
 from monarch.transfer.source_load import SourceLoad, SourceTraffic
-from monarch.types import Ino
 
 _STEP_S = 0.001
 _PIECE_S = 0.02
@@ -82,16 +82,13 @@ def test_beside_readers_one_copy_reads_at_a_time() -> None:
 
 
 def test_the_time_that_readers_wait_is_counted_once_wherever_they_read() -> None:
-    class Elsewhere:
+    class Elsewhere(NoDatapath):
         traffic = SourceTraffic(0, 0, 0, 0, 0)
 
         def source_traffic(self) -> SourceTraffic:
             return self.traffic
 
-        def reached(self, ino: Ino) -> int:
-            return 0
-
-    here = SourceLoad()
+    here = SourceLoad(NoDatapath())
     here.begin(10.0)
     here.begin(11.0)
     assert here.waited(12.0) == 2.0

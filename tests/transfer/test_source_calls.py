@@ -16,6 +16,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.source import Source
+from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import ROOT_INO
 from tests.conftest import Tree
@@ -40,7 +41,7 @@ async def test_trouble_lasts_a_minute_beyond_the_last_error_and_a_refusal_is_non
         names=Namespace(snapshot, lambda ino: None),
         metrics=Metrics(["fast"]),
         timeout_s=None,
-        oldest_elsewhere_s=lambda: 0.0,
+        datapath=NoDatapath(),
     )
 
     async def asked(number: int) -> None:

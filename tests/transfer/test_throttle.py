@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.throttle import TokenBucket
 
@@ -60,7 +61,7 @@ def test_over_any_time_no_more_goes_than_burst_and_rate_allow(
 
 
 def test_a_reader_in_flight_or_just_gone_is_busy() -> None:
-    source_load = SourceLoad()
+    source_load = SourceLoad(NoDatapath())
     assert not source_load.busy(0.0)
     source_load.begin(1000.0)
     source_load.begin(1000.0)

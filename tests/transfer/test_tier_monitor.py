@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from monarch.placement.ledger import Ledger
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.ownership import Owner
 from monarch.tiers.tier import Tier
-from monarch.transfer.tier_monitor import Served, TierMonitor
+from monarch.transfer.datapath_view import CallTotals, NoDatapath
+from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Ino
 from monarch.units import MiB
 
@@ -33,13 +35,26 @@ _INO = Ino(5)
 class Rig:
     """Two tiers under a ward, and what it has told."""
 
-    monitor: TierMonitor
     tiers: list[Tier]
     ledger: Ledger
+    monitor: TierMonitor = field(init=False)
     bypassed: dict[int, bool] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
     out: list[int] = field(default_factory=list)
-    served: dict[int, Served] = field(default_factory=dict)
+    served: dict[int, CallTotals] = field(default_factory=dict)
+
+
+class Elsewhere(NoDatapath):
+    """A datapath that was sent to Python for some tiers, and has served copies of others."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+
+    def bypass(self, tier: int, bypassed: bool) -> None:
+        self._rig.bypassed[tier] = bypassed
+
+    def totals(self, tier: int) -> CallTotals:
+        return self._rig.served.get(tier, CallTotals(0, 0.0))
 
 
 @pytest.fixture
@@ -66,21 +81,18 @@ async def watching(memory: Path, *, keep_free: int = 0) -> AsyncIterator[Rig]:
     async def returned(tier: Tier) -> None:
         rig.returned.append(tier.number)
 
-    monitor = TierMonitor(
+    rig = Rig(tiers, ledger)
+    rig.monitor = TierMonitor(
         tiers=tiers,
         keep_free=[keep_free, 0],
         ledger=ledger,
         metrics=Metrics(["t1", "t2"]),
         # Few looks in much time: threads that do work need real time for it.
         limits=LimitSettings(tier_timeout=50),
-        bypass=lambda tier, bypassed: rig.bypassed.update({tier: bypassed}),
-        returned=returned,
-        served=lambda tier: rig.served.get(tier, Served(0, 0.0)),
+        datapath=Elsewhere(rig),
     )
-    rig = Rig(monitor, tiers, ledger)
-    monitor.on_outage(rig.out.append)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(monitor.run)
+        nursery.start_soon(partial(rig.monitor.run, on_outage=rig.out.append, on_return=returned))
         yield rig
         nursery.cancel_scope.cancel()
     for tier in tiers:
@@ -159,11 +171,11 @@ async def test_a_tier_whose_copies_are_slow_to_open_elsewhere_is_slow(
     memory: Path, clock: trio.testing.MockClock
 ) -> None:
     async with watching(memory) as rig:
-        rig.served = {1: Served(100, 200.0), 2: Served(3, 200.0)}
+        rig.served = {1: CallTotals(100, 200.0), 2: CallTotals(3, 200.0)}
         await trio.sleep(21)
         # The mean of a hundred is 2 s; three are too few to tell.
         assert rig.monitor.out_of_service() == {}
-        rig.served = {1: Served(200, 1200.0)}
+        rig.served = {1: CallTotals(200, 1200.0)}
         await trio.sleep(11)
         assert rig.monitor.out_of_service()[1].slow
         with trio.fail_after(100):

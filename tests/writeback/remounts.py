@@ -35,6 +35,7 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
+from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
@@ -287,7 +288,7 @@ class Life:
             names=self.names,
             metrics=metrics,
             timeout_s=None,
-            oldest_elsewhere_s=lambda: 0.0,
+            datapath=NoDatapath(),
         )
         self.write_back = WriteBack(
             place,
@@ -295,7 +296,7 @@ class Life:
             snapshot_id=snapshot.id,
             names=self.names,
             source_calls=self.source_calls,
-            source_load=SourceLoad(None),
+            source_load=SourceLoad(NoDatapath()),
             ledger=ledger,
             residency=residency,
             fast=None,
