@@ -47,7 +47,6 @@ UNFINISHED = frozenset(
         "writeback/reserve.py",
         "writeback/setup.py",
         "writeback/shortening.py",
-        "writeback/source_writer.py",
         "writeback/space.py",
         "writeback/spares.py",
         "writeback/staging.py",

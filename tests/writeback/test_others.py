@@ -17,7 +17,6 @@ import trio
 import trio.testing
 
 from monarch.posix.credentials import USER_BITS, Credentials
-from monarch.writeback import source_writer
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Op
 from tests.conftest import let_others_in
@@ -296,7 +295,7 @@ async def test_what_is_replaced_by_a_file_of_another_is_never_missing(
         return changed
 
     for change in ("unlink", "rename", "link"):
-        monkeypatch.setattr(source_writer.os, change, looking(getattr(os, change)))
+        monkeypatch.setattr(os, change, looking(getattr(os, change)))
     shared.by, shared.owner = user, 1002
     async with draining(shared) as drain:
         for turn in range(20):
@@ -330,7 +329,7 @@ async def test_bytes_of_another_user_are_never_there_with_the_set_id_bit_of_the_
         return changed
 
     for change in ("chmod", "fchmod", "rename", "link"):
-        monkeypatch.setattr(source_writer.os, change, looking(getattr(os, change)))
+        monkeypatch.setattr(os, change, looking(getattr(os, change)))
     async with draining(shared) as drain:
         shared.by = ALICE
         shared.write(b"program", b"of alice")
@@ -550,7 +549,7 @@ async def test_attributes_that_the_source_does_not_take_are_told_of_until_it_has
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         setxattr(path, name, value)
 
-    monkeypatch.setattr(source_writer.os, "setxattr", small)
+    monkeypatch.setattr(os, "setxattr", small)
     async with draining(world) as drain:
         world.write(b"new", b"1")
         world.setxattr(b"new", b"user.large", b"x" * 101)

@@ -1,0 +1,158 @@
+"""Attributes at the source: owner, mode, times, extended attributes and access control lists.
+
+Where the source does not support an attribute, or refuses it to this daemon, that is reported once
+and the attribute is left out. Every other failure is raised.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+
+from monarch.posix.credentials import Credentials, acting_as
+from monarch.text import errno_words
+from monarch.tiers.source import identity_of
+from monarch.types import Identity
+from monarch.writeback.op import Op
+from monarch.writeback.source_log import SourceLog
+
+# Opens an entry of any type by its name, a symbolic link itself.
+ITSELF = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+SPECIAL_BITS = stat.S_ISUID | stat.S_ISGID
+# The errors of a source that does not support something, or refuses it to this daemon.
+NOT_SUPPORTED = frozenset(
+    {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+    | {errno.E2BIG, errno.ERANGE, errno.EACCES}
+)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_SYNC_AGAIN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def path_of(fd: int) -> bytes:
+    """A path that leads to the entry of a descriptor and ends there, even if it is a symbolic
+    link."""
+    return b"/proc/self/fd/%d" % fd
+
+
+class SourceAttributes:
+    """Sets attributes of open entries of the source."""
+
+    def __init__(self, log: SourceLog) -> None:
+        self._log = log
+
+    def set(self, fd: int, op: Op) -> None:
+        """Set all attributes that ``op`` names, with the rights of the thread. Raises OSError."""
+        has_owner = self._set_owner(fd, op)
+        if op.xattrs:
+            # Before the mode, which may take away the right to set them.
+            self._set_xattrs(fd, op)
+        if op.mode is not None and not stat.S_ISLNK(os.fstat(fd).st_mode):
+            mode = stat.S_IMODE(op.mode)
+            if not has_owner:
+                # Set-ID bits would give the rights of another user than was meant.
+                mode &= ~SPECIAL_BITS
+            try:
+                os.chmod(path_of(fd), mode)
+            except OSError as error:
+                self._raise_if_supported("modes", error, op)
+        if op.mtime_ns is not None or op.atime_ns is not None:
+            now = os.fstat(fd)
+            atime_ns = now.st_atime_ns if op.atime_ns is None else op.atime_ns
+            mtime_ns = now.st_mtime_ns if op.mtime_ns is None else op.mtime_ns
+            try:
+                os.utime(path_of(fd), ns=(atime_ns, mtime_ns))
+            except OSError as error:
+                self._raise_if_supported("times", error, op)
+
+    def set_new(self, directory_fd: int, name: bytes, op: Op, by: Credentials | None) -> Identity:
+        """Set the attributes of an entry that ``by`` has just made, and sync it. Raises OSError.
+
+        A directory keeps a set-group-ID bit that it has from the directory above.
+        """
+        fd = os.open(name, ITSELF, dir_fd=directory_fd)
+        try:
+            inherited = 0
+            if op.kind == "mkdir":
+                inherited = os.fstat(fd).st_mode & (op.mode or 0) & stat.S_ISGID
+            with acting_as(by):
+                self.set(fd, op)
+            mode = stat.S_IMODE(os.fstat(fd).st_mode)
+            if inherited and not mode & stat.S_ISGID:
+                # The kernel removes the bit at a chmod by a user outside the directory's group.
+                os.chmod(path_of(fd), mode | stat.S_ISGID)
+            sync_entry(fd)
+            return identity_of(os.fstat(fd))
+        finally:
+            os.close(fd)
+
+    def _set_owner(self, fd: int, op: Op) -> bool:
+        """Set owner and group; whether the entry has them then."""
+        now = os.fstat(fd)
+        uid = now.st_uid if op.uid is None else op.uid
+        gid = now.st_gid if op.gid is None else op.gid
+        if (uid, gid) == (now.st_uid, now.st_gid):
+            return True
+        try:
+            os.chown(path_of(fd), uid, gid)
+        except OSError as error:
+            self._raise_if_supported("owners", error, op)
+            # A user may still give the file to one of the user's own groups.
+            with suppress(OSError):
+                os.chown(path_of(fd), -1, gid)
+            return False
+        return True
+
+    def _set_xattrs(self, fd: int, op: Op) -> None:
+        # Removals first: they make room.
+        for name, value in sorted(op.xattrs.items(), key=lambda item: item[1] is not None):
+            try:
+                if value is not None:
+                    os.setxattr(path_of(fd), name, value)
+                else:
+                    os.removexattr(path_of(fd), name)
+            except OSError as error:
+                if error.errno == errno.ENOSPC and os.fstatvfs(fd).f_bavail:
+                    # The disk is not full, only the room for the attributes of one file.
+                    error = OSError(errno.E2BIG, os.strerror(errno.E2BIG))
+                if error.errno != errno.ENODATA:
+                    self._raise_if_supported("extended attributes", error, op)
+                    self._log.note_dropped(op.path, name, errno_words(error.errno))
+                    continue
+            self._log.note_taken(op.path, name)
+
+    def _raise_if_supported(self, what: str, error: OSError, op: Op) -> None:
+        if error.errno not in NOT_SUPPORTED:
+            raise error
+        self._log.note_refused(what, error, op.path)
+
+
+def sync_directory_at(fd: int) -> None:
+    """Make the names in an open directory durable. Raises OSError."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            # A directory that its user may not list is open by name only.
+            sync_entry(fd)
+        elif error.errno not in _NO_SYNC:
+            raise
+
+
+def sync_entry(fd: int) -> None:
+    """Make a file or directory durable that is open by name only. One that the thread may not read
+    is left to the source. Raises OSError."""
+    if stat.S_IFMT(os.fstat(fd).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+        return
+    try:
+        again = os.open(path_of(fd), _SYNC_AGAIN)
+    except PermissionError:
+        return
+    try:
+        os.fsync(again)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(again)

@@ -1,0 +1,207 @@
+"""Staged files at the source: opened, given their attributes, and discarded.
+
+A staged file lies beside the name that it is going to get, and belongs to the user who wrote it, so
+that the source's own kernel decides what that user may do there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from dataclasses import replace
+
+from monarch.posix.credentials import acting_as
+from monarch.posix.names import status_at
+from monarch.tiers.source import Source, SourceFile, identity_of
+from monarch.types import Identity
+from monarch.writeback.expected import Expected
+from monarch.writeback.op import Op
+from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
+from monarch.writeback.source_directories import Directories, OpenDirectories, creator, is_owner
+from monarch.writeback.source_places import Place, kind_of_place, require_writable
+from monarch.writeback.source_temporaries import NEW, Temporaries
+
+# Others have changed at the source what a file was staged for. The drain stages it again. Not
+# ESTALE, by which a source reports that it is lost and must be opened anew.
+CHANGED_MEANWHILE = errno.EAGAIN
+# The errors of a call that the user may not make.
+FORBIDDEN = (errno.EPERM, errno.EACCES)
+_TO_SYNC = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class StagedContents:
+    """The staged files of objects at one source. All methods may wait for it."""
+
+    def __init__(
+        self,
+        source: Source,
+        directories: Directories,
+        attributes: SourceAttributes,
+        temporaries: Temporaries,
+    ) -> None:
+        self._source = source
+        self._directories = directories
+        self._attributes = attributes
+        self._temporaries = temporaries
+
+    def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
+        """A descriptor of the empty staged file of an object whose bytes go to the source directly.
+
+        It belongs to the user who writes it. ``is_new``: the source has no such file; otherwise a
+        user who may write that file need not be allowed to make others beside it. Raises OSError.
+        """
+        place = Place("new" if is_new else "over", None, creator(op))
+        with self._directories() as directories:
+            return self._open_part(directories, op, place, make=make)
+
+    def open_place(self, op: Op, place: Place, expected: Expected, *, make: bool) -> int:
+        """A descriptor of the empty staged file of an object, beside its first name.
+
+        ``place`` is filled in; ``make``: missing directories are made. Raises OSError, EACCES or
+        EPERM if the users who wrote the content may not do that.
+        """
+        with self._directories() as directories:
+            by = place.by = creator(op)
+            fd, name = directories.of(op.path, by, make=make)
+            place.kind, place.target = kind_of_place(fd, name, op, expected)
+            if place.kind == "over":
+                require_writable(fd, name, op)
+                assert place.target is not None
+                if by is not None and by.uid != place.target.st_uid:
+                    # The file stays its owner's.
+                    place.by = None
+            elif place.kind != "conflict" and expected.is_made and is_given_away(op):
+                # Root gave the file to another user, or another user renamed it. Whether its name
+                # may be made there is tried with the rights of the user who gave it.
+                os.close(self._open_part(directories, op, place, make=make))
+                place.by = None
+            part_fd = self._open_part(directories, op, place, make=make)
+            place.source_ino = os.fstat(part_fd).st_ino
+            return part_fd
+
+    def _open_part(self, directories: OpenDirectories, op: Op, place: Place, *, make: bool) -> int:
+        part = self._temporaries.part(op.object, through=op.through)
+
+        def opened() -> int:
+            fd, _ = directories.of(op.path, place.by, make=make)
+            # A file that an earlier mount has left may belong to another user.
+            with suppress(FileNotFoundError):
+                os.unlink(part, dir_fd=fd)
+            with acting_as(place.by):
+                return os.open(part, NEW, 0o600, dir_fd=fd)
+
+        try:
+            return opened()
+        except OSError as error:
+            if error.errno not in FORBIDDEN or place.by is None:
+                raise
+            # The owner of a directory may have taken away the right to write in it since the file
+            # was made there, and could give it again.
+            above, _ = directories.of(op.path, place.by, make=make)
+            if place.kind != "over" and not (place.kind == "new" and is_owner(above, place.by)):
+                raise
+        place.by = None
+        return opened()
+
+    def open_staged(self, path: bytes, number: int, source_ino: int) -> SourceFile:
+        """The staged file of an object without bytes in the tier, to read it.
+
+        ``source_ino`` is its inode number, 0 if that is not known. Raises OSError, SourceChanged.
+        """
+        directory, slash, _ = path.rpartition(b"/")
+        part = directory + slash + self._temporaries.part(number, through=True)
+        return self._source.open_known(part, source_ino)
+
+    def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
+        """Make durable what was written at the source directly, with the attributes of ``op``.
+
+        Returns its size in bytes, and its identity if it has its names already, None if it is still
+        staged. Raises OSError, ENOENT if there is neither.
+        """
+        with self._directories() as directories:
+            place.by = creator(op)
+            directory_fd, name = directories.of(op.paths[0], None)
+            part = self._temporaries.part(op.object, through=True)
+            is_staged = status_at(directory_fd, part) is not None
+            if is_staged:
+                place.kind, place.target = kind_of_place(directory_fd, name, op, expected)
+                if place.kind == "over":
+                    require_writable(directory_fd, name, op)
+            fd = os.open(part if is_staged else name, _TO_SYNC, dir_fd=directory_fd)
+            try:
+                status = os.fstat(fd)
+                place.source_ino = status.st_ino
+                if is_staged:
+                    if place.by is not None and status.st_uid != place.by.uid:
+                        place.by = None
+                    self.apply_attributes(fd, op, place, expected)
+                elif not expected.is_it(status, strict=op.strict):
+                    raise FileNotFoundError(errno.ENOENT, "it is another file by now")
+                os.fsync(fd)
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
+            return status.st_size, None if is_staged else identity_of(status)
+
+    def discard_part(self, path: bytes, number: int) -> None:
+        """Remove the staged file of an object without bytes in the tier. Raises nothing."""
+        with self._directories() as directories, suppress(OSError):
+            fd, _ = directories.of(path, None)
+            os.unlink(self._temporaries.part(number, through=True), dir_fd=fd)
+
+    def discard(self, directories: OpenDirectories, op: Op) -> None:
+        """Remove what may have been staged for a content that is not to be published."""
+        for path in op.paths:
+            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                fd, _ = directories.of(path, None)
+                for name in (self._temporaries.part(op.object), self._temporaries.link(op.object)):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=fd)
+
+    def apply_attributes(self, fd: int, op: Op, place: Place, expected: Expected) -> None:
+        """Give a staged file the attributes of a content. Raises OSError, EAGAIN if others have
+        removed what it replaces."""
+        if place.kind == "over" and place.target is not None and op.strict:
+            self._apply_attributes_of(place.target, fd, op)
+            return
+        if expected.was_there and place.kind in ("new", "conflict") and is_given_away(op):
+            # The user who removed or replaced a program at the source has revoked its rights.
+            op = replace(op, mode=None if op.mode is None else op.mode & ~SPECIAL_BITS)
+        if place.by is None and not (expected.is_made or op.by is None):
+            op = replace(op, uid=None, gid=None, mode=(op.mode or 0) & ~SPECIAL_BITS)
+        # Only root can have set these on the mount.
+        trusted = {n: v for n, v in op.xattrs.items() if n.startswith(b"trusted.")}
+        with acting_as(place.by):
+            others = {n: v for n, v in op.xattrs.items() if n not in trusted}
+            self._attributes.set(fd, replace(op, xattrs=others))
+        if trusted:
+            self._attributes.set(fd, Op(kind="xattr", path=op.path, xattrs=trusted))
+
+    def _apply_attributes_of(self, target: os.stat_result, fd: int, op: Op) -> None:
+        """Carry over the attributes of the version that is replaced, as a write in place does."""
+        with self._directories() as directories:
+            directory_fd, name = directories.of(op.path, None)
+            it = os.open(name, ITSELF, dir_fd=directory_fd)
+        try:
+            there = os.fstat(it)
+            if there.st_ino != target.st_ino:
+                raise OSError(CHANGED_MEANWHILE, "what was to be replaced at the source is gone")
+            mode = stat.S_IMODE(there.st_mode)
+            if op.by is not None and not op.by.is_root:
+                mode &= ~stat.S_ISUID & (~stat.S_ISGID if mode & stat.S_IXGRP else ~0)
+            xattrs: dict[bytes, bytes | None] = {}
+            with suppress(OSError):
+                for each in os.listxattr(path_of(it)):
+                    if each.startswith(("user.", "trusted.", "system.posix_acl_access")):
+                        xattrs[os.fsencode(each)] = os.getxattr(path_of(it), each)
+            like = replace(op, mode=mode, uid=there.st_uid, gid=there.st_gid, xattrs=xattrs)
+            self._attributes.set(fd, like)
+        finally:
+            os.close(it)
+
+
+def is_given_away(op: Op) -> bool:
+    """Whether a file is to belong to another user than the one who makes it at the source."""
+    return op.by is not None and op.uid not in (None, op.by.uid)

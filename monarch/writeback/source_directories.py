@@ -1,0 +1,148 @@
+"""Directories of the source that are open while changes are made in them, and synced after."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
+from monarch.posix.names import status_at
+from monarch.posix.openat2 import open_beneath
+from monarch.tiers.source import Source
+from monarch.writeback.op import Op
+from monarch.writeback.source_attributes import ITSELF, SourceAttributes, sync_directory_at
+from monarch.writeback.source_log import SourceLog
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class OpenDirectories:
+    """A context manager that closes the directories at its end. Belongs to one thread.
+
+    A directory that others have removed at the source is made again for what is written in it.
+    """
+
+    def __init__(self, source: Source, attributes: SourceAttributes, log: SourceLog) -> None:
+        self._source = source
+        self._attributes = attributes
+        self._log = log
+        self._open: dict[tuple[bytes, Credentials | None], int] = {}
+
+    def __enter__(self) -> OpenDirectories:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def of(self, path: bytes, by: Credentials | None, *, make: bool = False) -> tuple[int, bytes]:
+        """A descriptor of the directory that ``path`` is in, opened with the rights of ``by``, and
+        the name of ``path`` there.
+
+        The owner of a directory may use it in any mode. Raises OSError, ENOENT if the directory is
+        missing; with ``make`` it is made.
+        """
+        parent, _, name = path.rpartition(b"/")
+        fd = self._open.get((parent, by))
+        if fd is None:
+            try:
+                with acting_as(by):
+                    fd = self._source.at_root(self._opened, parent, make)
+            except PermissionError:
+                fd = self._source.at_root(self._opened, parent, False)
+                if not is_owner(fd, by):
+                    os.close(fd)
+                    raise
+            self._open[parent, by] = fd
+        # The root has no name, and is in itself.
+        return fd, name or b"."
+
+    def user_of(self, op: Op) -> Credentials | None:
+        """The user with whose rights an entry is changed: None for the daemon's own.
+
+        A change whose record names no user is made with the rights of the entry's owner.
+        """
+        if op.by is not None or op.strict or not can_act_as_others():
+            return op.by
+        there = status_at(*self.of(op.path, None))
+        return Credentials(there.st_uid, there.st_gid) if there is not None else None
+
+    def sync(self) -> None:
+        """Make the names in all of them durable. Raises OSError."""
+        for fd in self._open.values():
+            sync_directory_at(fd)
+
+    def _opened(self, root: int, path: bytes, make: bool) -> int:
+        try:
+            return _directory_at(root, path)
+        except FileNotFoundError:
+            if not make:
+                raise
+        fd = os.dup(root)
+        try:
+            for name in path.split(b"/"):
+                try:
+                    below = _directory_at(fd, name)
+                except FileNotFoundError:
+                    self._make(fd, name, path)
+                    below = _directory_at(fd, name)
+                os.close(fd)
+                fd = below
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _make(self, above_fd: int, name: bytes, path: bytes) -> None:
+        """Make a directory that others have removed, with no more rights than the one above it."""
+        above = os.fstat(above_fd)
+        try:
+            os.mkdir(name, 0o700, dir_fd=above_fd)
+        except FileExistsError:
+            return
+        # Others may have renamed it, with what was drained into it.
+        self._log.note_conflict(
+            path,
+            "was removed by others, or renamed; it was made again for what was written here, with"
+            " the mode of the directory that it is in",
+        )
+        fd = os.open(name, ITSELF, dir_fd=above_fd)
+        try:
+            mode = above.st_mode & 0o777
+            self._attributes.set(fd, Op(kind="attr", uid=above.st_uid, gid=above.st_gid, mode=mode))
+        finally:
+            os.close(fd)
+        sync_directory_at(above_fd)
+
+
+# Opens no directory yet.
+Directories = Callable[[], OpenDirectories]
+
+
+def is_owner(directory_fd: int, by: Credentials | None) -> bool:
+    return by is not None and os.fstat(directory_fd).st_uid == by.uid
+
+
+def creator(op: Op) -> Credentials | None:
+    """The user with whose rights an entry is made at the source: None for the daemon's own.
+
+    A change whose record names no user is made with the rights of the owner that the entry gets.
+    """
+    if op.by is not None or op.uid is None or not can_act_as_others():
+        return op.by
+    return Credentials(op.uid, op.uid if op.gid is None else op.gid)
+
+
+def _directory_at(root: int, path: bytes) -> int:
+    try:
+        return open_beneath(root, path, _DIRECTORY)
+    except PermissionError:
+        # The user may perhaps write into a directory that the user may not list.
+        return open_beneath(root, path, os.O_PATH | os.O_DIRECTORY)

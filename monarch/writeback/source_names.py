@@ -1,0 +1,225 @@
+"""Names at the source: directories, links and special files made, renamed and removed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from contextlib import suppress
+
+from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.names import status_at
+from monarch.text import errno_words
+from monarch.tiers.source import identity_of
+from monarch.types import Identity
+from monarch.writeback.expected import Expected, shared
+from monarch.writeback.op import Op
+from monarch.writeback.source_attributes import NOT_SUPPORTED, SourceAttributes
+from monarch.writeback.source_directories import OpenDirectories, creator
+from monarch.writeback.source_log import SourceLog
+from monarch.writeback.source_temporaries import Temporaries
+
+log = logging.getLogger(__name__)
+
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
+
+
+class SourceNames:
+    """Each method makes one change, in open directories of the source, and may wait for it.
+
+    It returns the identity of what the change is about, None if that is not at the source under its
+    name. Raises OSError.
+    """
+
+    def __init__(
+        self, attributes: SourceAttributes, temporaries: Temporaries, source_log: SourceLog
+    ) -> None:
+        self._attributes = attributes
+        self._temporaries = temporaries
+        self._log = source_log
+
+    def mkdir(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity:
+        """A directory that others have made is shared with them, and keeps its attributes."""
+        by = creator(op)
+        fd, name = directories.of(op.path, by, make=True)
+        try:
+            with acting_as(by):
+                os.mkdir(name, 0o700, dir_fd=fd)
+        except FileExistsError:
+            there = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISDIR(there.st_mode):
+                raise
+            # A mount that was killed before it could record the directory may have made it.
+            if op.strict and not (
+                there.st_uid == _uid(by) and stat.S_IMODE(there.st_mode) & ~stat.S_ISGID == 0o700
+            ):
+                return shared(identity_of(there))
+        return self._attributes.set_new(fd, name, op, by)
+
+    def symlink(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
+        by = creator(op)
+        fd, name = directories.of(op.path, by, make=True)
+        try:
+            with acting_as(by):
+                os.symlink(op.to, name, dir_fd=fd)
+        except FileExistsError:
+            with suppress(OSError):
+                if os.readlink(name, dir_fd=fd) == op.to:
+                    there = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    return identity_of(there) if there.st_uid == _uid(by) else None
+            kept = self._log.conflict_name(name, expected.seq)
+            with suppress(FileExistsError), acting_as(by):
+                os.symlink(op.to, kept, dir_fd=fd)
+            self._log.note_conflict(op.path, "was made there by others", kept=kept)
+            return None
+        return self._attributes.set_new(fd, name, op, by)
+
+    def mknod(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
+        by = creator(op)
+        fd, name = directories.of(op.path, by, make=True)
+        kind = stat.S_IFMT(op.mode or 0)
+        try:
+            with acting_as(by):
+                os.mknod(name, kind | 0o600, op.rdev, dir_fd=fd)
+        except FileExistsError:
+            there = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            same = (stat.S_IFMT(there.st_mode), there.st_rdev) == (kind, op.rdev)
+            is_own = same and there.st_uid == _uid(by)
+            if not is_own or stat.S_IMODE(there.st_mode) != 0o600:
+                why = "was made there by others, and stays as it is"
+                self._log.note_conflict(op.path, why)
+                return identity_of(there) if is_own else None
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED or error.errno == errno.EACCES:
+                raise
+            self._log.note_refused("special files", error, op.path)
+            return None
+        return self._attributes.set_new(fd, name, op, by)
+
+    def link(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
+        by = directories.user_of(op)
+        fd, name, there = _found(directories, op.path, by)
+        to_fd, to_name = directories.of(op.to, by, make=True)
+        now = status_at(to_fd, to_name)
+        if there is None:
+            if now is None:
+                log.warning("source: %r is not there to be linked", os.fsdecode(op.path))
+            return None
+        if now is not None and now.st_ino == there.st_ino:
+            return identity_of(there)
+        if op.strict and not expected.is_same(there):
+            self._log.note_conflict(op.path, "was changed there by others: it is not linked")
+            return None
+        if now is not None and op.strict:
+            to_name = self._log.conflict_name(to_name, expected.seq)
+            self._log.note_conflict(op.to, "was made there by others", kept=to_name)
+        with acting_as(by):
+            self._temporaries.link_over(fd, name, to_fd, to_name, op.object)
+        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def unlink(self, directories: OpenDirectories, op: Op, expected: Expected) -> None:
+        """A missing name is success; an entry of others stays."""
+        try:
+            by = directories.user_of(op)
+            fd, name = directories.of(op.path, by)
+            there = status_at(fd, name)
+            if there is None:
+                return
+            if op.strict and not expected.is_same(there, version=True):
+                self._log.note_conflict(op.path, "was changed there by others, and stays")
+                return
+            with acting_as(by):
+                os.unlink(name, dir_fd=fd)
+            self._log.note_removed(op.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except IsADirectoryError:
+            log.warning(
+                "source: %r is to be removed, but others have put a directory in its place: it"
+                " stays",
+                os.fsdecode(op.path),
+            )
+
+    def rmdir(self, directories: OpenDirectories, op: Op, expected: Expected) -> None:
+        """A missing directory is success; one in which others have made entries stays."""
+        try:
+            by = directories.user_of(op)
+            fd, name = directories.of(op.path, by)
+            there = status_at(fd, name)
+            if there is not None and op.strict and not expected.is_same(there):
+                self._log.note_conflict(op.path, "was replaced there by others, and stays")
+                return
+            try:
+                with acting_as(by):
+                    os.rmdir(name, dir_fd=fd)
+            except OSError as error:
+                if error.errno not in _NOT_EMPTY or not self._temporaries.sweep(fd, name):
+                    raise
+                with acting_as(by):
+                    os.rmdir(name, dir_fd=fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (*_NOT_EMPTY, errno.ENOTDIR):
+                raise
+            log.warning(
+                "source: directory %r is to be removed, but others have put something there: it"
+                " stays (%s)",
+                os.fsdecode(op.path),
+                errno_words(error.errno),
+            )
+
+    def rename(
+        self, directories: OpenDirectories, op: Op, expected: Expected, over: Expected
+    ) -> Identity | None:
+        """``over`` is what may stand under the new name."""
+        by = directories.user_of(op)
+        to_fd, to_name = directories.of(op.to, by, make=True)
+        now = status_at(to_fd, to_name)
+        fd, name, there = _found(directories, op.path, by)
+        if there is None:
+            if now is None or (op.strict and not expected.is_same(now)):
+                log.warning("source: %r is not there to be renamed", os.fsdecode(op.path))
+                return None
+            return identity_of(now)
+        if op.strict and not expected.is_same(there, version=True):
+            if now is not None and expected.is_it(now, strict=True, version=True):
+                # It has its new name already, and the old one leads to another entry.
+                return identity_of(now)
+            self._log.note_conflict(op.path, "was changed there by others: it is not renamed")
+            return None
+        if op.strict and not (
+            now is None or now.st_ino == there.st_ino or over.is_it(now, strict=True, version=True)
+        ):
+            to_name = self._log.conflict_name(to_name, expected.seq)
+            self._log.note_conflict(op.to, "was changed there by others", kept=to_name)
+        try:
+            with acting_as(by):
+                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY or not self._temporaries.sweep(to_fd, to_name):
+                raise
+            with acting_as(by):
+                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+        if now is not None and now.st_ino == there.st_ino and op.path != op.to:
+            # The kernel leaves both names of one file.
+            with suppress(FileNotFoundError), acting_as(by):
+                os.unlink(name, dir_fd=fd)
+        return identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
+
+
+def _found(
+    directories: OpenDirectories, path: bytes, by: Credentials | None
+) -> tuple[int, bytes, os.stat_result | None]:
+    """The directory of ``path``, its name there, and its status; -1 and None if it is missing."""
+    try:
+        fd, name = directories.of(path, by)
+        return fd, name, status_at(fd, name)
+    except FileNotFoundError:
+        return -1, b"", None
+
+
+def _uid(by: Credentials | None) -> int:
+    """The owner of what is made with the rights of ``by``."""
+    return by.uid if by is not None else os.geteuid()

@@ -1,0 +1,235 @@
+"""Contents under their names at the source: staged files renamed, and files grown in place.
+
+What the source has under a name is compared with what the mount knew of it. If others have changed
+it, it stays, and the content gets a conflict name beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+
+from monarch.posix import failpoints
+from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.names import rename_new, status_at
+from monarch.tiers.source import identity_of
+from monarch.types import Identity
+from monarch.writeback.expected import Expected
+from monarch.writeback.op import Op
+from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
+from monarch.writeback.source_contents import CHANGED_MEANWHILE, FORBIDDEN
+from monarch.writeback.source_directories import Directories, OpenDirectories, creator
+from monarch.writeback.source_log import SourceLog
+from monarch.writeback.source_places import Place, kind_of_place, require_writable
+from monarch.writeback.source_temporaries import Temporaries
+from monarch.writeback.staging import Staged
+
+_TO_GROW = os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class Publishing:
+    """Publishes contents at one source. All methods may wait for it."""
+
+    def __init__(
+        self,
+        directories: Directories,
+        attributes: SourceAttributes,
+        temporaries: Temporaries,
+        log: SourceLog,
+    ) -> None:
+        self._directories = directories
+        self._attributes = attributes
+        self._temporaries = temporaries
+        self._log = log
+
+    def publish(
+        self,
+        directories: OpenDirectories,
+        op: Op,
+        staged: Staged,
+        place: Place,
+        expected: Expected,
+    ) -> Identity:
+        """Give the staged file all names of a content, or conflict names beside them.
+
+        Returns the identity of the file then. Raises OSError, EAGAIN if others have changed the
+        staged file, or what it was staged for.
+        """
+        fd, name = directories.of(op.paths[0], place.by, make=True)
+        part = self._temporaries.part(op.object, through=op.through)
+        found = status_at(fd, part)
+        if found is None or found.st_size != staged.size:
+            raise OSError(CHANGED_MEANWHILE, "what was staged at the source is gone")
+        kind, target = kind_of_place(fd, name, op, expected)
+        if kind != place.kind or _version_of(target) != _version_of(place.target):
+            raise OSError(CHANGED_MEANWHILE, "the source has changed what is to be replaced")
+        if kind == "conflict":
+            kept = self._log.conflict_name(name, expected.seq)
+            with acting_as(place.by):
+                os.rename(part, kept, src_dir_fd=fd, dst_dir_fd=fd)
+            self._log.note_conflict(op.paths[0], "was changed there by others", kept=kept)
+            # The content may still have its other names.
+            name = kept
+        elif kind == "new":
+            try:
+                with acting_as(place.by):
+                    rename_new(fd, part, name)
+            except FileExistsError as error:
+                raise OSError(CHANGED_MEANWHILE, "others have made it at the source") from error
+        elif kind == "replace":
+            self._replace(part, name, fd, op, place.by)
+        else:
+            _rename_over(part, name, fd, place.by)
+        failpoints.failpoint("drain-renamed")
+        return self._link_all(directories, op, fd, name, place, expected)
+
+    def _replace(self, part: bytes, name: bytes, fd: int, op: Op, by: Credentials | None) -> None:
+        """Put a staged file in the place of another file, which is there until then."""
+        try:
+            with acting_as(by or creator(op)):
+                os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+                return
+        except OSError as error:
+            if error.errno not in FORBIDDEN or by is not None:
+                raise
+        # The staged file belongs to another user, so its writers cannot move it in a directory with
+        # the sticky bit. Whether they may remove what it replaces is tried with a second link.
+        second = self._temporaries.link(op.object)
+        with suppress(FileNotFoundError):
+            os.unlink(second, dir_fd=fd)
+        os.link(name, second, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+        try:
+            with acting_as(creator(op)):
+                os.unlink(second, dir_fd=fd)
+        except OSError:
+            os.unlink(second, dir_fd=fd)
+            raise
+        os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+
+    def _link_all(
+        self,
+        directories: OpenDirectories,
+        op: Op,
+        fd: int,
+        name: bytes,
+        place: Place,
+        expected: Expected,
+    ) -> Identity:
+        """Give the file ``name`` the other names of a content; its identity then."""
+        for other in op.paths[1:]:
+            to_fd, to_name = directories.of(other, place.by, make=True)
+            now = status_at(to_fd, to_name)
+            if now is None or now.st_ino != os.stat(name, dir_fd=fd).st_ino:
+                if now is not None and not (
+                    expected.is_it(now, strict=op.strict) or _is_copy(now, expected.known)
+                ):
+                    # The bytes must have this name as well in case the first one is removed.
+                    to_name, now = self._log.conflict_name(to_name, expected.seq), None
+                    why = "was changed there by others"
+                    self._log.note_conflict(other, why, kept=to_name)
+                # A name of the file that was replaced leads to the new one, whichever user gave it.
+                with acting_as(place.by if now is None else None):
+                    self._temporaries.link_over(fd, name, to_fd, to_name, op.object)
+            failpoints.failpoint("drain-linked")
+        return identity_of(os.stat(name, dir_fd=fd, follow_symlinks=False))
+
+    def open_to_grow(
+        self, op: Op, expected: Expected, base: int
+    ) -> tuple[int, Credentials | None] | None:
+        """A descriptor of the source's file, to write after its first ``base`` bytes, and the user
+        with whose rights it was opened.
+
+        None if the file is not the known version, or its users may not write it in place. Bytes
+        after ``base`` may be those of an earlier mount that was killed. Raises OSError.
+        """
+        known = expected.known
+        try:
+            with self._directories() as directories:
+                fd, name = directories.of(op.paths[0], None)
+                it = os.open(name, ITSELF, dir_fd=fd)
+                try:
+                    found = os.fstat(it)
+                    there = (found.st_ino, found.st_size, found.st_mtime_ns)
+                    is_ours = expected.is_staged(found) and base <= found.st_size <= op.size
+                    if (
+                        known is None
+                        or not stat.S_ISREG(found.st_mode)
+                        or found.st_mode & SPECIAL_BITS
+                        or found.st_ino != known.source_ino
+                        or not (is_ours or there == (known.source_ino, known.size, known.mtime_ns))
+                        or found.st_size < base
+                        or found.st_size > op.size
+                    ):
+                        return None
+                    require_writable(fd, name, op)
+                    for user in (creator(op), None):
+                        with suppress(PermissionError), acting_as(user):
+                            return os.open(path_of(it), _TO_GROW), user
+                    return None
+                finally:
+                    os.close(it)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return None
+
+    def grown(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
+        """The identity of a file that was grown in place to the size of a content.
+
+        The file gets all names of the content. None if others have replaced it.
+        """
+        found = self.look_at_same(directories, op, expected)
+        if found is not None and len(op.paths) > 1:
+            fd, name = directories.of(op.paths[0], None)
+            place = Place("over", None, creator(op))
+            found = self._link_all(directories, op, fd, name, place, expected)
+        return found
+
+    def look_at_same(
+        self, directories: OpenDirectories, op: Op, expected: Expected
+    ) -> Identity | None:
+        """The identity of a content whose bytes the source has already; None if that has changed.
+
+        The file loses the set-ID bits that a write on the mount has taken from it since then, and
+        gets the modification time of its bytes.
+        """
+        try:
+            at, name = directories.of(op.paths[0], None)
+            fd = os.open(name, ITSELF, dir_fd=at)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(fd)
+            if not expected.is_it(found, strict=op.strict, version=True):
+                return None
+            extra = found.st_mode & SPECIAL_BITS & ~(op.mode or 0)
+            if extra and not op.same and stat.S_ISREG(found.st_mode):
+                os.chmod(path_of(fd), stat.S_IMODE(found.st_mode) & ~extra)
+            if not op.same and op.mtime_ns not in (None, found.st_mtime_ns):
+                # The bytes came to the source before an earlier change of the times was made.
+                require_writable(at, name, op)
+                self._attributes.set(fd, Op(kind="attr", path=op.path, mtime_ns=op.mtime_ns))
+            return identity_of(os.fstat(fd))
+        finally:
+            os.close(fd)
+
+
+def _rename_over(part: bytes, name: bytes, fd: int, by: Credentials | None) -> None:
+    """Put a staged file in the place of an older version, which its users may write."""
+    try:
+        with acting_as(by):
+            os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+            return
+    except OSError as error:
+        # A user who may write the older version may lack the right to rename anything there.
+        if error.errno not in FORBIDDEN or by is None:
+            raise
+    os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+
+
+def _version_of(status: os.stat_result | None) -> tuple[int, int] | None:
+    return None if status is None else (status.st_ino, status.st_ctime_ns)
+
+
+def _is_copy(found: os.stat_result, known: Identity | None) -> bool:
+    """Whether it may be a copy in the place of a hard link, at a source without hard links."""
+    return known is not None and (found.st_size, found.st_mtime_ns) == (known.size, known.mtime_ns)
