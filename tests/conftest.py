@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,9 @@ MODES: dict[str, tuple[str, ...]] = {
 # told from one that is being read, and its readers get ESTALE (docs/semantics.md).
 OPENS_ARE_TOLD = ("python", "relay", "passthrough")
 EVERY_MODE = (*OPENS_ARE_TOLD, "no_open")
+
+# Files listed at the end of a run with the time of their tests.
+_SLOW_FILES = 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,6 +107,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.extra_keyword_matches.update(f"promise_{number}" for number in mark.args)
         for mark in item.iter_markers("finding"):
             item.extra_keyword_matches.update(f"finding_{number}" for number in mark.args)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Lists the test files that took most time, in seconds of one worker."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    slow = [(file, taken) for file, taken in seconds.most_common(_SLOW_FILES) if taken >= 30]
+    if slow:
+        terminalreporter.section("slowest files")
+        for file, taken in slow:
+            terminalreporter.write_line(f"{taken:8.0f}s {file}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
