@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,15 @@ from typing import Any
 
 import pytest
 
+from monarch import daemon
 from monarch.cli import status, status_screen
 from monarch.daemon import health_checks
+from monarch.daemon.health_checks import CopyCheck, HealthChecks, SnapshotCheck, SourceCheck
+from monarch.daemon.process_checks import ProcessCheck
 from monarch.errors import NotMountedError, UsageError
 from monarch.telemetry.health import KINDS, STATES, Health, Problem, Spell, health_of, worst
 from monarch.telemetry.report import Requests, StatusReport
+from monarch.transfer.outages import Outage
 from monarch.transfer.source_calls import Trouble
 from tests.reports import a_problem, a_report
 
@@ -44,7 +49,7 @@ def test_each_kind_means_that_something_is_wrong() -> None:
 
 
 def test_each_kind_is_told_by_the_daemon_and_no_other() -> None:
-    text = Path(health_checks.__file__).read_text()
+    text = "".join(path.read_text() for path in Path(daemon.__file__).parent.glob("*.py"))
     told = re.findall(r'Problem\(\s*"([a-z-]+)"', text)
     assert set(told) == set(KINDS)
 
@@ -152,6 +157,54 @@ def test_a_time_of_another_day_is_told_with_its_date() -> None:
     assert status_screen._moment(int(before.timestamp() * 1e9)) == before.strftime("%Y-%m-%d %H:%M")
 
 
+# -- the checks ------------------------------------------------------------------------------------
+
+MOUNTPOINT = Path("/mnt")
+
+
+class Clear:
+    """A check that finds what it was given."""
+
+    def __init__(self, *found: Problem) -> None:
+        self.found = list(found)
+
+    def problems(self) -> list[Problem]:
+        return self.found
+
+
+def fake(**parts: Any) -> Any:
+    return SimpleNamespace(**parts)
+
+
+def kinds_of(check: Any) -> list[str]:
+    return [problem.kind for problem in check.problems()]
+
+
+def test_a_problem_without_a_recorded_start_began_when_it_was_first_found() -> None:
+    check, now = Clear(Problem("files-changed", "x", 0, "y"), Problem("tier-out", "x", 7, "y")), [1]
+    health = HealthChecks([Clear(), check], wall_ns=lambda: now[0])
+    assert [problem.since_ns for problem in health.problems()] == [1, 7]
+    now[0] = 2
+    assert [problem.since_ns for problem in health.problems()] == [1, 7]
+    found, check.found = check.found, []
+    assert health.problems() == []
+    check.found = found
+    assert [problem.since_ns for problem in health.problems()] == [2, 7]
+
+
+def source_check(
+    trouble: Trouble | None = None, oldest_s: float = 0.0, outages: Any = (), closed: int = 0
+) -> SourceCheck:
+    return SourceCheck(
+        fake(mountpoint=MOUNTPOINT, source=Path("/pfs"), source_identity="daemon"),
+        fake(trouble=lambda: trouble),
+        fake(out_of_service=lambda: dict(enumerate(outages))),
+        fake(closed_files=set(range(closed))),
+        requests=lambda: Requests(3, oldest_s),
+        log="/log",
+    )
+
+
 @pytest.mark.finding("D6")
 @pytest.mark.promise(91)
 @pytest.mark.fault("M12")
@@ -160,51 +213,77 @@ def test_a_time_of_another_day_is_told_with_its_date() -> None:
     [(59.0, False, []), (61.0, False, ["requests-wait"]), (61.0, True, ["source-hangs"])],
 )
 def test_a_request_that_waits_for_a_minute_is_a_problem_unless_the_source_explains_it(
-    oldest_s: float, hangs: bool, kinds: list[str], tmp_path: Path
+    oldest_s: float, hangs: bool, kinds: list[str]
 ) -> None:
     told = Trouble("does not answer", 1, hangs=True) if hangs else None
-    parts = nothing_wrong(tmp_path) | {
-        "source_calls": SimpleNamespace(trouble=lambda: told),
-        "requests": lambda: Requests(3, oldest_s),
-    }
-    found = health_checks.HealthChecks(**parts, wall_ns=lambda: 10**18).problems()
+    found = HealthChecks([source_check(told, oldest_s)]).problems()
     assert [problem.kind for problem in found] == kinds
     if kinds == ["requests-wait"]:
-        assert found[0].since_ns == 10**18 - 61 * 10**9
+        assert abs(found[0].since_ns - (time.time_ns() - 61 * 10**9)) < 30 * 10**9
         assert health_of(found).state == "failing"
 
 
-def test_the_memory_is_asked_for_once_a_second_however_often_somebody_looks(tmp_path: Path) -> None:
+def test_a_slow_tier_explains_a_request_that_waits() -> None:
+    assert kinds_of(source_check(oldest_s=61.0, outages=[Outage("x", 1, slow=True)])) == []
+    assert kinds_of(source_check(oldest_s=61.0, outages=[Outage("x", 1, slow=False)])) == [
+        "requests-wait"
+    ]
+
+
+def test_files_closed_to_a_daemon_of_root_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_root, kinds in ((True, ["source-closed"]), (False, [])):
+        monkeypatch.setattr(health_checks, "can_act_as_others", lambda is_root=is_root: is_root)
+        assert kinds_of(source_check(closed=2)) == kinds
+
+
+@pytest.mark.parametrize(
+    ("outage", "kind"),
+    [
+        (Outage("x", 5, slow=False), "tier-out"),
+        (Outage("x", 5, slow=True), "tier-slow"),
+        (Outage("x", 5, slow=False, full=True), "tier-full"),
+    ],
+)
+def test_each_outage_of_a_tier_is_a_problem_since_its_start(outage: Outage, kind: str) -> None:
+    tier = fake(number=1, name="fast", path=Path("/fast"))
+    monitor = fake(
+        tiers={1: tier}, out_of_service=lambda: {1: outage}, others=lambda number: ["/other"]
+    )
+    metrics = fake(errors=Counter())
+    check = CopyCheck(monitor, fake(unverified_files=lambda: 2), metrics, MOUNTPOINT)
+    problem, unverified = check.problems()
+    assert (problem.kind, problem.since_ns) == (kind, 5)
+    assert ("/other" in problem.what) == (kind == "tier-full")
+    assert unverified.kind == "copies-unverified" and "2 copies" in unverified.what
+    metrics.errors["copy-EIO"] = 1
+    assert kinds_of(check) == [kind, "copies-damaged", "copies-unverified"]
+
+
+def test_a_snapshot_that_is_behind_is_reported_as_long_as_data_waits_and_then_as_old() -> None:
+    drain = fake(last_seq=3)
+    check = SnapshotCheck(
+        fake(changed_directories=1), fake(changes=1), MOUNTPOINT, put_off="why", drain=drain
+    )
+    assert kinds_of(check) == ["snapshot-behind", "files-changed", "snapshot-stale"]
+    assert next(check.problems()).what == "why"
+    drain.last_seq = 0
+    assert "now has all changes" in next(check.problems()).what
+
+
+def test_the_memory_is_read_once_a_second_however_often_it_is_checked(tmp_path: Path) -> None:
     def leave(kib: int) -> None:
         told = f"MemTotal:       1000000 kB\nMemAvailable:   {kib} kB\n"
         (tmp_path / "proc" / "meminfo").write_text(told)
 
     (tmp_path / "proc").mkdir()
     moments = [100.0]
-    look = health_checks.HealthChecks(**nothing_wrong(tmp_path), clock=lambda: moments[-1])
+    logbook = fake(exceptions=0, path="/log", trouble=lambda: None)
+    look = ProcessCheck(logbook, clock=lambda: moments[-1], root=tmp_path)
     kinds = []
     for kib, at in ((900_000, 100.0), (10_000, 100.9), (10_000, 101.1), (900_000, 102.2)):
         moments.append(at)
         leave(kib)
-        kinds.append([problem.kind for problem in look.problems()])
+        kinds.append(kinds_of(look))
     assert kinds == [[], [], ["memory-scarce"], []]
-
-
-def nothing_wrong(root: Path) -> dict[str, Any]:
-    """Of a mount at which nothing is wrong."""
-    return {
-        "settings": SimpleNamespace(
-            mountpoint=Path("/mnt"), source=Path("/pfs"), source_identity="daemon"
-        ),
-        "tiers": [],
-        "residency": SimpleNamespace(unverified_files=lambda: 0),
-        "engine": SimpleNamespace(out_of_service=dict),
-        "source_calls": SimpleNamespace(trouble=lambda: None),
-        "metrics": SimpleNamespace(errors=Counter(), changes=0, closed_files={}),
-        "watch": SimpleNamespace(changed_directories=0),
-        "logbook": SimpleNamespace(exceptions=0, path=root / "log", trouble=lambda: None),
-        "writing": None,
-        "loss_alarm": SimpleNamespace(names=[]),
-        "requests": lambda: Requests(0, 0.0),
-        "root": root,
-    }
+    logbook.exceptions = 2
+    assert kinds_of(look) == ["internal-error"]

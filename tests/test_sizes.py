@@ -32,12 +32,9 @@ FLAT = {
 }
 
 TO_BE_SPLIT = {
-    "monarch/daemon/health_checks.py::HealthChecks arguments": 15,
-    "monarch/daemon/health_checks.py::HealthChecks._of_writing lines": 109,
-    "monarch/daemon/mount.py lines": 633,
-    "monarch/daemon/mount.py::Mount handed out": 7,
-    "monarch/daemon/mount.py::Mount.__init__ lines": 280,
-    "monarch/daemon/status.py::Status arguments": 16,
+    "monarch/daemon/mount.py lines": 626,
+    "monarch/daemon/mount.py::Mount handed out": 4,
+    "monarch/daemon/mount.py::Mount.__init__ lines": 287,
     "monarch/namespace/overlay.py lines": 1305,
     "monarch/namespace/overlay.py::Overlay methods": 70,
     "monarch/vfs/filesystem.py lines": 961,
@@ -57,7 +54,7 @@ TO_BE_SPLIT = {
     "monarch/writeback/open_files.py::WrittenFiles arguments": 14,
     "monarch/writeback/operations.py lines": 776,
     "monarch/writeback/operations.py::WriteOperations methods": 43,
-    "monarch/writeback/setup.py lines": 608,
+    "monarch/writeback/setup.py lines": 610,
     "monarch/writeback/setup.py::WriteBack arguments": 15,
     "monarch/writeback/setup.py::WriteBack handed out": 3,
     "monarch/writeback/setup.py::WriteBack.__init__ lines": 134,

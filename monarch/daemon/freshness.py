@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import trio
 import xxhash
 
+from monarch.config.settings import SnapshotSettings
 from monarch.errors import MonarchError, SourceChanged, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.metrics import Metrics
+from monarch.telemetry.report import SnapshotReport
 from monarch.text import counted
 from monarch.tiers.doubts import Doubt, Doubts
 from monarch.tiers.records import Records
@@ -42,7 +46,7 @@ _COPY_STEP_S = 0.5
 
 
 class FreshnessWatch:
-    """``every_s`` is the pause between comparisons in seconds, None for a single one.
+    """``settings`` has the pause between comparisons, if there is to be more than one.
 
     ``just_built``: the snapshot was made for this mount, so its directories need no comparison.
     """
@@ -55,7 +59,7 @@ class FreshnessWatch:
         residency: Residency,
         filesystem: FileSystem,
         source_threads: ThreadPool,
-        every_s: float | None,
+        settings: SnapshotSettings,
         just_built: bool,
     ) -> None:
         self._names = names
@@ -63,14 +67,14 @@ class FreshnessWatch:
         self._residency = residency
         self._filesystem = filesystem
         self._source_threads = source_threads
-        self._every_s = every_s
+        self._settings = settings
         self._just_built = just_built
         self.checks = 0
         self.changed_directories = 0
         self.stale: bool | None = False if just_built else None
 
     async def run(self) -> None:
-        """Compares once, or repeatedly if ``every_s`` is set."""
+        """Compares once, or repeatedly with ``freshness: ttl``."""
         while True:
             try:
                 await self._look()
@@ -83,10 +87,30 @@ class FreshnessWatch:
                 )
                 await trio.sleep(_PATIENCE_S)
                 continue
-            if self._every_s is None:
+            if self._settings.ttl_s is None:
                 return
             self._just_built = False
-            await trio.sleep(self._every_s)
+            await trio.sleep(self._settings.ttl_s)
+
+    def report(self) -> SnapshotReport:
+        """The snapshot, and the results of the comparisons so far."""
+        info, path = self._names.info(), self._names.snapshot.file
+        size = 0
+        with suppress(OSError):
+            size = path.stat().st_size
+        return SnapshotReport(
+            file=os.fspath(self._settings.file or path),
+            id=info.id,
+            entries=info.entries,
+            files=info.files,
+            bytes=info.bytes_total,
+            size_bytes=size,
+            created_ns=info.created_ns,
+            age_s=max(0.0, (time.time_ns() - info.created_ns) / 1e9),
+            stale=self.stale,
+            freshness=self._settings.freshness,
+            checks=self.checks,
+        )
 
     def _is_ours(self, ino: Ino) -> bool:
         """Whether a directory was changed or removed through the mount."""
@@ -133,6 +157,27 @@ class FreshnessWatch:
         ]
         self.checks += len(questions)
         return await self._source_threads.run(_differing, self._source, questions)
+
+
+class ChangedInodes:
+    """Inodes of which a copy has found another version at the source; ``run`` compares them."""
+
+    def __init__(self) -> None:
+        self._send, self._receive = trio.open_memory_channel[Ino](1024)
+
+    def add(self, ino: Ino) -> None:
+        """Never waits. Beyond a limit inodes are left out: their next opens notice the change."""
+        with suppress(trio.WouldBlock):
+            self._send.send_nowait(ino)
+
+    async def run(self, look_again: Callable[[Ino], Awaitable[None]]) -> None:
+        """Calls ``look_again`` with each inode, until cancelled."""
+        async for ino in self._receive:
+            try:
+                await look_again(ino)
+            except MonarchError as error:
+                # The readers get the error, and the log has the first of many.
+                log.debug("%s", error)
 
 
 class SecondLook:

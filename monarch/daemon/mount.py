@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,22 +30,32 @@ from monarch.control import ending
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.control.server import Server
 from monarch.control.state_directory import write_note
-from monarch.daemon.freshness import FreshnessWatch, SecondLook
+from monarch.daemon.freshness import ChangedInodes, FreshnessWatch, SecondLook
 from monarch.daemon.fsck import OnlineFsck
-from monarch.daemon.health_checks import HealthChecks
+from monarch.daemon.health_checks import (
+    CopyCheck,
+    HealthChecks,
+    MountCheck,
+    SnapshotCheck,
+    SourceCheck,
+)
 from monarch.daemon.loss_alarm import LossAlarm
+from monarch.daemon.process_checks import ProcessCheck
 from monarch.daemon.remarks import TierRoom, remarks
 from monarch.daemon.scrub import Scrub
 from monarch.daemon.status import Status
+from monarch.daemon.subsystems import Tiers, Upkeep
 from monarch.daemon.supervisor import Supervisor
 from monarch.daemon.verbs import Verbs
+from monarch.daemon.write_status import WriteStatus
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.errors import MonarchError, TierError
+from monarch.errors import TierError
 from monarch.fuse.abilities import Abilities
 from monarch.fuse.datapath import Datapath, DatapathOptions
-from monarch.fuse.datapath_mode import agreed, choose
+from monarch.fuse.datapath_mode import choose
 from monarch.fuse.kernel_caches import MountCaches
 from monarch.fuse.operations import Operations
+from monarch.fuse.serving import Serving
 from monarch.fuse.session import Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
@@ -61,7 +71,6 @@ from monarch.posix import failpoints, signals
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.log import Logbook
 from monarch.telemetry.metrics import Metrics
-from monarch.telemetry.report import Mode, Requests
 from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import Source
@@ -220,6 +229,7 @@ class Mount:
             limits=settings.limits,
             datapath=view,
         )
+        self._changed = ChangedInodes()
         self._engine = Engine(
             monitor=self._monitor,
             records=self._hierarchy.records,
@@ -237,7 +247,7 @@ class Mount:
                 doubts=doubts,
             ),
             doubts=doubts,
-            changed=self._changed,
+            changed=self._changed.add,
         )
         source_calls = self._source_calls = SourceCalls(
             source,
@@ -319,7 +329,7 @@ class Mount:
             residency=self._residency,
             filesystem=self.filesystem,
             source_threads=source_threads,
-            every_s=settings.snapshot.ttl_s,
+            settings=settings.snapshot,
             just_built=parts.just_built,
         )
         self._second_look = SecondLook(
@@ -334,54 +344,60 @@ class Mount:
             inline_max=settings.limits.inline_max,
             opens_are_told=choice.open == "open",
         )
-        self._operations = Operations(
-            self.filesystem, metrics.error, self._datapath, lambda: self._status.summary()
-        )
-        self._session = Session(
-            self._operations,
-            settings.mountpoint,
-            os.fsencode(settings.source),
-            allow_other=settings.allow_other,
-            writable=bool(settings.absorbs),
-            datapath=self._datapath,
-            caches=caches,
-        )
         loss_alarm = LossAlarm(state)
         if place is not None:
             loss_alarm.report(op.path for op in place.found.lost)
         self._written_verbs = WrittenVerbs(
             names=names, write_back=self._writing, loss_alarm=loss_alarm
         )
+        writing = WriteStatus(settings, self._writing, loss_alarm)
+        serving = Serving(choice, self._datapath)
+        mountpoint = settings.mountpoint
         self._status = Status(
             settings=settings,
-            mode=self._mode,
-            names=names,
-            tiers=tiers,
-            residency=self._residency,
-            ledger=ledger,
-            epochs=epochs,
+            serving=serving,
+            tiers=Tiers(self._hierarchy, self._residency, ledger, self._controller, epochs),
+            monitor=self._monitor,
             engine=self._engine,
             filesystem=self.filesystem,
             metrics=metrics,
-            watch=self._watch,
-            scrub=self._scrub,
-            writing=self._writing,
-            loss_alarm=loss_alarm,
+            upkeep=Upkeep(self._watch, self._second_look, self._scrub, self._online_fsck),
+            writing=writing,
             health_checks=HealthChecks(
-                settings=settings,
-                tiers=tiers,
-                residency=self._residency,
-                engine=self._engine,
-                source_calls=source_calls,
-                metrics=metrics,
-                watch=self._watch,
-                logbook=parts.logbook,
-                writing=self._writing,
-                loss_alarm=loss_alarm,
-                requests=self._requests,
-                put_off=parts.put_off,
+                [
+                    MountCheck(mountpoint),
+                    SourceCheck(
+                        settings,
+                        source_calls,
+                        self._monitor,
+                        metrics,
+                        requests=serving.requests,
+                        log=parts.logbook.path,
+                    ),
+                    CopyCheck(self._monitor, self._residency, metrics, mountpoint),
+                    writing,
+                    ProcessCheck(parts.logbook),
+                    SnapshotCheck(
+                        self._watch,
+                        metrics,
+                        mountpoint,
+                        put_off=parts.put_off,
+                        drain=self._writing.drain if self._writing is not None else None,
+                    ),
+                ]
             ),
-            requests=self._requests,
+        )
+        operations = Operations(
+            self.filesystem, metrics.error, self._datapath, self._status.summary, serving
+        )
+        self._session = Session(
+            operations,
+            settings.mountpoint,
+            os.fsencode(settings.source),
+            allow_other=settings.allow_other,
+            writable=bool(settings.absorbs),
+            datapath=self._datapath,
+            caches=caches,
         )
         self._metrics = metrics
         self._page: MetricsPage | None = None
@@ -390,12 +406,6 @@ class Mount:
         self._answering = trio.CancelScope()
         # The steps that remain when the last task is cancelled.
         self._end = ExitStack()
-        self._changes, self._changed_inos = trio.open_memory_channel[Ino](1024)
-
-    def _mode(self) -> Mode:
-        """How reads are served now: as chosen, unless the kernel refused it."""
-        state = self._datapath.state() if self._datapath is not None else None
-        return self._choice.mode if state is None else agreed(self._choice, state)
 
     def _copied_up(self, ino: Ino) -> None:
         """Drops the copy of a source file that is now written, and cancels a running one."""
@@ -411,17 +421,6 @@ class Mount:
 
     def _evict(self, ino: Ino) -> int:
         return self.filesystem.evict(ino)
-
-    def _requests(self) -> Requests:
-        if self._datapath is None:
-            return self._operations.requests()
-        state = self._datapath.state()
-        return Requests(state.waiting, state.oldest_request_s)
-
-    def _changed(self, ino: Ino) -> None:
-        """Called when a copy found its source changed; ``_look_again`` refreshes the entry."""
-        with suppress(trio.WouldBlock):
-            self._changes.send_nowait(ino)
 
     async def serve(self, ready: Callable[[list[str]], None]) -> None:
         write_note(self._state, self._settings, self.filesystem.names.snapshot.file)
@@ -480,7 +479,7 @@ class Mount:
         tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "signals": self._signals,
             "engine": partial(self._engine.run, on_return=self._returned),
-            "changes": self._look_again,
+            "changes": partial(self._changed.run, self.filesystem.revalidation.look_again),
             "inquiry": self._source_calls.run,
             "visits": self.filesystem.expire_visits,
             "offers": self.filesystem.offer_again,
@@ -535,14 +534,6 @@ class Mount:
                 self._session.stop()
                 return
             await trio.sleep(_NOTE_STEP_S)
-
-    async def _look_again(self) -> None:
-        async for ino in self._changed_inos:
-            try:
-                await self.filesystem.revalidation.look_again(ino)
-            except MonarchError as error:
-                # The readers get the error, and the log has the first of many.
-                log.debug("%s", error)
 
     async def _sweep(self) -> None:
         for tier in self._hierarchy.tiers:
@@ -608,6 +599,7 @@ class Mount:
     async def _close(self, *, clean: bool) -> None:
         if self._page is not None:
             self._page.close()
+        self._status.close()
         self.filesystem.close()
         if self._writing is not None:
             self._writing.close()

@@ -8,20 +8,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import trio
 
 from monarch import __version__
 from monarch.config.settings import MountSettings
-from monarch.daemon.freshness import FreshnessWatch
 from monarch.daemon.health_checks import HealthChecks
-from monarch.daemon.loss_alarm import LossAlarm
-from monarch.daemon.scrub import Scrub
-from monarch.namespace.namespace import Namespace
-from monarch.placement.epochs import EpochCount, Epochs
-from monarch.placement.ledger import Ledger
-from monarch.placement.residency import Residency
+from monarch.daemon.subsystems import Tiers, Upkeep
+from monarch.daemon.write_status import WriteStatus
+from monarch.fuse.serving import Serving
+from monarch.placement.epochs import EpochCount
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
 from monarch.telemetry.report import (
@@ -30,20 +26,17 @@ from monarch.telemetry.report import (
     Handles,
     Memory,
     Mode,
-    Requests,
     Saved,
     SnapshotReport,
     State,
     StatusReport,
     TierReport,
     WarmProgress,
-    WritingReport,
 )
 from monarch.telemetry.report import Residency as ResidencyReport
-from monarch.tiers.tier import Tier
 from monarch.transfer.engine import Engine
+from monarch.transfer.tier_monitor import TierMonitor
 from monarch.vfs.filesystem import FileSystem
-from monarch.writeback.setup import WriteBack
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +44,6 @@ log = logging.getLogger(__name__)
 _LOOK_S = 10.0
 # Greatest age of the public figures.
 _SUMMARY_S = 1.0
-# A report names at most this many lost files.
-_NAMED = 1000
 
 
 class Status:
@@ -65,38 +56,26 @@ class Status:
         self,
         *,
         settings: MountSettings,
-        mode: Callable[[], Mode],
-        names: Namespace,
-        tiers: Sequence[Tier],
-        residency: Residency,
-        ledger: Ledger,
-        epochs: Epochs,
+        serving: Serving,
+        tiers: Tiers,
+        monitor: TierMonitor,
         engine: Engine,
         filesystem: FileSystem,
         metrics: Metrics,
-        watch: FreshnessWatch,
-        scrub: Scrub,
-        writing: WriteBack | None,
-        loss_alarm: LossAlarm,
+        upkeep: Upkeep,
+        writing: WriteStatus,
         health_checks: HealthChecks,
-        requests: Callable[[], Requests],
     ) -> None:
         self._settings = settings
-        self._mode = mode
-        self._names = names
+        self._serving = serving
         self._tiers = tiers
-        self._residency = residency
-        self._ledger = ledger
-        self._epochs = epochs
+        self._monitor = monitor
         self._engine = engine
         self._filesystem = filesystem
         self._metrics = metrics
-        self._watch = watch
-        self._scrub = scrub
+        self._upkeep = upkeep
         self._writing = writing
-        self._loss_alarm = loss_alarm
         self._health_checks = health_checks
-        self._requests = requests
         # Kept open: a report is still possible when the process has no free descriptor.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()
@@ -104,9 +83,11 @@ class Status:
         self._summary, self._summed_s = b"", -_SUMMARY_S
         self.warming: Callable[[], list[WarmProgress]] = list
 
+    def close(self) -> None:
+        """No report is possible afterwards."""
+        os.close(self._statm)
+
     def health(self) -> Health:
-        if self._writing is not None:
-            self._loss_alarm.report(self._writing.drain.backlog().lost)
         return health_of(self._health_checks.problems())
 
     async def watch_health(self) -> None:
@@ -153,9 +134,9 @@ class Status:
     def report(self) -> StatusReport:
         self._filesystem.note_served()
         metrics = self._metrics
-        mode = self._mode()
-        tiers = self._tier_reports(mode)
-        epochs, latency = self._epochs.epochs(), metrics.latency()
+        mode = self._serving.mode()
+        tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()
+        epochs, latency = self._tiers.epochs.epochs(), metrics.latency()
         open_files = self._filesystem.open_files
         return StatusReport(
             version=__version__,
@@ -166,10 +147,10 @@ class Status:
             started_ns=self._started_ns,
             health=self.health(),
             mode=mode,
-            snapshot=self._snapshot_report(),
+            snapshot=snapshot,
             tiers=tiers,
             source_totals=metrics.source_totals(),
-            residency=self._residency_report(tiers),
+            residency=self._residency_report(tiers, snapshot),
             copies=Copies(
                 queued=self._engine.queued,
                 running=self._engine.running,
@@ -192,100 +173,51 @@ class Status:
             handles=Handles(
                 open_files if mode.counts_opens else None, self._filesystem.backing_ids
             ),
-            requests=self._requests(),
-            scrub=self._scrub.report(),
-            writing=self._writing_report(),
+            requests=self._serving.requests(),
+            scrub=self._upkeep.scrub.report(),
+            writing=self._writing.report(),
             warming=self.warming(),
-        )
-
-    def _writing_report(self) -> WritingReport | None:
-        write_back = self._writing
-        if write_back is None:
-            return None
-        backlog = write_back.drain.backlog()
-        return WritingReport(
-            tier=write_back.place.tier.name,
-            directory=os.fspath(write_back.place.directory),
-            fsync=self._settings.writeback.fsync,
-            files=backlog.files,
-            bytes=backlog.bytes,
-            operations=backlog.ops,
-            oldest_ns=backlog.oldest_ns,
-            drained_files=backlog.drained_files,
-            drained_bytes=backlog.drained_bytes,
-            errors=backlog.failures,
-            trouble=backlog.trouble or "",
-            reserve=write_back.reclaimer.reserve,
-            held=write_back.object_table.bytes + write_back.place.doubtful.held,
-            lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
-            in_memory=write_back.place.tier.in_memory,
-            names=write_back.writing.names_held,
-            names_max=write_back.writing.names_max,
-            aside=[os.fsdecode(refusal.path) for refusal in backlog.aside[:_NAMED]],
-            aside_operations=backlog.aside_ops,
         )
 
     def _resident_bytes(self) -> int:
         return int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def _tier_reports(self, mode: Mode) -> list[TierReport]:
-        out = self._engine.out_of_service()
+        out = self._monitor.out_of_service()
+        ledger, metrics = self._tiers.ledger, self._metrics
         return [
             TierReport(
                 name=tier.name,
                 path=os.fspath(tier.path),
-                capacity=self._ledger.capacity(tier.number),
-                used=self._ledger.used(tier.number),
-                reserved=self._ledger.reserved(tier.number),
-                free=self._ledger.free(tier.number),
-                files=self._residency.resident_files(tier.number),
-                in_service=tier.number not in out,
-                opens=self._metrics.opens[tier.number] if mode.counts_opens else None,
-                reads=self._metrics.reads[tier.number] if mode.counts_tier_reads else None,
-                bytes=self._metrics.read_bytes[tier.number] if mode.counts_tier_reads else None,
-                out_why=out[tier.number].why if tier.number in out else "",
-                others=list(self._engine.others(tier.number)),
+                capacity=ledger.capacity(number),
+                used=ledger.used(number),
+                reserved=ledger.reserved(number),
+                free=ledger.free(number),
+                files=self._tiers.residency.resident_files(number),
+                in_service=number not in out,
+                opens=metrics.opens[number] if mode.counts_opens else None,
+                reads=metrics.reads[number] if mode.counts_tier_reads else None,
+                bytes=metrics.read_bytes[number] if mode.counts_tier_reads else None,
+                out_why=out[number].why if number in out else "",
+                others=list(self._monitor.others(number)),
             )
-            for tier in self._tiers
+            for number, tier in self._monitor.tiers.items()
         ]
 
-    def _residency_report(self, tiers: Sequence[TierReport]) -> ResidencyReport:
+    def _residency_report(
+        self, tiers: Sequence[TierReport], snapshot: SnapshotReport
+    ) -> ResidencyReport:
         files = sum(tier.files for tier in tiers)
         size = sum(tier.used for tier in tiers)
-        info = self._names.info()
         return ResidencyReport(
             files=files,
             bytes=size,
-            wanted=self._residency.wanted,
-            fraction_files=files / info.files if info.files else 1.0,
-            fraction_bytes=size / info.bytes_total if info.bytes_total else 1.0,
-        )
-
-    def _snapshot_report(self) -> SnapshotReport:
-        info = self._names.info()
-        path = self._names.snapshot.file
-        return SnapshotReport(
-            file=os.fspath(self._settings.snapshot.file or path),
-            id=info.id,
-            entries=info.entries,
-            files=info.files,
-            bytes=info.bytes_total,
-            size_bytes=_size_of(path),
-            created_ns=info.created_ns,
-            age_s=max(0.0, (time.time_ns() - info.created_ns) / 1e9),
-            stale=self._watch.stale,
-            freshness=self._settings.snapshot.freshness,
-            checks=self._watch.checks,
+            wanted=self._tiers.residency.wanted,
+            fraction_files=files / snapshot.files if snapshot.files else 1.0,
+            fraction_bytes=size / snapshot.bytes if snapshot.bytes else 1.0,
         )
 
 
 def _epoch_report(epoch: EpochCount) -> EpochReport:
     ratio = epoch.hits / epoch.opens if epoch.opens else None
     return EpochReport(epoch.number, epoch.opens, epoch.hits, ratio)
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -13,7 +13,6 @@ import errno
 import logging
 import os
 import stat
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import wraps
@@ -24,10 +23,10 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 
 from monarch.errors import MonarchError, Unanswered
 from monarch.fuse.datapath import Datapath, split_handle, split_write_handle
+from monarch.fuse.serving import Serving
 from monarch.posix import acl, failpoints
 from monarch.posix.credentials import Credentials, credentials_of
 from monarch.telemetry.log import Limiter
-from monarch.telemetry.report import Requests
 from monarch.text import errno_words
 from monarch.transfer.source_calls import CALLER, Caller
 from monarch.types import Attributes, Ino
@@ -66,29 +65,25 @@ def _answered(
         token = CALLER.set(
             Caller(last.pid, last.uid, last.gid) if isinstance(last, RequestContext) else None
         )
-        under_way = cast(Operations, args[0]).under_way
-        request = object()
-        under_way[request] = time.monotonic()
+        operations = cast(Operations, args[0])
         try:
-            while True:
-                failpoints.failpoint(point)
-                try:
-                    return await handler(*args, **kwargs)
-                except Unanswered:
-                    # The call has changed nothing and is repeated. Other requests do not wait.
-                    await cast(Operations, args[0]).answers()
+            with operations.serving.answering():
+                while True:
+                    failpoints.failpoint(point)
+                    try:
+                        return await handler(*args, **kwargs)
+                    except Unanswered:
+                        # The call has changed nothing and is repeated. Other requests do not wait.
+                        await operations.answers()
         except FUSEError:
             raise
         except MonarchError as error:
             raise FUSEError(_number(error)) from error
         except Exception as error:
-            operations = args[0]
-            assert isinstance(operations, Operations)
             number = _number(error)
             operations.unforeseen(handler.__name__, number)
             raise FUSEError(number) from error
         finally:
-            del under_way[request]
             CALLER.reset(token)
 
     return answer
@@ -108,7 +103,7 @@ class Operations(pyfuse3.Operations):
 
     ``count_error`` is called with the kind of an internal error. ``datapath`` answers the reads
     that it has passed on, so that their bytes take a direct way. ``status`` returns the public
-    figures of the mount, an attribute of its root.
+    figures of the mount, an attribute of its root. ``serving`` counts the requests.
     """
 
     supports_dot_lookup = True
@@ -120,8 +115,10 @@ class Operations(pyfuse3.Operations):
         count_error: Callable[[str], None],
         datapath: Datapath | None,
         status: Callable[[], bytes],
+        serving: Serving,
     ) -> None:
         super().__init__()
+        self.serving = serving
         self._status = status
         self._filesystem = filesystem
         self._names = filesystem.names
@@ -133,14 +130,6 @@ class Operations(pyfuse3.Operations):
         self._list_ends: dict[Ino, int] = {}
         # A bug in the path of each read must not displace all other lines of the log.
         self._limiter = Limiter(60.0)
-        # The arrival of each request that is being answered, the oldest first, in seconds.
-        self.under_way: dict[object, float] = {}
-
-    def requests(self) -> Requests:
-        """The requests that are being answered here."""
-        oldest_s = next(iter(self.under_way.values()), None)
-        age_s = time.monotonic() - oldest_s if oldest_s is not None else 0.0
-        return Requests(len(self.under_way), age_s)
 
     def unforeseen(self, handler: str, number: int) -> None:
         self._count_error(f"handler-{handler}")

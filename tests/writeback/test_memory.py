@@ -17,15 +17,14 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.daemon.health_checks import HealthChecks
 from monarch.daemon.loss_alarm import LossAlarm
+from monarch.daemon.write_status import WriteStatus
 from monarch.errors import Refused, Unanswered
 from monarch.namespace import overlay
 from monarch.telemetry.health import Problem
 from monarch.types import Ino
 from monarch.writeback import space
 from tests.equipment.slowfs import SlowSource
-from tests.test_health import nothing_wrong
 from tests.writeback.remounts import Ground, Life
 
 Clock = trio.testing.MockClock
@@ -353,5 +352,4 @@ async def test_a_damaged_file_of_names_is_a_problem_of_its_own_and_the_next_moun
 
 def problems(life: Life) -> list[Problem]:
     loss_alarm = LossAlarm(life.ground.state)
-    parts = nothing_wrong(life.ground.root) | {"writing": life.write_back, "loss_alarm": loss_alarm}
-    return HealthChecks(**parts).problems()
+    return list(WriteStatus(life.ground.settings(), life.write_back, loss_alarm).problems())

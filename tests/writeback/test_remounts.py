@@ -14,14 +14,13 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.daemon.health_checks import HealthChecks
 from monarch.daemon.loss_alarm import LossAlarm
+from monarch.daemon.write_status import WriteStatus
 from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.telemetry.report import LostReport
 from monarch.writeback import replay as replay_module
-from tests.test_health import nothing_wrong
 from tests.writeback.remount_histories import history, how, prepared
 from tests.writeback.remounts import Life, tree_of
 
@@ -277,8 +276,8 @@ async def told(life: Life) -> tuple[list[str], list[str]]:
         raise AssertionError("it is one answer")
 
     answer = LostReport.from_dict(await verb({}, send))
-    parts = nothing_wrong(life.ground.root) | {"writing": life.write_back, "loss_alarm": loss_alarm}
-    return answer.hidden, [problem.kind for problem in HealthChecks(**parts).problems()]
+    check = WriteStatus(life.ground.settings(), life.write_back, loss_alarm)
+    return answer.hidden, [problem.kind for problem in check.problems()]
 
 
 def _refused(again: object) -> None:

@@ -1,0 +1,244 @@
+"""What the daemon reports of written files: the section of its report, and each problem."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+from monarch.config.settings import MountSettings
+from monarch.daemon.loss_alarm import LossAlarm
+from monarch.telemetry.health import Problem, Spell
+from monarch.telemetry.report import WritingReport
+from monarch.text import counted
+from monarch.units import format_bytes
+from monarch.writeback.drain import Drain
+from monarch.writeback.lease import Lease
+from monarch.writeback.operations import WriteOperations
+from monarch.writeback.setup import WriteBack
+
+# A refused write leaves no trace: it is reported for this long after its last occurrence.
+_REFUSED_S = 60.0
+_SHOWN_HOLDERS = 3
+_SHOWN_PATHS = 3
+# A report names at most this many files.
+_NAMED = 1000
+
+
+class WriteStatus:
+    """``write_back`` is None for a read-only mount without written data; it may have lost files of
+    earlier mounts."""
+
+    def __init__(
+        self, settings: MountSettings, write_back: WriteBack | None, loss_alarm: LossAlarm
+    ) -> None:
+        self._fsync = settings.writeback.fsync
+        self._mountpoint = os.fspath(settings.mountpoint)
+        self._source = os.fspath(settings.source)
+        self._write_back = write_back
+        self._loss_alarm = loss_alarm
+        self._refused = Spell(_REFUSED_S)
+
+    def report(self) -> WritingReport | None:
+        write_back = self._write_back
+        if write_back is None:
+            return None
+        backlog = write_back.drain.backlog()
+        return WritingReport(
+            tier=write_back.place.tier.name,
+            directory=os.fspath(write_back.place.directory),
+            fsync=self._fsync,
+            files=backlog.files,
+            bytes=backlog.bytes,
+            operations=backlog.ops,
+            oldest_ns=backlog.oldest_ns,
+            drained_files=backlog.drained_files,
+            drained_bytes=backlog.drained_bytes,
+            errors=backlog.failures,
+            trouble=backlog.trouble or "",
+            reserve=write_back.reclaimer.reserve,
+            held=write_back.object_table.bytes + write_back.place.doubtful.held,
+            lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
+            in_memory=write_back.place.tier.in_memory,
+            names=write_back.writing.names_held,
+            names_max=write_back.writing.names_max,
+            aside=[os.fsdecode(refusal.path) for refusal in backlog.aside[:_NAMED]],
+            aside_operations=backlog.aside_ops,
+        )
+
+    def problems(self) -> Iterator[Problem]:
+        write_back = self._write_back
+        if write_back is not None:
+            self._loss_alarm.report(write_back.drain.backlog().lost)
+        yield from self._of_losses()
+        if write_back is None:
+            return
+        yield from self._of_disk(write_back)
+        if hidden := write_back.hidden():
+            yield Problem(
+                "written-hidden",
+                f"{counted(len(hidden), 'file', 'files')} of an earlier mount cannot be shown:"
+                f" {os.fsdecode(hidden[0])!r}",
+                0,
+                f"their bytes are written to the source: `monarch ckpt wait {self._mountpoint}`,"
+                f" then mount again; `monarch ckpt lost {self._mountpoint}` lists all",
+            )
+        yield from self._of_names(write_back.writing)
+        if write_back.lease is not None:
+            yield from self._of_other_writers(write_back.lease)
+        yield from self._of_source(write_back.drain)
+        yield from self._of_refusals(write_back)
+
+    def _of_losses(self) -> Iterator[Problem]:
+        names = self._loss_alarm.names
+        if not names:
+            return
+        kept = len(self._write_back.place.doubtful.list()) if self._write_back is not None else 0
+        aside = f"; the remaining bytes of {kept:,} are kept aside" if kept else ""
+        yield Problem(
+            "written-lost",
+            f"{counted(len(names), 'written file has', 'written files have')} lost their bytes:"
+            f" {os.fsdecode(names[0])}{', ...' if len(names) > 1 else ''}{aside}",
+            0,
+            f"`monarch ckpt lost {self._mountpoint}` lists them; the source still has the version"
+            " from before the write. With --acknowledge this alarm ends",
+        )
+
+    def _of_disk(self, write_back: WriteBack) -> Iterator[Problem]:
+        place, files = write_back.place, write_back.files
+        is_refused = self._refused.goes_on(
+            files.failures, now_s=time.monotonic(), wall_ns=time.time_ns()
+        )
+        if is_refused or place.journal.failed:
+            yield Problem(
+                "writes-refused",
+                f"writes are refused: {place.journal.failed or files.failure}",
+                0,
+                f"check the disk of tier {place.tier.name} (`df {place.directory}`, `dmesg`) and,"
+                " if it is full, the disk of the source; fsynced data is safe, and writing"
+                " continues when one of them has space",
+            )
+        if unsynced := files.unsynced():
+            yield Problem(
+                "fsync-failed",
+                f"{counted(len(unsynced), 'file', 'files')} could not be synced:"
+                f" {os.fsdecode(unsynced[0])!r}: how much of the data the disk of tier"
+                f" {place.tier.name} holds is unknown",
+                0,
+                "write the file again from its start, or close it: then its data is written anew"
+                " from memory, or read from the source. `dmesg` shows what is wrong with the disk",
+            )
+
+    def _of_names(self, writing: WriteOperations) -> Iterator[Problem]:
+        if not writing.names_free:
+            held, most = writing.names_held, writing.names_max
+            yield Problem(
+                "written-names",
+                f"the names created and changed through the mount use the memory of {held:,} of"
+                f" {most:,} names: a new name fails with ENOSPC",
+                0,
+                f"remove files that are not needed from {self._mountpoint}; or, when all is drained"
+                f" (`monarch ckpt wait {self._mountpoint}`), unmount and mount again: the new"
+                " snapshot has the names; or raise `writeback.names_max`, which takes 3 KiB of"
+                " memory a name",
+            )
+        if failure := writing.names.put_away_failure:
+            yield Problem(
+                "names-unreadable",
+                f"names of written files cannot be read from the state directory {failure}",
+                0,
+                "nothing is lost: check the disk of that directory (`dmesg`), `monarch umount"
+                f" {self._mountpoint}` (with --abandon if the drain waits), and mount again: the"
+                " journal has all names",
+            )
+
+    def _of_other_writers(self, lease: Lease) -> Iterator[Problem]:
+        if lease.others:
+            words = ", ".join(holder.words() for holder in lease.others[:_SHOWN_HOLDERS])
+            yield Problem(
+                "other-writer",
+                f"the same paths of {self._source} are written through"
+                f" {counted(len(lease.others), 'other mount', 'other mounts')}: {words}",
+                0,
+                "unmount one of them, or give each its own paths to write (`absorb`); if both write"
+                " a path, the second version is kept beside the first as a conflict",
+            )
+        if lease.trouble:
+            yield Problem(
+                "no-lease",
+                f"{self._source} refuses the lease of this mount: {lease.trouble}; another mount"
+                " that writes the same paths would not be detected",
+                0,
+                f"check `ls -la {self._source}`: it must show a directory `.monarch-leases.part`"
+                " that the daemon of this mount may write; anything else of that name can be"
+                " removed",
+            )
+        if lease.was_lost:
+            yield Problem(
+                "lease-lost",
+                "the lease of this mount at the source was missing, or was not renewed in time:"
+                " another mount may have begun to write the same paths",
+                0,
+                f"`monarch ckpt conflicts {self._mountpoint}` shows whether both have written; the"
+                " problem ends with the mount",
+            )
+
+    def _of_source(self, drain: Drain) -> Iterator[Problem]:
+        """Reports what the source has otherwise than it was written here."""
+        backlog = drain.backlog()
+        if backlog.conflict is not None:
+            conflict, count = backlog.conflict, backlog.conflicts
+            told = f"{os.fsdecode(conflict.path)!r} {conflict.why}"
+            if conflict.kept:
+                told += f"; the version written here is {os.fsdecode(conflict.kept)!r}"
+            yield Problem(
+                "drain-conflict",
+                f"{counted(count, 'change', 'changes')} of this mount conflict with changes at the"
+                f" source: {told}{' (the last)' if count > 1 else ''}",
+                0,
+                f"compare them at the source: `find {self._source} -name '*.monarch-conflict-*'`,"
+                f" keep one, remove the other; `monarch ckpt conflicts {self._mountpoint}` lists"
+                " the last of them. The alarm ends with --acknowledge, and when the mount ends",
+            )
+        if dropped := drain.dropped_xattrs():
+            files = len({path for path, _ in dropped})
+            (path, name), why = dropped.popitem()
+            yield Problem(
+                "attributes-dropped",
+                "the source did not accept all extended attributes of"
+                f" {counted(files, 'file', 'files')}: {os.fsdecode(path)!r},"
+                f" {os.fsdecode(name)}: {why}",
+                0,
+                "remove some of them (`setfattr -x`), or set smaller ones;"
+                f" `monarch ckpt conflicts {self._mountpoint} --acknowledge` ends this alarm, as"
+                " does the end of the mount",
+            )
+
+    def _of_refusals(self, write_back: WriteBack) -> Iterator[Problem]:
+        backlog = write_back.drain.backlog()
+        if backlog.aside:
+            count, paths = len(backlog.aside), [each.path for each in backlog.aside[:_SHOWN_PATHS]]
+            told = ", ".join(repr(os.fsdecode(path)) for path in paths)
+            more = ", ..." if count > len(paths) else ""
+            them = "it" if count == 1 else "them"
+            waiting = counted(backlog.aside_ops - count, "change waits", "changes wait")
+            yield Problem(
+                "written-set-aside",
+                f"{counted(count, 'change is', 'changes are')} set aside, the source refuses"
+                f" {them}: {told}{more} ({backlog.aside[0].why}); {waiting} with {them}",
+                0,
+                f"`monarch ckpt set-aside {self._mountpoint}` lists them; repair the source and run"
+                f" `monarch ckpt retry {self._mountpoint}`, or copy the bytes elsewhere and discard"
+                f" them with `monarch ckpt discard {self._mountpoint} PATH`",
+            )
+        if backlog.trouble and not backlog.only_aside:
+            kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
+            yield Problem(
+                "drain-refused",
+                f"the source refuses written data ({kept} wait): {backlog.trouble}",
+                0,
+                f"check it as the daemon's user: `ls -ld {self._source}`, `df {self._source}`;"
+                f" all data is kept in {write_back.place.directory} and retried automatically;"
+                " data that the source will never accept can be copied elsewhere on the mount and"
+                " removed there",
+            )
