@@ -32,7 +32,7 @@ FLAT = {
 }
 
 TO_BE_SPLIT = {
-    "monarch/daemon/mount.py lines": 626,
+    "monarch/daemon/mount.py lines": 627,
     "monarch/daemon/mount.py::Mount handed out": 4,
     "monarch/daemon/mount.py::Mount.__init__ lines": 287,
     "monarch/namespace/overlay.py lines": 1305,
@@ -54,7 +54,6 @@ TO_BE_SPLIT = {
     "monarch/writeback/open_files.py::WrittenFiles arguments": 14,
     "monarch/writeback/operations.py lines": 776,
     "monarch/writeback/operations.py::WriteOperations methods": 43,
-    "monarch/writeback/setup.py lines": 610,
     "monarch/writeback/setup.py::WriteBack arguments": 15,
     "monarch/writeback/setup.py::WriteBack handed out": 3,
     "monarch/writeback/setup.py::WriteBack.__init__ lines": 134,

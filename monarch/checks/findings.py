@@ -28,7 +28,7 @@ from monarch.tiers.verify import (
     Contents,
 )
 from monarch.writeback.inspect import Inspection
-from monarch.writeback.setup import PREFIX as ABSORBED
+from monarch.writeback.store import PREFIX as ABSORBED
 
 STATE = "state"
 RECORD_LOST = "record-lost"

@@ -50,7 +50,7 @@ from monarch.tiers.verify import (
 from monarch.types import Identity, Ino
 from monarch.writeback.inspect import inspect
 from monarch.writeback.objects import object_path
-from monarch.writeback.setup import PREFIX as ABSORBED
+from monarch.writeback.store import PREFIX as ABSORBED
 
 _LEFT_BY_A_KILLED = "left by a process that was killed while writing it"
 

@@ -23,7 +23,7 @@ from monarch.text import counted, escape_text
 from monarch.tiers.ownership import PRIVATE
 from monarch.units import format_bytes
 from monarch.writeback.inspect import inspect
-from monarch.writeback.setup import PREFIX, directory_of
+from monarch.writeback.store import PREFIX, directory_of
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 _WILD = frozenset("*?[")

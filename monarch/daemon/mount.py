@@ -83,7 +83,8 @@ from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.filesystem import FileSystem
-from monarch.writeback.setup import WriteBack, make_room, open_write_store
+from monarch.writeback.setup import WriteBack
+from monarch.writeback.store import make_room, open_write_store
 
 if TYPE_CHECKING:
     from monarch.telemetry.metrics_page import MetricsPage

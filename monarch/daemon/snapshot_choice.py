@@ -20,7 +20,7 @@ from monarch.posix.cgroups import memory_bytes
 from monarch.text import counted
 from monarch.tiers.source import Source
 from monarch.types import ROOT_INO, Progress, kept_ns
-from monarch.writeback.setup import Earlier, earlier
+from monarch.writeback.earlier import Earlier, earlier
 
 log = logging.getLogger(__name__)
 

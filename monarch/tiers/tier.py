@@ -1,7 +1,7 @@
 """One tier: a private directory on a local file system that holds whole, verified copies.
 
     PATH/monarch/                    0700, owned by the daemon's user
-        absorbed-SOURCE/             data written for a source (writeback/setup.py)
+        absorbed-SOURCE/             data written for a source (writeback/store.py)
         MOUNT/                       the copies of one mount; named after its state directory
             lock                     held while a daemon uses them: pid and mount point
             tier.json                the tier's own id, the version of the format, source and state

@@ -1,74 +1,47 @@
-"""Where what is written goes: the tier that absorbs it, its journal, and what that tells.
-
-    TIER/monarch/absorbed-SOURCE/      SOURCE: which source it is of, 16 hexadecimal digits
-        lock                           held while a daemon uses it
-        journal                        every operation, in its order (writeback/journal.py)
-        XX/NUMBER                      the bytes of the files that were written
-        reserve                        room for what must go on when the disk is full
-        doubtful/                      what a power cut has left of some (writeback/doubtful.py)
-
-What was not drained when a mount ended is found by the next one that has the tier, even if that
-mount cannot be written any more.
-"""
+"""Connects the parts of write-back for a mount that can be written, or that has written data."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from heapq import merge
-from operator import itemgetter
-from pathlib import Path
 
 import trio
-import xxhash
 
 from monarch.config.settings import MountSettings
 from monarch.config.write_patterns import WritePatterns
-from monarch.control.state_directory import read_note
 from monarch.errors import TierError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
-from monarch.posix.file_lock import Lock
-from monarch.posix.private_directory import private_opener
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import counted
-from monarch.tiers.ownership import PRIVATE
-from monarch.tiers.tier import Space, Tier
+from monarch.tiers.tier import Space
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
-from monarch.types import WRITTEN_INO, Ino, KernelCaches, file_now_ns
+from monarch.types import Ino, KernelCaches, file_now_ns
 from monarch.units import format_bytes
-from monarch.writeback.changed import changed_in_place
 from monarch.writeback.commits import Commits
-from monarch.writeback.crash_losses import Numbered, names_of
-from monarch.writeback.doubtful import Doubtful
+from monarch.writeback.crash_losses import Numbered
 from monarch.writeback.drain import Drain
+from monarch.writeback.earlier import renumbered, unfinished
 from monarch.writeback.fast_writes import FastWrites
-from monarch.writeback.inspect import inspect
-from monarch.writeback.journal import Journal, Replay, Told, look
+from monarch.writeback.journal import Replay
 from monarch.writeback.lease import RENEW_S, Lease
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.objects import Objects
-from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.operations import WriteOperations
 from monarch.writeback.others import Others
 from monarch.writeback.refusals import Refusals
 from monarch.writeback.replay import replay
-from monarch.writeback.reserve import Reserve
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.space import SpaceReclaimer
+from monarch.writeback.store import WriteStore, know_snapshot, snapshot_known
 
 log = logging.getLogger(__name__)
 
-PREFIX = "absorbed-"
-_SNAPSHOT = "snapshot"
 # How long small files may wait for the drain while more of them come. Seconds.
 _HOLD_S = 5.0
 # How long the end of a mount waits for a source to take the lease back. Seconds.
@@ -82,238 +55,6 @@ _JOURNAL_LOOK_S = 5.0
 _JOURNAL_PAUSE_S = 600.0
 # How long the end waits for the tier's disk. Seconds.
 _LAST_COMMIT_S = 30.0
-
-
-@dataclass(slots=True)
-class WriteStore:
-    """The tier that absorbs, and what it holds of earlier mounts: ``found``, without its history
-    once a ``WriteBack`` has taken that up."""
-
-    tier: Tier
-    directory: Path
-    lock: Lock
-    journal: Journal
-    objects: Objects
-    found: Replay
-    doubtful: Doubtful
-    reserve: Reserve
-
-
-def directory_of(tier: Path, source: Path) -> Path:
-    """Where a tier keeps what is written for a source."""
-    digest = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(source)))
-    return tier / PRIVATE / f"{PREFIX}{digest}"
-
-
-def open_write_store(
-    settings: MountSettings, tiers: Sequence[Tier], state: Path
-) -> WriteStore | None:
-    """The place for what is written; None for a mount that is read-only and never was another.
-
-    Raises TierError if it cannot be used, or if another tier than these has what was not drained,
-    and LockedError if another mount of the source uses it.
-    """
-    kept = [tier for tier in tiers if directory_of(tier.path, settings.source).exists()]
-    if not kept and not settings.absorbs:
-        return None
-    chosen = kept[0] if kept else _chosen(settings, tiers)
-    if kept and settings.absorbs and (wanted := _chosen(settings, tiers)) is not chosen:
-        log.warning(
-            "tier %s still has what was written before, so it goes on absorbing instead of %s",
-            chosen.name,
-            wanted.name,
-        )
-    if chosen.in_memory and settings.absorbs:
-        log.warning(
-            "tier %s is memory: what is written there survives the daemon, not the machine",
-            chosen.name,
-        )
-    directory = directory_of(chosen.path, settings.source)
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        lock = _locked(directory, settings)
-    except OSError as error:
-        raise TierError(
-            f"tier {os.fspath(chosen.path)!r}: {error.strerror}",
-            hint="make room there, or name another with writeback.tier",
-        ) from error
-    journal = Journal.open(directory, source=os.fsencode(settings.source))
-    objects = Objects(directory, unsynced=journal.doubtful)
-    found = journal.replay()
-    doubtful = Doubtful(directory)
-    doubtful.keep(found.doubted)
-    reserve = Reserve(directory)
-    reserve.make()
-    return WriteStore(chosen, directory, lock, journal, objects, found, doubtful, reserve)
-
-
-def make_room(settings: MountSettings) -> None:
-    """Have what a mount needs of a full tier: the reserve of what is written there is given up."""
-    for tier in settings.tiers:
-        if Reserve(directory_of(tier.path, settings.source)).give_up_if_full():
-            log.warning("tier %s is full: what it has in reserve is given up", tier.path)
-
-
-def _locked(directory: Path, settings: MountSettings) -> Lock:
-    """Raises OSError, LockedError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        what = f"what is written for {os.fspath(settings.source)!r} in {os.fspath(directory)!r}"
-        another = "give this mount another tier with --tier PATH"
-        return Lock(fd, what, os.fspath(settings.mountpoint), instead=another)
-    finally:
-        os.close(fd)
-
-
-def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
-    """Refuses a mount without a tier of the last mount that has changes the source lacks.
-
-    Called before the snapshot is chosen: the changes belong to the current one. Raises TierError.
-    """
-    try:
-        before = read_note(state).tiers
-    except TierError:
-        return
-    now = {os.path.realpath(tier.path) for tier in settings.tiers}
-    for tier in before:
-        directory = directory_of(Path(tier.path), settings.source)
-        if os.path.realpath(tier.path) in now or not (directory / "journal").exists():
-            continue
-        left = inspect(directory)
-        if left.operations:
-            words = f"{counted(len(left.waiting), 'file', 'files')}, {format_bytes(left.bytes)},"
-            raise TierError(
-                f"tier {tier.path!r} is not used any more, but still has {words} not at the source",
-                hint="mount with it until they are drained, or give them up by removing"
-                f" {os.fspath(directory)}",
-            )
-
-
-def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:
-    name = settings.writeback.tier
-    if name is None:
-        return next((tier for tier in tiers if not tier.in_memory), tiers[0])
-    for tier in tiers:
-        if tier.name == name:
-            return tier
-    known = ", ".join(tier.name for tier in tiers)
-    raise TierError(f"writeback.tier: there is no tier {name!r}", hint=f"there are: {known}")
-
-
-def snapshot_known(directory: Path) -> str:
-    """The id of the snapshot over which the journal leads to the tree; empty if none is known."""
-    with suppress(OSError):
-        return (directory / _SNAPSHOT).read_text().strip()
-    return ""
-
-
-def know_snapshot(directory: Path, snapshot_id: str) -> None:
-    """Raises OSError."""
-    staged = directory / f"{_SNAPSHOT}.part"
-    with open(staged, "w", encoding="ascii", opener=private_opener) as file:
-        file.write(snapshot_id)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.rename(directory / _SNAPSHOT)
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What earlier mounts have left in the tiers. ``undone``: how many changes the source has not
-    got; ``snapshot_id``: over which snapshot the journal of these leads to the tree. ``changed``:
-    paths of what they have changed where it stands, at the source by now or not."""
-
-    undone: int
-    snapshot_id: str
-    changed: frozenset[bytes]
-
-
-def earlier(settings: MountSettings) -> Earlier:
-    """What earlier mounts have left in the tiers of a mount.
-
-    Raises TierError if a journal cannot be read.
-    """
-    undone, snapshot_id = 0, ""
-    changed: set[bytes] = set()
-    for tier in settings.tiers:
-        directory = directory_of(tier.path, settings.source)
-        with suppress(OSError):
-            if not (directory / "journal").exists():
-                continue
-            found = look(directory).replay()
-            changed |= changed_in_place(found.ops)
-            left = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
-            if left and not undone:
-                undone, snapshot_id = len(left), snapshot_known(directory)
-    return Earlier(undone, snapshot_id, frozenset(changed))
-
-
-def _renumbered(found: Replay) -> Replay:
-    """``found`` with numbers below 0 for what an older snapshot had, by which a new one has others.
-
-    Those of what was made on a mount are never given again.
-    """
-    numbers: dict[int, int] = {}
-    ops = []
-    for seq, op in found.ops:
-        if 0 < op.ino < WRITTEN_INO:
-            op = replace(op, ino=numbers.setdefault(op.ino, -2 * seq))
-        if 0 < op.over_ino < WRITTEN_INO:
-            op = replace(op, over_ino=numbers.setdefault(op.over_ino, -2 * seq - 1))
-        ops.append((seq, op))
-    return replace(found, ops=tuple(ops))
-
-
-def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
-    """What leads to the tree from what the source has: the changes that it has not got, and before
-    them the files whose bytes it lacks, under the names that they had when the first of these was
-    made. Of files that were open when their daemon was killed nothing need be recorded."""
-    ops = found.ops
-    undone = [op for _, op in _undone(found)]
-    made = {op.object for _, op in ops if op.kind in ("create", "take")}
-    # One that has a name all the same is read from the source.
-    made -= {op.object for _, op in ops if op.kind == "gone"}
-    told = found.told()
-    new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, n, told[n])}
-    new |= {op.object for op in undone if op.kind == "content"}
-    # Those that are to get another name may have lost the one that they have at the source.
-    renamed = {op.object for op in undone if op.kind in ("rename", "link")} - new
-    names = names_of([(seq, op) for seq, op in ops if seq in found.done], new | renamed)
-    first: dict[int, tuple[int, Op]] = {}
-    published: dict[int, tuple[int, Op]] = {}
-    for seq, op in ops:
-        if seq not in found.done or op.object not in names:
-            continue
-        paths = names[op.object]
-        if op.kind in ("create", "take"):
-            more = tuple(paths) if len(paths) > 1 else ()
-            first[op.object] = seq, replace(op, path=paths[0], paths=more)
-        elif op.kind in ("attr", "xattr", "content") and op.object in first:
-            at, made_as = first[op.object]
-            given = {name: getattr(op, name) for name in ("mode", "uid", "gid")}
-            now = {name: value for name, value in given.items() if value is not None}
-            known = dict(op.xattrs)
-            if op.kind != "content":
-                known = {**made_as.xattrs, **known}
-            xattrs = {name: value for name, value in known.items() if value is not None}
-            first[op.object] = at, replace(made_as, **now, xattrs=xattrs)
-        if op.kind == "content" and op.object in renamed:
-            published[op.object] = seq, replace(op, path=paths[0], paths=tuple(paths))
-    done = [*first.values(), *published.values()]
-    yield from merge(sorted(done, key=itemgetter(0)), _undone(found), key=itemgetter(0))
-
-
-def _undone(found: Replay) -> Iterator[Numbered]:
-    return ((seq, op) for seq, op in found.ops if seq not in found.done)
-
-
-def _differs(objects: Objects, number: int, told: Told) -> bool:
-    """Whether an object was written since ``told`` was recorded of it."""
-    try:
-        status = objects.status(number)
-    except OSError:
-        return False
-    return (status.st_size, status.st_mtime_ns) != told
 
 
 def _tell_objects(fast: FastWrites, place: WriteStore) -> None:
@@ -416,7 +157,7 @@ class WriteBack:
             kept=lambda: place.doubtful.held,
         )
         is_new = snapshot_known(place.directory) != snapshot_id
-        found = _renumbered(place.found) if is_new else place.found
+        found = renumbered(place.found) if is_new else place.found
         self.drain.load(found)
         ops = self._unfinished(found, snapshot_id) if is_new else list(found.ops)
         patterns = WritePatterns(settings.absorbs)
@@ -516,11 +257,7 @@ class WriteBack:
         return await self.reclaimer.make(size)
 
     async def _look(self) -> Space:
-        return await self._threads.run(self._look_at_disk)
-
-    def _look_at_disk(self) -> Space:
-        self.place.reserve.make()
-        return self.place.tier.space()
+        return await self._threads.run(self.place.space)
 
     async def _keep_journal_short(self) -> None:
         """Have what does not matter any more left out of the journal, until cancelled."""
@@ -603,8 +340,5 @@ class WriteBack:
                 await self._lease_threads.run(release)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self.place.journal.sync()
         self._commits.close()
-        self.place.journal.close()
-        self.place.lock.release()
+        self.place.close()

@@ -46,8 +46,9 @@ from monarch.types import WRITTEN_INO, Ino
 from monarch.writeback import commits, drain
 from monarch.writeback import setup as wiring
 from monarch.writeback.growth import Growth
-from monarch.writeback.setup import WriteBack, directory_of, open_write_store
+from monarch.writeback.setup import WriteBack
 from monarch.writeback.staging import Staging
+from monarch.writeback.store import directory_of, open_write_store
 from scripts.benchmark.rows import BenchError, Result, Row
 from scripts.tools.mount import Mount
 from tests.equipment.processes import anonymous_bytes

@@ -43,7 +43,8 @@ from monarch.vfs.revalidation import Revalidation
 from monarch.writeback import journal
 from monarch.writeback import setup as absorbing_module
 from monarch.writeback.inspect import Inspection, inspect
-from monarch.writeback.setup import WriteBack, directory_of, open_write_store
+from monarch.writeback.setup import WriteBack
+from monarch.writeback.store import WriteStore, directory_of, make_room, open_write_store
 
 ROOT = Credentials(os.geteuid(), os.getegid())
 
@@ -222,7 +223,7 @@ class Ground:
             chosen = snapshot_for(settings, self.state, source, refreshed, lambda *_: None)
             self.put_off = chosen.put_off
             cleanup.callback(chosen.snapshot.close)
-            absorbing_module.make_room(settings)
+            make_room(settings)
             tier = Tier(1, "fast", self.tier, owner=Owner("test"))
             cleanup.callback(tier.close)
             tier.use(chosen.snapshot.id)
@@ -264,7 +265,7 @@ class Life:
         settings: MountSettings,
         snapshot: Snapshot,
         source: Source,
-        place: absorbing_module.WriteStore,
+        place: WriteStore,
     ) -> None:
         self.ground = ground
         self.source = source

@@ -25,10 +25,10 @@ from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain
+from monarch.writeback.earlier import unfinished
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.object_table import UNTOUCHED
 from monarch.writeback.objects import Objects
-from monarch.writeback.setup import unfinished
 from monarch.writeback.source_writer import SourceWriter
 
 

@@ -1,0 +1,189 @@
+"""Where written data is kept: a directory of the absorbing tier, with the data of earlier mounts.
+
+    TIER/monarch/absorbed-SOURCE/      SOURCE: 16 hexadecimal digits of the source's path
+        lock                           held while a daemon uses the directory
+        journal                        every change, in order (writeback/journal.py)
+        snapshot                       the id of the snapshot that the journal changes
+        XX/NUMBER                      objects: the bytes of written files
+        reserve                        space for the journal on a full disk
+        doubtful/                      what a power cut left of objects (writeback/doubtful.py)
+
+Data that was not drained when a mount ended is found by the next mount that has the tier, even by a
+read-only one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from monarch.config.settings import MountSettings
+from monarch.control.state_directory import read_note
+from monarch.errors import TierError
+from monarch.posix.file_lock import Lock
+from monarch.posix.private_directory import private_opener
+from monarch.text import counted
+from monarch.tiers.ownership import PRIVATE
+from monarch.tiers.tier import Space, Tier
+from monarch.units import format_bytes
+from monarch.writeback.doubtful import Doubtful
+from monarch.writeback.inspect import inspect
+from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.objects import Objects
+from monarch.writeback.reserve import Reserve
+
+log = logging.getLogger(__name__)
+
+PREFIX = "absorbed-"
+_SNAPSHOT = "snapshot"
+
+
+@dataclass(slots=True)
+class WriteStore:
+    """The absorbing tier with the written data that it holds. ``found``: the journal of earlier
+    mounts; a WriteBack that has replayed it leaves its history out."""
+
+    tier: Tier
+    directory: Path
+    lock: Lock
+    journal: Journal
+    objects: Objects
+    found: Replay
+    doubtful: Doubtful
+    reserve: Reserve
+
+    def space(self) -> Space:
+        """The space of the tier's disk; restores the reserve if there is room. Waits for the disk.
+        Raises OSError."""
+        self.reserve.make()
+        return self.tier.space()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.journal.sync()
+        self.journal.close()
+        self.lock.release()
+
+
+def directory_of(tier: Path, source: Path) -> Path:
+    """Where a tier keeps the data written for a source."""
+    digest = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(source)))
+    return tier / PRIVATE / f"{PREFIX}{digest}"
+
+
+def open_write_store(
+    settings: MountSettings, tiers: Sequence[Tier], state: Path
+) -> WriteStore | None:
+    """Opens the directory for written data; None for a read-only mount if no tier has such data.
+
+    Raises TierError if the directory cannot be used, LockedError if another mount of the source
+    uses it.
+    """
+    kept = [tier for tier in tiers if directory_of(tier.path, settings.source).exists()]
+    if not kept and not settings.absorbs:
+        return None
+    chosen = kept[0] if kept else _chosen(settings, tiers)
+    if kept and settings.absorbs and (wanted := _chosen(settings, tiers)) is not chosen:
+        log.warning(
+            "tier %s still has data of an earlier mount, so it continues to absorb instead of %s",
+            chosen.name,
+            wanted.name,
+        )
+    if chosen.in_memory and settings.absorbs:
+        log.warning(
+            "tier %s is memory: what is written there survives the daemon, not the machine",
+            chosen.name,
+        )
+    directory = directory_of(chosen.path, settings.source)
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        lock = _locked(directory, settings)
+    except OSError as error:
+        raise TierError(
+            f"tier {os.fspath(chosen.path)!r}: {error.strerror}",
+            hint="make room there, or name another with writeback.tier",
+        ) from error
+    journal = Journal.open(directory, source=os.fsencode(settings.source))
+    objects = Objects(directory, unsynced=journal.doubtful)
+    found = journal.replay()
+    doubtful = Doubtful(directory)
+    doubtful.keep(found.doubted)
+    reserve = Reserve(directory)
+    reserve.make()
+    return WriteStore(chosen, directory, lock, journal, objects, found, doubtful, reserve)
+
+
+def make_room(settings: MountSettings) -> None:
+    """Gives up the reserve of each full tier: a mount needs some space there."""
+    for tier in settings.tiers:
+        if Reserve(directory_of(tier.path, settings.source)).give_up_if_full():
+            log.warning("tier %s is full: what it has in reserve is given up", tier.path)
+
+
+def _locked(directory: Path, settings: MountSettings) -> Lock:
+    """Raises OSError, LockedError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        what = f"what is written for {os.fspath(settings.source)!r} in {os.fspath(directory)!r}"
+        another = "give this mount another tier with --tier PATH"
+        return Lock(fd, what, os.fspath(settings.mountpoint), instead=another)
+    finally:
+        os.close(fd)
+
+
+def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
+    """Refuses a mount without a tier of the last mount that has changes the source lacks.
+
+    Called before the snapshot is chosen: the changes belong to the current one. Raises TierError.
+    """
+    try:
+        before = read_note(state).tiers
+    except TierError:
+        return
+    now = {os.path.realpath(tier.path) for tier in settings.tiers}
+    for tier in before:
+        directory = directory_of(Path(tier.path), settings.source)
+        if os.path.realpath(tier.path) in now or not (directory / "journal").exists():
+            continue
+        left = inspect(directory)
+        if left.operations:
+            words = f"{counted(len(left.waiting), 'file', 'files')}, {format_bytes(left.bytes)},"
+            raise TierError(
+                f"tier {tier.path!r} is not used any more, but still has {words} not at the source",
+                hint="mount with it until they are drained, or give them up by removing"
+                f" {os.fspath(directory)}",
+            )
+
+
+def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:
+    name = settings.writeback.tier
+    if name is None:
+        return next((tier for tier in tiers if not tier.in_memory), tiers[0])
+    for tier in tiers:
+        if tier.name == name:
+            return tier
+    known = ", ".join(tier.name for tier in tiers)
+    raise TierError(f"writeback.tier: there is no tier {name!r}", hint=f"there are: {known}")
+
+
+def snapshot_known(directory: Path) -> str:
+    """The id of the snapshot over which the journal leads to the tree; empty if none is known."""
+    with suppress(OSError):
+        return (directory / _SNAPSHOT).read_text().strip()
+    return ""
+
+
+def know_snapshot(directory: Path, snapshot_id: str) -> None:
+    """Raises OSError."""
+    staged = directory / f"{_SNAPSHOT}.part"
+    with open(staged, "w", encoding="ascii", opener=private_opener) as file:
+        file.write(snapshot_id)
+        file.flush()
+        os.fsync(file.fileno())
+    staged.rename(directory / _SNAPSHOT)
