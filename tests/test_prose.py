@@ -22,11 +22,6 @@ UNFINISHED = frozenset(
     (
         "namespace/overlay.py",
         "transfer/source_calls.py",
-        "vfs/binding.py",
-        "vfs/datapath_events.py",
-        "vfs/filesystem.py",
-        "vfs/reads_without_open.py",
-        "vfs/revalidation.py",
         "writeback/changed.py",
         "writeback/commits.py",
         "writeback/crash_losses.py",

@@ -32,16 +32,10 @@ FLAT = {
 }
 
 TO_BE_SPLIT = {
-    "monarch/daemon/mount.py lines": 627,
-    "monarch/daemon/mount.py::Mount handed out": 4,
-    "monarch/daemon/mount.py::Mount.__init__ lines": 287,
+    "monarch/daemon/mount.py lines": 611,
+    "monarch/daemon/mount.py::Mount.__init__ lines": 286,
     "monarch/namespace/overlay.py lines": 1305,
     "monarch/namespace/overlay.py::Overlay methods": 70,
-    "monarch/vfs/filesystem.py lines": 961,
-    "monarch/vfs/filesystem.py::FileSystem methods": 57,
-    "monarch/vfs/filesystem.py::FileSystem arguments": 19,
-    "monarch/vfs/filesystem.py::FileSystem handed out": 4,
-    "monarch/vfs/revalidation.py::Revalidation arguments": 13,
     "monarch/writeback/drain.py lines": 2008,
     "monarch/writeback/drain.py::Drain methods": 98,
     "monarch/writeback/drain.py::Drain arguments": 11,

@@ -31,7 +31,7 @@ from monarch.tiers.doubts import Doubt, Doubts
 from monarch.tiers.records import Records
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
-from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.revalidation import Revalidation
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ _COPY_STEP_S = 0.5
 
 
 class FreshnessWatch:
-    """``settings`` has the pause between comparisons, if there is to be more than one.
+    """``settings`` has the pause between comparisons, if there is to be more than one; ``tiers``
+    has the numbers of the tiers.
 
     ``just_built``: the snapshot was made for this mount, so its directories need no comparison.
     """
@@ -57,7 +58,8 @@ class FreshnessWatch:
         names: Namespace,
         source: Source,
         residency: Residency,
-        filesystem: FileSystem,
+        revalidation: Revalidation,
+        tiers: Sequence[int],
         source_threads: ThreadPool,
         settings: SnapshotSettings,
         just_built: bool,
@@ -65,8 +67,9 @@ class FreshnessWatch:
         self._names = names
         self._source = source
         self._residency = residency
-        self._filesystem = filesystem
+        self._revalidation = revalidation
         self._source_threads = source_threads
+        self._tiers = tiers
         self._settings = settings
         self._just_built = just_built
         self.checks = 0
@@ -131,7 +134,7 @@ class FreshnessWatch:
                     words,
                 )
             self.changed_directories = changed
-        for tier in self._filesystem.tier_numbers:
+        for tier in self._tiers:
             for batch in batches(self._residency.resident_in(tier), _BATCH):
                 for ino in await self._differing(batch):
                     changed += 1
@@ -141,7 +144,7 @@ class FreshnessWatch:
     async def _look_again(self, ino: Ino, *, last: bool) -> bool:
         """Compares one file. Returns whether the source failed; with ``last`` raises that."""
         try:
-            await self._filesystem.revalidation.look_again(ino)
+            await self._revalidation.look_again(ino)
         except SourceError as error:
             log.debug("%s", error)
             if error.errno in (errno.ENOENT, errno.ESTALE):
@@ -183,8 +186,8 @@ class ChangedInodes:
 class SecondLook:
     """Compares again files that changed just before they were fetched, after a resting time.
 
-    ``inline_max``: larger files, in bytes, are copied again instead of compared. ``opens_are_told``
-    as in ``FileSystem``.
+    ``inline_max``: larger files, in bytes, are copied again instead of compared. ``sends_opens``
+    as in ``KernelView``.
     """
 
     def __init__(
@@ -195,22 +198,22 @@ class SecondLook:
         source: Source,
         records: Records,
         residency: Residency,
-        filesystem: FileSystem,
+        revalidation: Revalidation,
         metrics: Metrics,
         source_threads: ThreadPool,
         inline_max: int,
-        opens_are_told: bool,
+        sends_opens: bool,
     ) -> None:
         self._doubts = doubts
         self._names = names
         self._source = source
         self._records = records
         self._residency = residency
-        self._filesystem = filesystem
+        self._revalidation = revalidation
         self._metrics = metrics
         self._source_threads = source_threads
         self._inline_max = inline_max
-        self._opens_are_told = opens_are_told
+        self._sends_opens = sends_opens
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -238,7 +241,7 @@ class SecondLook:
         """Handles one file; returns False if it was postponed."""
         try:
             if differs:
-                await self._filesystem.revalidation.look_again(ino)
+                await self._revalidation.look_again(ino)
             elif doubt.by_bytes:
                 if self._residency.is_copying(ino):
                     return self._put_off(ino, doubt, _COPY_STEP_S)
@@ -256,17 +259,17 @@ class SecondLook:
         record = self._records.get(ino) if held else None
         if record is None or record.identity != doubt.identity:
             # No copy: only the page cache of the kernel can have the bytes.
-            if self._opens_are_told:
-                self._filesystem.distrust(ino, differs=False)
+            if self._sends_opens:
+                self._revalidation.distrust(ino, differs=False)
             return
         if doubt.identity.size > self._inline_max:
-            self._filesystem.distrust(ino, differs=False)
+            self._revalidation.distrust(ino, differs=False)
             return
         path = self._names.path(ino)
         try:
             fetched = await self._source_threads.run(self._source.fetch, path, doubt.identity)
         except SourceChanged:
-            await self._filesystem.revalidation.look_again(ino)
+            await self._revalidation.look_again(ino)
             return
         self._metrics.source_opened(copy=True)
         self._metrics.source_reads[1] += fetched.reads
@@ -276,7 +279,7 @@ class SecondLook:
         if xxhash.xxh3_128_digest(fetched.data) == record.digest:
             self._records.settle(ino)
         else:
-            self._filesystem.distrust(ino, differs=True)
+            self._revalidation.distrust(ino, differs=True)
 
     def _put_off(self, ino: Ino, doubt: Doubt, wait_s: float) -> bool:
         until_ns = time.monotonic_ns() + round(wait_s * 1e9)

@@ -51,7 +51,7 @@ from monarch.tiers.verify import (
 )
 from monarch.transfer.engine import Engine
 from monarch.types import Identity, Ino
-from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.copies import Copies
 from monarch.writeback.inspect import Inspection, inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.setup import WriteBack
@@ -82,7 +82,7 @@ class OnlineFsck:
         residency: Residency,
         ledger: Ledger,
         engine: Engine,
-        filesystem: FileSystem,
+        copies: Copies,
         writing: WriteBack | None,
         threads: ThreadPool,
     ) -> None:
@@ -94,7 +94,7 @@ class OnlineFsck:
         self._residency = residency
         self._ledger = ledger
         self._engine = engine
-        self._filesystem = filesystem
+        self._copies = copies
         self._writing = writing
         self._threads = threads
         self._one_at_a_time = trio.Lock()
@@ -308,7 +308,7 @@ class _FsckRun:
             await of._threads.run(tier.remove, ino)
         elif self._is_resident(tier, ino) and ino is not None and suspect.kind != TIER:
             failure = OSError(suspect.error, f"found by fsck: {suspect.what}")
-            await of._filesystem.drop_damaged(ino, tier.number, failure)
+            await of._copies.drop_damaged(ino, tier.number, failure)
         else:
             await of._threads.run(
                 partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)

@@ -82,7 +82,7 @@ from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import WRITTEN_INO, Ino
-from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.setup import build_file_system, build_read_side
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room, open_write_store
 
@@ -259,6 +259,24 @@ class Mount:
             datapath=view,
             as_caller=settings.source_identity == "caller",
         )
+        read = self._read = build_read_side(
+            names=names,
+            source_calls=source_calls,
+            source_load=source_load,
+            tiers=tiers,
+            records=self._hierarchy.records,
+            residency=self._residency,
+            controller=self._controller,
+            engine=self._engine,
+            tier_calls=self._monitor,
+            caches=caches,
+            fast=self._datapath,
+            sends_opens=choice.open == "open",
+            reads_copies=choice.datapath == "passthrough",
+            settings=settings,
+            doubts=doubts,
+            metrics=metrics,
+        )
         self._writing = (
             None
             if place is None
@@ -272,41 +290,21 @@ class Mount:
                 ledger=ledger,
                 residency=self._residency,
                 fast=self._datapath,
-                taken=self._copied_up,
-                look_again=self._look_again_at,
-                evict=self._evict,
-                evicted=self._engine.removed,
+                taken=read.promotions.copied_up,
+                look_again=read.revalidation.look_again,
+                evict=read.promotions.evict,
+                evicted=read.promotions.removed,
                 kernel=caches,
-                is_open=self._is_open,
+                is_open=read.bindings.is_open,
             )
         )
-        self.filesystem = FileSystem(
-            names=names,
-            source_calls=source_calls,
-            tiers=tiers,
-            records=self._hierarchy.records,
-            residency=self._residency,
-            controller=self._controller,
-            epochs=epochs,
-            movement=self._engine,
-            metrics=metrics,
-            limits=settings.limits,
-            source_load=source_load,
-            verify=settings.verify,
-            kernel=caches,
-            fast=self._datapath,
-            opens_are_told=choice.open == "open",
-            kernel_reads=choice.datapath == "passthrough",
-            doubts=doubts,
-            writing=self._writing.writing if self._writing is not None else None,
-            others=self._writing.others if self._writing is not None else None,
-        )
+        self.filesystem = build_file_system(read, epochs, self._writing)
         self._scrub = Scrub(
             tiers=tiers,
-            is_read=self._engine.is_read,
+            is_read=self._monitor.is_read,
             records=self._hierarchy.records,
             residency=self._residency,
-            filesystem=self.filesystem,
+            copies=read.copies,
             # Its own: a disk that does not answer must not delay other work.
             threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=settings.limits.scrub_bandwidth,
@@ -319,7 +317,7 @@ class Mount:
             residency=self._residency,
             ledger=ledger,
             engine=self._engine,
-            filesystem=self.filesystem,
+            copies=read.copies,
             writing=self._writing,
             # More than one: a call at a hanging disk occupies its thread after its client has gone.
             threads=ThreadPool(4, "fsck", abandon=True),
@@ -328,7 +326,8 @@ class Mount:
             names=names,
             source=source,
             residency=self._residency,
-            filesystem=self.filesystem,
+            revalidation=read.revalidation,
+            tiers=[tier.number for tier in tiers],
             source_threads=source_threads,
             settings=settings.snapshot,
             just_built=parts.just_built,
@@ -339,11 +338,11 @@ class Mount:
             source=source,
             records=self._hierarchy.records,
             residency=self._residency,
-            filesystem=self.filesystem,
+            revalidation=read.revalidation,
             metrics=metrics,
             source_threads=source_threads,
             inline_max=settings.limits.inline_max,
-            opens_are_told=choice.open == "open",
+            sends_opens=choice.open == "open",
         )
         loss_alarm = LossAlarm(state)
         if place is not None:
@@ -408,21 +407,6 @@ class Mount:
         # The steps that remain when the last task is cancelled.
         self._end = ExitStack()
 
-    def _copied_up(self, ino: Ino) -> None:
-        """Drops the copy of a source file that is now written, and cancels a running one."""
-        if ino <= self.filesystem.names.entries:
-            self._residency.unwant(ino)
-            self.filesystem.revalidation.forget_copy(ino)
-
-    def _is_open(self, ino: Ino) -> bool:
-        return self.filesystem.is_open(ino)
-
-    async def _look_again_at(self, ino: Ino) -> None:
-        await self.filesystem.revalidation.look_again(ino)
-
-    def _evict(self, ino: Ino) -> int:
-        return self.filesystem.evict(ino)
-
     async def serve(self, ready: Callable[[list[str]], None]) -> None:
         write_note(self._state, self._settings, self.filesystem.names.snapshot.file)
         registry = Registry(state_root())
@@ -432,7 +416,8 @@ class Mount:
         self._monitor.prepare()
         async with trio.open_nursery() as service:
             verbs = Verbs(
-                filesystem=self.filesystem,
+                names=self.filesystem.names,
+                promotions=self._read.promotions,
                 residency=self._residency,
                 status=self._status,
                 online_fsck=self._online_fsck,
@@ -480,11 +465,10 @@ class Mount:
         tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "signals": self._signals,
             "engine": partial(self._engine.run, on_return=self._returned),
-            "changes": partial(self._changed.run, self.filesystem.revalidation.look_again),
+            "changes": partial(self._changed.run, self._read.revalidation.look_again),
             "inquiry": self._source_calls.run,
-            "visits": self.filesystem.expire_visits,
-            "offers": self.filesystem.offer_again,
-            "sizes": self.filesystem.tell_sizes,
+            "offers": self._read.promotions.run,
+            **self.filesystem.tasks(),
             "books": self._note_served,
             "sweep": self._sweep,
             "scrub": self._scrub.run,
@@ -527,7 +511,7 @@ class Mount:
         """Reads the events of the datapath: what it served, and the end of the session."""
         while self._datapath is not None:
             await trio.lowlevel.wait_readable(self._datapath.fileno())
-            self.filesystem.note_served()
+            self.filesystem.counts.catch_up_all()
             state = self._datapath.state()
             self._source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
             self._timed_out = state.timed_out
@@ -558,7 +542,7 @@ class Mount:
             asked = [ino for ino in batch if self._residency.tier_of(ino) == tier.number]
             for ino in await self._monitor.call(tier, _missing, tier, asked):
                 if self._residency.tier_of(ino) == tier.number:
-                    self.filesystem.evict(ino)
+                    self._read.promotions.evict(ino)
 
     async def _returned(self, tier: Tier) -> None:
         """Handles the return of a tier, perhaps after its disk lost power. Raises TierError."""
@@ -601,7 +585,7 @@ class Mount:
         if self._page is not None:
             self._page.close()
         self._status.close()
-        self.filesystem.close()
+        self._read.bindings.close()
         if self._writing is not None:
             self._writing.close()
         if self._monitor.is_stuck:

@@ -28,7 +28,7 @@ from monarch.tiers.verify import GOOD, MISSING, PIECE_BYTES, SEAL, Verdict, veri
 from monarch.transfer.throttle import TokenBucket
 from monarch.types import ROOT_INO, Ino
 from monarch.units import GiB, KiB
-from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.copies import Copies
 
 # The cost of a file besides its bytes: a hard disk reads this much in the time of a seek.
 _FILE_BYTES = 64 * KiB
@@ -67,7 +67,7 @@ class Scrub:
         is_read: Callable[[int], bool],
         records: Records,
         residency: Residency,
-        filesystem: FileSystem,
+        copies: Copies,
         threads: ThreadPool,
         bandwidth: int,
     ) -> None:
@@ -75,7 +75,7 @@ class Scrub:
         self._is_read = is_read
         self._records = records
         self._residency = residency
-        self._filesystem = filesystem
+        self._copies = copies
         self._threads = threads
         self._bandwidth = bandwidth
         self._bucket = TokenBucket(bandwidth, PIECE_BYTES)
@@ -152,10 +152,10 @@ class Scrub:
         if self._residency.tier_of(ino) != tier.number or self._records.get(ino) != record:
             return  # the copy was evicted or replaced meanwhile
         if record is not None and not verdict.kind:
-            self._filesystem.confirm_copy(ino, record)
+            self._copies.confirm(ino, record)
         elif verdict.error not in _SCARCE and self._is_read(tier.number):
             failure = OSError(verdict.error, f"found by scrub: {verdict.what}")
-            self._found += await self._filesystem.drop_damaged(ino, tier.number, failure)
+            self._found += await self._copies.drop_damaged(ino, tier.number, failure)
 
 
 def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[int | tuple[_Question, Verdict]]:

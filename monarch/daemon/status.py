@@ -132,12 +132,12 @@ class Status:
         return json.dumps(told).encode()
 
     def report(self) -> StatusReport:
-        self._filesystem.note_served()
+        self._filesystem.counts.catch_up_all()
         metrics = self._metrics
         mode = self._serving.mode()
         tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()
         epochs, latency = self._tiers.epochs.epochs(), metrics.latency()
-        open_files = self._filesystem.open_files
+        open_files = self._filesystem.bindings.open_files
         return StatusReport(
             version=__version__,
             pid=os.getpid(),
@@ -171,7 +171,7 @@ class Status:
             errors=dict(metrics.errors),
             memory=Memory(self._resident_bytes()),
             handles=Handles(
-                open_files if mode.counts_opens else None, self._filesystem.backing_ids
+                open_files if mode.counts_opens else None, self._filesystem.bindings.backing_ids
             ),
             requests=self._serving.requests(),
             scrub=self._upkeep.scrub.report(),

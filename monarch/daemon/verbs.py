@@ -16,12 +16,13 @@ from monarch.control.server import Send, Verb
 from monarch.daemon.fsck import OnlineFsck
 from monarch.daemon.status import Status
 from monarch.errors import MonarchError, UsageError
+from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
 from monarch.posix import failpoints
 from monarch.telemetry.report import FsckProgress, WarmProgress, WarmReport
 from monarch.text import counted
 from monarch.types import ROOT_INO, Ino
-from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.promotions import Promotions
 
 # Files handled before the event loop runs other tasks.
 _STRIDE = 64
@@ -38,7 +39,8 @@ class Verbs:
     def __init__(
         self,
         *,
-        filesystem: FileSystem,
+        names: Namespace,
+        promotions: Promotions,
         residency: Residency,
         status: Status,
         online_fsck: OnlineFsck,
@@ -46,8 +48,8 @@ class Verbs:
         stop: Callable[[], None],
         abandon: Callable[[], None],
     ) -> None:
-        self._filesystem = filesystem
-        self._names = filesystem.names
+        self._promotions = promotions
+        self._names = names
         self._residency = residency
         self._status = status
         self._online_fsck = online_fsck
@@ -137,16 +139,14 @@ class Verbs:
         """Requests each file when the engine has a free place, and waits for the copies."""
         arriving: list[tuple[Ino, int]] = []
         for ino, size in self._files(roots):
-            while not (
-                work.cancelled or work.is_evicted(ino) or self._filesystem.has_place_to_warm()
-            ):
+            while not (work.cancelled or work.is_evicted(ino) or self._promotions.has_place()):
                 arriving = self._arrived(arriving, work)
                 await trio.sleep(_LOOK_S / 10)
             if work.cancelled:
                 break
             if work.is_evicted(ino):
                 work.no_longer_asked(size)
-            elif self._filesystem.warm(ino):
+            elif self._promotions.warm(ino):
                 arriving.append((ino, size))
             else:
                 work.refused += 1
@@ -169,8 +169,8 @@ class Verbs:
                 work.bytes_done += size
             elif self._residency.is_wanted(ino):
                 waiting.append((ino, size))
-                work.bytes_moving += self._filesystem.bytes_copied(ino)
-            elif self._filesystem.is_closed(ino):
+                work.bytes_moving += self._promotions.bytes_copied(ino)
+            elif self._promotions.is_closed(ino):
                 work.closed += 1
             else:
                 work.refused += 1
@@ -182,11 +182,11 @@ class Verbs:
             for work in self._warmings:
                 work.evicted(ino, entries=self._residency.entries)
             freed = self._residency.tier_of(ino) != SOURCE
-            size += self._filesystem.evict(ino)
+            size += self._promotions.evict(ino)
             files += freed
             if seen % _STRIDE == 0:
                 await trio.sleep(0)
-        await self._filesystem.evicted()
+        await self._promotions.removed()
         return {"files": files, "bytes": size}
 
     async def _check(self, params: dict[str, Any], send: Send) -> dict[str, Any]:

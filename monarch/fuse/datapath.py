@@ -27,7 +27,7 @@ from monarch.transfer.datapath_view import CallTotals
 from monarch.transfer.source_load import SourceTraffic
 from monarch.types import Attributes, Ino
 from monarch.units import MiB
-from monarch.vfs.datapath_events import Served, Tally
+from monarch.vfs.interfaces import Served, Tally
 
 # The numbers of the tables in _names.h.
 _TABLES = {INODES: 0, NAMES: 1, CHILDREN: 2}

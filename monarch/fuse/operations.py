@@ -446,7 +446,7 @@ class Operations(pyfuse3.Operations):
             raise FUSEError(errno.EOPNOTSUPP)
         if name == STATUS_ATTRIBUTE and inode == pyfuse3.ROOT_INODE:
             return self._status()
-        value = await self._filesystem.xattr(Ino(inode), name)
+        value = await self._filesystem.xattrs.get(Ino(inode), name)
         if value is None:
             raise FUSEError(pyfuse3.ENOATTR)
         return value
@@ -456,7 +456,7 @@ class Operations(pyfuse3.Operations):
         # Only attributes that a user has set. Programs that list attributes copy them (cp -a, rsync
         # -X): a copy would then have "user.monarch.tier", whose value may also change its length
         # while it is read.
-        return await self._filesystem.xattrs(Ino(inode))
+        return await self._filesystem.xattrs.names(Ino(inode))
 
 
 def _caller(ctx: RequestContext) -> Credentials:

@@ -7,9 +7,11 @@ the source. Used from one thread, that of the event loop; nothing here waits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from monarch.errors import MonarchError
 from monarch.namespace.overlay import Overlay
 from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
@@ -72,6 +74,13 @@ class Namespace(Overlay):
     def acls(self, ino: Ino) -> Acls:
         """The access control lists of an entry, without its mode (posix/acl.py)."""
         return self._known.acls(ino)
+
+    def path_text(self, ino: Ino) -> str:
+        """The path of an inode for a message: quoted, since a name may have any byte."""
+        try:
+            return repr(os.fsdecode(self.path(ino)))
+        except MonarchError:
+            return f"inode {ino}"
 
     def refresh(self, ino: Ino, attributes: Attributes, acls: Acls = NO_ACLS) -> None:
         """Records other attributes of the source; the entry may exist there again.

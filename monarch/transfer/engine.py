@@ -21,10 +21,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import trio
-from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.config.settings import LimitSettings
 from monarch.errors import MonarchError, SourceChanged, TierError
@@ -58,9 +57,6 @@ _STEP_S = 0.005
 _IDLE_S = 0.1
 # The pause after a failed copy, in seconds: doubles from the first value up to the second.
 _BACKOFF_S = (1.0, 60.0)
-
-Args = TypeVarTuple("Args")
-T = TypeVar("T")
 
 
 class Names(Protocol):
@@ -131,24 +127,6 @@ class Engine:
     def others(self, tier: int) -> Sequence[str]:
         """The sources of other mounts that have copies in the same tier path."""
         return self._monitor.others(tier)
-
-    def is_read(self, tier: int) -> bool:
-        """Whether copies in the tier may be read; otherwise the tier is bypassed."""
-        return self._monitor.is_read(tier)
-
-    async def ask(
-        self,
-        tier: int,
-        function: Callable[[Unpack[Args]], T],
-        *args: Unpack[Args],
-        size: int = 0,
-    ) -> T:
-        """Runs a call that reads ``size`` bytes of a copy. Raises OSError, ETIMEDOUT if it
-        hangs."""
-        return await self._monitor.ask(tier, function, *args, size=size)
-
-    def copy_unreadable(self, tier: int, error: OSError) -> None:
-        self._monitor.copy_unreadable(tier, error)
 
     async def removed(self) -> None:
         """Waits until all removed copies are deleted from the disks of all responsive tiers."""

@@ -19,7 +19,7 @@ from typing import TypeVar
 import trio
 from typing_extensions import TypeVarTuple, Unpack
 
-from monarch.errors import MonarchError, SourceChanged, SourceError
+from monarch.errors import SourceChanged, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.posix.acl import Acls
 from monarch.posix.credentials import Credentials, credentials_of
@@ -133,7 +133,7 @@ class SourceCalls:
             if number in _REFUSED and who is None and _is_for_a_user():
                 self._metrics.source_refused(ino)
             if number in _NOT_THERE:
-                raise SourceChanged(f"{self.path_text(ino)}: {error.strerror}") from error
+                raise SourceChanged(f"{self._names.path_text(ino)}: {error.strerror}") from error
             raise self.failed(ino, number) from error
         finally:
             del self._looks[scope]
@@ -173,14 +173,7 @@ class SourceCalls:
         try:
             return await self.call(ino, self.source.acls, path)
         except SourceChanged as error:
-            raise SourceError(f"{self.path_text(ino)}: gone", errno=errno.ESTALE) from error
-
-    def path_text(self, ino: Ino) -> str:
-        """The path of ``ino`` for a message; a name may hold any byte."""
-        try:
-            return repr(os.fsdecode(self._names.path(ino)))
-        except MonarchError:
-            return f"inode {ino}"
+            raise SourceError(f"{self._names.path_text(ino)}: gone", errno=errno.ESTALE) from error
 
     def timed_out_elsewhere(self, callers: int) -> None:
         """Count and log that ``callers`` source calls outside the event loop were given up."""
@@ -189,7 +182,7 @@ class SourceCalls:
 
     def failed(self, ino: Ino, number: int) -> SourceError:
         """Count and log that the source answered with ``number``; the error to raise."""
-        told = self.path_text(ino)
+        told = self._names.path_text(ino)
         self._note(number, told)
         return SourceError(f"{told}: {os.strerror(number)}", errno=number)
 

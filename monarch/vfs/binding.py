@@ -1,7 +1,7 @@
 """Bindings: what an open inode reads from, decided at its first open, kept until its last release.
 
-All opens of an inode share one binding, so that its readers see one version of the bytes, and so
-that a copy that is removed or replaced meanwhile disturbs nobody: the descriptor stays.
+All opens of an inode share one binding, so its readers see one version of the bytes, and the
+removal or replacement of a copy does not disturb them: the descriptor stays open.
 """
 
 from __future__ import annotations
@@ -9,32 +9,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import trio
+
 from monarch.placement.residency import SOURCE
 from monarch.tiers.source import SourceFile
 from monarch.types import Ino
+from monarch.vfs.interfaces import FastPath
 
 
 class OpenCopy:
     """An open copy of a tier, and the number by which the kernel can read it itself, or 0.
 
-    ``let_go`` gives such a number back that nobody has used.
+    ``unregister`` returns a number that was not used to the kernel.
     """
 
-    __slots__ = ("_let_go", "backing_id", "fd")
+    __slots__ = ("_unregister", "backing_id", "fd")
 
-    def __init__(self, fd: int, backing_id: int, let_go: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, backing_id: int, unregister: Callable[[int], None]) -> None:
         self.fd = fd
         self.backing_id = backing_id
-        self._let_go = let_go
+        self._unregister = unregister
 
     def take_backing_id(self) -> int:
-        """The number, which is the caller's from now on."""
+        """Moves the number to the caller."""
         taken, self.backing_id = self.backing_id, 0
         return taken
 
     def close(self) -> None:
         if self.backing_id:
-            self._let_go(self.take_backing_id())
+            self._unregister(self.take_backing_id())
         os.close(self.fd)
 
 
@@ -42,10 +45,10 @@ class Binding:
     """One open inode. Exactly one of ``content``, ``file`` and ``fd`` (not -1) gives its bytes.
 
     ``tier`` is where the bytes come from: SOURCE for ``content`` and ``file``. ``users`` counts
-    the opens that were not released yet. ``outdated``: the source has another version by now.
-    ``left`` are the bytes that were not given to reads that no open came before. One that is read
-    from the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
-    ``pause_s``. ``copy`` is where ``fd`` comes from.
+    the opens that were not released yet. ``outdated``: the source has another version now.
+    ``unread_bytes`` limits the reads for which the kernel sent no open. A file that is read from
+    the source is offered for a copy again at ``offer_s`` of the loop's clock, then after
+    ``pause_s``. ``copy`` is the origin of ``fd``.
     """
 
     __slots__ = (
@@ -54,12 +57,12 @@ class Binding:
         "fd",
         "file",
         "ino",
-        "left",
         "offer_s",
         "outdated",
         "pause_s",
         "size",
         "tier",
+        "unread_bytes",
         "users",
     )
 
@@ -75,7 +78,7 @@ class Binding:
     ) -> None:
         self.ino = ino
         self.size = size
-        self.left = size
+        self.unread_bytes = size
         self.tier = tier
         self.copy = copy
         self.fd = copy.fd if copy is not None else -1
@@ -87,7 +90,7 @@ class Binding:
         self.pause_s = 0.0
 
     def fall_back(self, file: SourceFile) -> None:
-        """Go on at the source. The copy's descriptor stays open: a read may still be using it."""
+        """Continues at the source. The copy's descriptor stays open: a read may be using it."""
         self.fd = -1
         self.tier = SOURCE
         self.file = file
@@ -101,3 +104,112 @@ class Binding:
             self.file.release()
             self.file = None
         self.content = None
+
+
+class Bindings:
+    """The open files of one mount: those that are bound here, and those that ``fast`` has open.
+
+    ``held_bytes`` are the bytes of fetched files that bindings keep in memory.
+    """
+
+    def __init__(self, fast: FastPath | None) -> None:
+        self._fast = fast
+        self._bound: dict[Ino, Binding] = {}
+        # For each inode that is being bound, an event that is set when this has ended.
+        self._opening: dict[Ino, trio.Event] = {}
+        self.held_bytes = 0
+
+    def get(self, ino: Ino) -> Binding | None:
+        return self._bound.get(ino)
+
+    def all(self) -> list[Binding]:
+        return list(self._bound.values())
+
+    @property
+    def open_files(self) -> int:
+        """The number of opens that were not released yet."""
+        if self._fast is not None:
+            return self._fast.open_files()
+        return sum(binding.users for binding in self._bound.values())
+
+    @property
+    def backing_ids(self) -> int:
+        """The number of files that the kernel was given to read itself."""
+        return 0 if self._fast is None else self._fast.backing_ids()
+
+    def is_open(self, ino: Ino) -> bool:
+        """Whether a process has an unwritten file open, or is opening it."""
+        is_fast = self._fast is not None and self._fast.is_open(ino)
+        return is_fast or ino in self._bound or ino in self._opening
+
+    def is_read_by_kernel(self, ino: Ino) -> bool:
+        """Whether the kernel itself reads a copy that a process has open."""
+        return self._fast is not None and self._fast.is_passed(ino)
+
+    async def join(self, ino: Ino) -> Binding | None:
+        """The binding of an inode, with one more user, after an open that is under way.
+
+        None if there is none: the caller must bind the inode, and must then call ``settle``.
+        """
+        while (binding := self._bound.get(ino)) is None:
+            begun = self._opening.get(ino)
+            if begun is None:
+                self._opening[ino] = trio.Event()
+                return None
+            await begun.wait()
+        binding.users += 1
+        return binding
+
+    def settle(self, ino: Ino, binding: Binding | None) -> None:
+        """Ends the open that ``join`` began; without a binding, the next waiting open begins."""
+        if binding is not None:
+            self._bound[ino] = binding
+            binding.users = 1
+            if binding.content is not None:
+                self.held_bytes += len(binding.content)
+        self._opening.pop(ino).set()
+
+    def leave(self, ino: Ino) -> bool:
+        """Removes one user. Returns whether that was the last user of an outdated version."""
+        binding = self._bound[ino]
+        binding.users -= 1
+        if binding.users:
+            return False
+        del self._bound[ino]
+        if binding.content is not None:
+            self.held_bytes -= len(binding.content)
+        binding.close()
+        return binding.outdated
+
+    def hand_over(self, binding: Binding, size: int) -> None:
+        """Lets the datapath read from the descriptor; reads without one come here."""
+        if self._fast is None:
+            return
+        fd = binding.file.fd if binding.file is not None else binding.fd
+        if fd >= 0:
+            copy = binding.copy
+            backing_id = copy.take_backing_id() if copy is not None else 0
+            self._fast.bind(binding.ino, fd, tier=binding.tier, size=size, backing_id=backing_id)
+
+    def outdate_elsewhere(self, ino: Ino) -> bool:
+        """Whether the datapath has a copy open; it then reports the last release of the copy."""
+        return self._fast is not None and self._fast.outdate(ino)
+
+    def close(self) -> None:
+        """Closes all files that were open when the mount ended."""
+        for binding in self._bound.values():
+            binding.close()
+        self._bound.clear()
+
+
+def read_fully(fd: int, offset: int, size: int) -> bytes:
+    """``size`` bytes, fewer only at the end of the file. Raises OSError."""
+    data = os.pread(fd, size, offset)
+    if len(data) == size or not data:
+        return data
+    parts = [data]
+    got = len(data)
+    while got < size and (data := os.pread(fd, size - got, offset + got)):
+        parts.append(data)
+        got += len(data)
+    return b"".join(parts)

@@ -1,8 +1,8 @@
-"""What happens when the source, or a copy, is not what the snapshot or the record says.
+"""What happens when the source differs from the snapshot.
 
-The source is the truth: an entry that differs is refreshed, its copy dropped, the kernel told to
-ask again. Readers that hold bytes of the old version keep that version whole until the last of
-them is done.
+The source is the truth: an entry that differs is refreshed, its copy is dropped, and the kernel
+asks for its attributes again. Readers that hold bytes of the old version keep that version whole
+until the last of them has closed the file.
 """
 
 from __future__ import annotations
@@ -11,79 +11,61 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from monarch.errors import SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
-from monarch.placement.controller import Controller
-from monarch.placement.residency import SOURCE, Residency
+from monarch.placement.residency import Residency
 from monarch.posix.acl import Acls, narrowed
 from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.source import SourceFile, identity_now, identity_of
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import ROOT_INO, Attributes, Ino, attributes_of, file_now_ns, kept_ns
-from monarch.vfs.binding import Binding
+from monarch.vfs.binding import Bindings
+from monarch.vfs.kernel_view import KernelView
+from monarch.vfs.promotions import Promotions
 
 log = logging.getLogger(__name__)
 
 
 class Revalidation:
-    """``bindings`` are the open inodes. ``remove_copy`` takes an inode and the tier to clear,
-    ``copy_unreadable`` the tier of a copy that could not be read, and the error.
-
-    ``attributes_changed`` tells the kernel that what it knows of an inode is out of date,
-    ``names_changed`` that the listing of a directory is. ``is_held_elsewhere`` says whether
-    somebody has a copy open beside the bindings, and has its last release told.
-    ``may_be_half_read`` says whether somebody of whom nothing is told may have read a part of it.
-    """
+    """Compares entries with the source. Belongs to the event loop; only coroutines wait."""
 
     def __init__(
         self,
         *,
-        source_calls: SourceCalls,
         names: Namespace,
-        bindings: Mapping[Ino, Binding],
+        source_calls: SourceCalls,
+        bindings: Bindings,
         residency: Residency,
-        controller: Controller,
+        promotions: Promotions,
+        kernel: KernelView,
         metrics: Metrics,
-        remove_copy: Callable[[Ino, int], None],
-        copy_unreadable: Callable[[int, OSError], None],
-        attributes_changed: Callable[[Ino], None],
-        names_changed: Callable[[Ino], None],
-        is_held_elsewhere: Callable[[Ino], bool],
-        may_be_half_read: Callable[[Ino], bool],
-        forget_pages: Callable[[Ino], None],
     ) -> None:
-        self._source_calls = source_calls
         self._names = names
+        self._source_calls = source_calls
         self._bindings = bindings
         self._residency = residency
-        self._controller = controller
+        self._promotions = promotions
+        self._kernel = kernel
         self._metrics = metrics
-        self._remove_copy = remove_copy
-        self._copy_unreadable = copy_unreadable
-        self._attributes_changed = attributes_changed
-        self._names_changed = names_changed
-        self._is_held_elsewhere = is_held_elsewhere
-        self._may_be_half_read = may_be_half_read
-        self._forget_pages = forget_pages
         self._limiter = Limiter(60.0)
 
     async def look_again(self, ino: Ino) -> None:
-        """Ask the source what a file is now; if it changed, refresh the entry and drop copies.
+        """Compares a file with the source; refreshes its entry and drops its copy if it changed.
 
-        While readers hold bytes of the old version, that waits until the last of them is done.
-        Raises SourceError, ENOENT if the file is gone or something else has its name, ESTALE if
-        others may open it than before, EIO if the source denies what it must have.
+        If readers hold bytes of the old version, that waits until the last of them has closed it.
+        Raises SourceError: ENOENT if the file is gone or its name is of something else, ESTALE if
+        its owner, mode or access control lists changed, EIO if the source denies a file that must
+        exist.
         """
         if self._names.is_written(ino):
             node = self._names.node(ino)
-            # What the source has of others comes from here.
+            # If it has an object, the bytes written here will replace those of the source.
             if node is not None and node.is_file and node.names and not node.object:
-                await self._look_again_at(node)
+                await self._look_again_at_written(node)
             return
         known = self._names.attributes(ino)
         status = await self._source_calls.status(ino, self._names.path(ino))
@@ -91,51 +73,54 @@ class Revalidation:
             return
         is_other = status is not None and status.st_ino != known.source_ino
         if is_other and await self._has_another_name(known):
-            # Its other names must not show what others have put in the place of this one.
+            # Its other names must not show the file that replaced this one.
             self._noticed(ino, "has lost one of its names to another file at the source")
             status = await self._source_calls.status(ino, self._names.path(ino))
         if status is None and not await self._can_be_gone(known):
             raise self._source_calls.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
-            self._lost(ino, "is gone from the source")
+            self._lost(ino)
             raise self._gone(ino)
         acls = self._names.acls(ino)
         mode = self._shown_mode(status, acls)
-        if identity_of(status) == known.identity and mode == known.mode:
-            return
+        if identity_of(status) != known.identity or mode != known.mode:
+            await self._refresh(known, status, acls)
+
+    async def _refresh(self, known: Attributes, status: os.stat_result, acls: Acls) -> None:
+        """A file of the snapshot has changed; ``acls`` are its lists as known so far."""
+        ino = known.ino
         access = (known.mode, known.uid, known.gid, acls)
         acls = await self._source_calls.acls(ino, self._names.path(ino))
         mode = self._shown_mode(status, acls)
+        only_access = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
         if self._is_held(known, status):
-            # All who have it open see one version whole, its size included. Who comes when they
-            # are done finds the mark.
+            # All processes that have it open see one version whole, its size included. The first
+            # open after them finds the mark.
             self._residency.mark_changed(ino)
-            fresh = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
-        elif self._may_be_half_read(ino):
-            # A reader must not find another end of the file than that of the version at which it
-            # began: its next read fails.
+            fresh = only_access
+        elif self._kernel.may_be_half_read(ino):
+            # A reader must not find another end of the file than that of the version that it has
+            # begun: its next read fails.
             first = not self._residency.is_changed(ino)
-            self.forget_copy(ino)
+            self._promotions.forget_copy(ino)
             self._residency.mark_changed(ino)
-            # Else the kernel would go on serving the old version from its pages.
-            self._forget_pages(ino)
-            fresh = replace(known, mode=mode, uid=status.st_uid, gid=status.st_gid)
+            # Otherwise the kernel would serve the old version from its pages.
+            self._kernel.drop_pages(ino)
+            fresh = only_access
             if first and fresh == known:
                 self._noticed(ino, "changed at the source")
         else:
-            self.forget_copy(ino)
-            fresh = attributes_of(status, known.ino, known.parent, mode)
+            self._promotions.forget_copy(ino)
+            fresh = attributes_of(status, ino, known.parent, mode)
         if fresh != known or acls != access[3]:
             self._names.refresh(ino, fresh, acls)
             self._noticed(ino, "changed at the source")
         if (mode, status.st_uid, status.st_gid, acls) != access:
-            # The kernel let the caller in by what it knew: told this, it looks at the mode anew.
-            raise SourceError(
-                f"{self._source_calls.path_text(ino)}: access changed", errno=errno.ESTALE
-            )
+            # The kernel has admitted the caller by the old mode; after this error it checks again.
+            raise SourceError(f"{self._names.path_text(ino)}: access changed", errno=errno.ESTALE)
 
-    async def _look_again_at(self, node: Node) -> None:
-        """The same for a file that was written here, and is read from the source by now."""
+    async def _look_again_at_written(self, node: Node) -> None:
+        """The same for a file that was written here and is read from the source now."""
         ino, path = node.ino, self._names.visible_path(node.ino)
         status = await self._source_calls.status(ino, path)
         if len(node.names) > 1:
@@ -143,23 +128,20 @@ class Revalidation:
         if status is None and not await self._can_be_gone(node.attributes):
             raise self._source_calls.failed(ino, errno.EIO)
         if status is None or not stat.S_ISREG(status.st_mode):
-            parents = {parent for parent, _ in node.names}
-            for parent, name in list(node.names):
-                self._names.unlink(parent, name, now_ns=file_now_ns())
-            for parent in parents:
-                self._names_changed(parent)
+            self._unlink(list(node.names))
             self._metrics.changed()
             raise self._gone(ino)
         acls = await self._source_calls.acls(ino, path)
-        known, access = node.attributes, (node.mode, node.uid, node.gid)
-        # The source has all that was set here, and others have changed it.
+        known = node.attributes
+        # The source had all that was set here, and another program has changed it.
         node.keeps_mode = node.keeps_owner = node.keeps_times = False
-        fresh = attributes_of(status, known.ino, known.parent, self._shown_mode(status, acls))
+        fresh = attributes_of(status, ino, known.parent, self._shown_mode(status, acls))
         self._names.refresh(ino, fresh, acls)
+        now = node.attributes
         if (known.size, known.mtime_ns, known.source_ino) != (
-            node.size,
-            node.mtime_ns,
-            node.source_ino,
+            now.size,
+            now.mtime_ns,
+            now.source_ino,
         ):
             self._metrics.changed()
             self._limiter.warning(
@@ -168,64 +150,67 @@ class Revalidation:
                 "%r was changed at the source since it was written here",
                 os.fsdecode(path),
             )
-        self._attributes_changed(ino)
-        if (node.mode, node.uid, node.gid) != access:
+        self._kernel.invalidate_attributes(ino)
+        if (known.mode, known.uid, known.gid) != (now.mode, now.uid, now.gid):
             raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
 
     async def _drop_names_of_others(self, node: Node) -> None:
-        """Take from a file those of its names that are not its own at the source any more, if one
-        is. Raises SourceError, ESTALE, if there were any: who has found one looks it up anew."""
-        left = []
+        """Removes from a file those of its names that are another file's at the source, unless all
+        are. Raises SourceError, ESTALE, if there were any: the caller looks its name up again."""
+        others = []
         for named in list(node.names):
-            path = self._names.path_of(*named)
-            status = await self._source_calls.status(node.ino, path)
+            status = await self._source_calls.status(node.ino, self._names.path_of(*named))
             if status is None or status.st_ino != node.source_ino:
-                left.append(named)
-        left = [named for named in left if named in node.names]
-        if node.object or len(left) == len(node.names):
+                others.append(named)
+        others = [named for named in others if named in node.names]
+        if node.object or len(others) == len(node.names):
             return
-        for parent, name in left:
-            self._names.unlink(parent, name, now_ns=file_now_ns())
-            self._names_changed(parent)
+        self._unlink(others)
         self._metrics.changed()
-        self._attributes_changed(node.ino)
-        raise SourceError(f"{self._source_calls.path_text(node.ino)}: changed", errno=errno.ESTALE)
+        self._kernel.invalidate_attributes(node.ino)
+        raise SourceError(f"{self._names.path_text(node.ino)}: changed", errno=errno.ESTALE)
+
+    def _unlink(self, names: list[tuple[Ino, bytes]]) -> None:
+        for parent, name in names:
+            self._names.unlink(parent, name, now_ns=file_now_ns())
+        for parent in {parent for parent, _ in names}:
+            self._kernel.invalidate_listing(parent)
 
     def _shown_mode(self, status: os.stat_result, acls: Acls) -> int:
-        """The mode to show: narrower if the kernel was not told to decide with the lists."""
+        """The mode to show: narrower if the kernel does not check access control lists."""
         return status.st_mode if self._names.has_acls else narrowed(status.st_mode, acls)
 
     def _is_held(self, known: Attributes, status: os.stat_result) -> bool:
-        """Whether readers have other bytes open than the source has now; it is then outdated."""
+        """Whether readers have other bytes open than the source has now; they are then outdated."""
         then = (known.size, known.mtime_ns, known.source_ino)
         if (status.st_size, kept_ns(status.st_mtime_ns), status.st_ino) == then:
             return False
         binding = self._bindings.get(known.ino)
         if binding is None:
-            return self._is_held_elsewhere(known.ino)
+            return self._bindings.outdate_elsewhere(known.ino)
         if binding.file is not None and status.st_ino == known.source_ino:
             return False  # written in place: readers see it as readers of the source do
         binding.outdated = True
         return True
 
     async def find_again(self, ino: Ino) -> None:
-        """Ask the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
+        """Asks the source for a file that was gone. Raises SourceError, ENOENT if it still is."""
         status = await self._source_calls.status(ino, self._names.path(ino))
         if status is None or not stat.S_ISREG(status.st_mode):
             raise self._gone(ino)
         if self._names.is_gone(ino):
             acls = await self._source_calls.acls(ino, self._names.path(ino))
             mode = self._shown_mode(status, acls)
-            fresh = attributes_of(status, ino, self._names.attributes(ino).parent, mode)
-            self._names.refresh(ino, fresh, acls)
-            self._names_changed(self._names.attributes(ino).parent)
-            log.info("%s is back at the source", self._source_calls.path_text(ino))
+            parent = self._names.attributes(ino).parent
+            self._names.refresh(ino, attributes_of(status, ino, parent, mode), acls)
+            self._kernel.invalidate_listing(parent)
+            log.info("%s is back at the source", self._names.path_text(ino))
 
     async def _can_be_gone(self, known: Attributes) -> bool:
-        """Whether a directory above was changed, as it is when a name is taken from it.
+        """Whether a directory above was changed, as it is when a name is removed from it.
 
-        A distributed file system that has lost a server may deny files that exist; its word is
-        then no reason to forget them. Raises SourceError.
+        A distributed file system that has lost a server may deny files that exist, which is then
+        no reason to forget them. Raises SourceError.
         """
         while known.ino != ROOT_INO:
             known = self._names.attributes(known.parent)
@@ -236,7 +221,7 @@ class Revalidation:
         return False
 
     async def _has_another_name(self, known: Attributes) -> bool:
-        """Whether a file that is gone under its first name is there under another, a hard link."""
+        """Whether a file that its first name does not lead to has another name, a hard link."""
         if known.nlink == 1:
             return False
         for path in self._names.other_paths(known.ino):
@@ -246,20 +231,26 @@ class Revalidation:
                 return True
         return False
 
-    def _lost(self, ino: Ino, what: str) -> None:
+    def _lost(self, ino: Ino) -> None:
         if not self._names.is_gone(ino):
-            self.forget_copy(ino)
+            self._promotions.forget_copy(ino)
             self._names.forget(ino)
-            self._names_changed(self._names.attributes(ino).parent)
-            self._noticed(ino, what)
+            self._kernel.invalidate_listing(self._names.attributes(ino).parent)
+            self._noticed(ino, "is gone from the source")
 
     def _gone(self, ino: Ino) -> SourceError:
-        return SourceError(f"{self._source_calls.path_text(ino)}: gone", errno=errno.ENOENT)
+        return SourceError(f"{self._names.path_text(ino)}: gone", errno=errno.ENOENT)
+
+    def changed_while_read(self, ino: Ino) -> SourceError:
+        """The error for a reader that would mix two versions of a file."""
+        words = f"{self._names.path_text(ino)}: changed while it was read"
+        return SourceError(words, errno=errno.ESTALE)
 
     async def notice_rewriting(self, file: SourceFile, ino: Ino) -> None:
-        """Look whether a file that others have open was rewritten in place.
+        """Compares a file that other processes have open with its entry.
 
-        If so, pages of its old version must not be mixed with the new ones. Raises SourceError.
+        If it was overwritten in place, pages of its old version must not be mixed with the new
+        ones. Raises SourceError.
         """
         file.retain()
         try:
@@ -272,39 +263,37 @@ class Revalidation:
         if (now.size, now.mtime_ns) != (known.size, known.mtime_ns):
             await self.look_again(ino)
 
+    def distrust(self, ino: Ino, *, differs: bool) -> None:
+        """The source may have other bytes under the same times, or has, with ``differs``.
+
+        Bytes that were fetched before are served only to processes that have the file open, and to
+        those that open it meanwhile.
+        """
+        if self._promotions.forget_copy(ino):
+            self._residency.want(ino)
+        if self._kernel.sends_opens or differs:
+            self._kernel.drop_pages(ino)
+        if self._kernel.sends_opens:
+            binding = self._bindings.get(ino)
+            if binding is None:
+                self._bindings.outdate_elsewhere(ino)
+            else:
+                binding.outdated = binding.file is None
+        elif differs and self._kernel.was_read(ino):
+            # A process that has begun to read the old version must not continue with this one.
+            self._residency.mark_changed(ino)
+        if differs:
+            self._metrics.changed()
+            log.info("%s was written twice within a tick of the source", self._names.path_text(ino))
+
     def _noticed(self, ino: Ino, what: str) -> None:
         self._metrics.changed()
         self._residency.mark_changed(ino)
-        self._attributes_changed(ino)
+        self._kernel.invalidate_attributes(ino)
         self._limiter.warning(
             log,
             what,
             "%s %s since the snapshot; run: monarch snapshot refresh",
-            self._source_calls.path_text(ino),
+            self._names.path_text(ino),
             what,
         )
-
-    def copy_failed(self, attributes: Attributes, tier: int, error: OSError) -> None:
-        """A copy that cannot be read is a miss, not an error."""
-        kind = errno.errorcode.get(error.errno or 0, "error")
-        self._metrics.error(f"copy-{kind}")
-        self._limiter.warning(
-            log,
-            f"copy {tier}",
-            "tier %s: copy of %s dropped, and the source read instead: %s (%s)",
-            self._metrics.names[tier],
-            self._source_calls.path_text(attributes.ino),
-            error.strerror,
-            kind,
-        )
-        self.forget_copy(attributes.ino)
-        self._copy_unreadable(tier, error)
-
-    def forget_copy(self, ino: Ino) -> int:
-        """Drop the copy of ``ino`` if there is one; its size in bytes."""
-        size = self._names.attributes(ino).size
-        tier = self._controller.dropped(ino, size)
-        if tier == SOURCE:
-            return 0
-        self._remove_copy(ino, tier)
-        return size

@@ -226,14 +226,14 @@ def test_without_a_bandwidth_nothing_is_scrubbed(
 # -- without a mount -------------------------------------------------------------------------------
 
 
-class Fsys:
-    """What the scrub asks of a file system."""
+class FakeCopies:
+    """What the scrub does with copies."""
 
     def __init__(self) -> None:
         self.confirmed: list[Ino] = []
         self.dropped: list[Ino] = []
 
-    def confirm_copy(self, ino: Ino, record: Record) -> None:
+    def confirm(self, ino: Ino, record: Record) -> None:
         self.confirmed.append(ino)
 
     async def drop_damaged(self, ino: Ino, tier: int, error: OSError) -> bool:
@@ -261,7 +261,7 @@ def filled_tier(directory: Path, sizes: list[int]) -> tuple[Tier, Records, Resid
 def test_the_scrub_keeps_to_its_bandwidth(tmp_path: Path) -> None:
     sizes = [3 * MiB, 0, 20_000, 5 * MiB + 3]
     tier, records, residency = filled_tier(tmp_path, sizes)
-    fsys = Fsys()
+    copies = FakeCopies()
     took = []
 
     async def go() -> None:
@@ -270,7 +270,7 @@ def test_the_scrub_keeps_to_its_bandwidth(tmp_path: Path) -> None:
             is_read=lambda number: True,
             records=records,
             residency=residency,
-            filesystem=fsys,
+            copies=copies,
             threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=MiB,
         )
@@ -283,7 +283,7 @@ def test_the_scrub_keeps_to_its_bandwidth(tmp_path: Path) -> None:
         assert (told.rounds, told.done_files, told.total_files) == (2, 4, 4)
 
     trio.run(go, clock=trio.testing.MockClock(autojump_threshold=0.01))
-    assert fsys.dropped == []
+    assert copies.dropped == []
     # A round costs a GiB at least, of which the first piece may come at once.
     assert took == [pytest.approx((2 * GiB - MiB) / MiB)]
     records.close(clean=True)
@@ -300,7 +300,7 @@ def test_bytes_are_paid_for_one_piece_at_a_time(tmp_path: Path) -> None:
             is_read=lambda number: True,
             records=records,
             residency=residency,
-            filesystem=Fsys(),
+            copies=FakeCopies(),
             threads=ThreadPool(1, "scrub", abandon=True),
             bandwidth=MiB,
         )

@@ -27,7 +27,7 @@ from monarch.daemon import run
 from monarch.fuse.datapath import built, split_handle
 from monarch.transfer.source_load import SourceTraffic
 from monarch.types import ROOT_INO, Attributes
-from monarch.vfs.datapath_events import ABANDONED
+from monarch.vfs.interfaces import ABANDONED
 from tests.conftest import Tree, contents
 from tests.fuse import wire
 from tests.fuse.rig import Nothing, Rig, eventually, kill, rig

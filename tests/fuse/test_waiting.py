@@ -21,7 +21,7 @@ import pytest
 
 from monarch.config.settings import LimitSettings
 from monarch.types import Ino
-from monarch.vfs.datapath_events import RELEASED
+from monarch.vfs.interfaces import RELEASED
 from tests.conftest import Tree
 from tests.equipment.slowfs import SlowSource
 from tests.fuse import wire

@@ -19,7 +19,7 @@ import pytest
 from monarch.fuse import datapath
 from monarch.fuse.datapath import split_handle, split_write_handle
 from monarch.types import WRITTEN_INO, Ino
-from monarch.vfs.datapath_events import ABANDONED, RELEASED, Served
+from monarch.vfs.interfaces import ABANDONED, RELEASED, Served
 from monarch.writeback.objects import object_path
 from tests.conftest import Tree, contents
 from tests.equipment import slowfs

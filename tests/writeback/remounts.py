@@ -25,20 +25,24 @@ from monarch.errors import Refused
 from monarch.namespace import overlay
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
-from monarch.placement.controller import Controller
+from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
 from monarch.placement.policies.first_come import FirstCome
 from monarch.placement.residency import Residency
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
+from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
 from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
-from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
+from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Identity, Ino
+from monarch.vfs.binding import Bindings
+from monarch.vfs.kernel_view import KernelView
+from monarch.vfs.promotions import Promotions
 from monarch.vfs.revalidation import Revalidation
 from monarch.writeback import journal
 from monarch.writeback import setup as absorbing_module
@@ -258,6 +262,26 @@ class NoKernel:
     def drop(self, ino: Ino) -> None: ...
 
 
+class NoCopies:
+    """An engine that has nothing to copy."""
+
+    def make_room(self, promote: Promote) -> Promote:
+        return promote
+
+    def submit(self, promote: Promote, identity: Identity, **more: object) -> bool:
+        return False
+
+    def flight(self, ino: Ino) -> None:
+        return None
+
+    def remove_copy(self, ino: Ino, tier: int) -> None: ...
+
+    async def removed(self) -> None: ...
+
+    def has_place(self) -> bool:
+        return True
+
+
 class Life:
     def __init__(
         self,
@@ -311,20 +335,32 @@ class Life:
         self.writing = self.write_back.writing
         self.files = self.write_back.files
         # There is neither a kernel to be told nor a copy to be dropped.
-        revalidation = Revalidation(
-            source_calls=self.source_calls,
+        bindings = Bindings(None)
+        kernel = KernelView(
+            NoKernel(),
             names=self.names,
-            bindings={},
             residency=residency,
-            controller=Controller(residency, ledger, FirstCome()),
+            fast=None,
+            sends_opens=True,
+            reads_copies=False,
+        )
+        revalidation = Revalidation(
+            names=self.names,
+            source_calls=self.source_calls,
+            bindings=bindings,
+            residency=residency,
+            promotions=Promotions(
+                names=self.names,
+                residency=residency,
+                controller=Controller(residency, ledger, FirstCome()),
+                engine=NoCopies(),
+                bindings=bindings,
+                doubts=Doubts(SourceClock(0, 0)),
+                metrics=metrics,
+                retry_s=1.0,
+            ),
+            kernel=kernel,
             metrics=metrics,
-            remove_copy=lambda ino, tier: None,
-            copy_unreadable=lambda tier, error: None,
-            attributes_changed=lambda ino: None,
-            names_changed=lambda ino: None,
-            is_held_elsewhere=lambda ino: False,
-            may_be_half_read=lambda ino: False,
-            forget_pages=lambda ino: None,
         )
 
     def kill(self) -> Tree:

@@ -1,0 +1,111 @@
+"""What the file system needs of other parts of the daemon, as protocols.
+
+The datapath, the transfer engine and the tier monitor implement them. This
+package imports none of these, so its tests replace each by a few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from typing_extensions import TypeVarTuple, Unpack
+
+from monarch.placement.controller import Promote
+from monarch.tiers.source import SourceFile
+from monarch.transfer.source_load import SourceTraffic
+from monarch.types import Identity, Ino
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+# One event of the datapath: an inode, a number, and bytes. The number is the tier that served an
+# open. With bytes, the file was fetched from the source. Two numbers are no tier: an open that was
+# answered here failed later, or the last open of an outdated version was released.
+Served = tuple[Ino, int, memoryview | None]
+ABANDONED = 0xFD
+RELEASED = 0xFF
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What was served from one tier so far. The counts are by bucket of ``metrics.BUCKETS_S``."""
+
+    opens: int
+    reads: int
+    bytes: int
+    open_counts: list[int]
+    open_ns: int
+    read_counts: list[int]
+    read_ns: int
+
+
+class FastPath(Protocol):
+    """The datapath, which opens and reads files outside the interpreter.
+
+    Only ``register`` waits, for a disk: call it in a thread.
+    """
+
+    def register(self, fd: int, tier: int) -> int: ...
+    def unregister(self, backing_id: int) -> None: ...
+    def bind(self, ino: Ino, fd: int, *, tier: int, size: int, backing_id: int) -> bool: ...
+    def outdate(self, ino: Ino) -> bool: ...
+    def served(self) -> list[Served]: ...
+    def taken(self, ino: Ino) -> None: ...
+    def was_given(self, ino: Ino) -> bool: ...
+    def tallies(self) -> list[Tally]: ...
+    def source_traffic(self) -> SourceTraffic: ...
+    def open_files(self) -> int: ...
+    def backing_ids(self) -> int: ...
+    def is_open(self, ino: Ino) -> bool: ...
+    def is_passed(self, ino: Ino) -> bool: ...
+
+
+class Flight(Protocol):
+    """A copy that is being made. A reader may share its bytes or its open file."""
+
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def content(self) -> bytes | memoryview | None: ...
+    @property
+    def file(self) -> SourceFile | None: ...
+    @property
+    def copied(self) -> int: ...
+
+
+class CopyEngine(Protocol):
+    """The transfer engine, which makes and removes copies. Only ``removed`` waits."""
+
+    def make_room(self, promote: Promote) -> Promote: ...
+    def submit(
+        self,
+        promote: Promote,
+        identity: Identity,
+        *,
+        content: bytes | memoryview | None = None,
+        file: SourceFile | None = None,
+    ) -> bool: ...
+    def flight(self, ino: Ino) -> Flight | None: ...
+    def remove_copy(self, ino: Ino, tier: int) -> None: ...
+    async def removed(self) -> None: ...
+    def has_place(self) -> bool: ...
+
+
+class TierCalls(Protocol):
+    """The tier monitor, which runs the calls that read a tier.
+
+    ``ask`` runs a function that reads ``size`` bytes of a copy, in a thread. Raises OSError,
+    ETIMEDOUT if the tier hangs. Copies in a tier for which ``is_read`` is False are not opened.
+    """
+
+    def is_read(self, number: int) -> bool: ...
+    def copy_unreadable(self, number: int, error: OSError) -> None: ...
+    async def ask(
+        self,
+        number: int,
+        function: Callable[[Unpack[Args]], T],
+        *args: Unpack[Args],
+        size: int = 0,
+    ) -> T: ...

@@ -1,0 +1,166 @@
+"""Which copies are made and removed: asks placement, and has the engine carry it out."""
+
+from __future__ import annotations
+
+import math
+
+import trio
+
+from monarch.namespace.namespace import Namespace
+from monarch.placement.controller import Controller, Promote
+from monarch.placement.policy import Item
+from monarch.placement.residency import SOURCE, Residency
+from monarch.telemetry.metrics import Metrics
+from monarch.tiers.doubts import Doubts
+from monarch.tiers.source import SourceFile, identity_of
+from monarch.types import Attributes, Ino
+from monarch.vfs.binding import Binding, Bindings
+from monarch.vfs.interfaces import CopyEngine
+
+# If a copy of an open file began but did not arrive, the pause until the next offer doubles up to
+# this. Seconds.
+_LONGEST_PAUSE_S = 600.0
+
+
+class Promotions:
+    """Belongs to the event loop. ``retry_s`` is the interval in seconds in which files that stay
+    open at the source are offered for a copy again."""
+
+    def __init__(
+        self,
+        *,
+        names: Namespace,
+        residency: Residency,
+        controller: Controller,
+        engine: CopyEngine,
+        bindings: Bindings,
+        doubts: Doubts,
+        metrics: Metrics,
+        retry_s: float,
+    ) -> None:
+        self._names = names
+        self._residency = residency
+        self._controller = controller
+        self._engine = engine
+        self._bindings = bindings
+        self._doubts = doubts
+        self._metrics = metrics
+        self._retry_s = retry_s
+        self.accessed = controller.accessed
+        self.submit = engine.submit
+        self.flight = engine.flight
+        # Waits until removed copies are deleted from the disks of all responsive tiers.
+        self.removed = engine.removed
+        # Whether ``warm`` would start a copy soon instead of only noting the request.
+        self.has_place = engine.has_place
+
+    def opened(self, attributes: Attributes) -> Promote | None:
+        """Called before a file is opened at the source: what to copy, if anything.
+
+        Copies that must leave for it are removed at once. The caller must ``submit`` or
+        ``abandon`` the promotion.
+        """
+        promote = self._controller.opened(_item(attributes))
+        if promote is None:
+            return None
+        try:
+            return self._engine.make_room(promote)
+        except BaseException:
+            self.abandon(promote)
+            raise
+
+    def abandon(self, promote: Promote) -> None:
+        self._controller.abandoned(promote.item, promote.tier, retry=False)
+
+    def keep_fetched(self, ino: Ino, content: memoryview, since_ns: int) -> None:
+        """The datapath has fetched a file in the version of the snapshot, at ``since_ns`` of the
+        monotonic clock or later: makes a copy of it if placement admits it."""
+        if (
+            self._residency.is_changed(ino)
+            or self._names.is_gone(ino)
+            or self._names.is_written(ino)
+        ):
+            return
+        attributes = self._names.attributes(ino)
+        self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
+        promote = self._controller.opened(_item(attributes))
+        if promote is not None:
+            self.submit(promote, attributes.identity, content=content)
+
+    async def run(self) -> None:
+        """Offers files that stay open at the source again and again, until cancelled.
+
+        A copy may have been refused or given up while a tier was full or out of service, and the
+        next first open of a large file may be days away.
+        """
+        while True:
+            await trio.sleep(self._retry_s)
+            for binding in self._bindings.all():
+                if binding.file is not None and not self._names.is_written(binding.ino):
+                    self._offer(binding, binding.file, trio.current_time())
+
+    def _offer(self, binding: Binding, file: SourceFile, now: float) -> None:
+        attributes = self._names.attributes(binding.ino)
+        if now < binding.offer_s or identity_of(file.status) != attributes.identity:
+            return
+        promote = self._controller.offered(_item(attributes))
+        if promote is not None:
+            binding.pause_s = min(max(self._retry_s, 2 * binding.pause_s), _LONGEST_PAUSE_S)
+            binding.offer_s = now + binding.pause_s
+            self.submit(promote, attributes.identity, file=file)
+
+    def warm(self, ino: Ino) -> bool:
+        """Starts a copy on request; False if no tier has space for it."""
+        if self._residency.tier_of(ino) != SOURCE:
+            return True
+        attributes = self._names.attributes(ino)
+        promote = self._controller.warm(_item(attributes))
+        if promote is None:
+            return self._residency.is_copying(ino)
+        self._metrics.closed_files.discard(ino)
+        self.submit(promote, attributes.identity)
+        return True
+
+    def is_closed(self, ino: Ino) -> bool:
+        """Whether the source refused the daemon's last open of the file."""
+        return ino in self._metrics.closed_files
+
+    def bytes_copied(self, ino: Ino) -> int:
+        """The bytes that a running copy of a file has copied so far."""
+        flight = self.flight(ino)
+        return 0 if flight is None else flight.copied
+
+    def evict(self, ino: Ino) -> int:
+        """Removes a copy on request; its size in bytes, 0 if there was none.
+
+        Processes that have it open continue to read it. A running copy is given up, and a wanted
+        one is not made.
+        """
+        self._residency.unwant(ino)
+        tier = self._residency.tier_of(ino)
+        if (binding := self._bindings.get(ino)) is not None:
+            # A process that has the file open must not bring the copy back.
+            binding.offer_s = math.inf
+        size = self.forget_copy(ino)
+        if tier != SOURCE:
+            self._metrics.evicted(tier, size)
+        return size
+
+    def copied_up(self, ino: Ino) -> None:
+        """Removes the copy of a source file that is written now, and cancels a running one."""
+        if ino <= self._names.entries:
+            self._residency.unwant(ino)
+            self.forget_copy(ino)
+
+    def forget_copy(self, ino: Ino) -> int:
+        """Drops the copy of a file that is out of date or damaged; its size in bytes, or 0."""
+        size = self._names.attributes(ino).size
+        tier = self._controller.dropped(ino, size)
+        if tier == SOURCE:
+            return 0
+        self._engine.remove_copy(ino, tier)
+        return size
+
+
+def _item(attributes: Attributes) -> Item:
+    return Item(attributes.ino, attributes.size, attributes.source_ino)

@@ -1,0 +1,167 @@
+"""Files of the source, as readers use them: opened or fetched whole, and read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import trio
+from typing_extensions import TypeVarTuple, Unpack
+
+from monarch.errors import SourceChanged, SourceError
+from monarch.namespace.namespace import Namespace
+from monarch.placement.residency import SOURCE, Residency
+from monarch.telemetry.metrics import Metrics
+from monarch.tiers.doubts import Doubts
+from monarch.tiers.source import Fetched, SourceFile, identity_now, identity_of
+from monarch.transfer.source_calls import SourceCalls
+from monarch.transfer.source_load import SourceLoad
+from monarch.types import Attributes, Identity, Ino
+from monarch.vfs.binding import Binding, read_fully
+from monarch.vfs.kernel_view import KernelView
+from monarch.vfs.revalidation import Revalidation
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+class SourceFiles:
+    """Belongs to the event loop; each call of the source runs in a thread."""
+
+    def __init__(
+        self,
+        *,
+        names: Namespace,
+        source_calls: SourceCalls,
+        source_load: SourceLoad,
+        revalidation: Revalidation,
+        residency: Residency,
+        kernel: KernelView,
+        doubts: Doubts,
+        metrics: Metrics,
+    ) -> None:
+        self._names = names
+        self._calls = source_calls
+        self._load = source_load
+        self._revalidation = revalidation
+        self._residency = residency
+        self._kernel = kernel
+        self._doubts = doubts
+        self._metrics = metrics
+
+    async def open(self, attributes: Attributes) -> SourceFile:
+        """Raises SourceError; SourceChanged if the source has another version."""
+        path = self._names.path(attributes.ino)
+        return await self._count(attributes, self._open, path, attributes.identity)
+
+    async def fetch(self, attributes: Attributes, *, store: bool) -> bytes:
+        """The bytes of a small file. With ``store`` the kernel gets them at once, before any read.
+        Raises SourceError; SourceChanged if the source has another version."""
+        ino, path = attributes.ino, self._names.path(attributes.ino)
+        fetched = await self._count(attributes, self._fetch, ino, path, attributes.identity, store)
+        self._metrics.source_reads[0] += fetched.reads
+        self._metrics.source_bytes[0] += len(fetched.data)
+        if fetched.data and store:
+            # The kernel has the bytes and sends no read: this counts as the read.
+            self._metrics.given(SOURCE, len(fetched.data))
+        return fetched.data
+
+    async def _count(
+        self, attributes: Attributes, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        """Runs a call that opens a file, and counts the open."""
+        since_ns = time.monotonic_ns()
+        try:
+            result = await self._calls.call(attributes.ino, call, *args)
+        except SourceChanged as error:
+            if error.__cause__ is None:
+                # The file was opened, and is another version.
+                self._metrics.source_opened()
+            raise
+        self._metrics.source_opened()
+        self._doubts.fetched(attributes.ino, attributes.identity, since_ns=since_ns)
+        return result
+
+    def _open(self, path: bytes, identity: Identity) -> SourceFile:
+        """In a thread. Raises OSError, SourceChanged."""
+        file = self._calls.source.open(path)
+        if _is_scarce(file.fd):
+            # The last descriptors are for files that are fetched, copied and closed again.
+            os.close(file.fd)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if identity_of(file.status) != identity:
+            os.close(file.fd)
+            raise SourceChanged("not the version of the snapshot")
+        return file
+
+    def _fetch(self, ino: Ino, path: bytes, identity: Identity, store: bool) -> Fetched:
+        """In a thread. Raises OSError, SourceChanged."""
+        fetched = self._calls.source.fetch(path, identity)
+        if fetched.data and store:
+            self._kernel.store(ino, fetched.data)
+        return fetched
+
+    async def identity_now(self, ino: Ino, file: SourceFile) -> Identity:
+        """The version that an open file has now. Raises SourceError."""
+        return await self._calls.call(
+            ino, self._calls.source.on, file, self._names.path(ino), identity_now
+        )
+
+    async def read(self, binding: Binding, offset: int, size: int) -> bytes:
+        """``size`` bytes of a file that is bound to the source, fewer only at its end.
+
+        Raises SourceError.
+        """
+        ino, file = binding.ino, binding.file
+        if file is None:
+            raise SourceError(f"{self._names.path_text(ino)}: not open")
+        file.retain()
+        self._load.begin(trio.current_time())
+        try:
+            path = self._names.path(ino)
+            data = await self._calls.call(
+                ino, self._calls.source.on, file, path, read_fully, offset, size
+            )
+            if not self._kernel.sends_opens:
+                await self._require_version(ino, file)
+            if not data and offset < binding.size:
+                await self._require_end(ino, file, offset)
+        finally:
+            self._load.end(trio.current_time())
+            file.release()
+        self._metrics.source_read(len(data))
+        file.note_read(offset, offset + len(data))
+        return data
+
+    async def _require_version(self, ino: Ino, file: SourceFile) -> None:
+        """Raises SourceError, ESTALE, if a file that may have been read was overwritten.
+
+        Where the kernel sends opens, the next open drops its pages of the old version. Here they
+        would be mixed with the bytes that were read now.
+        """
+        now = await self._calls.call(ino, identity_now, file.fd)
+        then = identity_of(file.status)
+        if (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
+            await self._revalidation.look_again(ino)
+            self._residency.mark_changed(ino)
+            raise self._revalidation.changed_while_read(ino)
+
+    async def _require_end(self, ino: Ino, file: SourceFile, offset: int) -> None:
+        """Raises SourceError, ESTALE, if a file from which nothing was read ends before ``offset``.
+
+        The kernel takes the end of the first short answer for the size of the file. Of the reads
+        that it has sent ahead into a file that was truncated meanwhile, one far behind the new end
+        must not be the first: the bytes between would be read as zeros.
+        """
+        if (await self.identity_now(ino, file)).size < offset:
+            raise SourceError(f"{self._names.path_text(ino)}: cut short", errno=errno.ESTALE)
+
+
+def _is_scarce(fd: int) -> bool:
+    """Whether nearly all descriptors are in use: a file gets the lowest free number."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return fd >= 128 and limit != resource.RLIM_INFINITY and fd >= limit - limit // 8
