@@ -87,6 +87,7 @@ class SourceWriter:
             return OpenDirectories(source, attributes, self._log)
 
         self._directories = directories
+        self._temporaries = temporaries
         self._staged = StagedContents(source, directories, attributes, temporaries)
         self._publishing = Publishing(directories, attributes, temporaries, self._log)
         self._names = SourceNames(attributes, temporaries, self._log)
@@ -131,6 +132,9 @@ class SourceWriter:
         self._log.forget()
 
     # -- staged files: each raises OSError -------------------------------------------------------
+
+    def part_name(self, number: int, *, through: bool = False) -> bytes:
+        return self._temporaries.part(number, through=through)
 
     def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
         return self._staged.open_part(op, make=make, is_new=is_new)
