@@ -29,7 +29,6 @@ UNFINISHED = frozenset(
         "writeback/drain.py",
         "writeback/growth.py",
         "writeback/inspect.py",
-        "writeback/journal.py",
         "writeback/lease.py",
         "writeback/object_table.py",
         "writeback/objects.py",

@@ -40,8 +40,6 @@ TO_BE_SPLIT = {
     "monarch/writeback/drain.py::Drain methods": 98,
     "monarch/writeback/drain.py::Drain arguments": 11,
     "monarch/writeback/drain.py::Drain.__init__ lines": 102,
-    "monarch/writeback/journal.py lines": 1080,
-    "monarch/writeback/journal.py::Journal methods": 35,
     "monarch/writeback/object_table.py::ObjectTable methods": 36,
     "monarch/writeback/open_files.py lines": 1145,
     "monarch/writeback/open_files.py::WrittenFiles methods": 81,

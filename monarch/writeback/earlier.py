@@ -39,7 +39,7 @@ def earlier(settings: MountSettings) -> Earlier:
         with suppress(OSError):
             if not (directory / "journal").exists():
                 continue
-            found = look(directory).replay()
+            found = look(directory).replay
             changed |= changed_in_place(found.ops)
             left = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
             if left and not undone:

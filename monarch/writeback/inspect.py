@@ -54,23 +54,24 @@ def inspect(directory: Path) -> Inspection:
     """Of the directory that holds a journal. Raises TierError if that cannot be read."""
     found = look(directory)
     # That an object is gone is nothing that the source is to be told.
-    undone = [(s, op) for s, op in found.ops if not found.is_done(s) and op.kind != "gone"]
+    ops, done = found.replay.ops, found.replay.done
+    undone = [(seq, op) for seq, op in ops if seq not in done and op.kind != "gone"]
     contents: dict[int, tuple[int, Op]] = {}
     for seq, op in undone:
         if op.kind == "content":
             first, _ = contents.get(op.object, (seq, op))
             contents[op.object] = (first, op)
     # Their bytes are at the source, in a staged file.
-    through = {op.object for _, op in found.ops if op.kind == "through"}
-    names = names_of(found.ops, contents)
+    through = {op.object for _, op in ops if op.kind == "through"}
+    names = names_of(ops, contents)
     objects = Objects(directory)
-    unknown = objects.numbers() - found.doubted - set(_needed(found.ops))
+    unknown = objects.numbers() - found.doubted - set(_needed(ops))
     waiting = [
         Waiting(
             path=names[number][0],
             object=number,
             size=op.size,
-            recorded_ns=found.recorded_ns[first],
+            recorded_ns=found.replay.recorded_ns[first],
             fault="" if number in through else _fault(objects, op),
         )
         for number, (first, op) in sorted(contents.items(), key=lambda item: item[1][0])
@@ -80,8 +81,8 @@ def inspect(directory: Path) -> Inspection:
         source=found.source,
         operations=len(undone),
         waiting=tuple(waiting),
-        lost=tuple(op.path for op in found.lost),
-        unknown=tuple(sorted(unknown - set(_made_ahead(objects, unknown, found.ops)))),
+        lost=tuple(op.path for op in found.replay.lost),
+        unknown=tuple(sorted(unknown - set(_made_ahead(objects, unknown, ops)))),
     )
 
 

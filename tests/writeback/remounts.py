@@ -44,7 +44,7 @@ from monarch.vfs.binding import Bindings
 from monarch.vfs.kernel_view import KernelView
 from monarch.vfs.promotions import Promotions
 from monarch.vfs.revalidation import Revalidation
-from monarch.writeback import journal
+from monarch.writeback import journal_found
 from monarch.writeback import setup as absorbing_module
 from monarch.writeback.inspect import Inspection, inspect
 from monarch.writeback.setup import WriteBack
@@ -134,7 +134,7 @@ class Ground:
         for path in (self.source, self.tier, self.root / "run"):
             path.mkdir(parents=True, exist_ok=True)
         self.boot_again()
-        self.monkeypatch.setattr(journal, "_BOOT", os.fspath(self.root / "boot"))
+        self.monkeypatch.setattr(journal_found, "_BOOT", self.root / "boot")
         self.monkeypatch.setattr(absorbing_module, "ThreadPool", self._threads)
 
     @property
@@ -205,9 +205,9 @@ class Ground:
         """Objects of which the source lacks bytes, or a name, by what the journal tells."""
         if not (self.directory / "journal").exists():
             return set()
-        found = journal.look(self.directory)
+        found = journal_found.look(self.directory).replay
         kinds = ("create", "content", "rename", "link")
-        undone = (op for seq, op in found.ops if not found.is_done(seq) and not op.same)
+        undone = (op for seq, op in found.ops if seq not in found.done and not op.same)
         return {op.object for op in undone if op.kind in kinds} - {0}
 
     def survey(self) -> Inspection | None:
@@ -366,7 +366,7 @@ class Life:
     def kill(self) -> Tree:
         """What it shows; nothing that still runs of it can tell the journal anything more."""
         shown = self.shown()
-        self.ground.monkeypatch.setattr(self.write_back.place.journal, "_write", _killed)
+        self.ground.monkeypatch.setattr(self.write_back.place.journal._file, "append", _killed)
         return shown
 
     def let_go(self) -> None:

@@ -620,7 +620,7 @@ class World:
         path = self.directory / "journal"
         content = path.read_bytes()
         ends = [end + 1 for end, byte in enumerate(content) if byte == 10]
-        end = chance.choice([end for end in ends if end >= self.journal._synced])
+        end = chance.choice([end for end in ends if end >= self.journal._file.synced_bytes])
         path.write_bytes(content[: min(len(content), end + chance.randrange(30))])
         for number in self.objects.numbers():
             on_disk = self.objects.on_disk.get(number)

@@ -557,7 +557,7 @@ async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.Monke
     except BaseException as error:
         if not is_killed(error):
             raise
-    os.truncate(world.directory / "journal", world.journal._synced)
+    os.truncate(world.directory / "journal", world.journal._file.synced_bytes)
     return passed >= turn
 
 

@@ -1,0 +1,307 @@
+"""The file of the journal: records appended, synced, and replaced by fewer.
+
+A record that was appended outlives the daemon; one that was synced outlives the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from monarch.posix import failpoints
+from monarch.posix.names import sync_directory
+from monarch.text import errno_words
+from monarch.units import KiB, MiB
+from monarch.writeback.journal_records import Record, decoded, encoded
+from monarch.writeback.reserve import Reserve
+
+_STAGED = "journal.part"
+_BLOCK = 512
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_FALLOC_FL_KEEP_SIZE = 1
+# The file has room on its disk before it needs it. The room for marks and removals, which must be
+# recorded when the disk is full, is a 256th of the disk, within these bounds. More is allocated
+# when less is left.
+_SCARCE_BYTES = (64 * KiB, 1 * MiB)
+_SCARCE_SHARE = 256
+_AHEAD_BYTES = 4 * MiB
+# The part of the free room that is allocated ahead.
+_AHEAD_SHARE = 4
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class JournalFile:
+    """``open`` makes one. ``append`` is quick; ``sync`` and ``replace`` wait for the disk. All
+    methods may be called from any thread.
+
+    ``position`` is the offset of the next record; the first ``synced_bytes`` are on the disk. Of
+    the ``written`` records the first ``synced`` are on the disk; those that the file had when it
+    was opened count as one.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        # How much a record says to be synced, and the end of the allocated room. The lock is held
+        # for no longer than a write to the page cache.
+        self._lock = threading.Lock()
+        self.position = os.fstat(fd).st_size
+        self.synced_bytes = 0
+        self._said = 0
+        self._room = 0
+        disk = os.fstatvfs(fd)
+        least, most = _SCARCE_BYTES
+        self._scarce = min(max(disk.f_blocks * disk.f_frsize // _SCARCE_SHARE, least), most)
+        self._reserve = Reserve(path.parent)
+        self.written = 1
+        self.synced = 0
+        # One sync at a time; threads that come meanwhile share the next.
+        self._turn = threading.Condition()
+        self._syncing = False
+        self._failed: OSError | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> JournalFile:
+        """Made empty if there is none. Raises OSError."""
+        fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
+        try:
+            return cls(path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def failed(self) -> str:
+        """Why no sync succeeds any more, empty while syncs succeed."""
+        return errno_words(self._failed.errno) if self._failed is not None else ""
+
+    # -- before the first record is appended -----------------------------------------------------
+
+    def begin(self, record: Record) -> None:
+        """Write the first record of a new journal. Raises OSError."""
+        line = encoded(record)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, line, 0)
+        os.fsync(self.fd)
+        # TIER/monarch may be new as well.
+        for directory in list(self.path.parents)[:3]:
+            sync_directory(directory)
+        self.position = len(line)
+
+    def cut(self, end: int) -> None:
+        """Cut off what follows the last whole record. Raises OSError."""
+        os.ftruncate(self.fd, end)
+        os.fsync(self.fd)
+        self.position = end
+
+    def overwrite(self, content: bytes) -> None:
+        """Replace everything in one step. Raises OSError."""
+        staged, fd = self._open_staged()
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(content)
+            os.fsync(fd)
+            staged.rename(self.path)
+            sync_directory(self.path.parent)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self.fd)
+        self.fd, self.position = fd, len(content)
+
+    def remove_staged(self) -> None:
+        """Remove what a ``replace`` that was cut off has left. Raises OSError."""
+        self.path.with_name(_STAGED).unlink(missing_ok=True)
+
+    def _open_staged(self) -> tuple[Path, int]:
+        staged = self.path.with_name(_STAGED)
+        return staged, os.open(staged, _FLAGS | os.O_TRUNC, 0o600)
+
+    # -- appending -------------------------------------------------------------------------------
+
+    def append(self, *records: Record) -> None:
+        """The records outlive the daemon then. Raises OSError; no part of them is in the file
+        then."""
+        with self._lock:
+            if self.synced_bytes > self._said:
+                records[0]["upto"] = self.synced_bytes
+            lines = b"".join(map(encoded, records))
+            self._want_room(len(lines))
+            try:
+                self._put(lines)
+            except OSError as error:
+                if error.errno not in _FULL or not self._reserve.give_up():
+                    raise
+                self._put(lines)
+            self.position += len(lines)
+            self.written += len(records)
+            self._said = self.synced_bytes
+
+    def _put(self, lines: bytes) -> None:
+        written = os.pwrite(self.fd, lines, self.position)
+        if written < len(lines):
+            # The disk is full. No half record may stand before the next.
+            os.ftruncate(self.fd, self.position)
+            self._room = 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
+
+    def has_room(self, count: int) -> bool:
+        """Whether ``count`` bytes may be appended without using the room for marks."""
+        with self._lock:
+            return self._want_room(count)
+
+    def _want_room(self, count: int) -> bool:
+        wanted = count + self._scarce
+        if self.position + wanted <= self._room:
+            return True
+        try:
+            disk, status = os.fstatvfs(self.fd), os.fstat(self.fd)
+        except OSError:
+            return True
+        available = disk.f_bavail * disk.f_frsize
+        length = max(2 * wanted, min(_AHEAD_BYTES, available // _AHEAD_SHARE))
+        # An earlier mount may have allocated room as well.
+        is_there = max(0, status.st_blocks * _BLOCK - self.position)
+        for size in (length, wanted):
+            if size - is_there <= available and self._allocated(size):
+                self._room = self.position + size
+                return True
+        return False
+
+    def _allocated(self, size: int) -> bool:
+        offset, length = ctypes.c_longlong(self.position), ctypes.c_longlong(size)
+        if _LIBC.fallocate(self.fd, _FALLOC_FL_KEEP_SIZE, offset, length) == 0:
+            return True
+        # Not every file system supports it.
+        return ctypes.get_errno() not in _FULL
+
+    # -- syncing ---------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Wait until everything appended so far is on the disk; callers share the wait.
+
+        Raises OSError, and after a failure again and again until ``replace`` has written another
+        file: the kernel forgets what it could not write.
+        """
+        wanted = self.written
+        with self._turn:
+            while self._syncing and self.synced < wanted:
+                self._turn.wait()
+            if self.synced >= wanted:
+                return
+            self._syncing = True
+        try:
+            if self._failed is not None:
+                raise OSError(self._failed.errno, self._failed.strerror)
+            with self._lock:
+                end, written = self.position, self.written
+            try:
+                os.fdatasync(self.fd)
+            except OSError as error:
+                self._failed = error
+                raise
+            self.synced_bytes, self.synced = end, written
+        finally:
+            self._end_turn()
+        failpoints.failpoint("journal-synced")
+
+    def _end_turn(self) -> None:
+        with self._turn:
+            self._syncing = False
+            self._turn.notify_all()
+
+    # -- replacing -------------------------------------------------------------------------------
+
+    def read(self, position: int) -> bytes:
+        """Everything before ``position``. Raises OSError."""
+        with self._lock:
+            return os.pread(self.fd, position, 0)
+
+    def records(self, start: int, end: int) -> Iterator[Record]:
+        """The records between two offsets, without what they say of positions. Raises OSError."""
+        for line in os.pread(self.fd, end - start, start).splitlines():
+            record = decoded(line)
+            if record is None:
+                raise OSError(
+                    errno.EIO, "the journal has changed on its disk", os.fspath(self.path)
+                )
+            record.pop("upto", None)
+            yield record
+
+    def replace(self, first: Callable[[], Iterable[Record]], end: int) -> None:
+        """Replace all records before the offset ``end`` by those that ``first`` returns.
+
+        Appends continue meanwhile, and syncs wait for no more than a rename. Raises OSError; the
+        file has not changed then.
+        """
+        try:
+            self._replace(first(), end)
+        except OSError as error:
+            if error.errno not in _FULL or not self._reserve.give_up():
+                raise
+            self._replace(first(), end)
+
+    def _replace(self, first: Iterable[Record], end: int) -> None:
+        staged, fd = self._open_staged()
+        try:
+            _write(fd, first)
+            os.fdatasync(fd)
+            failpoints.failpoint("journal-staged")
+            with self._turn:
+                while self._syncing:
+                    self._turn.wait()
+                self._syncing = True
+            try:
+                fd = self._take_over(fd, staged, end)
+            finally:
+                self._end_turn()
+        except OSError:
+            with suppress(OSError):
+                staged.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    def _take_over(self, fd: int, staged: Path, end: int) -> int:
+        """Continue in another file, which replaces all before ``end``; returns the descriptor of
+        the file before."""
+        with self._lock:
+            later = self.position
+        if _write(fd, self.records(end, later)):
+            os.fdatasync(fd)
+        with self._lock:
+            if self.fd < 0:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            # Records that came meanwhile have not been synced; no caller was promised that.
+            synced = os.fstat(fd).st_size
+            late = _write(fd, self.records(later, self.position))
+            staged.rename(self.path)
+            fd, self.fd = self.fd, fd
+            self.position = os.fstat(self.fd).st_size
+            self.synced_bytes, self._said, self._room = synced, 0, 0
+            self.synced = self.written - late
+            self._failed = None
+        # Before any caller learns that a record in it is durable.
+        sync_directory(self.path.parent)
+        return fd
+
+    def close(self) -> None:
+        # A thread in ``replace`` may still run: it must not replace the file of another daemon.
+        with self._lock:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+def _write(fd: int, records: Iterable[Record]) -> int:
+    """Append to a file; how many records there were."""
+    lines = [encoded(record) for record in records]
+    with open(fd, "ab", closefd=False) as file:
+        file.writelines(lines)
+    return len(lines)

@@ -1,0 +1,386 @@
+"""What a journal held when it was read: the state that its records lead to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from monarch.errors import TierError
+from monarch.text import counted
+from monarch.types import Identity
+from monarch.writeback.crash_losses import Numbered, names_of, without
+from monarch.writeback.journal_records import (
+    VERSION,
+    Known,
+    Record,
+    change,
+    decoded,
+    header,
+    marks,
+    staged_of,
+    staged_record,
+)
+from monarch.writeback.op import Op, from_record, raw
+from monarch.writeback.shortening import objects_of, shortened
+
+log = logging.getLogger(__name__)
+
+NAME = "journal"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+# The size and the modification time of an object as they were recorded last.
+Told = tuple[int, int | None]
+
+
+def boot_now() -> str:
+    """The present start of the machine. Raises OSError."""
+    return _BOOT.read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a mount takes up from a journal.
+
+    ``ops``: (seq, change) in order, from the snapshot to the last tree; ``done``: those of them
+    that the source has, with the identity of each content that was published. ``next_object`` and
+    ``next_ino`` have never been used. ``lost``: the last record of each file that a power cut has
+    taken, with its names, if that was found now; these files are not in ``ops``. ``recorded_ns``:
+    the time of each change that is not done, in ns since the epoch. ``staged``: files of the source
+    that may have got the name of an object in an earlier mount, unrecorded. ``known``: what the
+    journal knew when it was rewritten, None if it never was. ``doubted``: the last record, and its
+    time, of each object with a name that a power cut has made doubtful, also long ago. ``aside``:
+    changes that are set aside, since the source refuses them.
+    """
+
+    ops: tuple[Numbered, ...]
+    done: Mapping[int, Identity | None]
+    next_object: int
+    next_ino: int
+    lost: tuple[Op, ...]
+    recorded_ns: Mapping[int, int]
+    staged: Mapping[int, frozenset[Identity]] = field(default_factory=dict)
+    known: Known | None = None
+    doubted: Mapping[int, tuple[Op, int]] = field(default_factory=dict)
+    aside: frozenset[int] = frozenset()
+
+    def unpublished(self, objects: Iterable[int]) -> set[int]:
+        """Those of ``objects`` whose bytes no recorded content will bring to the source: none of
+        their contents waits, and the last was neither published nor the source's version."""
+        settled = set()
+        for seq, op in self.ops:
+            if op.kind == "content":
+                if op.same or seq not in self.done or self.done[seq] is not None:
+                    settled.add(op.object)
+                else:
+                    settled.discard(op.object)
+        return set(objects) - settled
+
+    def without_history(self) -> Replay:
+        """What is still needed when the changes have been taken up."""
+        return Replay((), {}, self.next_object, self.next_ino, self.lost, {})
+
+    def told(self) -> dict[int, Told]:
+        """Size in bytes and modification time of each object as they were recorded last.
+
+        The time is None, which is that of no object, if it was set while the object had bytes that
+        no content records.
+        """
+        told: dict[int, Told] = {}
+        for _, op in self.ops:
+            if op.kind == "content":
+                told[op.object] = op.size, op.mtime_ns
+            elif op.kind == "attr" and op.mtime_ns is not None and op.object in told:
+                told[op.object] = told[op.object][0], op.mtime_ns if op.same else None
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a journal holds that was read without opening it: the path of the ``source``, what a
+    mount would take up, and ``doubted``, all objects that a power cut has made doubtful."""
+
+    source: bytes
+    replay: Replay
+    doubted: frozenset[int] = frozenset()
+
+
+def look(directory: Path) -> Look:
+    """Read the journal of ``directory`` while a daemon may be writing it. Nothing is changed.
+
+    Raises TierError if it cannot be read, is damaged, or of a newer Monarch.
+    """
+    path = directory / NAME
+    try:
+        boot = boot_now()
+        with open(path, "rb") as file:
+            found = read_journal(file.fileno(), path, boot, keep=True)
+    except OSError as error:
+        raise TierError(
+            f"journal {os.fspath(path)!r}: {error.strerror}", hint="check its disk: `dmesg`"
+        ) from error
+    if found is None:
+        found = Found.new(b"")
+    lost = found.lost_now(boot)
+    return Look(found.source, found.replay(lost), frozenset(found.lost | lost.keys()))
+
+
+class Found:
+    """The state after the records of a journal that were given to ``add``.
+
+    ``end``: the offset behind the last whole record, in bytes. ``boot``: the last start of the
+    machine that was recorded. ``durable``: objects of which a content has been synced or published.
+    """
+
+    def __init__(self, token: str, source: bytes) -> None:
+        self.version = VERSION
+        self.token = token
+        self.source = source
+        self.next_seq = 1
+        self.next_object = 1
+        self.next_ino = 1
+        self.done_upto = 0
+        self.done_beyond: set[int] = set()
+        self.aside: set[int] = set()
+        self.staged: dict[int, set[Identity]] = {}
+        # The object of each content that was not published yet.
+        self._contents: dict[int, int] = {}
+        self.identities: dict[int, Identity] = {}
+        self.durable: set[int] = set()
+        self.lost: set[int] = set()
+        self.boot = ""
+        # How many changes were recorded before that start of the machine.
+        self._before_boot = 0
+        self.known: Known | None = None
+        self.ops: list[Numbered] = []
+        self.recorded_ns: dict[int, int] = {}
+        self.end = 0
+
+    @classmethod
+    def new(cls, source: bytes) -> Found:
+        """The state of a new journal."""
+        return cls(uuid.uuid4().hex[:16], source)
+
+    @classmethod
+    def of(cls, content: bytes, path: Path, boot: str) -> Found | None:
+        """The state after the records of ``content``, None if it has none.
+
+        What a crash left of the last record is not read. Raises TierError if the journal is
+        damaged, or of a newer Monarch.
+        """
+        found: Found | None = None
+        number = offset = 0
+        while offset < len(content):
+            number += 1
+            cut = content.find(b"\n", offset)
+            record = decoded(content[offset:cut]) if cut >= 0 else None
+            if record is None:
+                where = f"{os.fspath(path)!r}, line {number}"
+                may_be_torn = found is not None and found.boot not in ("", boot)
+                _require_torn(content, offset, where, may_be_torn=may_be_torn)
+                break
+            try:
+                if found is None:
+                    found = cls._begun(record, path)
+                else:
+                    found.add(record)
+            except (ValueError, KeyError, TypeError) as error:
+                raise TierError(
+                    f"journal {os.fspath(path)!r}, line {number}: {error}",
+                    hint="it was not written by this Monarch; use the one that wrote it",
+                ) from error
+            offset = cut + 1
+            found.end = offset
+        return found
+
+    @classmethod
+    def _begun(cls, record: Record, path: Path) -> Found:
+        version = record["monarch"]
+        if version > VERSION:
+            raise TierError(
+                f"journal {os.fspath(path)!r} is of version {version}, this Monarch knows"
+                f" {VERSION}",
+                hint="mount with the Monarch that wrote it",
+            )
+        found = cls(str(record["token"]), raw(record["source"]))
+        found.version = int(version)
+        found.next_seq = int(record["seq"])
+        found.next_object = int(record["object"])
+        found.next_ino = int(record["ino"])
+        return found
+
+    def add(self, record: Record) -> None:
+        """One more record. Raises ValueError, KeyError or TypeError if it is none."""
+        if "op" in record:
+            seq, op = int(record["seq"]), from_record(record)
+            self.ops.append((seq, op))
+            self.recorded_ns[seq] = int(record["ns"])
+            if op.kind == "content":
+                self._contents[seq] = op.object
+                if op.synced:
+                    self.durable.add(op.object)
+            self.next_seq = max(self.next_seq, seq + 1)
+            self.next_object = max(self.next_object, op.object + 1)
+            self.next_ino = max(self.next_ino, op.ino + 1)
+        elif "done" in record:
+            self.done_upto = int(record["done"])
+            self.aside = set(record.get("aside", self.aside))
+            self.done_beyond |= set(record.get("also", ()))
+            if self.done_beyond:
+                self.done_beyond = {seq for seq in self.done_beyond if seq > self.done_upto}
+            for seq, size, mtime_ns, ctime_ns, source_ino in record.get("at", ()):
+                self.identities[seq] = Identity(size, mtime_ns, ctime_ns, source_ino)
+                if number := self._contents.pop(seq, 0):
+                    self.durable.add(number)
+                    self.staged.pop(number, None)
+        elif "staged" in record:
+            number, staged = staged_of(record)
+            self.staged.setdefault(number, set()).add(staged)
+        elif "known" in record:
+            self.known = Known.of(record)
+        elif "boot" in record:
+            self.boot, self._before_boot = str(record["boot"]), len(self.ops)
+        elif "believed" in record:
+            self.durable |= set(record["believed"])
+        elif "lost" in record:
+            self.lost |= set(record["lost"])
+        else:
+            raise ValueError("a record of an unknown kind")
+
+    def is_done(self, seq: int) -> bool:
+        return seq <= self.done_upto or seq in self.done_beyond
+
+    def lost_now(self, boot: str) -> dict[int, Op]:
+        """The last record of each object with a name that no content says to be durable, and that
+        was recorded before the start ``boot`` of the machine."""
+        durable = self.durable | self.lost
+        if self.boot == boot:
+            durable |= set(_recorded(self.ops[self._before_boot :]))
+        recorded = set(_recorded(self.ops))
+        return {number: op for number, (op, _) in self.last_of(recorded - durable).items()}
+
+    def last_of(self, objects: Collection[int]) -> dict[int, tuple[Op, int]]:
+        """The last record, with its time, of each of ``objects`` that has a name, with the last
+        names."""
+        last: dict[int, tuple[Op, int]] = {}
+        if not objects:
+            return last
+        for seq, op in self.ops:
+            if op.object not in objects or op.kind not in ("create", "take", "content"):
+                continue
+            if op.kind == "content" or op.object not in last:
+                last[op.object] = op, self.recorded_ns[seq]
+        return {
+            number: (replace(last[number][0], path=found[0], paths=tuple(found)), last[number][1])
+            for number, found in names_of(self.ops, last).items()
+        }
+
+    def replay(self, lost: Mapping[int, Op]) -> Replay:
+        """What a mount takes up. ``lost`` as of ``lost_now``."""
+        all_lost = self.lost | lost.keys()
+        ops = list(without(self.ops, all_lost)) if all_lost else self.ops
+        undone = [seq for seq, _ in ops if not self.is_done(seq)]
+        return Replay(
+            ops=tuple(ops),
+            done={seq: self.identities.get(seq) for seq, _ in ops if self.is_done(seq)},
+            staged={number: frozenset(its) for number, its in self.staged.items()},
+            next_object=self.next_object,
+            next_ino=self.next_ino,
+            # Of a file that was only copied up the source has the bytes.
+            lost=tuple(op for op in lost.values() if op.kind != "take"),
+            recorded_ns={seq: self.recorded_ns[seq] for seq in undone},
+            known=self.known,
+            doubted=self.last_of(all_lost),
+            aside=frozenset(self.aside.intersection(undone)),
+        )
+
+    def shortened(self) -> list[Numbered]:
+        """The changes that still matter."""
+        done = {seq: self.identities.get(seq) for seq, _ in self.ops if self.is_done(seq)}
+        return shortened(self.ops, done)
+
+    def header(self) -> Record:
+        """The first record of a journal in this state."""
+        return header(self.token, self.source, self.next_seq, self.next_object, self.next_ino)
+
+    def rewritten(self, kept: Sequence[Numbered], boot: str) -> Iterator[Record]:
+        """The records that lead to this state with no changes but ``kept``."""
+        seqs = {seq for seq, _ in kept}
+        objects = {*objects_of(kept)}
+        yield self.header()
+        if durable := self.durable & objects:
+            yield {"believed": sorted(durable)}
+        if self.lost:
+            yield {"lost": sorted(self.lost)}
+        if self.known is not None:
+            yield self.known.record()
+        yield {"boot": boot}
+        for seq, op in kept:
+            yield change(seq, self.recorded_ns.get(seq, 0), op)
+        if self.done_upto or self.done_beyond or self.aside:
+            yield {
+                "done": self.done_upto,
+                "aside": sorted(self.aside & seqs),
+                "also": sorted(self.done_beyond & seqs),
+                "at": marks({seq: it for seq, it in self.identities.items() if seq in seqs}),
+            }
+        # After the marks: the mark of a content says that what was staged before it has arrived.
+        for number in self.staged.keys() & objects:
+            for staged in self.staged[number]:
+                yield staged_record(number, staged)
+
+
+def _recorded(ops: Iterable[Numbered]) -> Iterator[int]:
+    """Objects of which something was recorded."""
+    return (op.object for _, op in ops if op.kind in ("create", "take", "content"))
+
+
+def _require_torn(content: bytes, offset: int, where: str, *, may_be_torn: bool) -> None:
+    """Raises TierError if a crash cannot have left what is not whole at ``offset``.
+
+    A power cut keeps any page that was not synced and loses any other; a kill loses none.
+    ``may_be_torn``: the machine has started since the records before it.
+    """
+    behind = [
+        record for record in map(decoded, content[offset:].split(b"\n")[1:]) if record is not None
+    ]
+    if not behind:
+        return
+    if not may_be_torn or any(record.get("upto", 0) > offset for record in behind):
+        raise TierError(
+            f"journal {where}: the record is damaged, and"
+            f" {counted(len(behind), 'good one follows', 'good ones follow')}",
+            hint="what was absorbed is beside it and untouched: put the journal's backup in place,"
+            " or take the objects from there",
+        )
+    log.warning(
+        "journal %s: what was not synced when the machine stopped is cut off, with it %s",
+        where,
+        counted(len(behind), "record that was kept", "records that were kept"),
+    )
+
+
+# What ``look`` has read last, and of which version of a file: a mount reads it before it opens it.
+_LOOKED: dict[tuple[int, ...], Found] = {}
+
+
+def read_journal(fd: int, path: Path, boot: str, *, keep: bool = False) -> Found | None:
+    """The state that the records of an open journal lead to, None if it has none.
+
+    With ``keep`` the next call for the same version of the file need not read it. Raises OSError,
+    TierError.
+    """
+    status = os.fstat(fd)
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    found, size = _LOOKED.pop(key, None), status.st_size
+    if found is None:
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read()
+        found, size = Found.of(content, path, boot), len(content)
+    _LOOKED.clear()
+    if keep and found is not None and size == status.st_size:
+        _LOOKED[key] = found
+    return found

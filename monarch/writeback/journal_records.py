@@ -1,0 +1,172 @@
+"""The records of the journal as text: encoded and decoded, and what is known from rewritten ones.
+
+A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a newline. Records are
+
+    {"monarch": 2, "token", "source", "seq", "object", "ino"}   first: the version of the format,
+                                the source, and the numbers from which new ones are counted
+    {"boot"}                    the records that follow were written after this start of the machine
+    {"seq", "ns", "op", ...}    a change (op.py) and when it was recorded, in ns since the epoch
+    {"done", "at", "also"}      the source has all changes up to that seq and, of those after a
+                                change that it refuses, those in ``also``; ``at``: [seq, size,
+                                mtime_ns, ctime_ns, source_ino] of each content that was published
+                                and of each entry that was made; ``aside``: all refused changes that
+                                are set aside, if they have changed
+    {"staged"}                  [object, source_ino, size, mtime_ns]: this daemon has staged that
+                                file at the source and is about to give it the object's name
+    {"known", "made", "over", "ours", "new", "present"}
+                                in a rewritten journal: what the changes that it has no more have
+                                left at the source (``Known``), each as a list of lists or of
+                                objects
+    {"believed"}, {"lost"}      objects that have been synced though no content says so; objects
+                                whose bytes are lost
+
+and each may have "upto": the length of the file in bytes that had been synced before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import xxhash
+
+from monarch.types import ANY_SIZE, Identity
+from monarch.writeback.op import Op, text, to_record
+
+# Version 2 names the user of each change; the Monarch that knows version 1 would make all as root.
+VERSION = 2
+_DIGITS = 16
+_ENCODED = json.JSONEncoder(separators=(",", ":")).encode
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What changes that a rewritten journal has no more have left at the source.
+
+    By object: ``known`` is the source's version of its file; ``over`` the versions that a rename on
+    the mount had the file replace, and that the source still has; ``ours`` staged files that may
+    have got its name; ``new``: the file was made on the mount; ``present``: the source has it under
+    its names. ``made``: the source's version of entries without an object, by their inode number on
+    the mount. ``given_up``: inode numbers of entries that were made on the mount and are not at the
+    source under their name. ``settled``: files of the source that were copied up by then, so that
+    everything else here is newer.
+    """
+
+    known: Mapping[int, Identity] = field(default_factory=dict)
+    made: Mapping[int, Identity] = field(default_factory=dict)
+    over: Mapping[int, tuple[Identity, ...]] = field(default_factory=dict)
+    ours: Mapping[int, frozenset[Identity]] = field(default_factory=dict)
+    new: frozenset[int] = frozenset()
+    present: frozenset[int] = frozenset()
+    given_up: frozenset[int] = frozenset()
+    settled: frozenset[int] = frozenset()
+
+    def record(self) -> Record:
+        return {
+            "known": [[number, *astuple(it)] for number, it in self.known.items()],
+            "made": [[ino, *astuple(it)] for ino, it in self.made.items()],
+            "over": [[number, *astuple(it)] for number, its in self.over.items() for it in its],
+            "ours": [_staged_list(number, it) for number, its in self.ours.items() for it in its],
+            "new": sorted(self.new),
+            "present": sorted(self.present),
+            "given_up": sorted(self.given_up),
+            "settled": sorted(self.settled),
+        }
+
+    @classmethod
+    def of(cls, record: Record) -> Known:
+        """The inverse of ``record``. Raises KeyError, TypeError, ValueError if it is none."""
+        over: dict[int, tuple[Identity, ...]] = {}
+        for number, *it in record["over"]:
+            over[number] = (*over.get(number, ()), Identity(*it))
+        ours: dict[int, frozenset[Identity]] = {}
+        for staged in record["ours"]:
+            number, identity = _staged_of(*staged)
+            ours[number] = ours.get(number, frozenset()) | {identity}
+        return cls(
+            known={number: Identity(*it) for number, *it in record["known"]},
+            made={ino: Identity(*it) for ino, *it in record["made"]},
+            over=over,
+            ours=ours,
+            new=frozenset(record["new"]),
+            present=frozenset(record["present"]),
+            given_up=frozenset(record.get("given_up", ())),
+            settled=frozenset(record.get("settled", ())),
+        )
+
+
+def header(token: str, source: bytes, next_seq: int, next_object: int, next_ino: int) -> Record:
+    return {
+        "monarch": VERSION,
+        "token": token,
+        "source": text(source),
+        "seq": next_seq,
+        "object": next_object,
+        "ino": next_ino,
+    }
+
+
+def change(seq: int, recorded_ns: int, op: Op) -> Record:
+    return {"seq": seq, "ns": recorded_ns, **to_record(op)}
+
+
+def marks(done: Mapping[int, Identity | None]) -> list[list[int]]:
+    """The list ``at`` of a mark."""
+    return [
+        [seq, it.size, it.mtime_ns, it.ctime_ns, it.source_ino]
+        for seq, it in done.items()
+        if it is not None
+    ]
+
+
+def staged_record(number: int, staged: Identity) -> Record:
+    return {"staged": _staged_list(number, staged)}
+
+
+def staged_of(record: Record) -> tuple[int, Identity]:
+    """The inverse of ``staged_record``: an object and a staged file of it."""
+    return _staged_of(*map(int, record["staged"]))
+
+
+def _staged_list(number: int, staged: Identity) -> list[int]:
+    return [number, staged.source_ino, staged.size, staged.mtime_ns]
+
+
+def _staged_of(
+    number: int, source_ino: int, size: int = ANY_SIZE, mtime_ns: int = 0
+) -> tuple[int, Identity]:
+    # An older journal has the inode number alone.
+    return number, Identity(size, mtime_ns, 0, source_ino)
+
+
+def encoded(record: Mapping[str, Any]) -> bytes:
+    """The line of a record."""
+    content = _ENCODED(record).encode("ascii")
+    return b"%s %s\n" % (xxhash.xxh3_64_hexdigest(content).encode("ascii"), content)
+
+
+def decoded(line: bytes) -> Record | None:
+    """The record of a line without its newline, None if the line is not whole."""
+    content = line[_DIGITS + 1 :]
+    if line[:_DIGITS] != xxhash.xxh3_64_hexdigest(content).encode("ascii"):
+        return None
+    try:
+        record = json.loads(content)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def upgraded(content: bytes) -> bytes:
+    """The journal of an older version, with whole records, as one of this version.
+
+    The first line keeps its length, since records name positions in the file.
+    """
+    first, _, others = content.partition(b"\n")
+    record = decoded(first)
+    assert record is not None
+    return encoded({**record, "monarch": VERSION}) + others
