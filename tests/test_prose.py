@@ -26,8 +26,6 @@ UNFINISHED = frozenset(
         "writeback/commits.py",
         "writeback/crash_losses.py",
         "writeback/doubtful.py",
-        "writeback/drain.py",
-        "writeback/growth.py",
         "writeback/inspect.py",
         "writeback/lease.py",
         "writeback/object_table.py",

@@ -299,7 +299,7 @@ class SnapshotCheck:
             )
 
     def _behind(self) -> str:
-        if self._drain is not None and self._drain.last_seq:
+        if self._drain is not None and self._drain.queue.last_seq:
             return self._put_off
         return (
             "the names are those of the snapshot of the last mount; the source now has all changes"

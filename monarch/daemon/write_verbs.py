@@ -29,8 +29,9 @@ from monarch.telemetry.report import (
     WrittenFiles,
     WrittenTotals,
 )
+from monarch.writeback.backlog import Backlog
 from monarch.writeback.doubtful import Kept
-from monarch.writeback.drain import Backlog, Drain
+from monarch.writeback.progress import Progress
 from monarch.writeback.setup import WriteBack
 
 # The size of one part of a long answer, and files handled before other tasks run.
@@ -142,14 +143,14 @@ class WrittenVerbs:
     def _waited(self, write_back: WriteBack, below: list[bytes] | None) -> _Waited:
         """The changes to wait for: all so far, or those of contents beneath some paths."""
         if below is None:
-            return _Waited(write_back.drain, write_back.drain.last_seq, [])
+            return _Waited(write_back.drain.progress, write_back.drain.queue.last_seq, [])
         seqs = [
             write_back.object_table.content(node.object)[0]
             for each in below
             for node, _ in self._nodes(each)
             if node.object
         ]
-        return _Waited(write_back.drain, 0, seqs)
+        return _Waited(write_back.drain.progress, 0, seqs)
 
     async def _tell(self, course: _Course, send: Send) -> None:
         assert self._write_back is not None
@@ -269,18 +270,18 @@ class WrittenVerbs:
 class _Waited:
     """The changes up to the number ``upto``, and those in ``seqs``."""
 
-    def __init__(self, drain: Drain, upto: int, seqs: list[int]) -> None:
-        self._drain = drain
+    def __init__(self, progress: Progress, upto: int, seqs: list[int]) -> None:
+        self._progress = progress
         self._upto = upto
         self._seqs = sorted(seqs)
 
     async def wait(self) -> None:
-        await self._drain.wait_all(self._upto)
+        await self._progress.wait_all(self._upto)
         for seq in self._seqs:
-            await self._drain.wait(seq)
+            await self._progress.wait(seq)
 
     def is_done(self) -> bool:
-        return self._drain.has_all(self._upto) and all(map(self._drain.is_done, self._seqs))
+        return self._progress.has_all(self._upto) and all(map(self._progress.is_done, self._seqs))
 
 
 class _Course:

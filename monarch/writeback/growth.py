@@ -1,6 +1,7 @@
-"""What was appended to a file that the source has: brought behind its bytes there, in place.
+"""Brings what was appended to a file behind the bytes that the source has of it, in place.
 
-The calls wait for the source as long as it likes: they run in worker threads, one at a time.
+The calls of ``Growth`` may wait for the source for any time: they run in worker threads, one at a
+time. ``Grower`` belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -13,44 +14,55 @@ from contextlib import suppress
 from monarch.posix import failpoints
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.sparse import data_at
+from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import identity_of
-from monarch.types import Identity
+from monarch.types import ANY_SIZE, Identity
+from monarch.writeback.content_order import ContentOrder
+from monarch.writeback.courtesy import Courtesy
+from monarch.writeback.entry import Entry
+from monarch.writeback.marks import Marks
+from monarch.writeback.mover import TURN_BYTES
+from monarch.writeback.objects import Objects
+from monarch.writeback.op import Op
+from monarch.writeback.source_state import SourceState
+from monarch.writeback.source_writer import Place
+from monarch.writeback.steps import Steps
 
 _SET_ID = stat.S_ISUID | stat.S_ISGID
 
 
 class OthersWroteError(Exception):
-    """Somebody else has changed the file at the source meanwhile."""
+    """Others have changed the file at the source meanwhile."""
 
 
 class Growth:
-    """``object_fd`` and ``file_fd``, the file at the source, are its own from then on; ``by`` is
-    who writes there. ``base``: so many bytes there are as in the object."""
+    """Closes ``object_fd`` and ``file_fd``, the file at the source. ``by`` is the user who writes
+    there. The first ``base`` bytes there are those of the object."""
 
     def __init__(self, object_fd: int, file_fd: int, *, by: Credentials | None, base: int) -> None:
         self._fds = [object_fd, file_fd]
         self._by = by
         self._offset = base
-        # What a turn that failed has left behind the base is ours.
+        # Bytes behind the base were left there by a turn that failed.
         self._size = os.fstat(file_fd).st_size
         self._piece = b""
 
     def left(self, size: int) -> int:
-        """Bytes that are missing of ``size``."""
+        """The number of bytes that the source's file lacks, of ``size``."""
         return size - self._offset
 
     def read(self, count: int, end: int) -> int:
-        """Take up to ``count`` of the next bytes of the object, before ``end``; how many, with
-        those of a hole, which are not read. Raises OSError."""
+        """Read up to ``count`` of the next bytes of the object, before ``end``; their number, with
+        the bytes of a hole, which are not read. Raises OSError."""
         begins, ends = data_at(self._fds[0], self._offset, end)
         skipped, self._offset = begins - self._offset, begins
         self._piece = os.pread(self._fds[0], min(count, ends - begins), begins)
         return skipped + len(self._piece)
 
     def write(self) -> Identity:
-        """Put the bytes that were read last behind those at the source; what the file is then.
+        """Append the bytes that were read last to the file at the source; its identity then.
 
-        Raises OSError, OthersWroteError if it is not as it was left.
+        Raises OSError, OthersWroteError if others have changed the file since the last call.
         """
         fd, view = self._fds[1], memoryview(self._piece)
         status = os.fstat(fd)
@@ -71,12 +83,12 @@ class Growth:
         return identity_of(os.fstat(fd))
 
     def finish(self, size: int, mtime_ns: int | None) -> Identity:
-        """Make it durable, with the time of the bytes; what it is. Raises as ``write``."""
+        """Make the file durable, with the time of its bytes; its identity. Raises as ``write``."""
         fd = self._fds[1]
         if os.fstat(fd).st_size != self._size or self._size > size:
             raise OthersWroteError
         if self._size < size:
-            # It ends in a hole.
+            # The object ends in a hole.
             with acting_as(self._by):
                 os.ftruncate(fd, size)
         os.fsync(fd)
@@ -92,6 +104,100 @@ class Growth:
             with suppress(OSError):
                 os.close(fd)
         self._fds.clear()
+
+
+class Grower:
+    """Appends the end of a content to the file at the source, if that has its beginning."""
+
+    def __init__(
+        self,
+        *,
+        objects: Objects,
+        threads: ThreadPool,
+        state: SourceState,
+        order: ContentOrder,
+        steps: Steps,
+        marks: Marks,
+        courtesy: Courtesy,
+    ) -> None:
+        # What this has brought since the start.
+        self.files = self.bytes = 0
+        self._objects = objects
+        self._threads = threads
+        self._state = state
+        self._order = order
+        self._steps = steps
+        self._marks = marks
+        self._courtesy = courtesy
+
+    async def grow(self, entry: Entry) -> bool:
+        """Bring what was appended to a file, behind what the source has of it.
+
+        Returns whether that was possible: not if the object does not have the bytes any more that
+        were recorded, or others have changed the file. Raises OSError.
+        """
+        op, number = entry.op, entry.op.object
+        base = self._state.grows_from(op)
+        if base is None or not self._order.is_intact(entry):
+            return False
+        if self._marks.conflicts_with(op):
+            await self._marks.sync_done()
+        object_fd = -1
+        try:
+            object_fd = await self._threads.run(self._objects.open, number)
+            if not await self._threads.run(_is_as_long, self._objects, number, object_fd, op):
+                return False
+            opened = await self._threads.run(self._steps.opening_to_grow(entry, base))
+            if opened is None:
+                return False
+            growth = Growth(object_fd, opened[0], by=opened[1], base=base)
+            object_fd = -1
+        except FileNotFoundError:
+            return False
+        finally:
+            if object_fd >= 0:
+                self._threads.start(os.close, object_fd)
+        try:
+            return await self._grown(entry, growth, base)
+        except OthersWroteError:
+            self._state.stop_growth(number)
+            return False
+        finally:
+            self._threads.start(growth.close)
+
+    async def _grown(self, entry: Entry, growth: Growth, base: int) -> bool:
+        op, number = entry.op, entry.op.object
+        known = self._state.identity(number)
+        assert known is not None
+        if not op.synced:
+            self._marks.durable(entry)
+        self._state.note_growth(number, op.size)
+        # By this mark the next mount knows that bytes behind the known ones are of this journal.
+        place = Place(source_ino=known.source_ino)
+        self._marks.staged([(entry, place, Identity(ANY_SIZE, 0, 0, 0))])
+        await self._marks.sync(entry.record)
+        while left := growth.left(op.size):
+            count = min(left, TURN_BYTES)
+            await self._courtesy.wait(count)
+            if not await self._threads.run(growth.read, count, op.size):
+                return False
+            if not self._order.is_intact(entry):
+                return False
+            self._state.note_grown(number, await self._threads.run(growth.write))
+        identity = await self._threads.run(growth.finish, op.size, op.mtime_ns)
+        self._state.note_grown(number, identity)
+        self._state.note_version(number, Identity(op.size, op.mtime_ns or 0, 0, 0))
+        self.files += op.size > base
+        self.bytes += op.size - base
+        entry.published = entry.is_grown = True
+        return True
+
+
+def _is_as_long(objects: Objects, number: int, fd: int, op: Op) -> bool:
+    """Whether an object has the bytes of a content, which are on the disk then."""
+    if not op.synced:
+        objects.sync(number, fd)
+    return os.fstat(fd).st_size >= op.size
 
 
 def _has(fd: int, piece: bytes, offset: int) -> bool:

@@ -235,7 +235,7 @@ class WrittenFiles:
         file = self._open.get(node.ino)
         if seq == 0 or (file is not None and file.is_changed):
             return b"none"
-        is_done = self._drain.is_done(self._object_table.last(node.object))
+        is_done = self._drain.progress.is_done(self._object_table.last(node.object))
         if is_done and not (file is not None and file.is_write_through):
             return b"source"
         if self._objects.failure(node.object):
@@ -298,7 +298,7 @@ class WrittenFiles:
         number = node.object
         if self._object_table.is_safe_only_here(number):
             return True
-        return self._object_table.content(number)[1] and not self._drain.is_done(
+        return self._object_table.content(number)[1] and not self._drain.progress.is_done(
             self._object_table.last(number)
         )
 
@@ -313,7 +313,7 @@ class WrittenFiles:
         freed = 0
         # Who reads one past us goes on reading it.
         busy = self._open.keys() | self._opening.keys()
-        is_done = self._drain.is_done
+        is_done = self._drain.progress.is_done
         for node in self._object_table.leaving(size, count=count, busy=busy, is_done=is_done):
             freed += self._leave(node)
         return freed
@@ -332,7 +332,7 @@ class WrittenFiles:
     def is_clean(self, node: Node) -> bool:
         """Whether the source has all of a file that has an object."""
         last = self._object_table.last(node.object)
-        return self._drain.is_done(last) and self._object_table.is_drained(node.object)
+        return self._drain.progress.is_done(last) and self._object_table.is_drained(node.object)
 
     def release_object(self, node: Node) -> bool:
         """Read a file that has an object from the source from now on; whether that can be."""
@@ -373,7 +373,7 @@ class WrittenFiles:
         Raises Refused with what the source answers to the drain.
         """
         try:
-            await self._drain.wait_or_fail(self._object_table.last(node.object))
+            await self._drain.progress.wait_or_fail(self._object_table.last(node.object))
         except OSError as error:
             raise Refused(error.errno or errno.EIO) from error
         if (
@@ -500,7 +500,7 @@ class WrittenFiles:
         """What went to the source directly and is not under its name there, for who reads it: the
         source may have no room for that name. None if it is there. Raises SourceError."""
         number, source = node.object, self._source_calls.source
-        if self._drain.is_done(self._object_table.last(number)):
+        if self._drain.progress.is_done(self._object_table.last(number)):
             return None
         beside, source_ino = (
             self._object_table.staged_beside(number),
@@ -511,7 +511,7 @@ class WrittenFiles:
             staged = self._writer.open_staged
             return await self._source_calls.call(node.ino, staged, beside, number, source_ino)
         # It has a name by now, which another change is to follow.
-        path, source_ino = self._drain.path_of(number), self._object_table.source_ino(number)
+        path, source_ino = self._drain.queue.path_of(number), self._object_table.source_ino(number)
         if path is None or not source_ino:
             return None
         with suppress(SourceChanged):
@@ -541,7 +541,7 @@ class WrittenFiles:
         ``Revalidation.look_again``."""
         if self._names.is_written(ino):
             # It, or a directory above, may have got a name that the source does not know yet.
-            await self._drain.settle_path(self._names.visible_path(ino))
+            await self._drain.progress.settle_path(self._names.visible_path(ino))
             self._outdated.add(ino)
         try:
             await self._look_again(ino)
@@ -960,7 +960,7 @@ class WrittenFiles:
             ino = node.ino
             if ino in self._open or ino in self._opening:
                 continue
-            if self._object_table.is_drained(number) and self._drain.is_done(
+            if self._object_table.is_drained(number) and self._drain.progress.is_done(
                 self._object_table.last(number)
             ):
                 self._leave(node)
@@ -1050,9 +1050,9 @@ class WrittenFiles:
             self.note_unnoted()
             with suppress(Refused):
                 self._forget_unlinked(trio.current_time() - _NAMELESS_S)
-                for node in self._object_table.arrived(
-                    busy=self._open.keys() | self._opening.keys(), is_done=self._drain.is_done
-                ):
+                busy = self._open.keys() | self._opening.keys()
+                is_done = self._drain.progress.is_done
+                for node in self._object_table.arrived(busy=busy, is_done=is_done):
                     self._leave(node)
             for file in list(self._object_table.open.values()):
                 if not file.is_write_through:

@@ -720,7 +720,7 @@ class WriteOperations:
             if not self._waits_for_source:
                 return
             if seq:
-                await self._drain.wait(seq)
+                await self._drain.progress.wait(seq)
             if not (seq and self.files.is_left_out(ino)):
                 break
         await self._wait_for_names(ino, user)
@@ -733,7 +733,7 @@ class WriteOperations:
 
     async def _wait_for_names(self, ino: Ino, user: int | None) -> None:
         path, number = self.names.visible_path(ino), self._object_of(ino)
-        await self._drain.wait_for(path, object=number, user=user)
+        await self._drain.progress.wait_for(path, object=number, user=user)
 
 
 class _NoRoomError(Exception):

@@ -199,7 +199,7 @@ class Others:
         try:
             path = names.visible_path(directory)
             # The listing may show a change that the source gets from here on, or not.
-            with self._drain.pending.watching(path) as pending:
+            with self._drain.queue.pending.watching(path) as pending:
                 await self._compare(directory, path, pending, is_gone)
         finally:
             del self._looking[directory]

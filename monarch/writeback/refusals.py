@@ -13,7 +13,8 @@ from monarch.errors import BusyError, UsageError
 from monarch.namespace.overlay import Node
 from monarch.posix.credentials import ROOT
 from monarch.types import ROOT_INO, WRITTEN_INO, Ino, KernelCaches
-from monarch.writeback.drain import Drain, Refusal
+from monarch.writeback.drain import Drain
+from monarch.writeback.held import Refusal
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op, above
 from monarch.writeback.operations import WriteOperations
@@ -55,14 +56,15 @@ class Refusals:
         """What the source refuses now at, above and beneath a path, in the order of the changes."""
         return [
             refusal
-            for refusal in self._drain.refusals()
+            for refusal in self._drain.queue.refusals()
             if _is_within(refusal.path, path) or _is_within(path, refusal.path)
         ]
 
     async def set_aside(self, path: bytes) -> None:
         """Let the other changes of the users go on who made what is refused at, above or beneath a
         path. Raises UsageError if nothing is."""
-        await self._drain.set_aside({refusal.seq for refusal in self._about(path)})
+        self._drain.queue.set_aside({refusal.seq for refusal in self._about(path)})
+        await self._drain.progress.retry()
 
     async def retry(self, path: bytes | None) -> None:
         """Until the source was asked again for all that it refuses, at ``path`` among others.
@@ -71,14 +73,14 @@ class Refusals:
         """
         if path is not None:
             self._about(path)
-        await self._drain.retry()
+        await self._drain.progress.retry()
 
     async def discard(self, path: bytes) -> Sequence[bytes]:
         """Give up what waits at and beneath a path that the source refuses; what was removed on the
         mount. Raises UsageError if nothing can be given up there, BusyError if it is open."""
-        await self._drain.come_to_hold()
+        await self._drain.progress.come_to_hold()
         self._about(path)
-        ops = [op for op in self._drain.waiting() if _is_about(op, path)]
+        ops = [op for op in self._drain.queue.waiting() if _is_about(op, path)]
         if not ops:
             raise UsageError(
                 f"nothing waits at {os.fsdecode(path)!r}", hint="name the path that is refused"
@@ -99,7 +101,7 @@ class Refusals:
         for ino, to in plan.put_back.items():
             self._put_back(ino, to)
         for seq in seqs:
-            await self._drain.wait(seq)
+            await self._drain.progress.wait(seq)
         for node in plan.anew.values():
             if node.names and node.object:
                 self._drain.forget(node.object)

@@ -25,7 +25,7 @@ from monarch.types import Ino, KernelCaches, file_now_ns
 from monarch.units import format_bytes
 from monarch.writeback.commits import Commits
 from monarch.writeback.crash_losses import Numbered
-from monarch.writeback.drain import Drain
+from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import renumbered, unfinished
 from monarch.writeback.fast_writes import FastWrites
 from monarch.writeback.journal import Replay
@@ -42,8 +42,6 @@ from monarch.writeback.store import WriteStore, know_snapshot, snapshot_known
 
 log = logging.getLogger(__name__)
 
-# How long small files may wait for the drain while more of them come. Seconds.
-_HOLD_S = 5.0
 # How long the end of a mount waits for a source to take the lease back. Seconds.
 _RELEASE_S = 5.0
 # Calls of the absorbing tier at the same time: opening, writing beside the fast path; fsync.
@@ -108,7 +106,6 @@ class WriteBack:
             if settings.absorbs
             else None
         )
-        drain_threads = ThreadPool(settings.writeback.workers + 2, "drain", abandon=True)
         writer = SourceWriter(source_calls.source, place.journal.token)
         if fast is not None and settings.absorbs:
             _tell_objects(fast, place)
@@ -120,13 +117,14 @@ class WriteBack:
             journal=place.journal,
             objects=place.objects,
             writer=writer,
-            threads=drain_threads,
-            bandwidth=settings.writeback.bandwidth,
-            verify=settings.writeback.verify,
-            workers=settings.writeback.workers,
+            threads=ThreadPool(settings.writeback.workers + 2, "drain", abandon=True),
+            options=DrainOptions(
+                bandwidth=settings.writeback.bandwidth,
+                verify=settings.writeback.verify,
+                workers=settings.writeback.workers,
+            ),
             busy=source_load.busy,
             demand=self._is_pressed,
-            hold_s=_HOLD_S,
         )
         self.files = WrittenFiles(
             names=names,
@@ -240,18 +238,16 @@ class WriteBack:
     def hidden(self) -> list[bytes]:
         """Paths of files that earlier mounts have written, and that have no place in this one's
         tree; their bytes are on the way to the source."""
-        object_table = self.object_table
+        table, is_done = self.object_table, self.drain.progress.is_done
         return [
             path
-            for number, path in object_table.unshown.items()
-            if not (
-                object_table.is_drained(number) and self.drain.is_done(object_table.last(number))
-            )
+            for number, path in table.unshown.items()
+            if not (table.is_drained(number) and is_done(table.last(number)))
         ]
 
     def _is_pressed(self) -> bool:
         """Whether what waits takes so much that it goes before readers of the source."""
-        return self.drain.waiting_bytes > self.reclaimer.reserve / 2
+        return self.drain.queue.waiting_bytes > self.reclaimer.reserve / 2
 
     async def _make_room(self, size: int) -> bool:
         return await self.reclaimer.make(size)
@@ -314,7 +310,7 @@ class WriteBack:
         """Wait until the source has all, but for no longer than configured."""
         self._patience.deadline = trio.current_time() + self._settings.end_timeout
         with self._patience:
-            await self.drain.settle()
+            await self.drain.progress.settle()
         if self._patience.cancelled_caught:
             backlog = self.drain.backlog()
             log.log(
@@ -335,7 +331,7 @@ class WriteBack:
                 _LAST_COMMIT_S,
             )
         if self.lease is not None:
-            release = partial(self.lease.release, undrained=self.drain.last_seq > 0)
+            release = partial(self.lease.release, undrained=self.drain.queue.last_seq > 0)
             with trio.move_on_after(_RELEASE_S, shield=True):
                 await self._lease_threads.run(release)
 

@@ -43,7 +43,7 @@ from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import WRITTEN_INO, Ino
-from monarch.writeback import commits, drain
+from monarch.writeback import commits, growth, stager
 from monarch.writeback import setup as wiring
 from monarch.writeback.growth import Growth
 from monarch.writeback.setup import WriteBack
@@ -398,8 +398,8 @@ def calls_made_at_once(latency_s: float) -> Iterator[None]:
     replaced: list[tuple[Any, str, type]] = [
         (wiring, "ThreadPool", AtOnce),
         (commits, "ThreadPool", AtOnce),
-        (drain, "Growth", CountedGrowth),
-        (drain, "Staging", CountedStaging),
+        (growth, "Growth", CountedGrowth),
+        (stager, "Staging", CountedStaging),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name, ours in replaced:

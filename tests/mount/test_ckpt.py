@@ -523,7 +523,7 @@ def test_what_the_source_refuses_is_set_aside_tried_again_and_given_up(
 ) -> None:
     source = tree({"data": 10})
     desk = absorb(source)
-    desk.mounted.cli.expects_log("the source refuses|set aside|drain to the source goes on")
+    desk.mounted.cli.expects_log("the source refuses|set aside|draining to the source continues")
     at = desk.mounted.path / "ckpt"
     for name in ("x", "y"):
         (source / "ckpt" / name).write_bytes(b"theirs")

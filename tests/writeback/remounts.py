@@ -454,12 +454,12 @@ class Life:
 
     async def drained(self) -> None:
         """All that was recorded is at the source."""
-        await self.write_back.drain.settle()
+        await self.write_back.drain.progress.settle()
         await self.ground.come_to_rest()
 
     async def at_rest(self) -> None:
         """All that the source takes is there."""
-        await self.write_back.drain.come_to_rest()
+        await self.write_back.drain.progress.come_to_rest()
         await self.ground.come_to_rest()
 
     # -- what is seen --------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
 from monarch.writeback.commits import Commits
-from monarch.writeback.drain import Drain
+from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import unfinished
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.object_table import UNTOUCHED
@@ -711,12 +711,9 @@ def drain_of(
         writer=SourceWriter(source, world.journal.token),
         contents=world,
         threads=threads,
-        bandwidth=bandwidth,
-        verify=verify,
-        workers=workers,
+        options=DrainOptions(bandwidth=bandwidth, verify=verify, workers=workers, hold_s=hold_s),
         busy=busy,
         demand=demand,
-        hold_s=hold_s,
     )
 
 

@@ -59,7 +59,7 @@ async def test_a_file_appears_whole_with_its_mode_times_and_attributes(
         world.utime(b"big", 1_234_567_891_234_567_890)
         world.chmod(b"big", 0o4751)
         world.link(b"big", b"d/big")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         told = drain.backlog()
     world.check_all_is_there()
     assert (told.ops, told.files, told.bytes, told.trouble) == (0, 0, 0, None)
@@ -78,7 +78,7 @@ async def test_holes_stay_holes(world: World, clock: Clock) -> None:
     node.content = bytes(20 * MiB) + b"middle" + bytes(20 * MiB - 6)
     world.content(node, synced=True)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     there = (world.source / "sparse").stat()
     assert (there.st_size, there.st_blocks * 512 < 2 * MiB) == (size, True)
     assert (world.source / "sparse").read_bytes() == node.content
@@ -87,11 +87,11 @@ async def test_holes_stay_holes(world: World, clock: Clock) -> None:
 async def test_the_next_life_goes_on_where_this_one_stopped(world: World, clock: Clock) -> None:
     async with draining(world) as drain:
         world.write(b"first", b"1")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.write(b"second", b"22")
     async with draining(world, world.kill()) as drain:
         assert drain.backlog().files == 1
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().drained_bytes == 2
     world.check_all_is_there()
     assert not world.kill().recorded_ns
@@ -103,7 +103,7 @@ async def test_a_journal_that_was_written_anew_loses_no_change_of_a_drained_file
     async with draining(world) as drain:
         for name in (b"a", b"b", b"c"):
             world.write(name, name)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     done = world.last_seq
     world.chmod(b"a", 0o640)
     world.setxattr(b"a", b"user.k", b"v")
@@ -114,7 +114,7 @@ async def test_a_journal_that_was_written_anew_loses_no_change_of_a_drained_file
     assert len(undone) == 4
     world.journal.compact(undone, position=world.journal.position)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -122,12 +122,12 @@ async def test_bytes_that_the_source_has_are_not_brought_twice(world: World, clo
     async with draining(world) as drain:
         node = world.begin(b"a")
         world.store(node, b"new")
-        await drain.wait(world.content(node, synced=True))
+        await drain.progress.wait(world.content(node, synced=True))
         there = (world.source / "a").stat()
         world.setxattr(b"a", b"user.x", b"1")
         node.is_recorded = False
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().drained_files == 1
     assert (world.source / "a").stat().st_ino == there.st_ino
     world.check_all_is_there()
@@ -144,7 +144,7 @@ async def test_what_replaces_a_file_takes_its_place_in_one_moment(
         for number in range(5):
             world.write(b"tmp", b"%d" % number * 5 * MiB, synced=True)
             world.rename(b"tmp", b"a")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert shown <= {b"old a", *(b"%d" % number * 5 * MiB for number in range(5))}
     world.check_all_is_there()
 
@@ -156,7 +156,7 @@ async def test_what_was_removed_before_its_turn_is_never_brought(
         world.write(b"tmp", b"%d" % number)
         world.unlink(b"tmp")
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().drained_files == 0
     world.check_all_is_there()
 
@@ -169,13 +169,13 @@ async def test_a_file_that_somebody_writes_waits_for_his_close(world: World, clo
     async with draining(world) as drain:
         drain.put(*world.told[0])
         drain.put(world.last_seq, Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5))
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert (world.source / "a").read_bytes() == b"old a"
         world.write(b"another", b"is not held up")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         world.store(node, b"half and half")
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -191,14 +191,14 @@ async def test_what_a_file_without_content_replaced_stays_and_comes_under_no_oth
     world.store(node, b"three halves")
     async with draining(world) as drain:
         for seq, op in world.told:
-            if seq > replaced and not drain.is_done(replaced):
-                await drain.wait(replaced)
+            if seq > replaced and not drain.progress.is_done(replaced):
+                await drain.progress.wait(replaced)
                 assert (world.source / "a").read_bytes() == b"old a"
             drain.put(seq, op)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert sorted(os.listdir(world.source)) == ["b", "c", "d"]
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -212,10 +212,10 @@ async def test_a_close_without_another_write_brings_what_was_left_out(
         # Now its time is not the one that was recorded.
         world.utime(b"a", 5)
         node.lowest = 0
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert (world.source / "a").read_bytes() == b"old a"
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -226,7 +226,7 @@ async def test_a_file_that_is_written_again_is_staged_when_it_was_published(
         world.write(b"a", b"%d" % number * 6 * MiB)
         world.write(b"other", b"%d" % number * 6 * MiB)
     async with draining(world, world.kill(), workers=4) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().failures == 0
     world.check_all_is_there()
 
@@ -243,7 +243,7 @@ async def test_a_file_that_is_rewritten_while_it_is_copied_is_not_torn(
         world.store(node, b"2" * 12 * MiB)
         await trio.sleep(10_000)
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -263,7 +263,7 @@ async def test_copies_are_made_at_once_and_published_in_order(
     for name in names:
         world.write(name, name * 1000)
     async with draining(world, world.kill(), workers=4) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert max(staged) > 1
     world.check_all_is_there()
 
@@ -288,7 +288,7 @@ async def test_a_full_source_keeps_the_order_and_is_tried_until_there_is_room(
         assert sorted(os.listdir(small_disk))[-2:] == ["ckpt", "filler"]
         assert (small_disk / "ckpt").read_bytes() == b"old"
         (small_disk / "filler").unlink()
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().trouble is None
     assert (small_disk / "ckpt").stat().st_size == 3 * MiB // 2
     assert sorted(os.listdir(small_disk)) == ["ckpt", "later"]
@@ -315,7 +315,7 @@ async def test_the_pauses_double_to_a_minute_and_a_wish_ends_them(
         assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
         slow.rules()
         began = trio.current_time()
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert trio.current_time() - began < 10
     assert (world.source / "file").read_bytes() == b"bytes"
 
@@ -332,7 +332,7 @@ async def test_an_error_of_any_call_is_outlived(
     async with draining(world, world.kill(), root=slow.path) as drain:
         await until(lambda: drain.backlog().failures >= 2)
         slow.rules()
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (world.source / "a").read_bytes() == b"bytes"
     assert sorted(os.listdir(world.source)) == ["a", "b", "c", "d", "new"]
     assert os.listdir(world.source / "d") == os.listdir(world.source / "new") == []
@@ -347,7 +347,7 @@ async def test_bytes_that_arrive_as_others_are_found_and_never_shown(
         await until(lambda: drain.backlog().failures >= 2)
         assert (world.source / "a").read_bytes() == b"old a"
         slow.rules()
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (world.source / "a").read_bytes() == b"bytes"
 
 
@@ -359,12 +359,12 @@ async def test_a_source_that_hangs_holds_up_neither_the_loop_nor_the_end(
     slow.rules("hang fsync .*")
     async with draining(world, world.kill(), root=slow.path) as drain:
         with trio.move_on_after(1000):
-            await drain.wait(world.last_seq)
+            await drain.progress.wait(world.last_seq)
         assert drain.backlog().ops == 2 or drain.backlog().ops == 3
         assert not (world.source / "file").exists()
     slow.rules()
     async with draining(world, world.kill(), root=slow.path) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -373,7 +373,7 @@ async def test_a_source_whose_client_died_is_gone_on_with_when_it_is_mounted_aga
 ) -> None:
     async with draining(world, root=slow.path) as drain:
         world.write(b"first", b"1")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         slow.kill()
         world.write(b"second", b"2")
         await until(lambda: drain.backlog().failures >= 2)
@@ -393,10 +393,10 @@ async def test_where_a_second_name_cannot_be_a_hard_link_it_is_a_copy(
         async with draining(world) as drain:
             world.write(b"one", b"bytes")
             world.link(b"one", b"d/two")
-            await drain.wait(world.last_seq)
+            await drain.progress.wait(world.last_seq)
             world.write(b"d/two", b"other bytes")
             world.chmod(b"one", 0o600)
-            await drain.wait(world.last_seq)
+            await drain.progress.wait(world.last_seq)
         assert os.listdir(small_disk) == ["two"]
         for name in ("one", "d/two"):
             assert (world.source / name).read_bytes() == b"other bytes"
@@ -414,10 +414,10 @@ async def test_a_directory_that_others_removed_is_made_again(
     (world.source / "d").chmod(0o750)
     async with draining(world) as drain:
         world.mkdir(b"d/e")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         shutil.rmtree(world.source / "d/e")
         world.write(b"d/e/file", b"bytes")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (world.source / "d/e/file").read_bytes() == b"bytes"
     assert (world.source / "d/e").stat().st_mode & 0o777 == 0o750
     assert "was removed by others" in caplog.text
@@ -431,7 +431,7 @@ async def test_what_others_put_into_a_directory_stays_when_it_is_removed(
         world.unlink(b"d/a")
         world.rmdir(b"d")
         world.write(b"later", b"bytes")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert os.listdir(world.source / "d") == ["theirs"]
     assert "others have put something there" in caplog.text
 
@@ -452,7 +452,7 @@ async def test_a_link_in_the_place_of_a_directory_leads_nothing_out_of_the_sourc
         assert "'d/new': Not a directory" in (drain.backlog().trouble or "")
         assert os.listdir(outside) == ["a"]
         (world.source / "d").unlink()
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (world.source / "d/new").read_bytes() == b"bytes"
 
 
@@ -466,9 +466,9 @@ async def test_a_link_in_the_place_of_a_file_is_not_followed(
     async with draining(world) as drain:
         world.chmod(b"a", 0o777)
         world.utime(b"a", 5)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         world.write(b"a", b"bytes")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (tmp_path / "outside").read_bytes() == b"untouched"
     assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o600
     # The link is not what was known as a file, even if it has got its number.
@@ -495,7 +495,7 @@ async def test_a_record_without_its_bytes_is_told_and_what_is_behind_it_goes_on(
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     world.write(b"behind", b"3" * 100)
     async with draining(world, world.kill(), catch_up=False) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().lost == (b"tmp", b"tmp")
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2 and all("is lost" in record.message for record in errors)
@@ -553,7 +553,7 @@ async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.Monke
         with monkeypatch.context() as patched:
             patched.setattr(failpoints, "failpoint", reached)
             async with draining(world, replay) as drain:
-                await drain.wait(world.last_seq)
+                await drain.progress.wait(world.last_seq)
     except BaseException as error:
         if not is_killed(error):
             raise
@@ -584,7 +584,7 @@ async def test_marks_that_a_power_cut_takes_at_any_moment_do_no_harm(
             # And once more on the way, from where that left it.
             await drained_but_cut_off(world, 7, monkeypatch)
         async with draining(world, world.kill()) as drain:
-            await drain.wait(world.last_seq)
+            await drain.progress.wait(world.last_seq)
         world.check_all_is_there()
         world.journal.close()
         shutil.rmtree(place)
@@ -655,7 +655,7 @@ async def test_the_drain_keeps_to_its_bandwidth(world: World, clock: Clock) -> N
     world.write(b"big", bytes(range(256)) * 4096 * 28)
     async with draining(world, world.kill(), bandwidth=MiB) as drain:
         began = trio.current_time()
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         # 28 MiB and a look for the end, of which 8 may go at once.
         assert 20 <= trio.current_time() - began <= 26
 

@@ -209,7 +209,7 @@ async def life(
                 for path in walk._writers():
                     if path in world.tree:
                         world.end(world.tree[path])
-                await drain.wait(world.last_seq)
+                await drain.progress.wait(world.last_seq)
         except BaseException as error:
             if not is_killed(error):
                 raise

@@ -11,7 +11,7 @@ import trio.testing
 
 from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback import staging
-from monarch.writeback.drain import Drain
+from monarch.writeback.ahead import StageAhead
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock
@@ -68,7 +68,7 @@ async def test_many_small_files_take_few_hops_and_all_of_them_come(
 ) -> None:
     write_all(world, synced=synced)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         told = drain.backlog()
     world.check_all_is_there()
     assert (told.ops, told.drained_files, told.failures) == (0, COUNT, 0)
@@ -81,7 +81,7 @@ async def test_the_disk_has_the_bytes_of_many_files_before_it_is_waited_for(
 ) -> None:
     write_all(world, synced=True)
     async with draining(world, world.kill(), workers=1) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     # Of each thread: a file may be brought in its turn beside a lot.
     done = ["".join(what[0] for _, what in each) for each in calls.by_thread()]
     assert any("h" * 32 + "s" * 32 in what for what in done), "no wait in between"
@@ -97,7 +97,7 @@ async def test_a_lot_goes_on_without_those_of_which_the_object_is_gone_or_was_wr
     world.objects.remove(gone.object)
     world.store(written, b"newer, and not recorded")
     async with draining(world, replay, catch_up=False) as drain:
-        await drain.come_to_rest()
+        await drain.progress.come_to_rest()
         told = drain.backlog()
     assert told.lost == (b"new7",)
     names = {path.name for path in world.source.glob("new*")}
@@ -120,7 +120,7 @@ async def test_what_is_written_while_a_lot_is_brought_comes_with_its_time(
 
     monkeypatch.setattr(staging.Staging, "apply_attributes", stored)
     async with draining(world, replay, catch_up=False) as drain:
-        await drain.come_to_rest()
+        await drain.progress.come_to_rest()
     there = (world.source / "new9").stat()
     assert there.st_mtime_ns == world.objects.status(written.object).st_mtime_ns
     assert (world.source / "new9").read_bytes() == b"newer"
@@ -135,7 +135,7 @@ async def test_what_cannot_be_staged_ahead_is_staged_in_its_turn(
     for number in range(COUNT):
         world.write(b"later/%d" % number, b"x" * number)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -143,14 +143,14 @@ async def test_who_writes_many_files_wakes_no_worker_while_the_drain_is_held(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
-    look = Drain._next_to_stage
+    look = StageAhead.next_lot
 
-    def counted(drain: Drain) -> Any:
+    def counted(ahead: StageAhead) -> Any:
         nonlocal looks
         looks += 1
-        return look(drain)
+        return look(ahead)
 
-    monkeypatch.setattr(Drain, "_next_to_stage", counted)
+    monkeypatch.setattr(StageAhead, "next_lot", counted)
     async with draining(world, workers=4, hold_s=1000) as drain:
         world.write(b"first", b"1")
         await trio.testing.wait_all_tasks_blocked()
@@ -160,5 +160,5 @@ async def test_who_writes_many_files_wakes_no_worker_while_the_drain_is_held(
             await trio.testing.wait_all_tasks_blocked()
         # As the queue begins.
         assert looks - before <= 4
-        await drain.settle()
+        await drain.progress.settle()
     assert len([*world.source.glob("new*")]) == 100

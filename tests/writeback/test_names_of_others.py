@@ -440,7 +440,7 @@ async def change_there(life: Life, chance: random.Random) -> None:
     elif kind == "mkdir":
         (source / "d/sub").mkdir()
     elif not list((source / "d/sub").glob("mine*")):
-        waiting = life.write_back.drain.waiting()
+        waiting = life.write_back.drain.queue.waiting()
         if not any(name.startswith(b"d/sub") for op in waiting for name in op.names()):
             shutil.rmtree(source / "d/sub")
 

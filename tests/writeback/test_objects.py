@@ -128,6 +128,6 @@ async def test_what_could_not_be_synced_is_drained_and_not_believed(
         failing(world.objects, node.object, fd)
         os.close(fd)
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (world.source / "new").read_bytes() == b"as it is read"
     assert believed == []

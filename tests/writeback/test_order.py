@@ -39,7 +39,7 @@ async def test_a_pointer_is_never_at_the_source_before_what_it_points_to(
         world.write(b"latest", b"%d" % step, synced=True)
     shown = shown_at_each_step(world, monkeypatch)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert shown
     for there in shown:
         if "latest" in there:
@@ -58,13 +58,13 @@ async def test_a_content_that_gave_way_is_waited_for_until_its_bytes_are_there(
     second = world.write(b"latest", b"200", synced=True)
     async with draining(world, world.kill()) as drain:
         with trio.move_on_after(5):
-            await drain.wait(first)
+            await drain.progress.wait(first)
         assert not (world.source / "latest").exists()
-        assert not drain.is_done(first) and not drain.has_all(first)
+        assert not drain.progress.is_done(first) and not drain.progress.has_all(first)
         (world.source / "x").unlink()
-        await drain.wait(first)
+        await drain.progress.wait(first)
         assert (world.source / "latest").read_bytes() == b"200"
-        await drain.wait(second)
+        await drain.progress.wait(second)
     world.check_all_is_there()
 
 
@@ -82,7 +82,7 @@ async def test_what_was_only_appended_to_is_there_before_what_refers_to_it(
     node.writers = 0
     shown = shown_at_each_step(world, monkeypatch)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert next(there["data"] for there in shown if "index" in there) == b"whole"
     world.check_all_is_there()
 
@@ -92,13 +92,13 @@ async def test_a_published_file_that_gave_way_does_not_vanish_when_it_is_renamed
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with draining(world) as drain:
-        await drain.wait(world.write(b"log", b"old", synced=True))
+        await drain.progress.wait(world.write(b"log", b"old", synced=True))
     world.write(b"log", b"new", synced=True)
     world.rename(b"log", b"log.1")
     world.write(b"log.1", b"newer", synced=True)
     shown = shown_at_each_step(world, monkeypatch)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert all("log" in there or "log.1" in there for there in shown)
     world.check_all_is_there()
 
@@ -117,10 +117,10 @@ async def test_a_file_that_is_written_all_the_time_does_not_hold_up_others(
         for seq, op in world.told:
             drain.put(seq, op)
         began = trio.current_time()
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert trio.current_time() - began < 0.5
         world.end(busy)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -142,7 +142,7 @@ async def test_a_log_that_is_synced_all_the_time_is_not_put_off_for_ever(
                 seen.add((world.source / "log").stat().st_size)
         assert len(seen) >= 3
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -152,7 +152,7 @@ async def test_a_content_that_was_published_under_some_of_its_names_does_not_giv
 ) -> None:
     async with draining(world) as drain:
         world.write(b"a", b"first")
-        await drain.wait(world.link(b"a", b"d/x"))
+        await drain.progress.wait(world.link(b"a", b"d/x"))
     world.write(b"a", b"second")
 
     def kill(name: str) -> None:
@@ -163,13 +163,13 @@ async def test_a_content_that_was_published_under_some_of_its_names_does_not_giv
         patched.setattr(failpoints, "failpoint", kill)
         with suppress(BaseException):
             async with draining(world, world.kill(), abandon=False) as drain:
-                await drain.wait(world.last_seq)
+                await drain.progress.wait(world.last_seq)
     assert (world.source / "a").stat().st_ino != (world.source / "d/x").stat().st_ino
     world.setxattr(b"a", b"user.x", b"1")
     world.unlink(b"d/x")
     world.write(b"a", b"the third")
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 0
     world.check_all_is_there()
 
@@ -185,11 +185,11 @@ async def test_what_is_appended_comes_behind_what_the_source_has(
         node = world.create(b"log")
         node.writers = 1
         world.append(node, os.urandom(MiB))
-        await drain.wait(world.content(node, synced=True))
+        await drain.progress.wait(world.content(node, synced=True))
         there = (world.source / "log").stat().st_ino
         for number in range(20):
             world.append(node, b"line %d\n" % number)
-            await drain.wait(world.content(node, synced=number % 2 == 0))
+            await drain.progress.wait(world.content(node, synced=number % 2 == 0))
             assert (world.source / "log").read_bytes() == node.content
         world.end(node)
         # So does what is appended to a file that the source had before.
@@ -197,7 +197,7 @@ async def test_what_is_appended_comes_behind_what_the_source_has(
         before = (world.source / "a").stat().st_ino
         world.append(taken, b" and more")
         world.end(taken)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         told = drain.backlog()
     assert (world.source / "log").stat().st_ino == there
     assert (world.source / "a").stat().st_ino == before
@@ -213,7 +213,7 @@ async def test_what_was_changed_before_its_end_is_brought_whole(
     async with draining(world) as drain:
         node = world.begin(b"a")
         world.store(node, b"x" * 1000)
-        await drain.wait(world.content(node, synced=True))
+        await drain.progress.wait(world.content(node, synced=True))
         if change == "rewritten":
             world.store(node, b"y" * 1000)
         elif change == "cut":
@@ -224,7 +224,7 @@ async def test_what_was_changed_before_its_end_is_brought_whole(
             world.content(node, synced=True)
         world.append(node, b"end")
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -236,7 +236,7 @@ async def test_growth_that_is_cut_off_by_a_kill_is_no_conflict(
     async with draining(world) as drain:
         node = world.begin(b"a")
         world.append(node, b"first")
-        await drain.wait(world.content(node, synced=True))
+        await drain.progress.wait(world.content(node, synced=True))
     world.append(node, b"second")
     world.content(node, synced=True)
     there = (world.source / "a").read_bytes()
@@ -251,11 +251,11 @@ async def test_growth_that_is_cut_off_by_a_kill_is_no_conflict(
         patched.setattr(failpoints, "failpoint", kill)
         with suppress(BaseException):
             async with draining(world, world.kill(), abandon=False) as drain:
-                await drain.wait(world.last_seq)
+                await drain.progress.wait(world.last_seq)
     assert reached
     assert (world.source / "a").read_bytes().startswith(there)
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 0
     world.check_all_is_there()
 
@@ -267,12 +267,12 @@ async def test_growth_overwrites_nothing_that_others_have_appended(
     async with draining(world) as drain:
         node = world.begin(b"a")
         world.append(node, b" ours")
-        await drain.wait(world.content(node, synced=True))
+        await drain.progress.wait(world.content(node, synced=True))
         with (world.source / "a").open("ab") as file:
             file.write(b" theirs")
         world.append(node, b" again")
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 1
     assert (world.source / "a").read_bytes() == b"old a ours theirs"
     [kept] = world.source.glob("a.monarch-conflict-*")
@@ -282,12 +282,12 @@ async def test_growth_overwrites_nothing_that_others_have_appended(
 @pytest.mark.promise(88, 145)
 async def test_a_program_is_not_grown_in_place(world: World, clock: Clock) -> None:
     async with draining(world) as drain:
-        await drain.wait(world.write(b"program", b"code"))
+        await drain.progress.wait(world.write(b"program", b"code"))
         (world.source / "program").chmod(0o4755)
         node = world.begin(b"program")
         world.append(node, b" and more")
         world.end(node)
         there = (world.source / "program").stat().st_ino
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (world.source / "program").stat().st_ino != there
     assert (world.source / "program").read_bytes() == b"code and more"

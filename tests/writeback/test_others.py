@@ -56,7 +56,7 @@ async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock)
         # Made by the same user, but not by this mount.
         shared.mkdir(b"own", 0o777)
         shared.mkdir(b"new", 0o1770)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
     out, new = (shared.source / name for name in ("out", "new"))
     assert (out.stat().st_uid, stat.S_IMODE(out.stat().st_mode)) == (0, 0o750)
     assert stat.S_IMODE((shared.source / "own").stat().st_mode) == 0o750
@@ -83,10 +83,10 @@ async def test_what_is_brought_whole_after_a_rename_is_still_its_owners_alone(
         (shared.source / "d/a").unlink()
         await until(lambda: "m/a" in (drain.backlog().trouble or ""))
         # The owner may not write there, and no other user is given these bytes.
-        assert not drain.is_done(renamed)
+        assert not drain.progress.is_done(renamed)
         assert os.listdir(shared.source / "m") == []
         (shared.source / "m").chmod(0o777)
-        await drain.wait(renamed)
+        await drain.progress.wait(renamed)
     assert (shared.source / "m/a").read_bytes() == b"old d/a"
     assert (shared.source / "m/a").stat().st_uid == 1001
 
@@ -97,7 +97,7 @@ async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: C
         shared.begin(b"a")
         (shared.source / "a").write_bytes(b"theirs")
         shared.write(b"a", b"ours")
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         told = drain.backlog()
     assert (shared.source / "a").read_bytes() == b"theirs"
     [kept] = shared.source.glob("a.monarch-conflict-*")
@@ -118,9 +118,13 @@ async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its
         shared.by = ALICE
         third = shared.write(b"alice", b"2")
         beneath = shared.write(b"x/alice", b"3")
-        await drain.wait(third)
-        assert not (drain.is_done(first) or drain.is_done(second) or drain.is_done(beneath))
-        assert drain.has_all(first - 1) and not drain.has_all(third)
+        await drain.progress.wait(third)
+        assert not (
+            drain.progress.is_done(first)
+            or drain.progress.is_done(second)
+            or drain.progress.is_done(beneath)
+        )
+        assert drain.progress.has_all(first - 1) and not drain.progress.has_all(third)
         assert "mkdir 'x'" in (drain.backlog().trouble or "")
         assert (shared.source / "alice").read_bytes() == b"2"
         assert (shared.source / "alice").stat().st_uid == 1001
@@ -133,7 +137,7 @@ async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its
         (shared.source / "x").unlink()
         (shared.source / "x").mkdir(mode=0o777)
         (shared.source / "x").chmod(0o777)
-        await drain.settle()
+        await drain.progress.settle()
         assert drain.backlog().trouble is None
     assert (shared.source / "mallory").stat().st_uid == 1002
     assert (shared.source / "x/alice").read_bytes() == b"3"
@@ -149,7 +153,7 @@ async def test_who_waits_for_the_source_waits_for_no_change_that_another_is_refu
     async def waits(path: bytes, object: int, user: Credentials | None, *, steps: int = 50) -> bool:
         bits = None if user is None else user.uid & USER_BITS
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(drain.wait_for, path, object=object, user=bits))
+            nursery.start_soon(partial(drain.progress.wait_for, path, object=object, user=bits))
             # In steps: a thread that is at work is no reason for the clock to jump further.
             for _ in range(steps):
                 if not nursery.child_tasks:
@@ -174,7 +178,7 @@ async def test_who_waits_for_the_source_waits_for_no_change_that_another_is_refu
         assert await waits(b"d", 0, None) and await waits(b"", 0, None)
         assert not await waits(b"d/alice", 0, None, steps=2000)
         (shared.source / "x").unlink()
-        await drain.settle()
+        await drain.progress.settle()
 
 
 @pytest.mark.finding("D1")
@@ -217,7 +221,7 @@ async def test_what_was_taken_and_not_written_is_not_brought_again(
                 by=MALLORY,
             )
         )
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         assert drain.backlog().failures == 0
     assert (shared.source / "a").stat().st_ino == before
     assert shared.tellings[-1][2].source_ino == before
@@ -232,7 +236,7 @@ async def test_what_another_writes_into_a_program_takes_its_special_rights(
         # The bytes are newer than the record with the special rights when this is carried out.
         shared.write(b"there", b"alice's")
         shared.chmod(b"there", 0o4777)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         assert stat.S_IMODE((shared.source / "there").stat().st_mode) == 0o4777
         shared.write(b"new", b"alice's")
         shared.chmod(b"new", 0o4777)
@@ -245,8 +249,8 @@ async def test_what_another_writes_into_a_program_takes_its_special_rights(
             shared.chmod(name, 0o777)
             shared.by = MALLORY
             shared.end(node)
-        await drain.wait(shared.last_seq)
-        await drain.settle()
+        await drain.progress.wait(shared.last_seq)
+        await drain.progress.settle()
     for file in (shared.source / "new", shared.source / "there"):
         assert file.read_bytes() == b"mallory's"
         assert stat.S_IMODE(file.stat().st_mode) == 0o777
@@ -261,7 +265,7 @@ async def test_a_new_file_that_root_gave_away_is_staged_as_such(
     async with draining(shared) as drain:
         # Its bytes are staged before it is the turn of its making.
         shared.write(b"given", b"to another")
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
     assert (shared.source / "given").stat().st_uid == 1002
 
 
@@ -271,7 +275,7 @@ async def replaced(world: World, drain: Drain, content: bytes) -> None:
     node = world.begin(b"beside")
     world.rename(b"beside", b"a")
     world.store(node, content)
-    await drain.wait(world.last_seq)
+    await drain.progress.wait(world.last_seq)
     world.end(node)
 
 
@@ -300,7 +304,7 @@ async def test_what_is_replaced_by_a_file_of_another_is_never_missing(
     async with draining(shared) as drain:
         for turn in range(20):
             await replaced(shared, drain, b"%d" % turn)
-            await drain.wait(shared.last_seq)
+            await drain.progress.wait(shared.last_seq)
             found = (shared.source / "a").stat()
             assert found.st_uid == 1002
             # So that in a directory with the sticky bit their users may replace it again.
@@ -359,16 +363,16 @@ async def test_what_a_refused_rename_replaces_is_known_until_it_is_done(
     async with draining(shared) as drain:
         shared.write(b"replaced", b"old")
         shared.write(b"mine", b"new", synced=True)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         os.chown(shared.source / "mine", 1002, 1002)
         shared.by = MALLORY
         # The sticky bit keeps the file of root in its place, until its user may do that.
         refused = shared.rename(b"mine", b"replaced")
         shared.by = ALICE
-        await drain.wait(shared.write(b"other", b"of another"))
-        assert not drain.is_done(refused)
+        await drain.progress.wait(shared.write(b"other", b"of another"))
+        assert not drain.progress.is_done(refused)
         shared.source.chmod(0o777)
-        await drain.settle()
+        await drain.progress.settle()
         assert drain.backlog().conflicts == 0
     assert (shared.source / "replaced").read_bytes() == b"new"
 
@@ -410,16 +414,16 @@ async def test_what_another_has_under_the_name_of_what_was_made_here_is_not_touc
             shared.symlink(name, b"a")
         for name in (b"pipe", b"removed-pipe"):
             shared.mknod(name)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         if end == "none":
             as_root()
-            await drain.wait(shared.last_seq)
+            await drain.progress.wait(shared.last_seq)
     if end != "none":
         shared.drain = None
         as_root()
         replay = shared.kill() if end == "killed" else shared.look_anew()
         async with draining(shared, replay) as drain:
-            await drain.settle()
+            await drain.progress.settle()
     found = {name: os.lstat(shared.source / name) for name in names}
     assert {status.st_uid for status in found.values()} == {1001}
     assert stat.S_IMODE(found["pipe"].st_mode) == 0o600
@@ -447,20 +451,20 @@ async def test_root_gives_no_right_in_the_directory_of_another_that_is_shared(
         shared.by = MALLORY
         for name in (b"mode", b"list", b"moved"):
             shared.mkdir(name, 0o755)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         shared.by = ROOT
         shared.rename(b"moved", b"there")
         shared.chmod(b"there", 0o777)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         if end == "none":
             as_root()
-            await drain.wait(shared.last_seq)
+            await drain.progress.wait(shared.last_seq)
     if end != "none":
         shared.drain = None
         as_root()
         replay = shared.kill() if end == "killed" else shared.look_anew()
         async with draining(shared, replay) as drain:
-            await drain.settle()
+            await drain.progress.settle()
     for name in ("mode", "list", "there"):
         status = (shared.source / name).stat()
         assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o700), name
@@ -477,7 +481,7 @@ async def test_bytes_of_root_do_not_bring_back_a_program_whose_owner_has_removed
         for name in (b"there", b"removed", b"replaced", b"left-out"):
             shared.write(name, b"of alice")
             shared.chmod(name, 0o4755)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         for name in (b"a", b"d/a"):
             owned(shared, os.fsdecode(name), 0o4755)
             shared.tree[name].mode = 0o4755
@@ -494,16 +498,16 @@ async def test_bytes_of_root_do_not_bring_back_a_program_whose_owner_has_removed
             shared.store(node, b"of root")
             shared.setxattr(name, b"user.kind", b"program")
             shared.end(node)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         # What the mount has renamed behind a content that was left out is not missed there.
         node = shared.begin(b"left-out")
         shared.store(node, b"a half")
         shared.content(node)
         shared.rename(b"left-out", b"renamed")
         shared.store(node, b"of root")
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
         shared.end(node)
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
     kept = list(shared.source.rglob("*.monarch-conflict-*"))
     # One for each file: of what waits of one the last content is brought.
     assert len(kept) == 2
@@ -532,7 +536,7 @@ async def test_a_program_that_its_owner_removed_has_no_bits_if_it_is_staged_ahea
             shared.write(b"before-%d" % number, b"x")
         for name in names:
             shared.write(name, b"of root")
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
     for name in names:
         status = (shared.source / os.fsdecode(name)).stat()
         assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o755)
@@ -555,19 +559,19 @@ async def test_attributes_that_the_source_does_not_take_are_told_of_until_it_has
         world.setxattr(b"new", b"user.large", b"x" * 101)
         world.setxattr(b"new", b"user.small", b"x")
         world.content(world.tree[b"new"])
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         told = {(b"new", b"user.large"): "Argument list too long (E2BIG)"}
         assert drain.dropped_xattrs() == told
         assert os.getxattr(world.source / "new", "user.small") == b"x"
         world.setxattr(b"new", b"user.large", None)
         world.content(world.tree[b"new"])
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert not drain.dropped_xattrs()
         world.setxattr(b"new", b"user.large", b"x" * 101)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.dropped_xattrs() == told
         world.unlink(b"new")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert not drain.dropped_xattrs()
 
 
@@ -580,7 +584,7 @@ async def test_the_attributes_of_a_file_that_its_user_may_not_write_come_with_it
         shared.create(b"x", mode=0o400)
         shared.tree[b"x"].xattrs[b"user.n"] = b"value"
         shared.write(b"x", b"closed")
-        await drain.wait(shared.last_seq)
+        await drain.progress.wait(shared.last_seq)
     there = shared.source / "x"
     assert there.stat().st_mode & 0o777 == 0o400
     assert os.getxattr(there, "user.n") == b"value"

@@ -37,7 +37,7 @@ class Least(random.Random):
 async def drained(world: World, replay: Replay) -> None:
     """Bring to the source what a replay holds; there must be no conflict then."""
     async with draining(world, replay) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 0
     world.check_all_is_there()
 
@@ -56,7 +56,7 @@ async def test_no_staged_file_is_left_of_a_file_that_a_power_cut_takes(
         try:
             async with draining(world, abandon=False) as drain:
                 world.write(b"new", b"never synced")
-                await drain.wait(world.last_seq)
+                await drain.progress.wait(world.last_seq)
         except BaseException as error:
             if not is_killed(error):
                 raise
@@ -116,10 +116,10 @@ async def test_a_name_is_replaced_in_the_turn_in_which_another_name_of_the_file_
     async with draining(world) as drain:
         world.link(b"a", b"x")
         world.symlink(b"s", b"target")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         world.utime(b"a", 10**18)
         world.rename(b"s", b"x")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 0
     world.check_all_is_there()
 
@@ -131,7 +131,7 @@ async def test_a_file_is_taken_in_the_turn_in_which_its_times_are_changed(
         # As it is in a history without a file that was taken before and then lost.
         world.record(Op(kind="attr", path=b"a", ino=world.tree[b"a"].ino, mtime_ns=10**18))
         world.write(b"a", b"new")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 0
     world.check_all_is_there()
 
@@ -143,7 +143,7 @@ async def test_the_times_of_the_newest_bytes_stay_whatever_was_set_before(
     world.utime(b"n", 10**18)
     world.write(b"n", b"2")
     async with draining(world, world.kill()) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -168,13 +168,13 @@ async def test_attributes_are_kept_of_a_file_whose_content_was_left_out(
         world.store(node, b"first")
         world.content(node)
         world.store(node, b"half")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         world.setxattr(b"a", b"user.n", b"value")
         world.chmod(b"a", 0o600)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         world.store(node, b"all of it")
         world.end(node)
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
 
 
@@ -196,7 +196,7 @@ async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
         patched.setattr(SourceWriter, "look_at_same", killed)
         try:
             async with draining(world, world.kill(), abandon=False) as drain:
-                await drain.wait(world.last_seq)
+                await drain.progress.wait(world.last_seq)
         except BaseException as error:
             if not is_killed(error):
                 raise
@@ -232,7 +232,7 @@ async def test_what_the_source_has_is_known_by_a_journal_that_was_written_anew(
         node = world.begin(b"half")
         world.rename(b"half", b"a")
         world.store(node, b"4")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert not drain.backlog().conflicts
     world.end(node)
     world.write(b"new", b"5")
@@ -256,7 +256,7 @@ async def test_what_others_changed_is_known_by_a_journal_that_was_written_anew(
     async with draining(world) as drain:
         for name in (b"written", b"removed", b"replaced"):
             world.write(name, b"ours")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.write(b"written", b"ours again")
     world.unlink(b"removed")
     world.write(b"over", b"ours as well", synced=True)
@@ -265,7 +265,7 @@ async def test_what_others_changed_is_known_by_a_journal_that_was_written_anew(
         (world.source / "theirs").write_bytes(b"theirs")
         (world.source / "theirs").rename(world.source / name)
     async with draining(world, written_anew(world)) as drain:
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 3
     for name in ("written", "removed", "replaced"):
         assert (world.source / name).read_bytes() == b"theirs"
@@ -290,7 +290,7 @@ async def test_what_is_to_be_replaced_may_be_changed_here_by_its_other_name(
     async with draining(world) as drain:
         world.write(b"n", b"there")
         world.link(b"n", b"m")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     world.write(b"new", b"never there", synced=True)
     world.rename(b"new", b"m")
     world.utime(b"n", 10**18)
@@ -305,7 +305,7 @@ async def test_a_name_goes_that_is_renamed_to_another_of_its_file_at_the_source(
     async with draining(world) as drain:
         world.write(b"n", b"there", synced=True)
         world.link(b"n", b"m")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     # What has replaced that other name on the mount never came.
     world.write(b"new", b"never there", synced=True)
     world.rename(b"new", b"m")
@@ -319,7 +319,7 @@ async def test_what_was_published_again_is_known_behind_a_rename_over_it(
 ) -> None:
     async with draining(world) as drain:
         world.write(b"x", b"1")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     first = world.last_seq
     older, there = world.tree[b"x"].object, identity_of((world.source / "x").lstat())
     world.write(b"x", b"2")

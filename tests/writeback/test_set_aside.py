@@ -31,19 +31,23 @@ async def test_a_change_that_is_refused_for_long_lets_the_others_of_its_user_go_
         beneath = world.write(b"x/file", b"1")
         later = world.write(b"weights", b"2")
         await trio.sleep(300)
-        assert not drain.is_done(later)
-        await until(lambda: drain.is_done(later))
-        assert not (drain.is_done(refused) or drain.is_done(beneath) or drain.has_all(later))
+        assert not drain.progress.is_done(later)
+        await until(lambda: drain.progress.is_done(later))
+        assert not (
+            drain.progress.is_done(refused)
+            or drain.progress.is_done(beneath)
+            or drain.progress.has_all(later)
+        )
         assert "mkdir 'x'" in (drain.backlog().trouble or "")
         assert caplog.text.count("set aside") == 1
         # What comes then does not wait at all, unless it depends on what is set aside.
         after, again = world.write(b"latest", b"3"), world.write(b"x/again", b"4")
-        await until(lambda: drain.is_done(after))
-        assert not drain.is_done(again)
+        await until(lambda: drain.progress.is_done(after))
+        assert not drain.progress.is_done(again)
         assert (world.source / "x").read_bytes() == b"blocks"
         # It is tried again by itself.
         (world.source / "x").unlink()
-        await until(lambda: drain.has_all(again))
+        await until(lambda: drain.progress.has_all(again))
         assert drain.backlog().trouble is None
     world.check_all_is_there()
 
@@ -61,10 +65,10 @@ async def test_what_is_set_aside_is_never_marked_as_done_whatever_comes_later(
             world.write(b"file%d" % number, b"bytes")
             refused.append(world.write(b"%s/%d" % (b"xy"[number % 2 :][:1], number), b"2"))
             await trio.sleep(number * 7)
-            held = [entry.seq for entry in drain._held]
+            held = [entry.seq for entry in drain.queue.held.entries]
             assert held == sorted(held)
         await until(lambda: (world.source / "file19").exists())
-        assert not any(map(drain.is_done, refused))
+        assert not any(map(drain.progress.is_done, refused))
     # Another life knows exactly what was not made.
     replay = world.kill()
     undone = {seq for seq, op in replay.ops if seq not in replay.done and op.kind != "create"}
@@ -72,5 +76,5 @@ async def test_what_is_set_aside_is_never_marked_as_done_whatever_comes_later(
     for name in ("x", "y"):
         os.unlink(world.source / name)
     async with draining(world, replay) as drain:
-        await drain.settle()
+        await drain.progress.settle()
     world.check_all_is_there()

@@ -104,13 +104,13 @@ async def life(
 
 def is_at_rest(drain: Drain) -> bool:
     """Whether the source has all that it takes."""
-    drain._hurry.set()
-    return drain._has_all_but_held(drain.last_seq)
+    drain._wakeups.end_pause()
+    return len(drain.queue) == 0
 
 
 def missing(world: World, drain: Drain, there: set[bytes]) -> list[str]:
     """The names of files whose bytes are nowhere, though nobody was told why."""
-    entries = [*drain._held, *drain._queue]
+    entries = list(drain.queue.entries())
     waiting = {entry.op.object for entry in entries}
     # One that is tried again at this moment stands in the queue like any other.
     refused = any(entry.refusal for entry in entries)
@@ -130,7 +130,7 @@ def torn_unheard(source: Path, walk: Writer, walks: list[Writer], drain: Drain) 
             if other is not walk and op.kind in ("mkdir", "rename"):
                 theirs.add(op.names()[-1])
     for path, node in walk._world.tree.items():
-        known = drain._made.get(node.ino) if node.kind == "dir" else None
+        known = drain._state._made.get(node.ino) if node.kind == "dir" else None
         there = source / os.fsdecode(path)
         if known is None or is_shared(known) or not there.is_dir():
             continue
@@ -197,15 +197,15 @@ async def test_a_directory_of_two_writers_that_one_renames_is_named_by_the_other
         async with draining(world) as drain:
             world.mkdir(b"tmp")
             world.write(b"tmp/%d" % id(world), b"before")
-            await drain.settle()
+            await drain.progress.settle()
     one.rename(b"tmp", b"step")
     async with draining(one, one.kill()) as drain:
-        await drain.settle()
+        await drain.progress.settle()
         assert drain.backlog().conflicts == 0
     # What one has renamed has all that the source had then, and no more comes into it.
     other.write(b"tmp/late", b"late")
     async with draining(other, other.kill()) as drain:
-        await drain.settle()
+        await drain.progress.settle()
         (conflict,) = drain.conflicts()
         assert conflict.path == b"tmp" and "by others, or renamed" in conflict.why
     source = tmp_path / "source"
@@ -224,14 +224,14 @@ async def test_a_second_name_that_others_took_is_kept_beside(
     async with draining(world) as drain:
         world.write(b"x", b"first")
         world.link(b"x", b"y")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         (world.source / "y").unlink()
         (world.source / "y").write_bytes(b"theirs")
         world.write(b"x", b"second")
         world.write(b"z", b"third")
         # On the mount the bytes have one name now, which is another's at the source.
         world.rename(b"z", b"x")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 1
     assert (world.source / "y").read_bytes() == b"theirs"
     assert (world.source / "x").read_bytes() == b"third"
@@ -249,7 +249,7 @@ async def test_two_mounts_of_one_node_name_their_conflicts_differently(
         async with draining(world) as drain:
             (world.source / "a").write_bytes(b"theirs " + content)
             world.write(b"a", content)
-            await drain.wait(world.last_seq)
+            await drain.progress.wait(world.last_seq)
     assert kept(tmp_path / "source") == [b"one", b"other"]
 
 
@@ -274,14 +274,14 @@ async def test_bytes_that_others_wrote_into_a_file_stay_where_they_are(
 ) -> None:
     async with draining(world) as drain:
         world.write(b"x", b"first")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         (world.source / "x").write_bytes(b"theirs")
         world.chmod(b"x", 0o600)
         world.rename(b"x", b"y")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
         assert drain.backlog().conflicts == 1
         world.write(b"y", b"second")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     assert (world.source / "x").read_bytes() == b"theirs"
     assert (world.source / "y").read_bytes() == b"second"
 
@@ -326,7 +326,7 @@ async def test_what_others_wrote_meanwhile_is_neither_removed_nor_renamed(
     theirs(world.source / "a")
     replay = world.kill()
     async with draining(world, replay) as drain:
-        await drain.settle()
+        await drain.progress.settle()
         told = [conflict.path for conflict in drain.conflicts()]
     assert (world.source / "a").read_bytes() == b"theirs"
     assert set(told) == {b"a"}
@@ -343,7 +343,7 @@ async def test_a_fifo_of_others_is_not_taken_for_a_file(
 ) -> None:
     async with draining(world) as drain:
         world.write(b"empty", b"")
-        await drain.wait(world.last_seq)
+        await drain.progress.wait(world.last_seq)
     for name in ("a", "empty"):
         path = os.fsencode(name)
         if change == "append":
@@ -356,7 +356,7 @@ async def test_a_fifo_of_others_is_not_taken_for_a_file(
         (world.source / name).unlink()
         os.mkfifo(world.source / name)
     async with draining(world, world.kill()) as drain:
-        await drain.settle()
+        await drain.progress.settle()
         assert {conflict.path for conflict in drain.conflicts()} == {b"a", b"empty"}
     for name in ("a", "empty"):
         assert (world.source / name).is_fifo()
@@ -373,9 +373,9 @@ async def test_a_time_that_is_set_makes_bytes_of_others_not_ours(
     in_place(world.source / "a")
     theirs = (world.source / "a").stat().st_mtime_ns
     async with draining(world, world.kill()) as drain:
-        await drain.settle()
+        await drain.progress.settle()
         world.write(b"a", b"ours")
-        await drain.settle()
+        await drain.progress.settle()
     assert (world.source / "a").read_bytes() == b"theirs"
     assert (world.source / "a").stat().st_mtime_ns == theirs
     assert b"ours" in kept(world.source)

@@ -1,0 +1,110 @@
+"""Stages contents ahead of their turn, several at once, since moving their bytes takes long."""
+
+from __future__ import annotations
+
+from monarch.errors import Refused
+from monarch.writeback.content_order import ContentOrder
+from monarch.writeback.courtesy import Courtesy
+from monarch.writeback.drain_queue import DrainQueue
+from monarch.writeback.entry import Entry
+from monarch.writeback.op import above
+from monarch.writeback.source_state import SourceState
+from monarch.writeback.stager import Stager
+from monarch.writeback.trouble import Trouble
+from monarch.writeback.wakeups import Wakeups
+
+# How far ahead in the queue contents are staged, and how many at a time: they take room there.
+_WINDOW = 512
+_MOST_STAGED = 128
+# The most small contents in one lot.
+_LOT = 32
+
+
+class StageAhead:
+    """``run`` in each of ``workers`` tasks. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        queue: DrainQueue,
+        state: SourceState,
+        order: ContentOrder,
+        stager: Stager,
+        courtesy: Courtesy,
+        trouble: Trouble,
+        wakeups: Wakeups,
+        workers: int,
+    ) -> None:
+        self._queue = queue
+        self._state = state
+        self._order = order
+        self._stager = stager
+        self._courtesy = courtesy
+        self._trouble = trouble
+        self._wakeups = wakeups
+        self._workers = workers
+
+    async def run(self) -> None:
+        """Stage what can be staged until cancelled."""
+        while True:
+            try:
+                lot = self.next_lot()
+            except Refused:
+                # Not all names can be read now: the change at the front meets that as well.
+                lot = []
+            if not lot:
+                await self._wakeups.content()
+            elif len(lot) == 1:
+                await self._stager.stage(lot[0], in_turn=False)
+            else:
+                await self._stager.stage_lot(lot)
+
+    def next_lot(self) -> list[Entry]:
+        """What one worker stages next: one content, or a lot of small ones. Raises Refused.
+
+        A content may be staged before its turn if no earlier content of the same object waits, and
+        if the directory that it is to be in is the one that is there now. Many small contents are
+        shared among the workers.
+        """
+        if self._trouble.reason is not None or self._stager.count >= _MOST_STAGED:
+            return []
+        if self._courtesy.lets_write(self._queue):
+            return []
+        found: list[Entry] = []
+        objects: set[int] = set()
+        changing: set[bytes] = set()
+        named: set[bytes] = set()
+        for entry in self._queue.first(_WINDOW):
+            op = entry.op
+            if op.kind == "content":
+                if (
+                    op.object not in objects
+                    and named.isdisjoint(op.paths)
+                    and changing.isdisjoint(above(op.path))
+                    and self._may_be_staged(entry)
+                ):
+                    if not self._stager.is_small(entry):
+                        return found or [entry]
+                    found.append(entry)
+                    if len(found) == _LOT * self._workers:
+                        break
+                objects.add(op.object)
+            elif op.kind in ("mkdir", "rmdir", "rename", "symlink"):
+                changing.update(op.names())
+            if op.object and op.kind in ("attr", "xattr", "link", "rename"):
+                # The new content of a file gets the attributes that the file has by then.
+                objects.add(op.object)
+            if op.kind not in ("content", "attr", "xattr", "create", "take"):
+                named.update(op.names())
+        return found[: -(-len(found) // self._workers)]
+
+    def _may_be_staged(self, entry: Entry) -> bool:
+        is_idle = not (entry.is_staging or entry.is_left or entry.is_ready)
+        return (
+            is_idle
+            and not entry.op.same
+            and not self._queue.held.is_behind(entry)
+            and self._order.later(entry) is None
+            and self._state.grows_from(entry.op) is None
+            and not self._order.is_skipped(entry)
+        )

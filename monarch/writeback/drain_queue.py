@@ -1,0 +1,126 @@
+"""All changes that the source has not got, in the order in which they were made on the mount."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from itertools import chain, islice
+
+from monarch.writeback.conflicts import PendingNames
+from monarch.writeback.entry import Entry
+from monarch.writeback.held import HeldChanges, Refusal
+from monarch.writeback.op import Op
+
+
+class DrainQueue:
+    """Belongs to the event loop. Changes that are ``held`` are before all others.
+
+    ``waiting_bytes`` is the size of all contents that wait, also of several of one file;
+    ``last_synced`` the number of the last content that a process has synced. ``pending`` are the
+    names that the changes are about.
+    """
+
+    def __init__(self, held: HeldChanges) -> None:
+        self.held = held
+        self.waiting_bytes = 0
+        self.last_synced = 0
+        self._entries: deque[Entry] = deque()
+        self.pending = PendingNames()
+
+    def __len__(self) -> int:
+        """The number of changes that are not held."""
+        return len(self._entries)
+
+    # -- the front ---------------------------------------------------------------------------
+
+    @property
+    def front(self) -> Entry:
+        """The change whose turn it is. Raises IndexError if none waits that is not held."""
+        return self._entries[0]
+
+    def first(self, count: int) -> Iterator[Entry]:
+        """The first changes that are not held, up to ``count``."""
+        return islice(self._entries, count)
+
+    def append(self, entry: Entry) -> None:
+        """A change was recorded, behind all others."""
+        if entry.op.synced:
+            self.last_synced = entry.seq
+        self._entries.append(entry)
+        self.waiting_bytes += entry.op.size
+        self.pending.add(entry.op)
+
+    def remove_front(self) -> None:
+        """The change at the front was made, or does not need to be made."""
+        op = self._entries.popleft().op
+        self.pending.remove(op)
+        self.waiting_bytes -= op.size
+
+    def hold_front(self, error: OSError) -> None:
+        """The source has refused the change at the front."""
+        self.held.refuse(self._entries.popleft(), error)
+
+    def sift(self) -> None:
+        """Take from the front what depends on a held change; or, when it is time, put back what is
+        held, to be tried again."""
+        if not self.held.entries:
+            if not (self._entries and self.front.refusal):
+                self.held.end_retries()
+        elif self.held.is_due():
+            self._entries.extendleft(reversed(self.held.release()))
+        else:
+            while self._entries and self.held.is_behind(self.front):
+                self.held.add(self._entries.popleft())
+
+    # -- all of them -------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """All changes that wait, held or not, in their order."""
+        return chain(self.held.entries, self._entries)
+
+    def waiting(self) -> list[Op]:
+        """All changes that the source has not got, in their order."""
+        return [entry.op for entry in self.entries()]
+
+    @property
+    def last_seq(self) -> int:
+        """The number of the last change that the source has not got; 0 if it has all."""
+        last = self._entries or self.held.entries
+        return last[-1].seq if last else 0
+
+    @property
+    def first_seq(self) -> int:
+        """The number of the first change that the source has not got; 0 if it has all."""
+        return next((entry.seq for entry in self.entries()), 0)
+
+    def path_of(self, number: int) -> bytes | None:
+        """Where the source has the file of an object whose next change waits; None if none does."""
+        return next((entry.op.path for entry in self.entries() if entry.op.object == number), None)
+
+    # -- what is refused ---------------------------------------------------------------------
+
+    def refusals(self) -> list[Refusal]:
+        """The changes that the source refuses, in their order."""
+        return [
+            Refusal(
+                seq=entry.seq,
+                kind=entry.op.kind,
+                path=entry.op.to if entry.op.kind in ("rename", "link") else entry.op.path,
+                why=entry.why,
+                tries=entry.tries,
+                is_aside=entry.is_aside,
+            )
+            for entry in self.entries()
+            if entry.refusal and not entry.is_moot
+        ]
+
+    def refusal(self, *, is_aside: bool) -> str | None:
+        """The first refusal in words, of the changes that are set aside or of the others."""
+        shown = chain(self.held.entries, self.first(1))
+        return next((it.refusal for it in shown if it.refusal and it.is_aside is is_aside), None)
+
+    def set_aside(self, seqs: Collection[int]) -> None:
+        """Let the other changes of the users of these refused changes go first."""
+        for entry in self.entries():
+            if entry.refusal and entry.seq in seqs:
+                self.held.put_aside(entry)

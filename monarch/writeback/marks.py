@@ -1,0 +1,91 @@
+"""The drain's marks in the journal, and which of them are on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from monarch.posix.thread_pool import ThreadPool
+from monarch.types import Identity
+from monarch.writeback.conflicts import PathSet
+from monarch.writeback.entry import Entry
+from monarch.writeback.journal import Journal
+from monarch.writeback.op import Op
+from monarch.writeback.source_state import SourceState
+from monarch.writeback.source_writer import Place
+
+
+class Marks:
+    """Belongs to the event loop. Each method raises OSError if the journal cannot be written.
+
+    A change that was made but whose mark is not on the disk is made again after a power cut. So
+    another change of its paths has to wait for that mark.
+    """
+
+    def __init__(self, journal: Journal, threads: ThreadPool, state: SourceState) -> None:
+        self._journal = journal
+        self._threads = threads
+        self._state = state
+        # Paths whose marks may not be on the disk, and the record of the last of these marks.
+        self._unsynced = PathSet()
+        self._last_mark = 0
+
+    def staged(self, lot: Collection[tuple[Entry, Place, Identity]]) -> None:
+        """Staged files are about to be filled with these versions of their objects.
+
+        After a crash they are known by this mark as files of this journal.
+        """
+        marks = [
+            (entry.op.object, Identity(version.size, version.mtime_ns, 0, place.source_ino))
+            for entry, place, version in lot
+        ]
+        self._journal.mark_staged(*marks)
+        for entry, _, _ in lot:
+            entry.record = self._journal.written
+        for number, staged in marks:
+            self._state.note_staged(number, staged)
+
+    def durable(self, *entries: Entry) -> None:
+        """The objects of these contents are on the disk.
+
+        Without this mark a power cut would make the next mount doubt their bytes.
+        """
+        if entries:
+            self._journal.mark_durable(*(entry.op.object for entry in entries))
+        for entry in entries:
+            entry.record = self._journal.written
+
+    def lost(self, number: int) -> None:
+        """The tier has lost the bytes of an object."""
+        self._journal.mark_lost(number)
+
+    def done(self, done: Mapping[int, Identity | None], *, upto: int) -> None:
+        """Changes are at the source, by number with their identity, and all up to ``upto``."""
+        self._journal.mark_done(done, upto=upto)
+        self._last_mark = self._journal.written
+
+    def add_unsynced(self, op: Op) -> None:
+        """A change was made whose mark may not be on the disk."""
+        self._unsynced.add(op)
+
+    @property
+    def has_unsynced(self) -> bool:
+        """Whether a mark may not be on the disk."""
+        return bool(self._unsynced)
+
+    def conflicts_with(self, op: Op) -> bool:
+        """Whether a change has to wait for a mark that is not on the disk."""
+        return self._unsynced.conflicts_with(op)
+
+    async def sync_done(self) -> None:
+        """Until all marks are on the disk."""
+        await self.sync(self._last_mark)
+        self._unsynced.clear()
+
+    async def sync(self, record: int) -> None:
+        """Until the journal is on the disk up to that record.
+
+        Nothing is done at the source whose record a power cut could take: the mount would show
+        what the source has not got any more.
+        """
+        if self._journal.synced < record:
+            await self._threads.run(self._journal.sync)

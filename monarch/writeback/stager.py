@@ -1,0 +1,353 @@
+"""Stages contents: the bytes of an object, in a file beside its name at the source.
+
+A content is staged in its turn, or ahead of it. Ahead of its turn a failure has no consequence: the
+content is staged again in its turn, and the failure is raised then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from monarch.posix.thread_pool import ThreadPool
+from monarch.text import errno_words
+from monarch.types import Identity
+from monarch.units import KiB
+from monarch.writeback.content_order import ContentOrder, FileUse
+from monarch.writeback.drain_queue import DrainQueue
+from monarch.writeback.entry import Entry
+from monarch.writeback.lots import begin_all, close_all, open_all
+from monarch.writeback.marks import Marks
+from monarch.writeback.mover import Mover
+from monarch.writeback.objects import Objects
+from monarch.writeback.source_state import SourceState
+from monarch.writeback.source_writer import Place
+from monarch.writeback.staging import Staged, Staging
+from monarch.writeback.steps import Steps
+from monarch.writeback.wakeups import Wakeups
+
+log = logging.getLogger(__name__)
+
+# Contents up to this size go in lots.
+_SMALL_BYTES = 256 * KiB
+# A content of a file that is being written is tried this number of times, this far apart, before it
+# is left to the content that the writer's close will record. Seconds.
+_TRIES = 4
+_TRY_S = 0.5
+# Two writes within a tick of the kernel's clock leave the same time of modification. Seconds.
+_TICK_S = 0.02
+
+
+class StagedFiles(FileUse, Protocol):
+    """What processes do with files that are staged. Called on the event loop."""
+
+    def left_out(self, object: int) -> None:
+        """A content was skipped because the file is being written.
+
+        The writer's next close must record a new content, even if nothing more is written.
+        """
+        ...
+
+
+class _MissingError(Exception):
+    """The object does not have the bytes that were recorded."""
+
+
+class _WrittenError(Exception):
+    """A process writes the object, which is not in the recorded version."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One content of a lot."""
+
+    entry: Entry
+    place: Place
+    staging: Staging
+
+
+class Stager:
+    """Belongs to the event loop. ``count`` is the number of contents that are staged now."""
+
+    def __init__(
+        self,
+        *,
+        objects: Objects,
+        files: StagedFiles,
+        threads: ThreadPool,
+        queue: DrainQueue,
+        state: SourceState,
+        order: ContentOrder,
+        steps: Steps,
+        marks: Marks,
+        mover: Mover,
+        wakeups: Wakeups,
+    ) -> None:
+        self.count = 0
+        self._objects = objects
+        self._files = files
+        self._threads = threads
+        self._queue = queue
+        self._state = state
+        self._order = order
+        self._steps = steps
+        self._marks = marks
+        self._mover = mover
+        self._wakeups = wakeups
+
+    def forget(self, entry: Entry) -> None:
+        """The staged file of a content is published, or is not to be used any more."""
+        if entry.staged is not None:
+            self.count -= 1
+        entry.staged = None
+        entry.place = None
+        entry.published = False
+
+    # -- one content -------------------------------------------------------------------------
+
+    async def stage(self, entry: Entry, *, in_turn: bool) -> None:
+        """Make a content ready. Raises OSError in its turn."""
+        entry.is_staging = entry.was_tried = True
+        try:
+            entry.staged = await self._staged_content(entry, in_turn)
+            self.count += entry.staged is not None
+        except _MissingError as error:
+            if in_turn:
+                self._lose(entry, str(error))
+        except _WrittenError:
+            if in_turn:
+                entry.skipped = True
+                self._files.left_out(entry.op.object)
+        except Exception:
+            if in_turn:
+                raise
+        finally:
+            entry.is_left = not in_turn
+            entry.is_staging = False
+            self._wakeups.wake_all()
+
+    def _lose(self, entry: Entry, why: str) -> None:
+        op = entry.op
+        if self._order.is_skipped(entry):
+            return
+        self._order.lost[op.object] = op.path
+        entry.skipped = True
+        try:
+            self._marks.lost(op.object)
+        except OSError as error:
+            log.warning("the journal cannot record the loss: %s", errno_words(error.errno))
+        log.error(
+            "%r is lost: the tier does not have the %d bytes that were written to it: %s; the"
+            " source keeps what it has of that name",
+            os.fsdecode(op.path),
+            op.size,
+            why,
+        )
+
+    async def _staged_content(self, entry: Entry, in_turn: bool) -> Staged | None:
+        """Stage a content; None if the source has these bytes already.
+
+        Raises OSError, _MissingError, _WrittenError.
+        """
+        op, tries = entry.op, 0
+        if op.through:
+            return await self._staged_at_source(entry)
+        while True:
+            place = entry.place = Place()
+            opening = self._steps.opening(entry, place, make=in_turn)
+            staging = Staging(self._objects, op.object, open_part=opening)
+            try:
+                staged = await self._copied(entry, staging, place)
+            finally:
+                self._threads.start(staging.close)
+            if staged is not None or entry.published:
+                return staged
+            tries += 1
+            if not in_turn or tries > _TRIES:
+                raise _WrittenError
+            # When the process has closed the file in the meantime, no later content may come.
+            if self._files.is_written(op.object) and not await self._is_alone(_TRY_S):
+                raise _WrittenError
+
+    async def _is_alone(self, pause_s: float) -> bool:
+        """Whether no other change comes to wait behind the one at the front during a pause."""
+        with trio.move_on_after(pause_s):
+            while len(self._queue) <= 1:
+                await self._wakeups.change()
+            return False
+        return True
+
+    async def _staged_at_source(self, entry: Entry) -> Staged | None:
+        """As ``_staged_content``, of a content whose bytes were written at the source."""
+        op = entry.op
+        if self._files.is_written(op.object):
+            # It would get its name before it is whole.
+            raise _WrittenError
+        place = entry.place = Place()
+        try:
+            size, identity = await self._threads.run(self._steps.finishing(entry, place))
+        except FileNotFoundError as error:
+            raise _MissingError("others have removed it at the source") from error
+        version = Identity(size, op.mtime_ns or 0, 0, 0)
+        if identity is None:
+            self._marks.staged([(entry, place, version)])
+            await self._marks.sync(entry.record)
+            return Staged(size, version)
+        self._state.note_version(op.object, version)
+        entry.published = True
+        return None
+
+    async def _copied(self, entry: Entry, staging: Staging, place: Place) -> Staged | None:
+        """One try; None if a process was writing, or if it has set ``published`` instead."""
+        op = entry.op
+        written = self._files.is_written(op.object)
+        try:
+            # What may still be stored into mapped pages shows only after a sync.
+            version = await self._threads.run(partial(staging.open, sync=written or not op.synced))
+        except FileNotFoundError as error:
+            raise _MissingError("there is no such object") from error
+        is_recorded = (version.size, version.mtime_ns) == (op.size, op.mtime_ns)
+        # Of a file that is appended to, the bytes that were recorded and no others.
+        is_part = not is_recorded and self._is_part(entry, version, written)
+        if is_part:
+            version = replace(version, size=op.size, mtime_ns=op.mtime_ns or 0)
+            staging.limit(op.size)
+        elif written:
+            if not is_recorded:
+                return None
+            if abs(time.time_ns() - version.mtime_ns) < _TICK_S * 1e9:
+                await trio.sleep(_TICK_S)
+                if await self._threads.run(staging.version) != version:
+                    return None
+        elif self._is_short(entry, version):
+            raise _MissingError(f"the object has {version.size}")
+        if self._state.version(op.object) == version:
+            entry.published = True
+            return None
+        if not (op.synced or self._objects.failure(op.object)):
+            self._marks.durable(entry)
+        # A staged file that is there before the records of its object are would never be removed.
+        await self._marks.sync(entry.record)
+        staged = Staged(version.size, version)
+        await self._threads.run(staging.begin)
+        # This mark is on the disk before the file gets its name, with the other records of then.
+        self._marks.staged([(entry, place, version)])
+        await self._mover.move(staging, version.size, self._steps.applying(entry, staged, place))
+        if is_part:
+            return staged if self._order.is_intact(entry) else None
+        if await self._threads.run(staging.version) != version:
+            return None
+        # A process that has opened the file since then and still has it open may write more.
+        if not is_recorded and self._files.is_written(op.object):
+            return None
+        return staged
+
+    def _is_part(self, entry: Entry, version: Identity, written: bool) -> bool:
+        """Whether an object begins with the bytes that were recorded, and has more since.
+
+        If the file is not open and has no later content, what was changed is not known.
+        """
+        op = entry.op
+        is_known = written or self._order.later(entry) is not None
+        return (
+            is_known
+            and op.mtime_ns is not None
+            and version.size >= op.size > 0
+            and self._order.is_intact(entry)
+        )
+
+    def _is_short(self, entry: Entry, version: Identity) -> bool:
+        """Whether an object has lost bytes that were synced, and was not made shorter since."""
+        op = entry.op
+        return (
+            op.synced
+            and version.size < op.size
+            and (op.mtime_ns is None or version.mtime_ns <= op.mtime_ns)
+            and not any(later.kind in ("content", "attr") for later in self._order.behind(entry))
+        )
+
+    # -- a lot of small contents -------------------------------------------------------------
+
+    def is_small(self, entry: Entry) -> bool:
+        """Whether a content may go with others in a lot: of a small file in the recorded state."""
+        op = entry.op
+        return (
+            op.size <= _SMALL_BYTES
+            and not op.through
+            and op.mtime_ns is not None
+            and not self._files.is_written(op.object)
+            and not self._objects.failure(op.object)
+        )
+
+    async def stage_lot(self, lot: Sequence[Entry]) -> None:
+        """As ``stage``, of many small contents ahead of their turn.
+
+        A content that is in any way unusual is left to its turn.
+        """
+        for entry in lot:
+            entry.is_staging = entry.was_tried = True
+        parts = [self._part(entry) for entry in lot]
+        try:
+            await self._copied_lot(parts)
+        except OSError:
+            # Of the journal: the change whose turn it is meets it as well.
+            pass
+        finally:
+            self._threads.start(close_all, [part.staging for part in parts])
+            for entry in lot:
+                entry.is_left = True
+                entry.is_staging = False
+            self._wakeups.wake_all()
+
+    def _part(self, entry: Entry) -> _Part:
+        place = Place()
+        opening = self._steps.opening(entry, place, make=False)
+        return _Part(entry, place, Staging(self._objects, entry.op.object, open_part=opening))
+
+    async def _copied_lot(self, lot: Sequence[_Part]) -> None:
+        """As ``_copied``. Raises OSError of the journal."""
+        found = await self._threads.run(
+            open_all, [part.staging for part in lot], [part.entry.op.synced for part in lot]
+        )
+        wanted: list[tuple[_Part, Identity]] = []
+        for part, version in zip(lot, found, strict=True):
+            op = part.entry.op
+            if isinstance(version, OSError) or self._files.is_written(op.object):
+                continue
+            if (version.size, version.mtime_ns) != (op.size, op.mtime_ns):
+                continue
+            if self._state.version(op.object) == version:
+                part.entry.published = True
+            else:
+                wanted.append((part, version))
+        if not wanted:
+            return
+        self._marks.durable(*(part.entry for part, _ in wanted if not part.entry.op.synced))
+        # A staged file that is there before the records of its object are would never be removed.
+        await self._marks.sync(max(part.entry.record for part, _ in wanted))
+        begun = await self._threads.run(begin_all, [part.staging for part, _ in wanted])
+        wanted = [each for each, failure in zip(wanted, begun, strict=True) if failure is None]
+        if not wanted:
+            return
+        # This mark is on the disk before the files get their names, with the records of then.
+        self._marks.staged([(part.entry, part.place, version) for part, version in wanted])
+        moved = await self._mover.move_lot(
+            [part.staging for part, _ in wanted],
+            [
+                self._steps.applying(part.entry, Staged(version.size, version), part.place)
+                for part, version in wanted
+            ],
+            sum(version.size for _, version in wanted),
+        )
+        for (part, version), now in zip(wanted, moved, strict=True):
+            # A file that was written meanwhile is staged again in its turn.
+            if now == version:
+                part.entry.staged, part.entry.place = Staged(now.size, now), part.place
+                self.count += 1

@@ -1,0 +1,192 @@
+"""How each change is made at the source, by what there is of its file."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from monarch.posix.credentials import Credentials
+from monarch.types import Identity
+from monarch.writeback.content_order import ContentOrder, FileUse
+from monarch.writeback.entry import Entry
+from monarch.writeback.op import Op
+from monarch.writeback.source_state import SourceState
+from monarch.writeback.source_writer import OpenDirectories, Place, SourceWriter, Step
+from monarch.writeback.staging import Staged
+
+T = TypeVar("T")
+
+_SET_ID = stat.S_ISUID | stat.S_ISGID
+
+
+class Steps:
+    """Each call to the source is returned as a function, to be run in a worker thread."""
+
+    def __init__(
+        self, writer: SourceWriter, state: SourceState, order: ContentOrder, files: FileUse
+    ) -> None:
+        self._writer = writer
+        self._state = state
+        self._order = order
+        self._files = files
+
+    def of(self, entry: Entry) -> Step | None:
+        """The call that makes a change; None if nothing is to be done at the source."""
+        op, writer, state = entry.op, self._writer, self._state
+        absent = bool(op.object) and not state.is_present(op.object)
+        expected = state.expected(entry.seq, op)
+        if op.kind == "content" and entry.is_moot:
+            return partial(_none, writer.discard, op) if entry.was_tried else None
+        if entry.is_moot or state.is_given_up(op):
+            return None
+        match op.kind:
+            case "create" | "take":
+                # The changes behind it in the same turn depend on this.
+                state.note(op, None)
+                return None
+            case "through" | "gone":
+                return None
+            case "content":
+                return self._of_content(entry)
+            case "mkdir":
+                return partial(writer.mkdir, op=op, expected=expected)
+            case "symlink":
+                return partial(writer.symlink, op=op, expected=expected)
+            case "mknod":
+                return partial(writer.mknod, op=op, expected=expected)
+            case "unlink":
+                return partial(_none, partial(writer.unlink, expected=expected), op)
+            case "rmdir":
+                return partial(_none, partial(writer.rmdir, expected=expected), op)
+            case "rename" if absent:
+                # What is in its new place stays until the content comes, which brings its name.
+                if op.object in self._order.lost:
+                    return None
+                return partial(_none, partial(writer.unlink, expected=expected), op)
+            case "rename":
+                over = state.expected_over(op)
+                return partial(writer.rename, op=op, expected=expected, over=over)
+            case "link":
+                return None if absent else partial(writer.link, op=op, expected=expected)
+            case "attr" | "xattr":
+                # A file whose content was left out keeps its older version at the source.
+                if absent and not state.has_older(op.object):
+                    return None
+                op = self._with_bits_that_stay(entry)
+                will_come = absent and self._order.later(entry) is not None
+                return partial(writer.attr, op=op, expected=expected, will_come=will_come)
+
+    def _of_content(self, entry: Entry) -> Step | None:
+        op, writer = entry.op, self._writer
+        expected = self._state.expected(entry.seq, op)
+        if entry.skipped:
+            is_ours = entry.was_tried and not op.through
+            return partial(_none, writer.discard, op) if is_ours else None
+        if entry.staged is not None:
+            assert entry.place is not None
+            return partial(
+                writer.publish,
+                op=self._as_staged(entry, entry.staged),
+                staged=entry.staged,
+                place=entry.place,
+                expected=expected,
+            )
+        if entry.is_grown:
+            return partial(writer.grown, op=op, expected=expected, tried=entry.was_tried)
+        return partial(writer.look_at_same, op=op, expected=expected)
+
+    def opening(self, entry: Entry, place: Place, *, make: bool) -> Callable[[], int]:
+        """Opens the empty staged file of a content; with ``make`` its directory is made."""
+        expected = self._state.expected(entry.seq, entry.op)
+        return partial(self._writer.open_place, entry.op, place, expected, make=make)
+
+    def applying(self, entry: Entry, staged: Staged, place: Place) -> Callable[[int], None]:
+        """Gives a staged file, by its descriptor, the attributes of the file."""
+        return partial(
+            self._writer.apply_attributes,
+            op=self._as_staged(entry, staged),
+            place=place,
+            expected=self._state.expected(entry.seq, entry.op),
+        )
+
+    def finishing(self, entry: Entry, place: Place) -> Callable[[], tuple[int, Identity | None]]:
+        """Makes a content whole whose bytes were written at the source; its size, and its identity
+        if it has its name already."""
+        expected = self._state.expected(entry.seq, entry.op)
+        return partial(self._writer.finish_part, entry.op, place, expected)
+
+    def opening_to_grow(
+        self, entry: Entry, base: int
+    ) -> Callable[[], tuple[int, Credentials | None] | None]:
+        """Opens a file at the source to append to it, and tells by whom; None if others have
+        changed it."""
+        expected = self._state.expected(entry.seq, entry.op)
+        return partial(self._writer.open_to_grow, entry.op, expected, base)
+
+    def lacks_its_file(self, entry: Entry, step: Step | None) -> bool:
+        """Whether the source has no file to which a rename or link could give its name.
+
+        ``step`` was made, and has left nothing at the source. Others have removed that file, or its
+        directory. Either the change found no file, or an earlier mount marked the file's last
+        content as done without one.
+        """
+        op, number = entry.op, entry.op.object
+        if op.kind not in ("rename", "link") or not number:
+            return False
+        if self._state.is_present(number):
+            return step is not None
+        return not (
+            entry.is_moot
+            or self._state.is_given_up(op)
+            or number in self._order.lost
+            or self._order.later(entry) is not None
+            # The close of a file that is being written records a content.
+            or self._files.is_written(number)
+        )
+
+    def _as_staged(self, entry: Entry, staged: Staged) -> Op:
+        """A content in the version that was staged: its bytes may be newer than the record."""
+        op, version = self._with_bits_that_stay(entry), staged.version
+        if (version.size, version.mtime_ns) == (op.size, op.mtime_ns):
+            return op
+        # Other users may have written the newer bytes, and these must not run with the rights of
+        # the owner. Their own record, or a later change of the mode, brings the bits that stay.
+        mode = None if op.mode is None else op.mode & ~_SET_ID
+        return replace(op, mtime_ns=version.mtime_ns, mode=mode)
+
+    def _with_bits_that_stay(self, entry: Entry) -> Op:
+        """A change without the set-ID bits that a later one of the same file takes away.
+
+        A process that writes into a program takes them. The bytes that are brought are the newest,
+        so they may be at the source before that change is, and must not run with the rights of the
+        owner.
+        """
+        op = entry.op
+        if not op.object or op.mode is None or not op.mode & _SET_ID:
+            return op
+        mode = op.mode
+        if op.kind == "attr" and self._files.is_written(op.object):
+            mode &= ~_SET_ID
+        for later in self._order.behind(entry):
+            if later.kind in ("content", "attr") and later.mode is not None:
+                mode &= later.mode | ~_SET_ID
+        return replace(op, mode=mode)
+
+
+def with_rights_to_read(content: Op) -> Op:
+    """A content that no process has written on the mount, by a user who may read its bytes.
+
+    The user who renames a file may not be allowed to read it; its owner is.
+    """
+    by = content.by
+    if by is None or by.is_root or by.uid == content.uid:
+        return content
+    return replace(content, by=Credentials(content.uid or 0, content.gid or 0))
+
+
+def _none(change: Callable[[OpenDirectories, T], None], what: T, folders: OpenDirectories) -> None:
+    """A step that leaves no identity at the source."""
+    change(folders, what)

@@ -1,0 +1,71 @@
+"""How the tasks of the drain, and the callers that wait for the source, wake each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+# The longest pause after a failure while a caller waits for a change. Seconds.
+_WAITED_S = 5.0
+
+
+class Wakeups:
+    """``waiters`` is the number of callers that wait for the source.
+
+    A pause after a failure is begun with ``begin_pause``, and ends early with ``end_pause``.
+    """
+
+    def __init__(self) -> None:
+        self.waiters = 0
+        self._changed = trio.lowlevel.ParkingLot()
+        self._idle_stagers = trio.lowlevel.ParkingLot()
+        self._hurry = trio.Event()
+
+    def wake_all(self) -> None:
+        """Something has changed: every task checks again what it can do."""
+        self._changed.unpark_all()
+        self._idle_stagers.unpark_all()
+
+    def wake_stager(self) -> None:
+        """There is one more content to stage."""
+        self._idle_stagers.unpark()
+
+    async def change(self) -> None:
+        """Wait for the next ``wake_all`` or ``end_pause``."""
+        await self._changed.park()
+
+    async def content(self) -> None:
+        """Wait for the next ``wake_all``, or for one content to stage."""
+        await self._idle_stagers.park()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait as a caller until ``holds`` is true; a pause after a failure ends now."""
+        self.waiters += 1
+        try:
+            self.end_pause()
+            while not holds():
+                await self.change()
+        finally:
+            self.waiters -= 1
+
+    def end_pause(self) -> None:
+        """End the pause that is under way."""
+        if not self._hurry.is_set():
+            self._hurry.set()
+            self._changed.unpark_all()
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether the pause that was begun last has to end."""
+        return self._hurry.is_set()
+
+    def begin_pause(self, pause_s: float) -> float:
+        """Begin a pause; its length in seconds, which is shorter while a caller waits."""
+        self._hurry = trio.Event()
+        return min(pause_s, _WAITED_S) if self.waiters else pause_s
+
+    async def pause(self, pause_s: float) -> None:
+        """Begin a pause and wait for its end."""
+        with trio.move_on_after(self.begin_pause(pause_s)):
+            await self._hurry.wait()
