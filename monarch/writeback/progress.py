@@ -44,7 +44,9 @@ class Progress:
         """A change was made, and is not in the queue any more."""
         first = self._queue.first_seq
         self._done_beyond.add(seq)
-        self._done_upto = max(self._done_upto, first - 1 if first else seq)
+        # Later changes may have been made while this one was held.
+        upto = first - 1 if first else max(self._done_beyond)
+        self._done_upto = max(self._done_upto, upto)
         if not self._queue.held.entries:
             self._done_beyond = {done for done in self._done_beyond if done > self._done_upto}
 
