@@ -1,0 +1,239 @@
+"""The queue of the drain with what is held, and callers that wait for it, in virtual time."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable, Collection
+
+import pytest
+import trio
+import trio.testing
+
+from monarch.posix.credentials import Credentials
+from monarch.writeback.content_order import ContentOrder
+from monarch.writeback.drain_queue import DrainQueue
+from monarch.writeback.entry import Entry
+from monarch.writeback.held import HeldChanges
+from monarch.writeback.journal import Replay
+from monarch.writeback.op import Kind, Op
+from monarch.writeback.progress import Progress
+from monarch.writeback.source_state import SourceState
+from monarch.writeback.trouble import Trouble
+from monarch.writeback.wakeups import Wakeups
+from tests.writeback.files_in_use import FilesInUse
+
+Clock = trio.testing.MockClock
+
+
+class Line:
+    """A queue whose changes are made or refused by hand."""
+
+    def __init__(self) -> None:
+        self.aside: list[set[int]] = []
+        self.wakeups = Wakeups()
+        self.trouble = Trouble(self.wakeups)
+        self.held = HeldChanges(self.wakeups, self._mark_aside)
+        self.queue = DrainQueue(self.held)
+        self.order = ContentOrder(SourceState(), FilesInUse())
+        self.progress = Progress(self.queue, self.order, self.trouble, self.wakeups)
+
+    def _mark_aside(self, seqs: Collection[int]) -> None:
+        self.aside.append(set(seqs))
+
+    def put(self, path: bytes, *, by: int = 0, kind: Kind = "mkdir", object: int = 0) -> Entry:
+        seq = self.queue.last_seq + 1
+        op = Op(kind=kind, path=path, paths=(path,), object=object, by=Credentials(by, by))
+        entry = Entry(seq, op, 0, 0, was_tried=False)
+        self.queue.append(entry)
+        self.order.expect(seq, op)
+        return entry
+
+    def make(self) -> None:
+        """The source takes the change at the front."""
+        entry = self.queue.front
+        self.queue.remove_front()
+        self.order.settle(entry)
+        self.held.forget(entry.seq)
+        self.progress.note_done(entry.seq)
+        self.wakeups.wake_all()
+
+    def refuse(self, number: int = errno.EACCES) -> None:
+        """The source refuses the change at the front."""
+        self.queue.hold_front(OSError(number, ""))
+        self.wakeups.wake_all()
+
+    def front(self) -> int:
+        """The number of the change whose turn it is, 0 if there is none."""
+        self.queue.sift()
+        return self.queue.front.seq if self.queue else 0
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+async def test_what_depends_on_a_refused_change_waits_and_other_users_go_first(line: Line) -> None:
+    line.put(b"d", by=1)
+    line.put(b"e", by=2)
+    line.put(b"d/x", by=2)
+    line.put(b"f", by=1)
+    line.put(b"g", by=3)
+    assert line.front() == 1
+    line.refuse()
+    assert line.front() == 2
+    line.make()
+    assert line.front() == 5
+    line.make()
+    assert line.front() == 0
+    assert [entry.seq for entry in line.queue.entries()] == [1, 3, 4]
+    assert [refusal.seq for refusal in line.queue.refusals()] == [1]
+    assert line.progress.is_done(2)
+    assert line.progress.is_done(5)
+    assert not line.progress.is_done(3)
+    assert not line.progress.has_all(2)
+
+
+async def test_what_is_held_is_tried_again_in_its_order_after_pauses_that_double(
+    line: Line, clock: Clock
+) -> None:
+    line.put(b"d", by=1)
+    line.put(b"e", by=1)
+    times = []
+    for _ in range(4):
+        assert line.front() == 1
+        times.append(trio.current_time())
+        line.refuse()
+        assert line.front() == 0
+        await trio.sleep(line.held.retry_in_s())
+    assert times == pytest.approx([0, 1, 3, 7])
+    assert line.front() == 1
+    line.make()
+    assert line.front() == 2
+    line.make()
+    assert line.progress.has_all(2)
+
+
+async def test_a_change_that_is_refused_for_ten_minutes_does_not_hold_up_its_user(
+    line: Line, clock: Clock
+) -> None:
+    line.put(b"d", by=1)
+    line.put(b"e", by=1)
+    line.put(b"d/x", by=1)
+    while not line.queue.entries().__next__().is_aside:
+        assert line.front() == 1
+        line.refuse()
+        await trio.sleep(line.held.retry_in_s())
+    assert 600 <= trio.current_time() < 700
+    assert line.aside == [{1}]
+    assert line.front() == 1
+    line.refuse()
+    # The change beneath it waits with it; the other one does not.
+    assert line.front() == 2
+    line.make()
+    assert line.front() == 0
+    assert [entry.is_aside for entry in line.queue.entries()] == [True, True]
+
+
+async def test_a_source_without_links_is_asked_for_one_only_once(line: Line) -> None:
+    line.put(b"l", kind="symlink")
+    line.refuse(errno.EOPNOTSUPP)
+    assert line.aside == [{1}]
+
+
+async def test_what_is_given_up_waits_for_nothing(line: Line) -> None:
+    line.put(b"d", by=1)
+    line.put(b"d/x", by=1).is_moot = True
+    line.refuse()
+    assert line.front() == 2
+
+
+async def test_an_earlier_mount_has_made_a_change_behind_one_that_was_refused(line: Line) -> None:
+    ops = tuple((seq, Op(kind="mkdir", path=b"%d" % seq)) for seq in range(1, 5))
+    line.progress.load(Replay(ops, {1: None, 3: None}, 1, 1, (), {}))
+    assert [line.progress.is_done(seq) for seq in range(1, 5)] == [True, False, True, False]
+    assert line.progress.has_all(1)
+    assert not line.progress.has_all(2)
+
+
+async def waited(call: Callable[[], Awaitable[None]], done: list[str]) -> None:
+    await call()
+    done.append("")
+
+
+async def test_callers_wait_for_what_concerns_them(line: Line, clock: Clock) -> None:
+    line.put(b"d", by=1)
+    line.put(b"e", by=2)
+    line.put(b"f", by=2)
+    line.refuse()
+    line.front()
+    all_, rest, own, other = list[str](), list[str](), list[str](), list[str]()
+    progress = line.progress
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(waited, progress.settle, all_)
+        nursery.start_soon(waited, progress.come_to_rest, rest)
+        nursery.start_soon(waited, lambda: progress.wait_for(b"f", object=0, user=2), own)
+        nursery.start_soon(waited, lambda: progress.wait_for(b"f", object=0, user=1), other)
+        await trio.testing.wait_all_tasks_blocked()
+        line.make()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (all_, rest, own, other) == ([], [], [], [])
+        line.make()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (all_, rest, own, other) == ([], [""], [""], [])
+        # The callers have ended the pause.
+        assert line.wakeups.waiters == 2
+        assert line.front() == 1
+        line.make()
+    assert (all_, other) == ([""], [""])
+    assert line.wakeups.waiters == 0
+
+
+async def test_a_caller_that_does_not_wait_longer_gets_the_answer_of_the_source(
+    line: Line, clock: Clock
+) -> None:
+    line.put(b"d")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fails_with, line, errno.EACCES)
+        await trio.testing.wait_all_tasks_blocked()
+        line.refuse(errno.EACCES)
+
+
+async def fails_with(line: Line, number: int) -> None:
+    with pytest.raises(OSError, match=os.strerror(number)):
+        await line.progress.wait_or_fail(1)
+
+
+async def test_a_pause_after_a_failure_is_short_while_a_caller_waits(
+    line: Line, clock: Clock
+) -> None:
+    async def paused_s() -> float:
+        begun = trio.current_time()
+        error = OSError(errno.EIO, "")
+        await line.trouble.rest(error, "broken", what="mkdir 'd'", waiting=1)
+        return trio.current_time() - begun
+
+    assert [await paused_s() for _ in range(5)] == pytest.approx([1, 2, 4, 8, 16])
+    assert (line.trouble.reason, line.trouble.stops) == ("mkdir 'd': broken", 5)
+    line.put(b"d")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fails_with, line, errno.EIO)
+        nursery.start_soon(line.progress.settle)
+        await trio.testing.wait_all_tasks_blocked()
+        assert await paused_s() == pytest.approx(5)
+        line.make()
+    line.trouble.end()
+    assert line.trouble.reason is None
+    assert await paused_s() == pytest.approx(1)
+
+
+async def test_a_pause_ends_when_a_caller_comes(line: Line, clock: Clock) -> None:
+    line.put(b"d")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(line.wakeups.pause, 60.0)
+        await trio.sleep(1)
+        nursery.start_soon(line.progress.settle)
+        await trio.testing.wait_all_tasks_blocked()
+        line.make()
+    assert trio.current_time() == pytest.approx(1)

@@ -1,0 +1,154 @@
+"""What the drain knows of the source, without a source: what each change leaves known."""
+
+from __future__ import annotations
+
+import pytest
+
+from monarch.types import Identity
+from monarch.writeback.journal import Known, Replay
+from monarch.writeback.op import Op
+from monarch.writeback.source_state import SourceState
+
+OLD, NEW, OTHER = Identity(3, 30, 0, 7), Identity(5, 50, 0, 8), Identity(4, 40, 0, 9)
+
+
+def content(number: int, *, size: int = 5, intact: int = 0) -> Op:
+    return Op(
+        kind="content", path=b"a", paths=(b"a",), object=number, size=size, intact=intact,
+        mtime_ns=50, strict=True,
+    )  # fmt: skip
+
+
+def replay(
+    *ops: tuple[int, Op], done: dict[int, Identity | None] | None = None, known: Known | None = None
+) -> Replay:
+    return Replay(ops, done or {}, 9, 99, (), {}, known=known)
+
+
+@pytest.fixture
+def state() -> SourceState:
+    return SourceState()
+
+
+def test_a_taken_file_is_known_with_the_identity_that_the_mount_had_read(
+    state: SourceState,
+) -> None:
+    take = Op(kind="take", path=b"a", object=1, ino=70, was=OLD)
+    state.foresee(take)
+    assert state.expected(1, content(1)).was_there
+    state.note(take, None)
+    assert (state.is_present(1), state.identity(1), state.has_older(1)) == (True, OLD, True)
+
+
+def test_a_taken_file_is_known_as_a_change_of_its_attributes_has_left_it(
+    state: SourceState,
+) -> None:
+    state.note(Op(kind="attr", path=b"a", ino=70, was=OLD, mode=0o600), NEW)
+    state.note(Op(kind="take", path=b"a", object=1, ino=70, was=OLD), None)
+    assert state.identity(1) == NEW
+
+
+def test_a_content_that_is_left_out_leaves_the_older_version_known(state: SourceState) -> None:
+    state.note(content(1), OLD)
+    state.note_version(1, OLD)
+    state.note(content(1), None)
+    assert (state.is_present(1), state.identity(1), state.version(1)) == (False, OLD, None)
+
+
+def test_a_staged_file_is_ours_until_its_content_is_known_to_be_published(
+    state: SourceState,
+) -> None:
+    state.note_staged(1, NEW)
+    assert state.expected(3, content(1)).ours == {NEW}
+    assert state.may_be_published(1)
+    state.note(content(1), NEW)
+    assert state.expected(4, content(1)).ours == frozenset()
+
+
+def test_what_a_rename_replaces_is_known_until_the_content_of_the_new_file_comes(
+    state: SourceState,
+) -> None:
+    state.note(content(2), OTHER)
+    rename = Op(kind="rename", path=b"b", to=b"a", object=1, over_object=2, over=OLD)
+    state.note(rename, None)
+    assert set(state.expected(5, content(1)).over) == {OTHER, OLD}
+    assert not state.has_older(1)
+    # Its mode was changed by its other name.
+    changed = Identity(4, 40, 1, 9)
+    state.note(Op(kind="attr", path=b"c", object=2, mode=0o600), changed)
+    assert set(state.expected(6, content(1)).over) == {changed, OLD}
+    state.note(content(1), NEW)
+    assert state.expected(7, content(1)).over == ()
+
+
+def test_bytes_of_others_stay_unknown_when_only_the_name_of_a_file_was_changed(
+    state: SourceState,
+) -> None:
+    state.note(content(1), OLD)
+    state.note(Op(kind="rename", path=b"a", to=b"b", object=1), Identity(9, 90, 5, OLD.source_ino))
+    assert state.identity(1) == Identity(OLD.size, OLD.mtime_ns, 5, OLD.source_ino)
+
+
+def test_a_file_grows_from_what_the_source_has_unless_bytes_before_that_were_changed(
+    state: SourceState,
+) -> None:
+    assert state.grows_from(content(1)) is None
+    state.note(content(1), OLD)
+    state.rebase(content(1), OLD)
+    assert state.grows_from(content(1, size=8, intact=5)) == 3
+    assert state.grows_from(content(1, size=8, intact=2)) is None
+    # A content that was left out has changed the second byte.
+    state.rebase(content(1, size=6, intact=1), None)
+    assert state.grows_from(content(1, size=8, intact=6)) is None
+    state.rebase(content(1), NEW)
+    assert state.grows_from(content(1, size=8, intact=6)) == 5
+    state.stop_growth(1)
+    assert state.grows_from(content(1, size=8, intact=6)) is None
+
+
+def test_a_source_needs_no_removal_of_what_it_never_got(state: SourceState) -> None:
+    def is_needless(op: Op) -> bool:
+        return state.is_needless(op, lambda ino: ino == 71)
+
+    state.foresee(Op(kind="create", path=b"a", object=1))
+    unlink = Op(kind="unlink", path=b"a", object=1)
+    assert is_needless(unlink)
+    state.note_staged(1, NEW)
+    assert not is_needless(unlink)
+    rmdir = Op(kind="rmdir", path=b"d", ino=71, strict=True)
+    assert is_needless(rmdir)
+    state.note(Op(kind="mkdir", path=b"d", ino=71), OTHER)
+    assert not is_needless(rmdir)
+    assert is_needless(Op(kind="attr", path=b"d", ino=71))
+    assert not is_needless(Op(kind="attr", path=b"d", ino=72))
+
+
+def test_the_name_of_a_directory_that_belongs_to_others_is_given_up(state: SourceState) -> None:
+    state.note(Op(kind="mkdir", path=b"d", ino=71, strict=True), None)
+    assert state.is_given_up(Op(kind="attr", path=b"d", ino=71))
+    state.discard([5])
+    assert state.is_given_up(content(5))
+    assert not state.is_given_up(content(6))
+
+
+def test_what_is_known_comes_through_a_journal_that_was_compacted(state: SourceState) -> None:
+    state.foresee(Op(kind="create", path=b"b", object=2))
+    state.note(content(1), OLD)
+    state.note_staged(2, NEW)
+    state.note(Op(kind="mkdir", path=b"d", ino=71), OTHER)
+    ops = [(8, content(1)), (9, content(2)), (10, Op(kind="attr", path=b"d", ino=71))]
+    again = SourceState()
+    again.load(replay(*ops, known=state.known_of(ops, lambda seq: False)))
+    for seq, op in ops:
+        assert again.expected(seq, op).known == state.expected(seq, op).known
+    assert again.expected(9, content(2)).ours >= {NEW}
+    assert again.expected(9, content(2)).is_made
+    # Contents that say which bytes were changed may be missing.
+    assert again.grows_from(content(1, size=8, intact=5)) is None
+
+
+def test_a_time_that_may_have_been_set_without_a_mark_is_expected() -> None:
+    state = SourceState()
+    done, waiting = content(1), Op(kind="attr", path=b"a", object=1, mtime_ns=77)
+    state.load(replay((1, done), (2, waiting), done={1: OLD}))
+    assert state.expected(2, waiting).as_set == (Identity(OLD.size, 77, 0, OLD.source_ino),)
