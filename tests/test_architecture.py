@@ -50,7 +50,7 @@ CONFINED = {
     "lmdb": ("namespace",),
     "sqlite3": ("namespace",),
     "yaml": ("config.document",),
-    "numpy": ("posix.buckets", "namespace", "placement", "tiers", "daemon.mount", "frameworks"),
+    "numpy": ("posix.buckets", "namespace", "placement", "tiers", "frameworks"),
     "torch": ("frameworks",),
     "click": ("cli",),
     "rich": ("cli",),

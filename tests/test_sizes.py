@@ -32,8 +32,6 @@ FLAT = {
 }
 
 TO_BE_SPLIT = {
-    "monarch/daemon/mount.py lines": 611,
-    "monarch/daemon/mount.py::Mount.__init__ lines": 286,
     "monarch/namespace/overlay.py lines": 1305,
     "monarch/namespace/overlay.py::Overlay methods": 70,
     "monarch/writeback/object_table.py::ObjectTable methods": 36,

@@ -1,4 +1,4 @@
-"""The daemon: builds every object once, and defines the order of their start and end.
+"""The daemon: connects the subsystems of a mount, and defines the order of their start and end.
 
 lock the state -> open or build the snapshot -> open tiers, load residency
     nursery "service": transfer engine, freshness watch, sweep, control socket, signals
@@ -21,70 +21,43 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import trio
 
 from monarch.config.defaults import state_root
-from monarch.config.settings import MountSettings
 from monarch.control import ending
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.control.server import Server
 from monarch.control.state_directory import write_note
-from monarch.daemon.freshness import ChangedInodes, FreshnessWatch, SecondLook
-from monarch.daemon.fsck import OnlineFsck
-from monarch.daemon.health_checks import (
-    CopyCheck,
-    HealthChecks,
-    MountCheck,
-    SnapshotCheck,
-    SourceCheck,
-)
 from monarch.daemon.loss_alarm import LossAlarm
-from monarch.daemon.process_checks import ProcessCheck
-from monarch.daemon.remarks import TierRoom, remarks
-from monarch.daemon.scrub import Scrub
-from monarch.daemon.status import Status
-from monarch.daemon.subsystems import Tiers, Upkeep
+from monarch.daemon.remarks import remarks
+from monarch.daemon.status import Status, build_status
+from monarch.daemon.subsystems import (
+    Door,
+    Parts,
+    Tiers,
+    Transfer,
+    Upkeep,
+    build_transfer,
+    build_upkeep,
+    open_door,
+    open_tiers,
+)
 from monarch.daemon.supervisor import Supervisor
+from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
-from monarch.daemon.write_status import WriteStatus
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.errors import TierError
 from monarch.fuse.abilities import Abilities
-from monarch.fuse.datapath import Datapath, DatapathOptions
-from monarch.fuse.datapath_mode import choose
-from monarch.fuse.kernel_caches import MountCaches
+from monarch.fuse.datapath_mode import Choice, choose
 from monarch.fuse.operations import Operations
-from monarch.fuse.serving import Serving
 from monarch.fuse.session import Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
-from monarch.namespace.snapshot import Snapshot
-from monarch.placement.controller import Controller
-from monarch.placement.epochs import Epochs
-from monarch.placement.ledger import Ledger
-from monarch.placement.policies.first_come import FirstCome
-from monarch.placement.policies.lru import Lru
-from monarch.placement.policies.no_evict import NoEvict
-from monarch.placement.policy import Policy
-from monarch.placement.residency import Residency
 from monarch.posix import failpoints, signals
-from monarch.posix.thread_pool import ThreadPool, batches
-from monarch.telemetry.log import Logbook
 from monarch.telemetry.metrics import Metrics
-from monarch.tiers.doubts import Doubts, SourceClock
-from monarch.tiers.hierarchy import Hierarchy
-from monarch.tiers.source import Source
-from monarch.tiers.tier import Tier
-from monarch.transfer.datapath_view import NoDatapath
-from monarch.transfer.engine import Engine
-from monarch.transfer.source_calls import SourceCalls
-from monarch.transfer.source_load import SourceLoad
-from monarch.transfer.source_reader import SourceReader
-from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import WRITTEN_INO, Ino
-from monarch.vfs.setup import build_file_system, build_read_side
+from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.setup import ReadSide, build_file_system, build_read_side
 from monarch.writeback.setup import WriteBack
-from monarch.writeback.store import make_room, open_write_store
+from monarch.writeback.store import WriteStore, open_write_store
 
 if TYPE_CHECKING:
     from monarch.telemetry.metrics_page import MetricsPage
@@ -94,312 +67,180 @@ log = logging.getLogger(__name__)
 
 # Shortest interval between two updates of the counters from the events of the datapath.
 _NOTE_STEP_S = 0.1
-# Files handled before the event loop runs other tasks.
-_STRIDE = 64
 # Time limit at the end for copies whose bytes were already fetched.
 _LAST_COPIES_S = 10.0
 # Time limit at the end for requests that are being answered.
 _LAST_ANSWERS_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a mount that exist before and after it. ``just_built``: the snapshot was made
-    for this mount; ``put_off``: why it is not the requested one."""
+def open_mount(parts: Parts) -> Mount:
+    """Opens the tiers and builds all objects of a mount. Raises MonarchError."""
+    settings = parts.settings
+    tiers = open_tiers(parts)
+    store = open_write_store(settings, tiers.hierarchy.tiers)
+    names = Namespace(
+        parts.snapshot,
+        tiers.residency.mark_differing,
+        first_ino=Ino(max(WRITTEN_INO, store.found.next_ino if store is not None else 0)),
+        spill=parts.state / "names",
+    )
+    choice = choose(
+        settings,
+        parts.snapshot.info(),
+        Abilities.here(),
+        capacity=sum(room.capacity for room in tiers.rooms),
+        holds_written=store is not None and bool(store.found.ops),
+    )
+    log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
+    told = _remarks(parts, tiers, choice, store)
+    metrics = Metrics([tier.name for tier in tiers.hierarchy.tiers])
+    door = open_door(parts, tiers, names, choice, has_written=store is not None)
+    transfer = build_transfer(parts, tiers, names, metrics, door.datapath)
+    read = build_read_side(
+        names=names,
+        source_calls=transfer.source_calls,
+        source_load=transfer.source_load,
+        tiers=tiers.hierarchy.tiers,
+        records=tiers.hierarchy.records,
+        residency=tiers.residency,
+        controller=tiers.controller,
+        engine=transfer.engine,
+        tier_calls=transfer.monitor,
+        caches=door.caches,
+        fast=door.datapath,
+        sends_opens=door.sends_opens,
+        reads_copies=choice.datapath == "passthrough",
+        settings=settings,
+        doubts=transfer.doubts,
+        metrics=metrics,
+    )
+    loss_alarm, write_back = LossAlarm(parts.state), None
+    if store is not None:
+        loss_alarm.report(op.path for op in store.found.lost)
+        write_back = _write_back(parts, store, tiers, names, door, transfer, read)
+    filesystem = build_file_system(read, tiers.epochs, write_back)
+    upkeep = build_upkeep(
+        parts, tiers, names, metrics, transfer, read, write_back, sends_opens=door.sends_opens
+    )
+    status = build_status(
+        parts,
+        tiers,
+        metrics,
+        transfer,
+        filesystem,
+        write_back,
+        upkeep,
+        loss_alarm=loss_alarm,
+        serving=door.serving,
+    )
+    operations = Operations(filesystem, metrics.error, door.datapath, status.summary, door.serving)
+    session = Session(
+        operations,
+        settings.mountpoint,
+        os.fsencode(settings.source),
+        allow_other=settings.allow_other,
+        writable=bool(settings.absorbs),
+        datapath=door.datapath,
+        caches=door.caches,
+    )
+    verbs = WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm)
+    control = Control(status, verbs, session, told)
+    return Mount(
+        parts, tiers, metrics, door, transfer, read, filesystem, write_back, upkeep, control
+    )
 
-    settings: MountSettings
-    state: Path
-    source: Source
-    source_threads: ThreadPool
-    snapshot: Snapshot
-    just_built: bool
-    put_off: str
-    logbook: Logbook
+
+def _write_back(
+    parts: Parts,
+    store: WriteStore,
+    tiers: Tiers,
+    names: Namespace,
+    door: Door,
+    transfer: Transfer,
+    read: ReadSide,
+) -> WriteBack:
+    return WriteBack(
+        store,
+        settings=parts.settings,
+        snapshot_id=parts.snapshot.id,
+        names=names,
+        source_calls=transfer.source_calls,
+        source_load=transfer.source_load,
+        ledger=tiers.ledger,
+        residency=tiers.residency,
+        fast=door.datapath,
+        taken=read.promotions.copied_up,
+        look_again=read.revalidation.look_again,
+        evict=read.promotions.evict,
+        evicted=read.promotions.removed,
+        kernel=door.caches,
+        is_open=read.bindings.is_open,
+    )
+
+
+def _remarks(parts: Parts, tiers: Tiers, choice: Choice, store: WriteStore | None) -> list[str]:
+    """The remarks for the user; they are also logged."""
+    told = remarks(
+        parts.settings,
+        choice.mode,
+        nbytes=parts.snapshot.bytes_total,
+        tiers=tiers.rooms,
+        absorbs_in_memory=store is not None and store.tier.in_memory,
+        served={record.state for record in Registry(state_root()).all() if alive(record)},
+        state=parts.state,
+    )
+    for remark in told:
+        log.info("%s", remark)
+    return [*told, parts.put_off] if parts.put_off else told
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What the user and the kernel see of a mount. ``remarks`` are shown when it is ready."""
+
+    status: Status
+    written_verbs: WrittenVerbs
+    session: Session
+    remarks: list[str]
 
 
 class Mount:
-    """All objects of one mount, connected."""
+    """All objects of one mount, connected; ``open_mount`` makes it."""
 
-    def __init__(self, parts: Parts) -> None:
-        settings, state, snapshot = parts.settings, parts.state, parts.snapshot
-        source, source_threads = parts.source, parts.source_threads
-        self._source_threads = source_threads
-        self._settings = settings
-        self._state = state
-        self._started_ns = time.time_ns()
-        make_room(settings)
-        self._hierarchy = Hierarchy(
-            settings.tiers,
-            state,
-            generation=snapshot.id,
-            inodes=snapshot.records,
-            columns=snapshot.columns,
-            mountpoint=os.fspath(settings.mountpoint),
-            source=os.fspath(settings.source),
-        )
-        tiers = self._hierarchy.tiers
-        held = [self._hierarchy.held(tier) for tier in tiers]
-        spaces = [tier.space() for tier in tiers]
-        capacities = [
-            tier.capacity_within(space.available, held=copies.bytes)
-            for tier, space, copies in zip(settings.tiers, spaces, held, strict=True)
-        ]
-        self._residency = Residency(snapshot.entries)
-        place = open_write_store(settings, tiers, state)
-        first_ino = place.found.next_ino if place is not None else 0
-        names = Namespace(
-            snapshot,
-            self._residency.mark_differing,
-            first_ino=Ino(max(WRITTEN_INO, first_ino)),
-            spill=state / "names",
-        )
-        ledger = Ledger(capacities)
-        self._controller = Controller(
-            self._residency, ledger, _policy(settings, snapshot, capacities)
-        )
-        for tier, copies, capacity in zip(tiers, held, capacities, strict=True):
-            # A tier with a smaller capacity than before keeps the copies that fit.
-            fits = np.cumsum(copies.sizes) <= capacity
-            for ino in copies.inos[~fits].tolist():
-                self._hierarchy.records.clear(Ino(ino))
-                tier.remove(Ino(ino))
-            self._controller.load(copies.inos[fits], copies.sizes[fits], tier=tier.number)
-        if settings.verify != "never":
-            for inos in self._hierarchy.records.unverified():
-                self._residency.mark_unverified(inos)
-        metrics = Metrics([tier.name for tier in tiers])
-        epochs = Epochs(snapshot.entries)
-        choice = self._choice = choose(
-            settings,
-            snapshot.info(),
-            Abilities.here(),
-            capacity=sum(capacities),
-            holds_written=place is not None and bool(place.found.ops),
-        )
-        log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
-        self._remarks = remarks(
-            settings,
-            choice.mode,
-            nbytes=snapshot.bytes_total,
-            tiers=[
-                TierRoom(tier, capacity, space, copies.bytes, self._hierarchy.forgotten(tier))
-                for tier, capacity, space, copies in zip(
-                    tiers, capacities, spaces, held, strict=True
-                )
-            ],
-            absorbs_in_memory=place is not None and place.tier.in_memory,
-            served={record.state for record in Registry(state_root()).all() if alive(record)},
-            state=state,
-        )
-        for remark in self._remarks:
-            log.info("%s", remark)
-        if parts.put_off:
-            self._remarks.append(parts.put_off)
-        self._datapath = (
-            None
-            if choice.datapath == "python"
-            else Datapath(
-                snapshot=snapshot,
-                source=source,
-                limits=settings.limits,
-                residency=self._residency,
-                tiers=tiers,
-                options=DatapathOptions(
-                    passthrough=choice.datapath == "passthrough",
-                    no_open=choice.open == "none",
-                    decide_opens=settings.verify == "open",
-                    cache_listings=choice.cache_listings,
-                    ask_names=bool(settings.absorbs),
-                    ask_xattrs=place is not None,
-                    as_caller=settings.source_identity == "caller",
-                ),
-            )
-        )
-        caches = MountCaches(settings.mountpoint, names.path, self._datapath)
-        view = self._datapath or NoDatapath()
-        source_load = SourceLoad(view)
-        doubts = Doubts(SourceClock(snapshot.newest_ns(), time.monotonic_ns()))
-        self._monitor = TierMonitor(
-            tiers=tiers,
-            keep_free=[
-                tier.keep_free_within(space.total)
-                for tier, space in zip(settings.tiers, spaces, strict=True)
-            ],
-            ledger=ledger,
-            metrics=metrics,
-            limits=settings.limits,
-            datapath=view,
-        )
-        self._changed = ChangedInodes()
-        self._engine = Engine(
-            monitor=self._monitor,
-            records=self._hierarchy.records,
-            names=names,
-            controller=self._controller,
-            metrics=metrics,
-            limits=settings.limits,
-            reader=SourceReader(
-                source=source,
-                names=names,
-                threads=source_threads,
-                source_load=source_load,
-                metrics=metrics,
-                limits=settings.limits,
-                doubts=doubts,
-            ),
-            doubts=doubts,
-            changed=self._changed.add,
-        )
-        source_calls = self._source_calls = SourceCalls(
-            source,
-            source_threads,
-            names=names,
-            metrics=metrics,
-            timeout_s=settings.limits.source_timeout,
-            datapath=view,
-            as_caller=settings.source_identity == "caller",
-        )
-        read = self._read = build_read_side(
-            names=names,
-            source_calls=source_calls,
-            source_load=source_load,
-            tiers=tiers,
-            records=self._hierarchy.records,
-            residency=self._residency,
-            controller=self._controller,
-            engine=self._engine,
-            tier_calls=self._monitor,
-            caches=caches,
-            fast=self._datapath,
-            sends_opens=choice.open == "open",
-            reads_copies=choice.datapath == "passthrough",
-            settings=settings,
-            doubts=doubts,
-            metrics=metrics,
-        )
-        self._writing = (
-            None
-            if place is None
-            else WriteBack(
-                place,
-                settings=settings,
-                snapshot_id=snapshot.id,
-                names=names,
-                source_calls=source_calls,
-                source_load=source_load,
-                ledger=ledger,
-                residency=self._residency,
-                fast=self._datapath,
-                taken=read.promotions.copied_up,
-                look_again=read.revalidation.look_again,
-                evict=read.promotions.evict,
-                evicted=read.promotions.removed,
-                kernel=caches,
-                is_open=read.bindings.is_open,
-            )
-        )
-        self.filesystem = build_file_system(read, epochs, self._writing)
-        self._scrub = Scrub(
-            tiers=tiers,
-            is_read=self._monitor.is_read,
-            records=self._hierarchy.records,
-            residency=self._residency,
-            copies=read.copies,
-            # Its own: a disk that does not answer must not delay other work.
-            threads=ThreadPool(1, "scrub", abandon=True),
-            bandwidth=settings.limits.scrub_bandwidth,
-        )
-        self._online_fsck = OnlineFsck(
-            state=state,
-            mountpoint=settings.mountpoint,
-            hierarchy=self._hierarchy,
-            names=names,
-            residency=self._residency,
-            ledger=ledger,
-            engine=self._engine,
-            copies=read.copies,
-            writing=self._writing,
-            # More than one: a call at a hanging disk occupies its thread after its client has gone.
-            threads=ThreadPool(4, "fsck", abandon=True),
-        )
-        self._watch = FreshnessWatch(
-            names=names,
-            source=source,
-            residency=self._residency,
-            revalidation=read.revalidation,
-            tiers=[tier.number for tier in tiers],
-            source_threads=source_threads,
-            settings=settings.snapshot,
-            just_built=parts.just_built,
-        )
-        self._second_look = SecondLook(
-            doubts=doubts,
-            names=names,
-            source=source,
-            records=self._hierarchy.records,
-            residency=self._residency,
-            revalidation=read.revalidation,
-            metrics=metrics,
-            source_threads=source_threads,
-            inline_max=settings.limits.inline_max,
-            sends_opens=choice.open == "open",
-        )
-        loss_alarm = LossAlarm(state)
-        if place is not None:
-            loss_alarm.report(op.path for op in place.found.lost)
-        self._written_verbs = WrittenVerbs(
-            names=names, write_back=self._writing, loss_alarm=loss_alarm
-        )
-        writing = WriteStatus(settings, self._writing, loss_alarm)
-        serving = Serving(choice, self._datapath)
-        mountpoint = settings.mountpoint
-        self._status = Status(
-            settings=settings,
-            serving=serving,
-            tiers=Tiers(self._hierarchy, self._residency, ledger, self._controller, epochs),
-            monitor=self._monitor,
-            engine=self._engine,
-            filesystem=self.filesystem,
-            metrics=metrics,
-            upkeep=Upkeep(self._watch, self._second_look, self._scrub, self._online_fsck),
-            writing=writing,
-            health_checks=HealthChecks(
-                [
-                    MountCheck(mountpoint),
-                    SourceCheck(
-                        settings,
-                        source_calls,
-                        self._monitor,
-                        metrics,
-                        requests=serving.requests,
-                        log=parts.logbook.path,
-                    ),
-                    CopyCheck(self._monitor, self._residency, metrics, mountpoint),
-                    writing,
-                    ProcessCheck(parts.logbook),
-                    SnapshotCheck(
-                        self._watch,
-                        metrics,
-                        mountpoint,
-                        put_off=parts.put_off,
-                        drain=self._writing.drain if self._writing is not None else None,
-                    ),
-                ]
-            ),
-        )
-        operations = Operations(
-            self.filesystem, metrics.error, self._datapath, self._status.summary, serving
-        )
-        self._session = Session(
-            operations,
-            settings.mountpoint,
-            os.fsencode(settings.source),
-            allow_other=settings.allow_other,
-            writable=bool(settings.absorbs),
-            datapath=self._datapath,
-            caches=caches,
-        )
+    def __init__(
+        self,
+        parts: Parts,
+        tiers: Tiers,
+        metrics: Metrics,
+        door: Door,
+        transfer: Transfer,
+        read: ReadSide,
+        filesystem: FileSystem,
+        write_back: WriteBack | None,
+        upkeep: Upkeep,
+        control: Control,
+    ) -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._tiers = tiers
         self._metrics = metrics
+        self._datapath = door.datapath
+        self._transfer = transfer
+        self._read = read
+        self._filesystem = filesystem
+        self._write_back = write_back
+        self._upkeep = upkeep
+        self._control = control
+        self._status = control.status
+        self._session = control.session
+        self._sweep = Sweep(
+            tiers.hierarchy,
+            tiers.residency,
+            transfer.monitor,
+            evict=read.promotions.evict,
+            doubts=parts.settings.verify != "never",
+        )
+        self._started_ns = time.time_ns()
         self._page: MetricsPage | None = None
         self._supervisor = Supervisor(metrics.error)
         self._timed_out = 0
@@ -408,29 +249,31 @@ class Mount:
         self._end = ExitStack()
 
     async def serve(self, ready: Callable[[list[str]], None]) -> None:
-        write_note(self._state, self._settings, self.filesystem.names.snapshot.file)
+        """Serves the mount until its end. ``ready`` is called with the remarks when it answers."""
+        parts = self._parts
+        write_note(parts.state, self._settings, parts.snapshot.file)
         registry = Registry(state_root())
-        mountpoint = os.fspath(self._settings.mountpoint)
-        socket = self._state / "control.sock"
-        self._source_threads.prepare()
-        self._monitor.prepare()
+        socket = parts.state / "control.sock"
+        parts.source_threads.prepare()
+        self._transfer.monitor.prepare()
         async with trio.open_nursery() as service:
             verbs = Verbs(
-                names=self.filesystem.names,
+                names=self._filesystem.names,
                 promotions=self._read.promotions,
-                residency=self._residency,
+                residency=self._tiers.residency,
                 status=self._status,
-                online_fsck=self._online_fsck,
+                online_fsck=self._upkeep.online_fsck,
                 background=lambda task: service.start_soon(self._supervisor.attempt, "warm", task),
                 stop=self._stop,
                 abandon=self._abandon,
             )
-            table = {**verbs.table(), **self._written_verbs.table()}
+            table = {**verbs.table(), **self._control.written_verbs.table()}
             await service.start(Server(socket, table).serve)
             self._session.mount()
             failpoints.failpoint("mount-made")
             try:
-                registry.add(self._record(socket))
+                record = self._record(socket)
+                registry.add(record)
                 try:
                     service.start_soon(self._announce, ready)
                     for name, task in self._tasks().items():
@@ -443,42 +286,44 @@ class Mount:
                         await self._session.serve()
                     log.info("the mount has ended")
                 finally:
-                    registry.remove(mountpoint)
+                    registry.remove(record.mountpoint)
             finally:
-                self._status.state = "stopping"
-                with ending.step("requests"):
-                    self._session.close()
-                with (
-                    ending.step("copies"),
-                    trio.move_on_after(_LAST_COPIES_S, shield=True),
-                ):
-                    await self._engine.finish()
-                if self._writing is not None:
-                    with ending.step("written"):
-                        self._writing.files.close()
-                        await self._writing.finish()
+                await self._finish()
                 self._end.enter_context(ending.step("tasks"))
                 service.cancel_scope.cancel()
 
+    async def _finish(self) -> None:
+        """Ends the session, then the copies, then the drain, each within its time limit."""
+        self._status.state = "stopping"
+        with ending.step("requests"):
+            self._session.close()
+        with ending.step("copies"), trio.move_on_after(_LAST_COPIES_S, shield=True):
+            await self._transfer.engine.finish()
+        if self._write_back is not None:
+            with ending.step("written"):
+                self._write_back.files.close()
+                await self._write_back.finish()
+
     def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """The background tasks by name; each runs until it returns or the mount ends."""
+        transfer, upkeep = self._transfer, self._upkeep
         tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "signals": self._signals,
-            "engine": partial(self._engine.run, on_return=self._returned),
-            "changes": partial(self._changed.run, self._read.revalidation.look_again),
-            "inquiry": self._source_calls.run,
+            "engine": partial(transfer.engine.run, on_return=self._sweep.returned),
+            "changes": partial(transfer.changed.run, self._read.revalidation.look_again),
+            "inquiry": transfer.source_calls.run,
             "offers": self._read.promotions.run,
-            **self.filesystem.tasks(),
+            **self._filesystem.tasks(),
             "books": self._note_served,
-            "sweep": self._sweep,
-            "scrub": self._scrub.run,
+            "sweep": self._sweep.run,
+            "scrub": upkeep.scrub.run,
             "health": self._status.watch_health,
-            "second look": self._second_look.run,
+            "second look": upkeep.second_look.run,
         }
         if self._settings.snapshot.freshness != "never":
-            tasks["watch"] = self._watch.run
-        if self._writing is not None:
-            tasks.update(self._writing.tasks())
+            tasks["watch"] = upkeep.watch.run
+        if self._write_back is not None:
+            tasks.update(self._write_back.tasks())
         return tasks
 
     def _stop(self) -> None:
@@ -488,8 +333,8 @@ class Mount:
 
     def _abandon(self) -> None:
         """Makes the end not wait for written data that is not at the source."""
-        if self._writing is not None:
-            self._writing.abandon()
+        if self._write_back is not None:
+            self._write_back.abandon()
 
     async def _announce(self, ready: Callable[[list[str]], None]) -> None:
         await wait_until_answered(self._settings.mountpoint)
@@ -499,7 +344,7 @@ class Mount:
         log.info("ready")
         self._session.widen_readahead()
         self._session.widen_background()
-        ready(self._remarks)
+        ready(self._control.remarks)
 
     async def _signals(self) -> None:
         with trio.open_signal_receiver(*signals.ending()) as received:
@@ -511,46 +356,14 @@ class Mount:
         """Reads the events of the datapath: what it served, and the end of the session."""
         while self._datapath is not None:
             await trio.lowlevel.wait_readable(self._datapath.fileno())
-            self.filesystem.counts.catch_up_all()
+            self._filesystem.counts.catch_up_all()
             state = self._datapath.state()
-            self._source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
+            self._transfer.source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
             self._timed_out = state.timed_out
             if state.ended:
                 self._session.stop()
                 return
             await trio.sleep(_NOTE_STEP_S)
-
-    async def _sweep(self) -> None:
-        for tier in self._hierarchy.tiers:
-            try:
-                await self._sweep_tier(tier, before_ns=self._started_ns)
-            except TierError as error:
-                log.warning(
-                    "tier %s: not swept: %s; files without a record stay until the next mount",
-                    tier.name,
-                    error,
-                )
-
-    async def _sweep_tier(self, tier: Tier, *, before_ns: int) -> None:
-        """Makes the tier and its records agree. Raises TierError."""
-        files = self._residency.resident_files(tier.number)
-        sweep = partial(self._hierarchy.sweep, tier, before_ns=before_ns)
-        missing = await self._monitor.call(tier, sweep, files=files)
-        # An emptied tier may miss a million copies: readers are served between the batches.
-        for batch in batches(missing, _STRIDE):
-            # A reader may have missed the copy first, and it may be resident again.
-            asked = [ino for ino in batch if self._residency.tier_of(ino) == tier.number]
-            for ino in await self._monitor.call(tier, _missing, tier, asked):
-                if self._residency.tier_of(ino) == tier.number:
-                    self._read.promotions.evict(ino)
-
-    async def _returned(self, tier: Tier) -> None:
-        """Handles the return of a tier, perhaps after its disk lost power. Raises TierError."""
-        files = self._residency.resident_files(tier.number)
-        inos = await self._monitor.call(tier, self._hierarchy.doubt, tier, files=files)
-        if self._settings.verify != "never":
-            self._residency.mark_unverified(inos)
-        await self._sweep_tier(tier, before_ns=time.time_ns())
 
     def _show_metrics(self, service: trio.Nursery) -> None:
         settings = self._settings.metrics
@@ -563,49 +376,32 @@ class Mount:
             service.start_soon(self._supervisor.keep, "metrics", self._page.serve)
 
     def _record(self, socket: Path) -> MountRecord:
-        pid = os.getpid()
+        pid, written = os.getpid(), self._write_back
         return MountRecord(
             mountpoint=os.fspath(self._settings.mountpoint),
             source=os.fspath(self._settings.source),
             pid=pid,
             pid_started=process_started(pid) or 0,
             socket=os.fspath(socket),
-            state=os.fspath(self._state),
-            log=os.fspath(self._settings.log.file or self._state / "daemon.log"),
+            state=os.fspath(self._parts.state),
+            log=os.fspath(self._settings.log.file or self._parts.state / "daemon.log"),
             started_ns=self._started_ns,
-            absorbs=os.fspath(self._writing.place.directory) if self._writing is not None else "",
+            absorbs=os.fspath(written.place.directory) if written is not None else "",
         )
 
     async def close(self, *, clean: bool) -> None:
+        """Closes what was opened; ``clean``: ``serve`` returned. Syncs the tiers then."""
         self._end.close()
         with ending.step("tiers"):
-            await self._close(clean=clean)
-
-    async def _close(self, *, clean: bool) -> None:
-        if self._page is not None:
-            self._page.close()
-        self._status.close()
-        self._read.bindings.close()
-        if self._writing is not None:
-            self._writing.close()
-        if self._monitor.is_stuck:
-            # A hanging call keeps its descriptors, and may still write a record.
-            log.warning("a tier hangs: copies will be verified at the next mount")
-            return
-        await trio.to_thread.run_sync(
-            partial(self._hierarchy.close, clean=clean), abandon_on_cancel=True
-        )
-
-
-def _missing(tier: Tier, inos: list[Ino]) -> list[Ino]:
-    return [ino for ino in inos if not tier.has(ino)]
-
-
-def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) -> Policy:
-    match settings.placement.policy:
-        case "no_evict":
-            return NoEvict(snapshot.curve(), capacities)
-        case "first_come":
-            return FirstCome()
-        case "lru":
-            return Lru()
+            if self._page is not None:
+                self._page.close()
+            self._status.close()
+            self._read.bindings.close()
+            if self._write_back is not None:
+                self._write_back.close()
+            if self._transfer.monitor.is_stuck:
+                # A hanging call keeps its descriptors, and may still write a record.
+                log.warning("a tier hangs: copies will be verified at the next mount")
+                return
+            close = partial(self._tiers.hierarchy.close, clean=clean)
+            await trio.to_thread.run_sync(close, abandon_on_cancel=True)

@@ -21,8 +21,9 @@ from monarch.config.defaults import default_tier, state_directory, state_root
 from monarch.config.settings import MountSettings
 from monarch.control.registry import Registry
 from monarch.control.state_directory import hold_state
-from monarch.daemon.mount import Mount, Parts
+from monarch.daemon.mount import open_mount
 from monarch.daemon.snapshot_choice import snapshot_for, tell_unknown_acls, tell_unreadable
+from monarch.daemon.subsystems import Parts
 from monarch.errors import MonarchError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.abilities import Abilities
@@ -173,7 +174,7 @@ def _run_loop(parts: Parts, ready: Callable[[list[str]], None]) -> None:
 
 
 async def _serve(parts: Parts, ready: Callable[[list[str]], None]) -> None:
-    mount = Mount(parts)
+    mount = open_mount(parts)
     clean = False
     try:
         await mount.serve(ready)

@@ -13,8 +13,17 @@ import trio
 
 from monarch import __version__
 from monarch.config.settings import MountSettings
-from monarch.daemon.health_checks import HealthChecks
-from monarch.daemon.subsystems import Tiers, Upkeep
+from monarch.daemon.health_checks import (
+    Check,
+    CopyCheck,
+    HealthChecks,
+    MountCheck,
+    SnapshotCheck,
+    SourceCheck,
+)
+from monarch.daemon.loss_alarm import LossAlarm
+from monarch.daemon.process_checks import ProcessCheck
+from monarch.daemon.subsystems import Parts, Tiers, Transfer, Upkeep
 from monarch.daemon.write_status import WriteStatus
 from monarch.fuse.serving import Serving
 from monarch.placement.epochs import EpochCount
@@ -37,6 +46,7 @@ from monarch.telemetry.report import Residency as ResidencyReport
 from monarch.transfer.engine import Engine
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.vfs.filesystem import FileSystem
+from monarch.writeback.setup import WriteBack
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +54,55 @@ log = logging.getLogger(__name__)
 _LOOK_S = 10.0
 # Greatest age of the public figures.
 _SUMMARY_S = 1.0
+
+
+def build_status(
+    parts: Parts,
+    tiers: Tiers,
+    metrics: Metrics,
+    transfer: Transfer,
+    filesystem: FileSystem,
+    write_back: WriteBack | None,
+    upkeep: Upkeep,
+    *,
+    loss_alarm: LossAlarm,
+    serving: Serving,
+) -> Status:
+    settings, monitor, mountpoint = parts.settings, transfer.monitor, parts.settings.mountpoint
+    writing = WriteStatus(settings, write_back, loss_alarm)
+    checks: list[Check] = [
+        MountCheck(mountpoint),
+        SourceCheck(
+            settings,
+            transfer.source_calls,
+            monitor,
+            metrics,
+            requests=serving.requests,
+            log=parts.logbook.path,
+        ),
+        CopyCheck(monitor, tiers.residency, metrics, mountpoint),
+        writing,
+        ProcessCheck(parts.logbook),
+        SnapshotCheck(
+            upkeep.watch,
+            metrics,
+            mountpoint,
+            put_off=parts.put_off,
+            drain=write_back.drain if write_back is not None else None,
+        ),
+    ]
+    return Status(
+        settings=settings,
+        serving=serving,
+        tiers=tiers,
+        monitor=monitor,
+        engine=transfer.engine,
+        filesystem=filesystem,
+        metrics=metrics,
+        upkeep=upkeep,
+        writing=writing,
+        health_checks=HealthChecks(checks),
+    )
 
 
 class Status:

@@ -2,27 +2,100 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
-from monarch.daemon.freshness import FreshnessWatch, SecondLook
+from monarch.config.settings import MountSettings
+from monarch.daemon.freshness import ChangedInodes, FreshnessWatch, SecondLook
 from monarch.daemon.fsck import OnlineFsck
+from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
+from monarch.fuse.datapath import Datapath, DatapathOptions
+from monarch.fuse.datapath_mode import Choice
+from monarch.fuse.kernel_caches import MountCaches
+from monarch.fuse.serving import Serving
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
+from monarch.placement.policies.first_come import FirstCome
+from monarch.placement.policies.lru import Lru
+from monarch.placement.policies.no_evict import NoEvict
+from monarch.placement.policy import Policy
 from monarch.placement.residency import Residency
+from monarch.posix.thread_pool import ThreadPool
+from monarch.telemetry.log import Logbook
+from monarch.telemetry.metrics import Metrics
+from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy
+from monarch.tiers.source import Source
+from monarch.transfer.datapath_view import DatapathView, NoDatapath
+from monarch.transfer.engine import Engine
+from monarch.transfer.source_calls import SourceCalls
+from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_reader import SourceReader
+from monarch.transfer.tier_monitor import TierMonitor
+from monarch.vfs.setup import ReadSide
+from monarch.writeback.setup import WriteBack
+from monarch.writeback.store import make_room
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a mount that exist before and after it. ``just_built``: the snapshot was made
+    for this mount; ``put_off``: why it is not the requested one."""
+
+    settings: MountSettings
+    state: Path
+    source: Source
+    source_threads: ThreadPool
+    snapshot: Snapshot
+    just_built: bool
+    put_off: str
+    logbook: Logbook
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers, and the decisions on what they hold."""
+    """The tiers, and the decisions on what they hold. ``rooms`` describes each tier at the time of
+    the mount."""
 
     hierarchy: Hierarchy
     residency: Residency
     ledger: Ledger
     controller: Controller
     epochs: Epochs
+    rooms: list[TierRoom]
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """The kernel's side of a mount, without its session."""
+
+    choice: Choice
+    datapath: Datapath | None
+    caches: MountCaches
+    serving: Serving
+
+    @property
+    def sends_opens(self) -> bool:
+        """Whether the kernel sends a request for each open."""
+        return self.choice.open == "open"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The calls to tiers and source, and the copies from one to the other."""
+
+    monitor: TierMonitor
+    engine: Engine
+    source_calls: SourceCalls
+    source_load: SourceLoad
+    doubts: Doubts
+    changed: ChangedInodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +106,180 @@ class Upkeep:
     second_look: SecondLook
     scrub: Scrub
     online_fsck: OnlineFsck
+
+
+def open_tiers(parts: Parts) -> Tiers:
+    """Opens the tiers and loads which copies they hold. Raises TierError, LockedError."""
+    settings, snapshot = parts.settings, parts.snapshot
+    make_room(settings)
+    hierarchy = Hierarchy(
+        settings.tiers,
+        parts.state,
+        generation=snapshot.id,
+        inodes=snapshot.records,
+        columns=snapshot.columns,
+        mountpoint=os.fspath(settings.mountpoint),
+        source=os.fspath(settings.source),
+    )
+    rooms = []
+    for tier, given in zip(hierarchy.tiers, settings.tiers, strict=True):
+        space, held = tier.space(), hierarchy.held(tier).bytes
+        capacity = given.capacity_within(space.available, held=held)
+        rooms.append(TierRoom(tier, capacity, space, held, hierarchy.forgotten(tier)))
+    capacities = [room.capacity for room in rooms]
+    residency, ledger = Residency(snapshot.entries), Ledger(capacities)
+    controller = Controller(residency, ledger, _policy(settings, snapshot, capacities))
+    for room in rooms:
+        kept = hierarchy.keep_within(room.tier, room.capacity)
+        controller.load(kept.inos, kept.sizes, tier=room.tier.number)
+    if settings.verify != "never":
+        for inos in hierarchy.records.unverified():
+            residency.mark_unverified(inos)
+    return Tiers(hierarchy, residency, ledger, controller, Epochs(snapshot.entries), rooms)
+
+
+def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) -> Policy:
+    match settings.placement.policy:
+        case "no_evict":
+            return NoEvict(snapshot.curve(), capacities)
+        case "first_come":
+            return FirstCome()
+        case "lru":
+            return Lru()
+
+
+def open_door(
+    parts: Parts, tiers: Tiers, names: Namespace, choice: Choice, *, has_written: bool
+) -> Door:
+    """``has_written``: files were, or can be, written through the mount."""
+    settings = parts.settings
+    datapath = None
+    if choice.datapath != "python":
+        datapath = Datapath(
+            snapshot=parts.snapshot,
+            source=parts.source,
+            limits=settings.limits,
+            residency=tiers.residency,
+            tiers=tiers.hierarchy.tiers,
+            options=DatapathOptions(
+                passthrough=choice.datapath == "passthrough",
+                no_open=choice.open == "none",
+                decide_opens=settings.verify == "open",
+                cache_listings=choice.cache_listings,
+                ask_names=bool(settings.absorbs),
+                ask_xattrs=has_written,
+                as_caller=settings.source_identity == "caller",
+            ),
+        )
+    caches = MountCaches(settings.mountpoint, names.path, datapath)
+    return Door(choice, datapath, caches, Serving(choice, datapath))
+
+
+def build_transfer(
+    parts: Parts, tiers: Tiers, names: Namespace, metrics: Metrics, datapath: Datapath | None
+) -> Transfer:
+    settings, limits = parts.settings, parts.settings.limits
+    view: DatapathView = datapath or NoDatapath()
+    source_load = SourceLoad(view)
+    doubts = Doubts(SourceClock(parts.snapshot.newest_ns(), time.monotonic_ns()))
+    monitor = TierMonitor(
+        tiers=tiers.hierarchy.tiers,
+        keep_free=[
+            tier.keep_free_within(room.space.total)
+            for tier, room in zip(settings.tiers, tiers.rooms, strict=True)
+        ],
+        ledger=tiers.ledger,
+        metrics=metrics,
+        limits=limits,
+        datapath=view,
+    )
+    changed = ChangedInodes()
+    engine = Engine(
+        monitor=monitor,
+        records=tiers.hierarchy.records,
+        names=names,
+        controller=tiers.controller,
+        metrics=metrics,
+        limits=limits,
+        reader=SourceReader(
+            source=parts.source,
+            names=names,
+            threads=parts.source_threads,
+            source_load=source_load,
+            metrics=metrics,
+            limits=limits,
+            doubts=doubts,
+        ),
+        doubts=doubts,
+        changed=changed.add,
+    )
+    source_calls = SourceCalls(
+        parts.source,
+        parts.source_threads,
+        names=names,
+        metrics=metrics,
+        timeout_s=limits.source_timeout,
+        datapath=view,
+        as_caller=settings.source_identity == "caller",
+    )
+    return Transfer(monitor, engine, source_calls, source_load, doubts, changed)
+
+
+def build_upkeep(
+    parts: Parts,
+    tiers: Tiers,
+    names: Namespace,
+    metrics: Metrics,
+    transfer: Transfer,
+    read: ReadSide,
+    write_back: WriteBack | None,
+    *,
+    sends_opens: bool,
+) -> Upkeep:
+    settings, hierarchy, residency = parts.settings, tiers.hierarchy, tiers.residency
+    watch = FreshnessWatch(
+        names=names,
+        source=parts.source,
+        residency=residency,
+        revalidation=read.revalidation,
+        tiers=[tier.number for tier in hierarchy.tiers],
+        source_threads=parts.source_threads,
+        settings=settings.snapshot,
+        just_built=parts.just_built,
+    )
+    second_look = SecondLook(
+        doubts=transfer.doubts,
+        names=names,
+        source=parts.source,
+        records=hierarchy.records,
+        residency=residency,
+        revalidation=read.revalidation,
+        metrics=metrics,
+        source_threads=parts.source_threads,
+        inline_max=settings.limits.inline_max,
+        sends_opens=sends_opens,
+    )
+    scrub = Scrub(
+        tiers=hierarchy.tiers,
+        is_read=transfer.monitor.is_read,
+        records=hierarchy.records,
+        residency=residency,
+        copies=read.copies,
+        # Its own: a disk that does not answer must not delay other work.
+        threads=ThreadPool(1, "scrub", abandon=True),
+        bandwidth=settings.limits.scrub_bandwidth,
+    )
+    online_fsck = OnlineFsck(
+        state=parts.state,
+        mountpoint=settings.mountpoint,
+        hierarchy=hierarchy,
+        names=names,
+        residency=residency,
+        ledger=tiers.ledger,
+        engine=transfer.engine,
+        copies=read.copies,
+        writing=write_back,
+        # More than one: a call at a hanging disk occupies its thread after its client has gone.
+        threads=ThreadPool(4, "fsck", abandon=True),
+    )
+    return Upkeep(watch, second_look, scrub, online_fsck)

@@ -147,6 +147,16 @@ class Hierarchy:
             sizes.append(found_sizes[here])
         return Held(np.concatenate(inos), np.concatenate(sizes))
 
+    def keep_within(self, tier: Tier, capacity: int) -> Held:
+        """Removes the copies that do not fit into ``capacity`` bytes; returns the others. A tier
+        may have a smaller capacity than at the last mount."""
+        held = self.held(tier)
+        fits = np.cumsum(held.sizes) <= capacity
+        for ino in held.inos[~fits].tolist():
+            self.records.clear(Ino(ino))
+            tier.remove(Ino(ino))
+        return Held(held.inos[fits], held.sizes[fits])
+
     def forgotten(self, tier: Tier) -> int:
         """The number of copies of a tier without any record, which ``sweep`` will remove."""
         with suppress(OSError):

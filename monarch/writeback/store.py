@@ -77,9 +77,7 @@ def directory_of(tier: Path, source: Path) -> Path:
     return tier / PRIVATE / f"{PREFIX}{digest}"
 
 
-def open_write_store(
-    settings: MountSettings, tiers: Sequence[Tier], state: Path
-) -> WriteStore | None:
+def open_write_store(settings: MountSettings, tiers: Sequence[Tier]) -> WriteStore | None:
     """Opens the directory for written data; None for a read-only mount if no tier has such data.
 
     Raises TierError if the directory cannot be used, LockedError if another mount of the source

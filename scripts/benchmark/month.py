@@ -153,7 +153,7 @@ class Life:
         stack.callback(snapshot.close)
         tier = Tier(1, "fast", self.tier, owner=Owner("bench"))
         stack.callback(tier.close)
-        place = open_write_store(settings, [tier], self.state)
+        place = open_write_store(settings, [tier])
         assert place is not None
         stack.callback(place.lock.release)
         stack.callback(place.journal.close)

@@ -231,7 +231,7 @@ class Ground:
             tier = Tier(1, "fast", self.tier, owner=Owner("test"))
             cleanup.callback(tier.close)
             tier.use(chosen.snapshot.id)
-            place = open_write_store(settings, [tier], self.state)
+            place = open_write_store(settings, [tier])
             assert place is not None
             is_closed = False
             try:

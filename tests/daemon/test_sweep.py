@@ -1,0 +1,103 @@
+"""The sweep between real tiers and records: files without a record, records without a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from monarch.config.settings import LimitSettings, TierSettings
+from monarch.daemon.sweep import Sweep
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
+from monarch.telemetry.metrics import Metrics
+from monarch.tiers.hierarchy import Hierarchy
+from monarch.tiers.records import Record
+from monarch.tiers.tier import copy_name
+from monarch.transfer.datapath_view import NoDatapath
+from monarch.transfer.tier_monitor import TierMonitor
+from monarch.types import Identity, Ino
+
+COUNT, SIZE = 4, 10
+
+
+class Rig:
+    """Copies of four files, of which the records say that they are there."""
+
+    def __init__(self, root: Path, *, doubts: bool) -> None:
+        self.evicted: list[Ino] = []
+        self.hierarchy = Hierarchy(
+            [TierSettings(path=root / "tier", name="fast")],
+            root,
+            generation="g",
+            inodes=lambda: iter(()),
+            columns=lambda inos: np.empty(0, np.void),
+            mountpoint="/mnt",
+            source="/pfs",
+        )
+        [self.tier] = self.hierarchy.tiers
+        self.residency = Residency(COUNT)
+        for number in range(1, COUNT + 1):
+            self.put(Ino(number))
+        monitor = TierMonitor(
+            tiers=[self.tier],
+            keep_free=[0],
+            ledger=Ledger([10**6]),
+            metrics=Metrics(["fast"]),
+            limits=LimitSettings(),
+            datapath=NoDatapath(),
+        )
+        self.sweep = Sweep(
+            self.hierarchy, self.residency, monitor, evict=self.evicted.append, doubts=doubts
+        )
+
+    def put(self, ino: Ino) -> None:
+        identity = Identity(SIZE, 1, 1, ino)
+        staged = self.tier.stage(ino)
+        staged.append(bytes(SIZE))
+        digest = staged.commit(identity)
+        self.hierarchy.records.put(ino, Record(self.tier.number, identity, digest))
+        self.residency.place(ino, self.tier.number)
+
+    def path(self, ino: int) -> Path:
+        [generation] = (path for path in self.tier.own.iterdir() if (path / "01").is_dir())
+        return generation / copy_name(Ino(ino))
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path, doubts=True)
+    yield made
+    made.hierarchy.close(clean=False)
+
+
+def test_a_copy_without_its_file_is_dropped_and_a_file_without_a_record_removed(rig: Rig) -> None:
+    stranger = rig.path(9)
+    stranger.parent.mkdir(exist_ok=True)
+    os.link(rig.path(1), stranger)
+    rig.path(2).unlink()
+    os.utime(stranger, ns=(0, 0))
+    trio.run(rig.sweep.run)
+    assert rig.evicted == [2]
+    assert not stranger.exists()
+    assert rig.path(1).exists()
+
+
+def test_copies_of_a_tier_that_returns_are_verified_before_use(rig: Rig) -> None:
+    assert rig.residency.unverified_files() == 0
+    rig.path(3).unlink()
+    trio.run(partial(rig.sweep.returned, rig.tier))
+    assert rig.residency.unverified_files() == COUNT
+    assert rig.evicted == [3]
+
+
+def test_a_tier_keeps_the_copies_that_fit_into_a_smaller_capacity(rig: Rig) -> None:
+    kept = rig.hierarchy.keep_within(rig.tier, 2 * SIZE + 1)
+    assert len(kept.inos) == 2 and kept.bytes == 2 * SIZE
+    assert rig.hierarchy.held(rig.tier).bytes == 2 * SIZE
+    assert sum(len(paths) for paths in rig.tier.copies()) == 2
