@@ -62,7 +62,7 @@ def snapshot_for(
             if not refreshed:
                 _require_content(source, kept)
             return _put_off(settings, kept, left, is_asked=refreshed)
-    return Chosen(*_renewed(settings, state, source, refreshed, left.changed, progress))
+    return Chosen(*_renewed(settings, state, source, refreshed, left, progress))
 
 
 def _kept(left: Earlier, state: Path) -> Snapshot | None:
@@ -114,7 +114,7 @@ def _renewed(
     state: Path,
     source: Source,
     refreshed: bool,
-    changed: Collection[bytes],
+    left: Earlier,
     progress: Progress,
 ) -> tuple[Snapshot, bool]:
     given = settings.snapshot.file
@@ -128,9 +128,13 @@ def _renewed(
             if not refreshed and (given is None or not reason):
                 _require_content(source, snapshot)
             if not reason:
-                if given is not None or refreshed or settings.snapshot.freshness == "never":
+                if given is not None or refreshed:
                     return snapshot, refreshed
-                return _with_new_names(settings, path, snapshot, changed, progress)
+                # Changes that came to the source over another snapshot may be newer than this one.
+                is_behind = left.snapshot_id not in ("", snapshot.id)
+                if settings.snapshot.freshness == "never" and not is_behind:
+                    return snapshot, False
+                return _with_new_names(settings, path, snapshot, left.changed, is_behind, progress)
             snapshot.close()
             raise SnapshotError(
                 f"snapshot {os.fspath(path)!r} {reason}",
@@ -239,15 +243,17 @@ def _with_new_names(
     path: Path,
     snapshot: Snapshot,
     ours: Collection[bytes],
+    is_behind: bool,
     progress: Progress,
 ) -> tuple[Snapshot, bool]:
-    """The snapshot with current names, if the changes can be found in a short time.
+    """The snapshot with current names, if the changes can be found in a short time, or if the
+    snapshot is known to lack some.
 
     ``ours`` are paths that mounts changed at the source, which change no directory time. In a tree
     with very many directories the watch finds changes later, and only reports them.
     """
     jobs = settings.snapshot.jobs
-    changed = directories_changed(
+    changed = is_behind or directories_changed(
         settings.source, snapshot, jobs=jobs, patience_s=_NEW_NAMES_PATIENCE_S
     )
     if snapshot.info().acls is None:

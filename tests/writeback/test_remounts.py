@@ -146,6 +146,29 @@ async def test_a_renewed_snapshot_has_what_earlier_mounts_have_changed_in_place(
             await life.end()
 
 
+@pytest.mark.promise(170)
+async def test_a_mount_that_never_looks_shows_what_was_brought_over_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        await life.end()
+    async with ground.mount(**how("given", ground)) as life:
+        await life.write(b"d/new", b"written")
+        life.unlink(b"d/a")
+        await life.chmod(b"h/of the source", 0o600)
+        await life.drained()
+        before = life.shown()
+        await life.end()
+    for _ in range(2):
+        async with ground.mount(freshness="never") as life:
+            now = life.shown()
+            assert {path: it.bare for path, it in now.items()} == {
+                path: it.bare for path, it in before.items()
+            }
+            await life.end()
+
+
 @pytest.mark.promise(130)
 async def test_what_no_name_leads_to_after_a_remount_is_drained_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
