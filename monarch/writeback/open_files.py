@@ -370,18 +370,17 @@ class WrittenFiles:
     async def arrive(self, node: Node) -> None:
         """Wait until a file that went to the source directly is there, and then the source's.
 
-        Raises Refused with what the source answers to the drain.
+        Raises Refused with what the source answers to the drain, and EIO if the bytes are lost.
         """
         try:
             await self._drain.progress.wait_or_fail(self._object_table.last(node.object))
         except OSError as error:
             raise Refused(error.errno or errno.EIO) from error
-        if (
-            node.object
-            and node.ino not in self._open
-            and self._object_table.is_write_through(node.object)
-        ):
-            self._leave(node)
+        if not node.object or not self.is_away(node):
+            return
+        if not self._object_table.is_drained(node.object):
+            raise Refused(errno.EIO)
+        self._leave(node)
 
     def is_away(self, node: Node) -> bool:
         """Whether it went to the source directly, and nobody has it open."""

@@ -129,3 +129,21 @@ async def test_a_reader_sees_no_full_source_where_another_file_has_come_into_the
                 await require_read(life, b"tmp")
             await life.drained()
             await require_read(life, b"tmp")
+
+
+@pytest.mark.promise(73)
+async def test_a_file_whose_staged_bytes_others_have_taken_away_cannot_be_opened_and_is_named(
+    ground: Ground, clock: trio.testing.MockClock
+) -> None:
+    with trio.fail_after(PATIENCE_S):
+        async with ground.mount(works=False) as life:
+            await written(life, b"d/x")
+        (ground.source / "d").rename(ground.source / "moved")
+        async with ground.mount() as life:
+            await life.drained()
+            assert life.write_back.drain.backlog().lost == (b"d/x",)
+            for flags in (os.O_RDONLY, os.O_WRONLY):
+                with pytest.raises(Refused) as raised:
+                    await life.open(b"d/x", flags)
+                assert raised.value.errno == errno.EIO
+            life.unlink(b"d/x")
