@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -18,6 +20,7 @@ from monarch.daemon import health_checks
 from monarch.daemon.health_checks import CopyCheck, HealthChecks, SnapshotCheck, SourceCheck
 from monarch.daemon.process_checks import ProcessCheck
 from monarch.errors import NotMountedError, UsageError
+from monarch.fuse import mountpoint
 from monarch.telemetry.health import KINDS, STATES, Health, Problem, Spell, health_of, worst
 from monarch.telemetry.report import Requests, StatusReport
 from monarch.transfer.outages import Outage
@@ -287,3 +290,14 @@ def test_the_memory_is_read_once_a_second_however_often_it_is_checked(tmp_path: 
     assert kinds == [[], [], ["memory-scarce"], []]
     logbook.exceptions = 2
     assert kinds_of(look) == ["internal-error"]
+
+
+@pytest.mark.fault("M4")
+def test_a_daemon_without_descriptors_still_reports_its_health(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*args: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(mountpoint, "open", refused, raising=False)
+    assert kinds_of(health_checks.MountCheck(Path("/mnt"))) == []

@@ -80,7 +80,11 @@ class MountCheck:
         self._users_seen_s = -math.inf
 
     def problems(self) -> Iterator[Problem]:
-        mounted = mount_at(self._mountpoint)
+        try:
+            mounted = mount_at(self._mountpoint)
+        except OSError:
+            # Out of descriptors, which another check reports.
+            return
         if mounted is not None:
             self._mount_id = mounted.id
         elif self._mount_id is not None:
