@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -33,6 +34,8 @@ KINDS = (
     *("same", "same", "refresh", "new", "never", "given", "lost state", "lost state"),
     *("read-only", "elsewhere", "boot", "boot", "full"),
 )
+# A staged file at the source that alone has the bytes of an object, with the object's number.
+_WRITE_THROUGH = re.compile(rb"/?\.monarch-[0-9a-f]+-([0-9]+)-through\.part$")
 # How long the source is given at the end of a history for what it refuses. Seconds.
 _PATIENCE_S = 1800
 
@@ -208,9 +211,11 @@ class Others:
         self._new().write_bytes(b"others' own")
 
     def _rewrite(self) -> None:
-        name = os.fsdecode(self._chance.choice(FILES))
-        with suppress(OSError):
-            (self._source / name).write_bytes(b"others' version")
+        path = self._source / os.fsdecode(self._chance.choice(FILES))
+        # An open of a fifo would wait for a reader.
+        if path.is_file() or not path.exists():
+            with suppress(OSError):
+                path.write_bytes(b"others' version")
 
 
 def _is_folder(path: Path) -> bool:
@@ -248,12 +253,14 @@ class Ending:
 @dataclass
 class Story:
     """What is known of one history. ``theirs``: paths that others have touched at the source, with
-    all beneath; ``gone``: contents that others have taken from it."""
+    all beneath; ``gone``: contents that others have taken from it. ``taken``: objects whose staged
+    files others have taken away, with all the bytes that there were."""
 
     ground: Ground
     chance: random.Random
     theirs: set[bytes] = field(default_factory=set)
     gone: set[bytes] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
     before: Ending = field(init=False)
 
     def __post_init__(self) -> None:
@@ -263,6 +270,10 @@ class Story:
 
     def is_theirs(self, path: bytes) -> bool:
         return any(path == at or path.startswith(at + b"/") for at in self.theirs)
+
+    def has_theirs(self, path: bytes, tree: Tree) -> bool:
+        """Whether a directory holds something of others, so that it cannot be removed."""
+        return any(at.startswith(path + b"/") and self.is_theirs(at) for at in tree)
 
     def is_of_others(self, it: Shown) -> bool:
         """Whether bytes are of others, or were replaced by theirs."""
@@ -285,6 +296,14 @@ class Story:
         self.theirs |= {
             path for path in then.keys() | now.keys() if then.get(path) != now.get(path)
         }
+        self.taken |= {
+            int(found[1]) for found in map(_WRITE_THROUGH.search, then.keys() - now.keys()) if found
+        }
+        self.before.owed -= self.taken
+        self.theirs |= {path for path, it in self.before.tree.items() if it.object in self.taken}
+        # A file that others have touched under one name is theirs under its others.
+        numbers = self.numbers_of_others(self.before.tree)
+        self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         self.gone |= _contents(had) - _contents(has) - owed
         # Who writes into a file changes it under all names that it has or is to have.
@@ -305,6 +324,8 @@ class Story:
                 # A removal may be as new as that as well.
                 continue
             if _is_beside(path) or (self.is_theirs(path) and not is_owed):
+                continue
+            if it is not None and it.kind == "dir" and self.has_theirs(path, now):
                 continue
             if was is not None and was.ino in theirs and not is_owed:
                 continue
@@ -359,7 +380,7 @@ class Story:
                 if not is_killed(error):
                     raise
         self.walk.all_closed()
-        ending.owed = self.ground.owed()
+        ending.owed = self.ground.owed() - self.taken
         self.before = ending
 
     async def ended(self, kind: str) -> None:
@@ -384,7 +405,7 @@ class Story:
                 if (was := self.before.tree.get(path)) is None or was.content != b"ENOENT":
                     _require_same(path, now, self.before.tree, "behind the drain and before it")
             await life.end(abandoned=trouble is not None)
-        self.before = Ending(now, "clean", self.ground.owed())
+        self.before = Ending(now, "clean", self.ground.owed() - self.taken)
         told = self.ground.survey()
         assert told is not None and not told.lost, told
         if trouble is None:
@@ -399,7 +420,7 @@ class Story:
         for path, it in now.items():
             if it.kind != "file" or it.content in contents | {b"", b"ENOENT"}:
                 continue
-            if self.is_of_others(it):
+            if self.is_of_others(it) or it.object in self.taken:
                 continue
             waits = it.safety in ("local", "none") and trouble is not None
             assert waits, f"{path!r} is nowhere but here, and that is not told: {it}, {trouble}"

@@ -514,13 +514,17 @@ class Life:
         if node is not None and node.object:
             # Without room in the tier: in its staged file until it has its name.
             beside = self.write_back.object_table.staged_beside(node.object) or b""
-            part = self.write_back.files._writer.part_name(node.object, through=True)
+            part = b".monarch-%s-%d-through.part" % (
+                self.write_back.place.journal.token.encode("ascii"),
+                node.object,
+            )
+            published = self.ground.source / os.fsdecode(beside)
             with suppress(OSError):
-                return (
-                    (self.ground.source / os.fsdecode(beside))
-                    .with_name(os.fsdecode(part))
-                    .read_bytes()
-                )
+                return published.with_name(os.fsdecode(part)).read_bytes()
+            with suppress(OSError):
+                # It may wait for a rename there.
+                if published.stat().st_ino == self.write_back.object_table.source_ino(node.object):
+                    return published.read_bytes()
         # At the source, where it is shown or, before the source knows of a rename, was.
         shown = path if node is None else self.names.visible_path(ino)
         known, found = self.names.at_source(ino), b"ENOENT"
