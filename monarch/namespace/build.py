@@ -49,6 +49,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
 from monarch.posix import failpoints
 from monarch.posix.buckets import BUCKETS, buckets
+from monarch.posix.names import sync_path
 from monarch.types import Ino, Progress
 from monarch.units import MiB
 
@@ -437,21 +438,13 @@ def _publish(part: Path, target: Path, *, mode: int | None, page_bytes: int) -> 
             part.chmod(stat.S_IMODE(before.st_mode))
         if mode is not None:
             part.chmod(mode)
-        _sync(part, os.O_RDONLY)
+        sync_path(part)
         failpoints.failpoint("snapshot-staged")
         part.replace(target)
         failpoints.failpoint("snapshot-published")
-        _sync(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        sync_path(target.parent)
     except OSError as error:
         raise _cannot_write(target, error.strerror or str(error)) from error
-
-
-def _sync(path: Path, flags: int) -> None:
-    fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _cannot_write(target: Path, reason: str) -> SnapshotError:

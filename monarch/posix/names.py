@@ -44,9 +44,9 @@ def rename_new(directory_fd: int, name: bytes, to_name: bytes) -> None:
         os.unlink(name, dir_fd=directory_fd)
 
 
-def sync_directory(path: bytes | Path) -> None:
-    """Makes the names in a directory durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_path(path: bytes | Path) -> None:
+    """Makes the bytes of a file, or the names in a directory, durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from monarch.posix import failpoints
-from monarch.posix.names import sync_directory
+from monarch.posix.names import sync_path
 from monarch.text import errno_words
 from monarch.units import KiB, MiB
 from monarch.writeback.journal_records import Record, decoded, encoded
@@ -92,7 +92,7 @@ class JournalFile:
         os.fsync(self.fd)
         # TIER/monarch may be new as well.
         for directory in list(self.path.parents)[:3]:
-            sync_directory(directory)
+            sync_path(directory)
         self.position = len(line)
 
     def cut(self, end: int) -> None:
@@ -109,7 +109,7 @@ class JournalFile:
                 file.write(content)
             os.fsync(fd)
             staged.rename(self.path)
-            sync_directory(self.path.parent)
+            sync_path(self.path.parent)
         except BaseException:
             os.close(fd)
             raise
@@ -289,7 +289,7 @@ class JournalFile:
             self.synced = self.written - late
             self._failed = None
         # Before any caller learns that a record in it is durable.
-        sync_directory(self.path.parent)
+        sync_path(self.path.parent)
         return fd
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from monarch.posix.names import sync_path
 from monarch.units import MiB
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -83,9 +84,9 @@ class Objects:
                 return
             bucket = os.path.dirname(self._path(number))
             is_new = bucket in self._new_buckets
-        _sync_directory(bucket)
+        sync_path(bucket)
         if is_new:
-            _sync_directory(self._directory)
+            sync_path(self._directory)
         with self._lock:
             self._new_buckets.discard(bucket)
             self._new.discard(number)
@@ -197,11 +198,3 @@ class Objects:
         for bucket in buckets:
             with suppress(NotADirectoryError), os.scandir(bucket) as entries:
                 yield from [e.path for e in entries if e.name.isdigit()]
-
-
-def _sync_directory(path: bytes) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -13,6 +13,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from monarch.posix.names import sync_path
 from monarch.posix.private_directory import private_opener
 from monarch.units import KiB, MiB
 
@@ -52,11 +53,7 @@ class Reserve:
         try:
             self._path.unlink()
             # Some file systems have the blocks again only then.
-            fd = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_path(self._path.parent)
         except OSError:
             return False
         return True

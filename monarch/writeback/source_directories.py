@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import closing
 
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
 from monarch.posix.names import status_at
@@ -18,7 +18,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class OpenDirectories:
-    """A context manager that closes the directories at its end. Belongs to one thread.
+    """Belongs to one thread, which calls ``close`` at the end.
 
     A directory that others have removed at the source is made again for what is written in it.
     """
@@ -29,15 +29,7 @@ class OpenDirectories:
         self._log = log
         self._open: dict[tuple[bytes, Credentials | None], int] = {}
 
-    def __enter__(self) -> OpenDirectories:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
@@ -123,7 +115,7 @@ class OpenDirectories:
 
 
 # Opens no directory yet.
-Directories = Callable[[], OpenDirectories]
+Directories = Callable[[], closing[OpenDirectories]]
 
 
 def is_owner(directory_fd: int, by: Credentials | None) -> bool:

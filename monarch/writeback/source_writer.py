@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from monarch.posix import failpoints
@@ -83,8 +84,8 @@ class SourceWriter:
         attributes = SourceAttributes(self._log)
         temporaries = Temporaries(token, self._log)
 
-        def directories() -> OpenDirectories:
-            return OpenDirectories(source, attributes, self._log)
+        def directories() -> closing[OpenDirectories]:
+            return closing(OpenDirectories(source, attributes, self._log))
 
         self._directories = directories
         self._temporaries = temporaries

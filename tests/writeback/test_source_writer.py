@@ -6,12 +6,13 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from monarch.posix.credentials import Credentials
-from monarch.posix.names import rename_new, status_at, sync_directory
+from monarch.posix.names import rename_new, status_at, sync_path
 from monarch.tiers.source import Source, identity_of
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Expected, is_shared, is_time, shared
@@ -47,8 +48,8 @@ class Rig:
         )
         self.publishing = Publishing(self.directories, self.attributes, self.temporaries, self.log)
 
-    def directories(self) -> OpenDirectories:
-        return OpenDirectories(self.source, self.attributes, self.log)
+    def directories(self) -> closing[OpenDirectories]:
+        return closing(OpenDirectories(self.source, self.attributes, self.log))
 
     def identity(self, name: str) -> Identity:
         return identity_of(os.lstat(self.root / name))
@@ -183,7 +184,7 @@ def test_a_rename_replaces_nothing_whatever_the_file_system_supports(
         assert status_at(fd, b"new") is None
     finally:
         os.close(fd)
-    sync_directory(tmp_path)
+    sync_path(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
         "old": b"old",
         "other": b"new",
