@@ -93,6 +93,7 @@ def umount(
         raise NotMountedError(
             f"{os.fspath(path)!r} is no Monarch mount", hint="`monarch status` lists the mounts"
         )
+    users: list[int] = []
     if mountpoints.mount_at(path) is not None:
         until = time.monotonic() + timeout_s
         writes = record is not None and bool(record.absorbs) and alive(record)
@@ -105,10 +106,6 @@ def umount(
                 return INTERRUPTED
         users = mountpoints.users_of(path) if lazy else []
         _unmount(path, record, lazy=lazy)
-        if users:
-            who = counted(len(users), "process uses", "processes use")
-            words = f"monarch: {shown} is detached: {who} it still{_named(users)}"
-            remark(words.replace(" by pid", ": pid"))
         if writes and record is not None and not lazy:
             _last_look(record, 0.0 if abandon else max(0.0, until - time.monotonic()))
     if record is not None:
@@ -123,7 +120,11 @@ def umount(
             stays = {"files": len(left.waiting), "bytes": left.bytes, "directory": record.absorbs}
         emit_json({"mountpoint": os.fspath(path), "unmounted": True, "stays": stays})
         return None
-    remark(f"monarch: {shown} is unmounted")
+    if users:
+        who = counted(len(users), "process uses", "processes use")
+        remark(f"monarch: {shown} is detached: {who} it still: {_named(users)}")
+    else:
+        remark(f"monarch: {shown} is unmounted")
     if left is not None and record is not None:
         words = f"monarch: {_told(left, record.absorbs)}"
         remark(words)
@@ -204,7 +205,7 @@ def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:
             if not passing or time.monotonic() > deadline:
                 where = escape_text(os.fspath(path))
                 raise BusyError(
-                    f"{error}{_named(pids)}",
+                    f"{error} by {_named(pids)}" if pids else str(error),
                     hint="end them first, or detach the mount now with"
                     f" `monarch umount --lazy {where}`",
                 ) from error
@@ -223,11 +224,9 @@ def _parent(pid: int) -> int | None:
 
 
 def _named(pids: Sequence[int]) -> str:
-    if not pids:
-        return ""
     more = ", ..." if len(pids) > _SHOWN_PIDS else ""
     shown = (f"{pid} ({name})" if (name := _command(pid)) else str(pid) for pid in pids)
-    return f" by pid {', '.join(islice(shown, _SHOWN_PIDS))}{more}"
+    return f"pid {', '.join(islice(shown, _SHOWN_PIDS))}{more}"
 
 
 def _command(pid: int) -> str:

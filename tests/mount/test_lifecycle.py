@@ -323,6 +323,8 @@ def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
         assert (made.path / "a").read_bytes() == b"content"
         lazy = monarch("umount", "--lazy", str(made.path))
         assert (lazy.returncode, f": pid {os.getpid()}" in lazy.stderr) == (0, True), lazy.stderr
+        # One line: the mount is detached, not unmounted.
+        assert lazy.stderr.count("\n") == 1 and "is unmounted" not in lazy.stderr
         assert str(made.path) not in mounts()
         assert file.read() == b"content"
         health = account(made)["health"]
