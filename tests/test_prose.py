@@ -21,27 +21,10 @@ FINISHED = ("**/*.py",)
 UNFINISHED = frozenset(
     (
         "namespace/overlay.py",
-        "transfer/source_calls.py",
-        "writeback/changed.py",
-        "writeback/commits.py",
-        "writeback/crash_losses.py",
-        "writeback/doubtful.py",
-        "writeback/inspect.py",
-        "writeback/lease.py",
         "writeback/object_table.py",
-        "writeback/objects.py",
-        "writeback/op.py",
         "writeback/open_files.py",
         "writeback/operations.py",
-        "writeback/others.py",
-        "writeback/refusals.py",
-        "writeback/replay.py",
-        "writeback/reserve.py",
         "writeback/setup.py",
-        "writeback/shortening.py",
-        "writeback/space.py",
-        "writeback/spares.py",
-        "writeback/staging.py",
     )
 )
 

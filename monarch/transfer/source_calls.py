@@ -1,7 +1,7 @@
-"""Asking the source on behalf of a reader: in a thread, with its errors turned into ours.
+"""Calls of the source for a process that reads: in a thread, with Monarch's errors.
 
-What the source answers badly, or not at all, is reported here once: a line in the log that is not
-repeated for every read, a counter, and the trouble that ``status`` shows.
+A failed call is reported here in three places: a line in the log, limited to one a minute for each
+errno; a counter; and the trouble that ``status`` shows.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ log = logging.getLogger(__name__)
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
-# How long an error of the source counts as present trouble. Seconds.
+# How long an error of the source counts as present trouble, in seconds.
 _TROUBLE_S = 60.0
-# How often a call is checked before it is given up.
-_LOOKS = 8
-# How long a call may last before the source counts as one that hangs. Seconds.
+# The number of checks that a call outlasts before it is given up.
+_CHECKS = 8
+# How long a call may last before the source is reported as hanging, in seconds.
 _HANGS_S = 5.0
-# What a source says of a file that is not where, or not what, it was.
+# The errors for a file that was removed or replaced.
 _NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 
-# What it answers a process that may not read a file: expected, and no cause for an alarm.
+# The errors for a process that may not read a file. They are expected and raise no alarm.
 _REFUSED = frozenset({errno.EACCES, errno.EPERM})
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The process whose call is answered, as the kernel tells of it."""
+    """The process whose call is answered: the numbers in the kernel's request."""
 
     pid: int
     uid: int
     gid: int
 
 
-# Of the call that this task answers; None where it answers none, or one of which that is not told.
+# The caller of the request that this task answers. None if the task answers no request, or if the
+# request does not name its caller.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What is wrong with the source and since when; ``hangs``: it does not answer at all."""
+    """A fault of the source and its begin; ``hangs``: the source does not answer at all."""
 
     what: str
     since_ns: int
@@ -72,11 +73,11 @@ class Trouble:
 
 
 class SourceCalls:
-    """Calls of ``source``; ``names`` tells the path of an inode for messages.
+    """Calls of ``source``; ``names`` returns the path of an inode for messages.
 
     With ``as_caller`` the source is asked with the rights of the process whose call is answered.
-    A call is given up after ``timeout_s``, while ``run`` counts them. ``oldest_elsewhere_s`` tells
-    how long a call that was not made here has waited for the source, 0 if there is none.
+    While ``run`` runs, a call is given up after ``timeout_s``; None: never. ``datapath`` returns
+    how long its own calls have waited for the source.
     """
 
     def __init__(
@@ -97,14 +98,15 @@ class SourceCalls:
         self._metrics = metrics
         self._timeout_s = math.inf if timeout_s is None else timeout_s
         self._datapath = datapath
-        # How often each call that waits has been checked.
-        self._looks: dict[trio.CancelScope, int] = {}
+        # The number of checks that each pending call has outlasted.
+        self._checks: dict[trio.CancelScope, int] = {}
         self._limiter = Limiter(60.0)
-        # When the present errors began, when the last came (of the loop's clock), and what it was.
+        # The times of the first and the last of the present errors, by the event loop's clock, and
+        # the words of the last.
         self._failing: tuple[float, float, str] | None = None
 
     def trouble(self) -> Trouble | None:
-        """That the source does not answer now, or has failed within the last minute."""
+        """The present fault: the source does not answer now, or has failed within a minute."""
         oldest_s = max(self._threads.oldest_s(), self._datapath.oldest_wait_s())
         if oldest_s > _HANGS_S:
             return Trouble("does not answer", time.time_ns() - int(oldest_s * 1e9), hangs=True)
@@ -115,15 +117,16 @@ class SourceCalls:
         return Trouble(what, time.time_ns() - int((now - began) * 1e9), hangs=False)
 
     def caller(self) -> Credentials | None:
-        """With whose rights the call that is answered now asks the source; None: the daemon's."""
+        """The credentials for calls of the source now; None: the daemon's own."""
         caller = CALLER.get() if self._as_caller else None
-        # It waits for the answer, so its number is no other process's.
+        # The caller waits for the answer, so its process number was not given to another process.
         return None if caller is None else credentials_of(caller.pid, caller.uid, caller.gid)
 
     async def call(self, ino: Ino, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """Run a call that asks the source about ``ino``. Raises SourceChanged, SourceError."""
+        """Runs a call of the source for ``ino``; returns its result. Raises SourceChanged if the
+        file was removed or replaced, SourceError for other errors."""
         scope = trio.CancelScope()
-        self._looks[scope] = 0
+        self._checks[scope] = 0
         try:
             who = self.caller()
             with scope:
@@ -136,7 +139,7 @@ class SourceCalls:
                 raise SourceChanged(f"{self._names.path_text(ino)}: {error.strerror}") from error
             raise self.failed(ino, number) from error
         finally:
-            del self._looks[scope]
+            del self._checks[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
 
     async def _run(
@@ -147,63 +150,65 @@ class SourceCalls:
         return await self._threads.run(self.source.acting, who, call, *args)
 
     async def run(self) -> None:
-        """Give up the calls that have waited too long, until cancelled.
+        """Gives up the calls that have waited longer than the timeout, until cancelled.
 
-        Counted in looks, not on the clock: a daemon that was stopped did not wait meanwhile.
+        The waiting time is counted in checks, not read from a clock: the time in which the daemon
+        was stopped does not count.
         """
         while True:
-            await trio.sleep(self._timeout_s / _LOOKS)
-            for scope in self._looks:
-                self._looks[scope] += 1
-                if self._looks[scope] > _LOOKS:
+            await trio.sleep(self._timeout_s / _CHECKS)
+            for scope in self._checks:
+                self._checks[scope] += 1
+                if self._checks[scope] > _CHECKS:
                     scope.cancel()
 
     async def status(self, ino: Ino, path: bytes) -> os.stat_result | None:
-        """What the source tells of a path; None if it has no such name. Raises SourceError."""
+        """The status of a path at the source; None if it does not exist. Raises SourceError."""
         try:
             return await self.call(ino, self.source.status, path)
         except SourceChanged as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
-                # A name is looked up anew, so it is the source as a whole that is not there.
+                # Each call looks the name up anew, so ESTALE means that the whole source is gone.
                 raise self.failed(ino, errno.ESTALE) from error
             return None
 
     async def acls(self, ino: Ino, path: bytes) -> Acls:
-        """The access control lists of an entry. Raises SourceError, ESTALE if it has gone."""
+        """The access control lists of an entry. Raises SourceError, ESTALE if it was removed."""
         try:
             return await self.call(ino, self.source.acls, path)
         except SourceChanged as error:
             raise SourceError(f"{self._names.path_text(ino)}: gone", errno=errno.ESTALE) from error
 
     def timed_out_elsewhere(self, callers: int) -> None:
-        """Count and log that ``callers`` source calls outside the event loop were given up."""
+        """Counts and logs that ``callers`` source calls outside the event loop were given up."""
         for _ in range(callers):
             self._note(errno.ETIMEDOUT, "a file")
 
     def failed(self, ino: Ino, number: int) -> SourceError:
-        """Count and log that the source answered with ``number``; the error to raise."""
-        told = self._names.path_text(ino)
-        self._note(number, told)
-        return SourceError(f"{told}: {os.strerror(number)}", errno=number)
+        """Counts and logs that the source answered with errno ``number``; returns the error to
+        raise."""
+        path_text = self._names.path_text(ino)
+        self._note(number, path_text)
+        return SourceError(f"{path_text}: {os.strerror(number)}", errno=number)
 
-    def _note(self, number: int, told: str) -> None:
+    def _note(self, number: int, path_text: str) -> None:
         words = errno_words(number)
         self._metrics.error(f"source-{errno.errorcode.get(number, 'error')}")
         if number not in _REFUSED:
             now = trio.current_time()
-            goes_on = self._failing is not None and now - self._failing[1] <= _TROUBLE_S
-            began = self._failing[0] if self._failing is not None and goes_on else now
+            is_same = self._failing is not None and now - self._failing[1] <= _TROUBLE_S
+            began = self._failing[0] if self._failing is not None and is_same else now
             self._failing = (began, now, words)
         self._limiter.warning(
             log,
             f"source {number}",
             "source: %s: %s; the caller got that error",
-            told,
+            path_text,
             words,
         )
 
 
 def _is_for_a_user() -> bool:
-    """Whether the call that is answered is one of a process that does not run as root."""
+    """Whether this task answers a call of a process that does not run as root."""
     caller = CALLER.get()
     return caller is not None and caller.uid != 0

@@ -1,8 +1,8 @@
-"""Which files of the source a journal has changed where they stand. Pure.
+"""The files of the source that a journal has changed in place. Pure functions.
 
-A file that is made, renamed or replaced gives its directory another time. By that time a snapshot
-is renewed, so what else was changed has to be looked at by name: modes, owners, what was appended,
-and how many names a file has.
+A file that is created, renamed or replaced changes the time of its directory. A renewed snapshot
+compares these times only. So it must read by name the files with other changes: of mode, owner,
+length or number of names.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from monarch.writeback.crash_losses import Numbered
 
 
 def changed_in_place(ops: Iterable[Numbered]) -> set[bytes]:
-    """Paths of what ``ops`` have changed and not made; there may be more than that."""
+    """The paths of entries that ``ops`` have changed but not created, and perhaps others."""
     made: set[tuple[int, int]] = set()
     paths: set[bytes] = set()
     for _, op in ops:
-        what = (op.object, 0 if op.object else op.ino)
+        entry = (op.object, 0 if op.object else op.ino)
         match op.kind:
             case "create" | "mkdir" | "symlink" | "mknod":
-                made.add(what)
-            case "take" | "content" | "attr" | "xattr" if what not in made:
+                made.add(entry)
+            case "take" | "content" | "attr" | "xattr" if entry not in made:
                 paths |= {op.path, *op.paths}
-            case "link" if what not in made:
+            case "link" if entry not in made:
                 paths |= {op.path, op.to}
     return paths

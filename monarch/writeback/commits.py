@@ -1,9 +1,8 @@
-"""Commits: what nobody fsyncs is on the tier's disk soon all the same, as of a local file system.
+"""Commits: regular syncs of bytes that no process has fsynced, as a local file system does them.
 
-From time to time all that was written by then is synced, and then the journal says that it was: the
-objects that it names are as they were when the sync began, or newer. One that is written meanwhile
-holds after a power cut what it held then, with some of what was written since, as a file on a local
-disk does.
+A commit syncs all objects and then records in the journal which objects were synced. After a power
+cut such an object holds the bytes that it had when the sync began. If it was written after that, it
+may also hold some of the later bytes, as a file on a local disk may.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ log = logging.getLogger(__name__)
 
 
 class Unsynced(Protocol):
-    """What commits ask the file system of absorbed files. Called on the event loop."""
+    """What commits need of the written files. Called on the event loop."""
 
     def unsynced(self) -> Mapping[int, int]:
-        """The last content of each object that is not known to be on the tier's disk."""
+        """The sequence number of the last content of each object that may not be on the disk."""
         ...
 
     def is_being_written(self) -> bool:
-        """Whether bytes have changed that no record tells of yet."""
+        """Whether bytes have changed since the last record of their file."""
         ...
 
     def synced(self, contents: Mapping[int, int]) -> None:
-        """These contents are on the disk by now."""
+        """Called with contents, as of ``unsynced``, that are on the disk now."""
         ...
 
 
 class Commits:
-    """``run`` makes one every ``interval_s``, none if that is 0; ``commit`` makes one now.
+    """``run`` commits every ``interval_s`` seconds, never if that is 0; ``commit`` commits now.
 
-    Belongs to the event loop; what waits for the disk waits in a thread of its own.
+    Belongs to the event loop; calls that wait for the disk run in their own thread.
     """
 
     def __init__(
@@ -62,15 +61,18 @@ class Commits:
         self._contents = contents
         self._interval_s = interval_s
         self._threads = ThreadPool(1, "commit", abandon=True)
-        # Open from the start: the kernel tells a failed write to who had the file system open.
+        # Open from the start: ``syncfs`` reports only writes that failed after its descriptor was
+        # opened.
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # The number of journal records at the last commit.
         self._records = 0
-        # Written when the tier failed to write something: only their own fsync can tell.
+        # Objects that were unsynced when a sync of the tier failed: only an fsync of the object
+        # itself shows whether its bytes are on the disk.
         self._suspect: frozenset[int] = frozenset()
         self._limiter = Limiter(60.0)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Commits in every interval, until cancelled."""
         if not self._interval_s:
             await trio.sleep_forever()
         while True:
@@ -78,7 +80,7 @@ class Commits:
             await self.commit()
 
     async def commit(self) -> bool:
-        """Have on the disk what was written by now; whether it is."""
+        """Syncs what was written by now; returns whether it is on the disk."""
         records, contents = self._journal.written, self._contents.unsynced()
         objects = self._journal.doubtful
         is_new = records != self._records or self._contents.is_being_written()

@@ -1,8 +1,8 @@
-"""What a power cut has taken of the absorbed files, and what of their history still holds. Pure.
+"""Written files that a power cut has damaged: their names, and the journal without them. Pure.
 
-The bytes of a file that nobody fsynced may be on the disk, or not, or in part: a file of which no
-content is believed is lost. What happened to it is taken out of the history, so that what it had
-replaced is there again.
+The bytes of a file that was never synced may be on the disk completely, in part or not at all. Such
+a file is lost: its operations are removed from the journal's history, so that the file that it had
+replaced exists again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Numbered = tuple[int, Op]
 
 
 def names_of(ops: Iterable[Numbered], objects: Container[int]) -> dict[int, list[bytes]]:
-    """The names that those of ``objects`` have at the end that have one at all."""
+    """The names of ``objects`` after the last of ``ops``; objects without a name are left out."""
     names: dict[bytes, int] = {}
     for _, op in ops:
         ours = op.object in objects
         if op.kind in ("create", "take"):
-            # One that the source has may have several there.
+            # A file of the source may have several names there.
             for path in op.paths or (op.path,):
                 names.pop(path, None)
                 if ours:
@@ -46,20 +46,21 @@ def names_of(ops: Iterable[Numbered], objects: Container[int]) -> dict[int, list
 
 
 def without(ops: Sequence[Numbered], lost: Container[int]) -> Iterator[Numbered]:
-    """The history without the objects in ``lost``.
+    """The history ``ops`` without the objects in ``lost``.
 
-    A file that the source has remains, with its bytes there. Where a new one had come into the
-    place of another and left it again, the other was gone from then on: an unlink tells so; it may
-    find nothing. What replaces one that is left out replaces what that had replaced.
+    A file of the source remains, with the source's bytes. A new file may have replaced another file
+    by a rename, and then have been renamed again or removed. The other file was gone from then on,
+    so an unlink is inserted; it may find no file. A rename over a file that is left out replaces
+    the file that this one had replaced.
     """
     taken = {op.object: op for _, op in ops if op.kind == "take" and op.object in lost}
-    # The renames by which a lost file came into the place of another, by the name of that place.
+    # The renames of lost files over other files, by their present target names.
     replaced: dict[bytes, Op] = {}
     for seq, op in ops:
         if op.kind == "rename" and not op.object and replaced:
             replaced = {moved(name, op): rename for name, rename in replaced.items()}
         if op.kind == "rename":
-            op = _over_what_is_left(op, taken, replaced.get(op.to))
+            op = _over_remaining(op, taken, replaced.get(op.to))
         if op.object not in lost:
             if op.kind == "rename":
                 replaced.pop(op.to, None)
@@ -69,14 +70,17 @@ def without(ops: Sequence[Numbered], lost: Container[int]) -> Iterator[Numbered]
                 yield seq, replace(op, object=0, was=op.was or taken[op.object].was)
         elif op.kind in ("rename", "unlink"):
             if rename := replaced.pop(op.path, None):
-                yield seq, _unlink_of_what(rename, op)
+                yield seq, _unlink_of_replaced(rename, op)
             if op.kind == "rename":
                 replaced[op.to] = op
 
 
-def _over_what_is_left(rename: Op, taken: Mapping[int, Op], earlier: Op | None) -> Op:
-    """A rename as it is when what it has replaced was a lost file: in its place is the file of the
-    source that it was made of, or what ``earlier``, the rename that brought it there, replaced."""
+def _over_remaining(rename: Op, taken: Mapping[int, Op], earlier: Op | None) -> Op:
+    """The rename with the file that it replaces when lost files are left out.
+
+    Instead of a lost file it replaces the file of the source that was copied up into it, or the
+    file that ``earlier`` had replaced, the rename of the lost file to this name.
+    """
     if rename.over_object in taken:
         was = rename.over or taken[rename.over_object].was
         return replace(rename, over_object=0, over=was)
@@ -90,8 +94,8 @@ def _over_what_is_left(rename: Op, taken: Mapping[int, Op], earlier: Op | None) 
     return rename
 
 
-def _unlink_of_what(rename: Op, op: Op) -> Op:
-    """The removal, by ``op``, of what a rename that is left out had replaced."""
+def _unlink_of_replaced(rename: Op, op: Op) -> Op:
+    """An unlink, in the place of ``op``, of the file that the left-out ``rename`` had replaced."""
     return Op(
         kind="unlink",
         path=op.path,
@@ -104,6 +108,6 @@ def _unlink_of_what(rename: Op, op: Op) -> Op:
 
 
 def moved(name: bytes, rename: Op) -> bytes:
-    """Where ``name`` is after a directory that may hold it got another."""
+    """The path ``name`` after a rename of a directory, which may contain it."""
     inside = name.startswith(rename.path + b"/")
     return rename.to + name[len(rename.path) :] if inside else name

@@ -1,9 +1,9 @@
-"""What a power cut has left of files that were never synced: kept, for a person to look at.
+"""Doubtful objects: bytes of files that were never synced before a power cut, kept for a person.
 
-    DIRECTORY/doubtful/NUMBER.bytes     the object, as it was found
-    DIRECTORY/doubtful/NUMBER.json      what the journal told of it
+    DIRECTORY/doubtful/NUMBER.bytes     the object, unchanged
+    DIRECTORY/doubtful/NUMBER.json      path, size and time as recorded in the journal
 
-Nothing of it goes to the source. It stays, and counts as written, until it is discarded.
+These bytes are not drained to the source. They take room in the tier until they are discarded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """``path`` in the mount as it was last, empty if that is not known; ``size`` in bytes,
-    ``recorded`` as the journal told it last, at ``written_ns``; ``found_ns``: when the power cut
-    was noticed. ``held``: what it takes of the disk. ``file`` holds the bytes."""
+    """A doubtful object. ``path`` is the last path in the mount, empty if it is not known.
+
+    ``size`` is the present size in bytes; ``recorded`` is the size in its last journal record, of
+    the time ``written_ns``. The power cut was noticed at ``found_ns``. ``file`` holds the bytes and
+    occupies ``held`` bytes of the disk.
+    """
 
     number: int
     path: bytes
@@ -47,7 +50,7 @@ class Kept:
 
 
 class Doubtful:
-    """What is kept beside the objects in ``directory``; its own is in that."""
+    """The doubtful objects of ``directory``, which holds the objects; kept in a subdirectory."""
 
     def __init__(self, directory: Path) -> None:
         self._objects = directory
@@ -56,18 +59,18 @@ class Doubtful:
 
     @property
     def held(self) -> int:
-        """What all of it takes of the disk, in bytes."""
+        """Disk space of all doubtful objects, in bytes."""
         return sum(kept.held for kept in self._kept.values())
 
     def list(self) -> list[Kept]:
-        """The oldest first."""
+        """All doubtful objects, the oldest first."""
         return sorted(self._kept.values(), key=lambda kept: (kept.found_ns, kept.number))
 
     def keep(self, doubted: Mapping[int, tuple[Op, int]]) -> None:
-        """Take objects out of the way, each with what was recorded of it last, and when.
+        """Moves objects to the doubtful ones, each with its last record and the record's time.
 
-        What is there already stays as it is; objects without bytes of their own are removed.
-        Nothing is raised: an object that cannot be moved is one of the next mount.
+        Objects that were moved before stay unchanged. An object without written bytes is removed.
+        Nothing is raised: the next mount tries again to move an object that cannot be moved.
         """
         moved = False
         for number, (op, recorded_ns) in doubted.items():
@@ -75,7 +78,7 @@ class Doubtful:
                 moved |= self._keep(number, op, recorded_ns)
             except OSError as error:
                 log.warning(
-                    "what is left of %r cannot be put aside: %s; it stays where it is",
+                    "the remaining bytes of %r cannot be put aside: %s; they stay where they are",
                     os.fsdecode(op.path),
                     errno_words(error.errno),
                 )
@@ -83,8 +86,7 @@ class Doubtful:
             self._kept = self._found()
 
     def discard(self, number: int) -> None:
-        """Remove what is kept under a number. It may take as long as a large file does. Raises
-        OSError."""
+        """Removes a doubtful object. Removing a large file may take long. Raises OSError."""
         self._kept.pop(number, None)
         self._bytes(number).unlink(missing_ok=True)
         self._note(number).unlink(missing_ok=True)
@@ -119,7 +121,7 @@ class Doubtful:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # The bytes are worth more than their name.
+            # Without space for the note the bytes are kept without it.
             with suppress(OSError):
                 staged.unlink()
         path.rename(self._bytes(number))

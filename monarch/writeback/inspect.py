@@ -1,6 +1,6 @@
-"""What lies in a tier that absorbs, for who only looks: the journal held against its objects.
+"""Inspects an absorbing tier without a daemon: reads the journal and compares the objects with it.
 
-Nothing is changed. A daemon may be at work there; then what is seen is as of one moment.
+Nothing is changed. A daemon may use the tier meanwhile; the result is then that of one moment.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from monarch.writeback.op import Op
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A file that the source has not got: its first name in the mount, its bytes as recorded last,
-    and when it was first recorded of what waits. ``fault`` is what is wrong with its object, empty
-    if nothing is.
+    """A written file that is not at the source yet.
+
+    ``path`` is its first name in the mount, ``size`` its size in the last record, in bytes, and
+    ``recorded_ns`` the time of its first record that is not drained. ``fault`` describes the damage
+    of its object, empty if there is none.
     """
 
     path: bytes
@@ -32,11 +34,12 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """``operations`` are not at the source yet, ``waiting`` the files among them, oldest first.
+    """``operations`` is the number of changes that are not at the source yet; ``waiting`` are the
+    written files among them, oldest first.
 
-    ``lost`` were never synced before a power cut: the next mount puts them aside. ``unknown`` are
-    the numbers of objects that no record knows, or of which it says that nobody needs them, without
-    those that were made ahead of their files.
+    ``lost`` are the paths of files that were never synced before a power cut: the next mount puts
+    them aside. ``unknown`` are the numbers of objects without a record, or with the record that
+    they were removed. Objects made ahead (spares.py) are not among them.
     """
 
     source: bytes
@@ -51,9 +54,9 @@ class Inspection:
 
 
 def inspect(directory: Path) -> Inspection:
-    """Of the directory that holds a journal. Raises TierError if that cannot be read."""
+    """Inspects a directory with a journal. Raises TierError if the journal cannot be read."""
     found = look(directory)
-    # That an object is gone is nothing that the source is to be told.
+    # A "gone" record is not for the source.
     ops, done = found.replay.ops, found.replay.done
     undone = [(seq, op) for seq, op in ops if seq not in done and op.kind != "gone"]
     contents: dict[int, tuple[int, Op]] = {}
@@ -61,7 +64,7 @@ def inspect(directory: Path) -> Inspection:
         if op.kind == "content":
             first, _ = contents.get(op.object, (seq, op))
             contents[op.object] = (first, op)
-    # Their bytes are at the source, in a staged file.
+    # Objects whose bytes are at the source, in a staged file.
     through = {op.object for _, op in ops if op.kind == "through"}
     names = names_of(ops, contents)
     objects = Objects(directory)
@@ -87,7 +90,7 @@ def inspect(directory: Path) -> Inspection:
 
 
 def _made_ahead(objects: Objects, unknown: Iterable[int], ops: Sequence[Numbered]) -> Iterator[int]:
-    """Empty objects that come behind all that is recorded (spares.py)."""
+    """The empty objects with numbers above those in all records (spares.py)."""
     last = max((op.object for _, op in ops), default=0)
     for number in unknown:
         with suppress(OSError):

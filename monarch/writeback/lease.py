@@ -1,20 +1,22 @@
-"""Leases at the source: a mount that absorbs writes sees whether another one absorbs them too.
+"""Leases at the source: a mount that absorbs writes sees other mounts that absorb the same paths.
 
-    SOURCE/.monarch-leases.part/TOKEN      one file for each mount that absorbs: who it is, as JSON
+    SOURCE/.monarch-leases.part/TOKEN      one file for each mount that absorbs: its holder, as JSON
 
-TOKEN is that of the mount's journal, so the next mount with the same journal takes its own lease
-over at once. A holder renews its lease every 15 seconds by setting the file's times; a lease that
-was not renewed for 60 seconds, by the clock of the source's file system, is not in force any more.
-One of this machine whose process is gone is not in force either.
+TOKEN is the token of the mount's journal, so the next mount with the same journal takes over the
+lease at once. A mount renews its lease every 15 seconds by setting the file's times. A lease has
+expired if it was not renewed for 60 seconds, by the clock of the source's file system, or if its
+holder is a process of this machine that has ended.
 
-Where the daemon may not write at the root of the source, the lease lies in the nearest directory at
-or above the paths of each pattern that takes it. Two mounts that write there see each other, and
-each sees a lease at the root; the root's mount does not see theirs.
+Where the daemon may not write at the root of the source, it puts the lease of each pattern into the
+nearest directory, at or above the paths of the pattern, in which it may write. Two mounts that
+write there see each other, and each sees a lease at the root. The mount with a lease at the root
+does not see their leases.
 
-The files are what anybody who may write there has put there. They are read with limits, never
-through a symbolic link, and decide about nothing but whether a mount is refused or told.
+Any user with permission to write there may have made these files. They are read with limits on
+size and number, and never through a symbolic link. Their only effect is that a mount is refused, or
+that a warning is logged.
 
-Every call may wait for the source: none belongs on the event loop.
+Every call may wait for the source: call none on the event loop.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ log = logging.getLogger(__name__)
 
 DIRECTORY = b".monarch-leases.part"
 RENEW_S = 15.0
-# A lease that was not renewed for so long is not in force any more. Seconds.
+# The age at which a lease that was not renewed expires, in seconds.
 STALE_S = 60.0
-# The largest file that is read as a lease, in bytes, and how many are looked at in a directory.
+# The largest file that is read as a lease, in bytes, and the most files read in a directory.
 _LARGEST = 64 * KiB
 _MOST = 4096
-# Of the text of a lease, characters and patterns that a message shows.
+# The most characters of a text and the most patterns of a lease that a message shows.
 _SHOWN = 255
 _SHOWN_PATTERNS = 4
-# What a source answers where the daemon may make nothing.
+# The errors in directories where the daemon may not create files.
 _CLOSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _FLAGS_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FLAGS_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
@@ -60,10 +62,11 @@ _WILD = frozenset("*?[")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lease, as its file tells. ``since_ns``: when it was made, by the clock of the
-    source's file system. ``undrained``: the mount has ended, and its tier holds changes that the
-    source has not got. ``age_s``: how long ago the lease was renewed, in seconds. ``uid`` owns the
-    file.
+    """The holder of a lease, as read from its file.
+
+    ``since_ns`` is the time at which the lease was made, by the clock of the source's file system.
+    ``undrained``: the mount has ended, and its tier holds changes that are not at the source.
+    ``age_s`` is the time since the last renewal, in seconds. ``uid`` is the owner of the file.
     """
 
     token: str
@@ -80,7 +83,7 @@ class Holder:
     uid: int = 0
 
     def words(self) -> str:
-        """Who it is, for a message."""
+        """The holder's mount, node, process and patterns, for a message."""
         paths = ", ".join(map(_shown, self.patterns[:_SHOWN_PATTERNS])) or "**"
         if len(self.patterns) > _SHOWN_PATTERNS:
             paths += ", ..."
@@ -91,14 +94,14 @@ class Holder:
         return not self.undrained and self.age_s <= STALE_S and not self._is_dead()
 
     def _is_dead(self) -> bool:
-        """Whether it is a process of this machine that has ended."""
+        """Whether the holder is a process of this machine that has ended."""
         if (self.boot, self.namespace) != (_boot(), _pid_namespace()):
             return False
         return _started(self.pid) != self.started
 
 
 def overlap(patterns: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether two sets of patterns may name the same path. True where that is not certain."""
+    """Whether two sets of patterns may match the same path. True also if that is not certain."""
     return any(_may_meet(_parts(one), _parts(other)) for one in patterns for other in others)
 
 
@@ -114,12 +117,12 @@ def _may_meet(one: list[str], other: list[str]) -> bool:
             continue
         if not (fnmatch.fnmatchcase(part, opposite) or fnmatch.fnmatchcase(opposite, part)):
             return False
-    # What a pattern names is covered with all beneath it.
+    # The shorter pattern covers everything beneath the paths that it matches.
     return True
 
 
 def begins_with(pattern: str) -> str:
-    """The directory that all paths of a pattern are in or at, relative to the root; "" is that."""
+    """The longest path that begins all paths of a pattern, relative to the root; "" is the root."""
     fixed = []
     for part in _parts(pattern):
         if _WILD & set(part):
@@ -129,25 +132,25 @@ def begins_with(pattern: str) -> str:
 
 
 def prepare(source: Source) -> None:
-    """Make the directory of the leases before the names of the source are read, whose root would
-    be seen to have changed else. That it cannot be made is found out by ``Lease.acquire``."""
+    """Makes the directory of the leases. Call this before the names of the source are read: making
+    it later would change the root. Errors are ignored; ``Lease.acquire`` reports them."""
     with suppress(OSError):
         os.close(source.at_root(_open_leases, b"", True))
 
 
 class Lease:
-    """One mount's lease; ``acquire`` makes it.
+    """The lease of one mount, made by ``acquire``.
 
-    ``others``: who else absorbs writes for the same paths, as of the last look. ``trouble``: why it
-    cannot be held or renewed, empty if it can. ``was_lost``: it was once gone, or not renewed in
-    time, so another mount may have begun to write meanwhile.
+    ``others`` are the holders of leases in force for the same paths, at the last read. ``trouble``
+    is why the lease cannot be put or renewed, empty if it can. ``was_lost``: the lease was once
+    removed, or not renewed in time, so another mount may have begun to write.
     """
 
     def __init__(self, source: Source, me: Holder) -> None:
         self._source = source
         self._me = me
         self._directories: tuple[bytes, ...] = ()
-        # By the clock of the source's file system, as of the last renewal.
+        # The time of the last renewal, by the clock of the source's file system.
         self._now_ns = 0
         self.others: tuple[Holder, ...] = ()
         self.trouble = ""
@@ -157,10 +160,10 @@ class Lease:
     def acquire(
         cls, source: Source, *, token: str, patterns: Sequence[str], mountpoint: str, shared: bool
     ) -> Lease:
-        """Take the lease of a mount that absorbs ``patterns``.
+        """Puts the lease of a mount that absorbs ``patterns``; returns it.
 
-        Raises LockedError if another mount has one in force for paths of these, unless ``shared``.
-        A source that takes no lease is told in the log.
+        Raises LockedError if another mount has an earlier lease in force for some of the same
+        paths, unless ``shared``. If no lease can be put, that is logged and stands in ``trouble``.
         """
         me = Holder(
             token=token,
@@ -184,13 +187,14 @@ class Lease:
                 lease.trouble,
             )
             return lease
-        holders = lease._look()
-        for left in holders:
-            if left.undrained:
+        holders = lease._read_others()
+        for ended in holders:
+            if ended.undrained:
                 log.warning(
-                    "%s has ended with changes that are not at the source; they come when it is"
-                    " mounted again, and what has changed by then is kept beside them",
-                    left.words(),
+                    "%s has ended with changes that are not at the source; they are drained when it"
+                    " is mounted again; of files that were changed meanwhile both versions are"
+                    " kept",
+                    ended.words(),
                 )
         lease.others = tuple(holder for holder in holders if holder.is_in_force)
         earlier = [
@@ -214,20 +218,20 @@ class Lease:
     # -- while it is held ----------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Renew it, made again if it is gone, and look who else has one."""
+        """Renews the lease, puts it again if it was removed, and reads the leases of others."""
         try:
             if self._directories:
                 self._renew()
             else:
                 self._take()
-            self.others = tuple(holder for holder in self._look() if holder.is_in_force)
+            self.others = tuple(holder for holder in self._read_others() if holder.is_in_force)
         except OSError as error:
             self.trouble = errno_words(error.errno)
         else:
             self.trouble = ""
 
     def release(self, *, undrained: bool = False) -> None:
-        """Give it up; with ``undrained`` a note stays that this mount has more to bring."""
+        """Removes the lease; with ``undrained`` a file stays that says so."""
         for path in self._directories:
             with suppress(OSError):
                 directory = self._opened(path)
@@ -240,10 +244,10 @@ class Lease:
                     os.close(directory)
         self._directories = ()
 
-    # -- how -----------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """Raises OSError if it can be put nowhere."""
+        """Puts the lease. Raises OSError if no directory allows it."""
         try:
             self._put(b"")
             self._directories = (b"",)
@@ -256,8 +260,8 @@ class Lease:
             self._directories = tuple(sorted(taken))
 
     def _put_near(self, pattern: str) -> bytes:
-        """Put it into the nearest directory at or above the paths of a pattern that takes it; which
-        one, empty if there is none below the root."""
+        """Puts the lease into the nearest directory that allows it, at or above the paths of a
+        pattern. Returns that directory, empty if none below the root allows it."""
         path = os.fsencode(begins_with(pattern))
         while path:
             try:
@@ -279,16 +283,16 @@ class Lease:
             os.close(directory)
 
     def _opened(self, path: bytes, *, make: bool = False) -> int:
-        """The directory of the leases beneath ``path``. Raises OSError."""
+        """A descriptor of the directory of the leases in ``path``. Raises OSError."""
         return self._source.at_root(_open_leases, path, make)
 
     def _renew(self) -> None:
-        """Raises OSError."""
+        """Renews the lease in each of its directories. Raises OSError."""
         for path in self._directories:
             try:
                 directory = self._opened(path, make=True)
             except FileNotFoundError:
-                # The directory that it was for is gone.
+                # The directory of the pattern's paths was removed.
                 continue
             try:
                 self._renew_in(directory)
@@ -301,8 +305,8 @@ class Lease:
             before = os.stat(name, dir_fd=directory, follow_symlinks=False)
             os.utime(name, dir_fd=directory, follow_symlinks=False)
             self._now_ns = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime_ns
-        told = _read(directory, name, self._now_ns)
-        is_ours = told is not None and (told.pid, told.since_ns) == (
+        found = _read(directory, name, self._now_ns)
+        is_ours = found is not None and (found.pid, found.since_ns) == (
             self._me.pid,
             self._me.since_ns,
         )
@@ -317,8 +321,9 @@ class Lease:
         self.was_lost = True
         self._now_ns = _write(directory, self._me)
 
-    def _look(self) -> list[Holder]:
-        """Who else has a lease for some of the same paths, in force or not. Raises OSError."""
+    def _read_others(self) -> list[Holder]:
+        """The other holders of leases for some of the same paths, in force or not. Raises
+        OSError."""
         found: dict[str, Holder] = {}
         for path in self._seen_from():
             try:
@@ -339,7 +344,7 @@ class Lease:
         return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
 
     def _seen_from(self) -> Iterator[bytes]:
-        """Where leases of others for the same paths may lie."""
+        """The directories in which others may have put leases for the same paths."""
         seen = {b""}
         for pattern in self._me.patterns:
             path = os.fsencode(begins_with(pattern))
@@ -366,7 +371,8 @@ def _open_leases(root: int, path: bytes, make: bool) -> int:
 
 
 def _open_to_the_same(above: int) -> None:
-    """Whoever may make names in the directory above may have a lease; nobody another's."""
+    """Lets all users that may create files in the directory ``above`` put leases, but not change
+    the leases of others."""
     like = os.fstat(above)
     fd = os.open(DIRECTORY, _FLAGS_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
     try:
@@ -378,7 +384,7 @@ def _open_to_the_same(above: int) -> None:
 
 
 def _write(directory: int, holder: Holder) -> int:
-    """Put a lease in its place; the time that its file got. Raises OSError."""
+    """Writes the file of a lease; returns its time of modification. Raises OSError."""
     staged = holder.token + _NEW
     with suppress(FileNotFoundError):
         os.unlink(staged, dir_fd=directory)
@@ -409,7 +415,7 @@ def _record(holder: Holder) -> dict[str, Any]:
 
 
 def _read(directory: int, name: str, now_ns: int) -> Holder | None:
-    """The lease of that name; None if it is none, or not to be read as one."""
+    """The lease of that name; None if the file is not a valid lease or cannot be read."""
     try:
         fd = os.open(name, _FLAGS_READ, dir_fd=directory)
     except OSError:
@@ -439,9 +445,9 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
         os.close(fd)
 
 
-def _shown(told: object) -> str:
-    """What a stranger's file tells, so that it can do no harm in a terminal."""
-    return "".join(each if each.isprintable() else "?" for each in str(told)[:_SHOWN])
+def _shown(value: object) -> str:
+    """A value from another user's file as a text that is safe to show in a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in str(value)[:_SHOWN])
 
 
 def _names(directory: int) -> list[str]:
@@ -467,15 +473,16 @@ def _pid_namespace() -> int:
 
 
 def _started(pid: int) -> int:
-    """When a process began, in ticks since the machine did; 0 if there is none of that number, or
-    if it has ended and only waits for its parent's look."""
+    """The start time of a process, in clock ticks since boot; 0 if there is no such process, or if
+    it is a zombie."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_bytes()
+        line = Path(f"/proc/{pid}/stat").read_bytes()
         threads = len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0
-    fields = told.rpartition(b")")[2].split()
-    # The first thread of a killed process has ended while others still wait for the source.
+    fields = line.rpartition(b")")[2].split()
+    # The first thread of a killed process is a zombie while other threads still wait for the
+    # source.
     if fields[0] in (b"Z", b"X") and threads <= 1:
         return 0
     return int(fields[19])

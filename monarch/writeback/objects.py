@@ -1,9 +1,9 @@
-"""The bytes of absorbed files: one file each in the absorbing tier, named by a number.
+"""Objects: files in the absorbing tier that hold the bytes of written files, named by a number.
 
     DIRECTORY/XX/NUMBER      XX is the low byte of NUMBER in hex; mode 0600, the daemon's user
 
-Size, time of modification and holes are the file's own; all else is in the journal. A number is
-never used again. Calls may wait for the tier's disk.
+Size, time of modification and holes of an object are those of the written file; all else is in the
+journal. A number is never used again. Calls may wait for the tier's disk.
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ def object_path(directory: Path, number: int) -> Path:
 
 
 class Objects:
-    """Those beneath ``directory``, which exists.
+    """The objects in ``directory``, which must exist.
 
-    ``unsynced``: objects of earlier lives whose names may not be on the disk.
+    ``unsynced`` are objects of earlier daemons whose names may not be on the disk.
     """
 
     def __init__(self, directory: Path, *, unsynced: Iterable[int] = ()) -> None:
         self._directory = os.fsencode(directory)
-        # Their names are not known to be on the disk.
+        # Objects, and directories of objects, whose names may not be on the disk.
         self._new: set[int] = set(unsynced)
         self._new_buckets = {os.path.dirname(self._path(number)) for number in self._new}
         self._lock = threading.Lock()
-        # Those whose bytes the disk did not take, and the errno; those that are being synced.
+        # The errno of objects whose sync has failed; the objects with a sync under way.
         self._failed: dict[int, int] = {}
         self._syncing: set[int] = set()
         self._turn = threading.Condition()
 
     def create(self, number: int) -> int:
-        """A descriptor of a new, empty object, to read and write. Raises OSError."""
+        """Creates an empty object; returns a descriptor to read and write. Raises OSError."""
         path = self._path(number)
         flags = _FLAGS | os.O_CREAT | os.O_EXCL
         try:
             fd = os.open(path, flags, 0o600)
         except FileNotFoundError:
             bucket = os.path.dirname(path)
-            # In one step: who finds the bucket there finds it among the new ones, too.
+            # Both under the lock: a thread that finds the bucket also finds it in the set.
             with self._lock, suppress(FileExistsError):
                 os.mkdir(bucket, 0o700)
                 self._new_buckets.add(bucket)
             fd = os.open(path, flags, 0o600)
-        # Not before there is something that a sync can find.
+        # Only now: ``sync_all`` may clear the number if the object is created after its sync.
         with self._lock:
             self._new.add(number)
         return fd
 
     def open(self, number: int) -> int:
-        """A descriptor to read and write. Raises OSError, ENOENT if there is none."""
+        """A descriptor to read and write. Raises OSError, ENOENT if the object does not exist."""
         return os.open(self._path(number), _FLAGS)
 
     def status(self, number: int) -> os.stat_result:
-        """Raises OSError, ENOENT if there is none."""
+        """The object's status. Raises OSError, ENOENT if the object does not exist."""
         return os.lstat(self._path(number))
 
     def sync(self, number: int, fd: int) -> None:
-        """Until the bytes of an open object are on the disk, and its name.
+        """Waits until the bytes and the name of an open object are on the disk.
 
-        Raises OSError. Once that was so it is so again until the object is ``rewrite``-n or emptied
-        (``forget_failure``): the kernel tells once what it could not write, and forgets it.
+        Raises OSError. After a failure it fails again until ``rewrite`` or ``forget_failure`` is
+        called: the kernel reports a failed write once only.
         """
         self._sync_bytes(number, fd)
         with self._lock:
@@ -92,7 +92,7 @@ class Objects:
             self._new.discard(number)
 
     def _sync_bytes(self, number: int, fd: int) -> None:
-        # One after the other: of two at once only one is told of the failure.
+        # One sync at a time: of two, the kernel would report the failed write to one only.
         with self._turn:
             while number in self._syncing:
                 self._turn.wait()
@@ -111,12 +111,12 @@ class Objects:
                 self._turn.notify_all()
 
     def failure(self, number: int) -> int:
-        """With which errno a sync of the object has failed; 0 if none has."""
+        """The errno of a failed sync of the object; 0 if no sync has failed."""
         return self._failed.get(number, 0)
 
     @property
     def failed(self) -> frozenset[int]:
-        """Objects of which a sync has failed."""
+        """The objects with a failed sync."""
         with self._lock:
             return frozenset(self._failed)
 
@@ -125,14 +125,14 @@ class Objects:
             self._failed[number] = failure
 
     def forget_failure(self, number: int) -> None:
-        """All bytes that the object has are written since then."""
+        """Call this when all bytes of the object were written after the failed sync."""
         with self._lock:
             self._failed.pop(number, None)
 
     def rewrite(self, number: int) -> None:
-        """Write the bytes of an object once more, as they are read, and sync them.
+        """Reads the bytes of an object, writes them to their places again and syncs them.
 
-        Nobody may write it meanwhile. Raises OSError.
+        The object must not be written meanwhile. Raises OSError.
         """
         fd = self.open(number)
         try:
@@ -154,10 +154,11 @@ class Objects:
         self.forget_failure(number)
 
     def sync_all(self, fd: int) -> None:
-        """Until all objects are on the disk as they are when this begins, with their names.
+        """Waits until the present bytes and names of all objects are on the disk.
 
-        ``fd`` is of the directory and has been open since before they were written. Raises OSError
-        if a write to the tier has failed meanwhile: the kernel tells so once, and not of what.
+        ``fd`` is a descriptor of the directory that was opened before the objects were written.
+        Raises OSError if any write to the tier's file system has failed since the last call: the
+        kernel reports that once, without the file.
         """
         with self._lock:
             new, new_buckets = set(self._new), set(self._new_buckets)
@@ -169,7 +170,7 @@ class Objects:
             self._new_buckets -= new_buckets
 
     def remove(self, number: int) -> None:
-        """Who has it open goes on. That there is none is fine. Raises OSError."""
+        """Removes the object, if it exists; open descriptors stay valid. Raises OSError."""
         with suppress(FileNotFoundError):
             os.unlink(self._path(number))
         with self._lock:
@@ -177,11 +178,11 @@ class Objects:
             self._failed.pop(number, None)
 
     def numbers(self) -> set[int]:
-        """Of all objects that there are. Raises OSError."""
+        """The numbers of all objects. Raises OSError."""
         return {int(os.path.basename(path)) for path in self._paths()}
 
     def sweep(self, known: Container[int]) -> int:
-        """Remove those whose number is not in ``known``; how many. Raises OSError."""
+        """Removes the objects that are not in ``known``; returns their count. Raises OSError."""
         removed = 0
         for path in list(self._paths()):
             if int(os.path.basename(path)) not in known:

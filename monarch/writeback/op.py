@@ -1,4 +1,4 @@
-"""One change of the absorbed tree: its fields, and its text in the journal."""
+"""One change made through the mount: its fields, and its record in the journal."""
 
 from __future__ import annotations
 
@@ -38,40 +38,41 @@ _ATTRIBUTES = ("mode", "uid", "gid", "mtime_ns", "atime_ns")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """What was done, with the names that it had at that moment, relative to the mount's root.
+    """A change. Paths are relative to the mount's root, as they were at the time of the change.
 
-    create   a new regular file with an empty ``object``; in a journal that was written anew it may
-             have several names by then, which are in ``paths``
-    take     a file that the source has got an ``object``; its bytes there are those before. If it
-             has several names, they are in ``paths``
-    mkdir, symlink (``to``: the target), mknod (``rdev``; its type in ``mode``)
-    link, rename     from ``path`` to the new name ``to``
+    create   A new regular file with an empty ``object``. If the journal was compacted since, the
+             file may have several names; they are in ``paths``.
+    take     Copy-up: a file of the source has got an ``object``. The source has the bytes that it
+             had until then. ``paths`` holds the names of a file with several.
+    mkdir, symlink (``to``: the target), mknod (``rdev``; the file type in ``mode``)
+    link, rename     From ``path`` to the new name ``to``.
     unlink, rmdir
-    attr     of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` those that are not None;
-             all names of a file that has several in ``paths``, as of xattr.
-             ``same``: no bytes were written since the last content was recorded
-    xattr    ``xattrs``: a value, or None: it was removed
-    content  the first ``size`` bytes of the object are whole; all that the source is to be told of
-             the file, and all its names in ``paths``, of which ``path`` is the first. ``synced``:
-             the object was synced before the record was written. ``through``: its bytes are not
-             in the object but at the source, in its staged file or under its names. ``same``: its
-             bytes are those that the source had when it was taken. ``intact``: the first so many
-             are as they were in the content before, or, of the first, when the file was taken; 0
-             also if that is not known
-    through  there was no room for the object any more: its bytes are in its staged file at the
-             source from now on, beside ``path``, and the object is gone
-    gone     nobody has the ``object`` any more, and its file was removed
+    attr     Those of ``mode``, ``uid``, ``gid``, ``mtime_ns`` and ``atime_ns`` that are not None
+             have changed. ``paths`` holds the names of a file with several, also for xattr.
+             ``same``: no bytes were written since the last content.
+    xattr    ``xattrs``: new values; None for a removed attribute.
+    content  The first ``size`` bytes of the object are complete. The record has all attributes of
+             the file for the source, and all its names in ``paths``; ``path`` is the first.
+             ``synced``: the object was synced before the record was written. ``through``: the
+             bytes are not in the object but at the source, in its staged file or under its names.
+             ``same``: the bytes are those of the source at the copy-up. ``intact``: this many
+             bytes at the beginning are unchanged since the previous content, or since the copy-up
+             if there was none; 0 also if that is not known.
+    through  The tier had no room for the object. From now on its bytes are in its staged file at
+             the source, beside ``path``, and the object was removed.
+    gone     No file uses the ``object`` any more, and it was removed.
 
-    ``ino`` is the number that the mount shows, below 0 if it was that of an older snapshot;
-    ``object`` is 0 where the file has none. Modes hold permission bits, of mknod the type as well.
-    Sizes in bytes, times in ns since the epoch.
+    ``ino`` is the inode number in the mount; it is negative for an entry of an older snapshot.
+    ``object`` is 0 if the file has none. Modes are permission bits, for mknod with the file type.
+    Sizes are in bytes, times in ns since the epoch.
 
-    ``by`` is the user who made the change, None if the daemon has one identity only, and in a
-    journal of a version that did not record it. ``also``: the other users who have written a
-    content. ``was`` is what the mount knew of the source's file or directory at ``path``, and
-    ``over`` that of what a rename replaced; None for what was made here. ``over_ino`` and
-    ``over_object`` are its numbers, 0 where it had none. ``strict``: these tell all that the mount
-    knew, so what the source has is compared with them; false in journals of older versions.
+    ``by`` is the user who made the change. It is None if the daemon has one identity only, and in a
+    journal of a version that did not record users. ``also`` are the other users who have written a
+    content. ``was`` is the identity that the mount knew of the source's file or directory at
+    ``path``, and ``over`` that of the entry that a rename replaced; None for one made through the
+    mount. ``over_ino`` and ``over_object`` are the numbers of the replaced entry, 0 if it had none.
+    ``strict``: ``was`` and ``over`` are complete, so the drain compares the source with them; false
+    in journals of older versions.
     """
 
     kind: Kind
@@ -101,21 +102,21 @@ class Op:
     over_object: int = 0
 
     def names(self) -> tuple[bytes, ...]:
-        """All paths that it is about."""
+        """All paths of the change."""
         if self.kind == "content":
             return self.paths
         return (self.path, self.to) if self.kind in ("link", "rename") else (self.path,)
 
 
 def above(path: bytes) -> Iterator[bytes]:
-    """The directories that ``path`` lies in, the nearest first, without the root."""
+    """The directories above ``path``, the nearest first, without the root."""
     while (cut := path.rfind(b"/")) > 0:
         path = path[:cut]
         yield path
 
 
 def to_record(op: Op) -> dict[str, Any]:
-    """``op`` as JSON can hold it, without what is as it is by default."""
+    """``op`` as a JSON object, without the fields that have their default values."""
     record: dict[str, Any] = {"op": op.kind}
     for name in _NAMES:
         if value := getattr(op, name):
@@ -151,7 +152,7 @@ def _numbers(credentials: Credentials) -> list[int]:
 
 
 def from_record(record: Mapping[str, Any]) -> Op:
-    """The inverse of ``to_record``. Raises ValueError if it is none."""
+    """The inverse of ``to_record``. Raises ValueError if ``record`` is not valid."""
     kind = record.get("op")
     if kind not in _KINDS:
         raise ValueError(f"an operation of an unknown kind: {kind!r}")
@@ -182,14 +183,15 @@ def from_record(record: Mapping[str, Any]) -> Op:
 
 @lru_cache(1024)
 def _credentials(uid: int, gid: int, *groups: int) -> Credentials:
-    # Cached, so that the records of one user share one.
+    # Cached, so that the records of one user share one object.
     return Credentials(uid, gid, groups)
 
 
 def text(name: bytes) -> str:
-    """A name as JSON can hold it, whatever the locale."""
+    """A name as a JSON string, in any locale."""
     return name.decode("utf-8", "surrogateescape")
 
 
 def raw(name: str) -> bytes:
+    """The inverse of ``text``."""
     return name.encode("utf-8", "surrogateescape")

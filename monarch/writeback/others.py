@@ -1,11 +1,13 @@
-"""Names that other nodes, or people at the source, put into directories that this mount absorbs.
+"""Shows what others create and remove at the source, in directories that this mount absorbs.
 
-A directory in which a process looked for a missing name, listed what there is, or wrote, is
-*used*. Used directories are looked at again and again: one that has changed at the source is
-listed, and what others have made or removed there is shown. What this mount has not brought to the
-source yet is left alone. The kernel forgets after as long a time that a name was missing.
+A directory is *used* if a process has searched it for a missing name, listed it, or written in it.
+Used directories are compared with the source at regular intervals. A directory that has changed
+there is listed; entries that others have created are shown, and entries that they have removed are
+hidden. Names with changes that are not drained yet are left alone. The kernel may remember a
+missing name for one such interval.
 
-Nobody waits for that, but a process that enters a directory of others for the first time.
+No process waits for these comparisons, except one that enters a new directory of others for the
+first time.
 """
 
 from __future__ import annotations
@@ -38,25 +40,28 @@ from monarch.writeback.operations import WriteOperations
 
 log = logging.getLogger(__name__)
 
-# How often used directories are looked at, and how long the kernel may know a name to be missing.
-# Seconds.
+# The interval of comparisons of used directories, and how long the kernel may remember a missing
+# name, in seconds.
 LOOK_S = 10
-# A directory is used for so long after the last use, and no more than so many are. Seconds.
+# How long a directory counts as used after its last use, in seconds; the most used directories.
 _USED_S = 600.0
 _MOST = 1000
-# A directory is listed for no more than one in so many seconds of the time that it takes.
+# After a comparison, a directory is not compared again for this many times the time that it took.
 _SHARE = 20
-# One that changed so recently may change again without another time. Seconds.
+# The age of a change below which another change may leave the times as they are, in seconds.
 _YOUNG_S = 2.0
-# What the names of a directory tell apart.
+# The file types that ``os.scandir`` distinguishes.
 _KINDS = frozenset({stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK})
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """``names`` of a directory of the source, each with what has it; None if it is as it was.
-    ``seen`` is by what that is known."""
+    """A listing of a directory of the source. ``names`` is None if the directory is unchanged.
+
+    ``seen`` are the inode number and times by which a later change is noticed; None if a change
+    may leave them as they are.
+    """
 
     seen: tuple[int, int, int] | None
     names: Mapping[bytes, _Entry] | None
@@ -64,7 +69,7 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """``kind`` is 0 of what is neither a file nor a directory nor a symbolic link."""
+    """An inode number of the source, and the file type; 0 for devices, sockets and fifos."""
 
     number: int
     kind: int
@@ -79,7 +84,7 @@ class _Found:
 
 class Others:
     """Belongs to the event loop. ``is_open`` returns whether a process has a file open that was not
-    written through the mount."""
+    written through this mount."""
 
     def __init__(
         self,
@@ -101,20 +106,21 @@ class Others:
         self._drain = drain
         self._source = source
         self._kernel = kernel
-        # Of its own: a source that hangs must hold up nothing else.
+        # A pool of its own: a source that hangs must hold up no other calls.
         self._threads = ThreadPool(1, "others", abandon=True)
-        # When each was used last, the longest ago first.
+        # The time of the last use of each directory, the oldest first.
         self._used: dict[Ino, float] = {}
         self._not_covered: set[Ino] = set()
         self._seen: dict[Ino, tuple[int, int, int]] = {}
         self._next_s: dict[Ino, float] = {}
         self._looking: dict[Ino, trio.Event] = {}
-        # Directories of others of which nothing is known yet.
+        # Directories of others that were not listed yet.
         self._unlisted: set[Ino] = set()
         self._limiter = Limiter(60.0)
 
     def used(self, directory: Ino) -> bool:
-        """A process has looked into a directory; whether it is looked at from now on."""
+        """Call this when a process has used a directory. Returns whether it is compared with the
+        source from now on."""
         if directory not in self._used and not self._is_covered(directory):
             return False
         self._used.pop(directory, None)
@@ -136,18 +142,18 @@ class Others:
 
     def _forget(self, directory: Ino) -> None:
         if self._used.pop(directory, None) is not None:
-            # Whoever lists it again is to be seen, even where the kernel keeps listings.
+            # The next process that lists the directory must be noticed, even if the kernel has
+            # cached the listing.
             self._kernel.invalidate_listing(directory)
         self._seen.pop(directory, None)
         self._next_s.pop(directory, None)
 
     def knows(self, directory: Ino) -> bool:
-        """Whether it is known what is in a directory, as far as others have not changed it since
-        it was looked at last."""
+        """Whether the names of a directory are known, as of its last comparison."""
         return directory not in self._unlisted
 
     async def listed(self, directory: Ino) -> None:
-        """Until it is known what is in a directory that others have made. Raises SourceError."""
+        """Waits until a directory that others have created is listed. Raises SourceError."""
         while directory in self._unlisted:
             looking = self._looking.get(directory)
             if looking is not None:
@@ -161,11 +167,11 @@ class Others:
                     f"{path_text!r}: {error.strerror}", errno=error.errno or 5
                 ) from error
             if directory in self._unlisted:
-                # Something of it is on the way to the source.
+                # Changes in it are being drained at this moment.
                 break
 
     async def run(self) -> None:
-        """Look at what is used, again and again, until cancelled."""
+        """Compares the used directories at regular intervals, until cancelled."""
         while True:
             await trio.sleep(LOOK_S)
             for directory in list(self._used):
@@ -180,16 +186,17 @@ class Others:
         try:
             await self._look(directory)
         except (OSError, MonarchError) as error:
-            log.debug("a directory that others may write was not looked at: %s", error)
+            log.debug("a directory was not compared with the source: %s", error)
         except Exception:
             self._limiter.exception(
-                log, "unforeseen", "internal error in a look at others' names: please report it"
+                log, "unforeseen", "internal error in a search for others' names: please report it"
             )
         now = trio.current_time()
         self._next_s[directory] = now + _SHARE * (now - begun)
 
     async def _look(self, directory: Ino, *, is_gone: bool = False) -> None:
-        """``is_gone``: the directory above has lost it. Raises OSError, SourceError."""
+        """Compares a directory with the source. ``is_gone``: the directory above does not have its
+        name any more. Raises OSError, SourceError."""
         names = self._names
         if names.is_forgotten(directory) or names.is_gone(directory):
             self._forget(directory)
@@ -198,7 +205,7 @@ class Others:
         looked = self._looking[directory] = trio.Event()
         try:
             path = names.visible_path(directory)
-            # The listing may show a change that the source gets from here on, or not.
+            # The listing may show the changes that are drained from here on, or not.
             with self._drain.queue.pending.watching(path) as pending:
                 await self._compare(directory, path, pending, is_gone)
         finally:
@@ -215,7 +222,7 @@ class Others:
             listed = await self._threads.run(_listed, self._source, path, known)
         except (FileNotFoundError, NotADirectoryError):
             if not is_gone:
-                # The one above tells, if there it is missing as well.
+                # The comparison of the directory above hides it, if it is missing there.
                 self.used(self._names.attributes(directory).parent)
                 raise
             listed = _Listed(None, {})
@@ -243,7 +250,7 @@ class Others:
                 changed |= is_hidden
                 is_left |= not is_hidden
         self._unlisted.discard(directory)
-        # What was left alone is looked at again, though the directory stays as it is.
+        # If a name was left alone, the directory is listed again even if it does not change.
         if listed.seen is not None and not touched and not is_left:
             self._seen[directory] = listed.seen
         if changed:
@@ -251,7 +258,7 @@ class Others:
             self._kernel.invalidate_attributes(directory)
 
     def _known(self, directory: Ino) -> tuple[int, int, int] | None:
-        """By what a directory is known not to have changed; None if that is not known."""
+        """The source's inode number and times of a directory whose names are known; else None."""
         seen = self._seen.get(directory)
         if seen is None and not self._names.is_written(directory):
             there = self._names.at_source(directory)
@@ -262,7 +269,8 @@ class Others:
     def _differing(
         self, directory: Ino, listed: Mapping[bytes, _Entry]
     ) -> tuple[list[bytes], dict[bytes, Ino]]:
-        """Names that only the source has, and those under which it has, or may have, another."""
+        """Two sets of names: names that only the source has; and names with another file at the
+        source, or perhaps another, with their inodes in the mount."""
         new, other = [], {}
         for name, entry in listed.items():
             if not self._covers(directory, name):
@@ -275,17 +283,18 @@ class Others:
         return new, other
 
     def _differs(self, ino: Ino, entry: _Entry) -> bool:
-        """Whether the source has, or may have, something else under the name of an inode."""
+        """Whether the source has, or may have, another file under the name of an inode."""
         kind = stat.S_IFMT(self._names.attributes(ino).mode)
         if kind != entry.kind:
             return kind in _KINDS or entry.kind > 0
         if kind == stat.S_IFLNK:
-            # Its number is not known if it was made here: its target tells.
+            # The source's number of a symbolic link made here is not known: ``_renew`` compares
+            # the target.
             return self._names.attributes(ino).source_ino != entry.number
         return self._number(ino) not in (0, entry.number)
 
     def _number(self, ino: Ino) -> int:
-        """The source's number of a file that is there as it is here; 0 if that is not known."""
+        """The inode number of a file at the source; 0 if it is not known."""
         node = self._names.node(ino)
         if node is not None and node.object:
             return self._object_table.source_ino(node.object)
@@ -296,17 +305,17 @@ class Others:
         return not is_staged(name) and self._patterns.covers(self._names.path_of(directory, name))
 
     def _missing(self, directory: Ino, listed: Collection[bytes]) -> list[tuple[bytes, Ino]]:
-        """Names that the source has not, and whose they are here."""
+        """The names that are missing at the source, with their inodes in the mount."""
         return [
             (name, attributes.ino)
             for _, name, attributes in self._names.list_from(directory, 0)
             if name not in listed and self._covers(directory, name)
         ]
 
-    # -- what is found -------------------------------------------------------------------------
+    # -- differences ---------------------------------------------------------------------------
 
     async def _show(self, directory: Ino, name: bytes, found: _Found) -> bool:
-        """Whether a name is shown now that others have made."""
+        """Shows a name that others have created; returns whether that was possible."""
         names = self._names
         if names.lookup(directory, name) is not None:
             return False
@@ -326,12 +335,12 @@ class Others:
         return True
 
     async def _renew(self, directory: Ino, name: bytes, ino: Ino, found: _Found) -> bool:
-        """Show what has come into the place of something that is known here; False if that is left
-        alone for now."""
+        """Shows the entry that has replaced ``ino`` at the source; returns False if the name is
+        left alone for now."""
         mode, now = self._names.attributes(ino).mode, found.status.st_mode
         if stat.S_ISREG(mode) and stat.S_ISREG(now):
             is_done = await self._look_again(ino, found.status)
-            # It may have lost the name to what is there.
+            # The inode may have lost the name by then.
             await self._show(directory, name, found)
             return is_done
         if stat.S_IFMT(mode) == stat.S_IFMT(now) and (
@@ -341,8 +350,8 @@ class Others:
         return await self._hide(directory, name, ino) and await self._show(directory, name, found)
 
     async def _look_again(self, ino: Ino, status: os.stat_result) -> bool:
-        """Another file has come into the place of one that is known here; False if that is left
-        alone for now."""
+        """Reads a file again that another has replaced at the source; returns False if the file is
+        left alone for now."""
         if self._number(ino) == status.st_ino:
             return True
         node = self._names.node(ino)
@@ -350,14 +359,14 @@ class Others:
             return False
         if node is not None and node.object and not self._files.release_object(node):
             return False
-        # One that is gone by now is missing at the next look.
+        # A file that was removed meanwhile is noticed at the next comparison.
         with suppress(Refused, SourceError):
             await self._files.look_again(ino)
         self._kernel.invalidate_attributes(ino)
         return True
 
     def _is_busy(self, ino: Ino) -> bool:
-        """Whether a file is open here, or the source has not got all of it."""
+        """Whether a file is open in the mount, or has changes that are not drained."""
         if not self._names.attributes(ino).is_file:
             return False
         node = self._names.node(ino)
@@ -366,7 +375,7 @@ class Others:
         return self._is_open(ino) or self._files.is_in_use(ino)
 
     async def _hide(self, directory: Ino, name: bytes, ino: Ino) -> bool:
-        """Whether a name is gone now that others have removed."""
+        """Hides a name that others have removed; returns whether that was possible."""
         names = self._names
         if self._is_busy(ino) or names.lookup(directory, name) != ino:
             return False

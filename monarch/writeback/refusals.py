@@ -1,7 +1,8 @@
-"""What a person decides about changes that the source refuses: tried again, set aside, given up.
+"""Verbs for changes that the source refuses: try them again, set them aside, or discard them.
 
-A change that is given up never comes to the source, nor does what depends on it. What was made by
-it is removed on the mount as well, and a file that the source has is shown as it is there.
+A discarded change is not drained to the source, and neither are the changes that depend on it. An
+entry that it has created is removed from the mount as well. A file of the source that it has
+changed is shown again as it is at the source.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from monarch.writeback.operations import WriteOperations
 
 
 class _Plan:
-    """What becomes of the files and directories that changes are about: ``removed`` on the mount,
-    recorded ``anew`` for the source, given ``back`` to it; ``names`` are removed alone: their
-    files have others. Directories that are ``put_back`` get the name again that they have at the
-    source."""
+    """What happens to the files and directories of discarded changes.
+
+    ``removed``: removed from the mount. ``anew``: recorded anew for the source. ``back``: shown
+    again as they are at the source. ``names`` are removed, but their files have other names, which
+    stay. ``put_back``: directories that get the name again that they have at the source.
+    """
 
     def __init__(self) -> None:
         self.removed: dict[Ino, Node] = {}
@@ -53,7 +56,7 @@ class Refusals:
         self._kernel = kernel
 
     def list(self, path: bytes = b"") -> Sequence[Refusal]:
-        """What the source refuses now at, above and beneath a path, in the order of the changes."""
+        """The changes at, above and beneath a path that the source refuses, in their order."""
         return [
             refusal
             for refusal in self._drain.queue.refusals()
@@ -61,23 +64,24 @@ class Refusals:
         ]
 
     async def set_aside(self, path: bytes) -> None:
-        """Let the other changes of the users go on who made what is refused at, above or beneath a
-        path. Raises UsageError if nothing is."""
+        """Sets aside the refused changes at, above and beneath a path: other changes of the same
+        users are drained before them. Raises UsageError if no change is refused there."""
         self._drain.queue.set_aside({refusal.seq for refusal in self._about(path)})
         await self._drain.progress.retry()
 
     async def retry(self, path: bytes | None) -> None:
-        """Until the source was asked again for all that it refuses, at ``path`` among others.
+        """Tries all refused changes again, and waits for the results.
 
-        Raises UsageError if it refuses nothing there.
+        Raises UsageError if ``path`` is given and the source refuses nothing there.
         """
         if path is not None:
             self._about(path)
         await self._drain.progress.retry()
 
     async def discard(self, path: bytes) -> Sequence[bytes]:
-        """Give up what waits at and beneath a path that the source refuses; what was removed on the
-        mount. Raises UsageError if nothing can be given up there, BusyError if it is open."""
+        """Discards the changes that wait at and beneath a refused path; returns the paths that were
+        removed from the mount. Raises UsageError if no change can be discarded there, BusyError if
+        a file is open."""
         await self._drain.progress.come_to_hold()
         self._about(path)
         ops = [op for op in self._drain.queue.waiting() if _is_about(op, path)]
@@ -96,7 +100,7 @@ class Refusals:
             {node.object for node in plan.removed.values()} - {0},
         )
         removed = list(self._remove(plan))
-        # The source has never had those names: what is there under them is others'.
+        # The source has never had these names from this mount: a file there is one of others.
         seqs += self._drain.give_up(lambda op: op.kind == "unlink" and op.path in plan.names, ())
         for ino, to in plan.put_back.items():
             self._put_back(ino, to)
@@ -113,7 +117,7 @@ class Refusals:
         return removed
 
     def _about(self, path: bytes) -> Sequence[Refusal]:
-        """As ``list``. Raises UsageError if there is nothing."""
+        """As ``list``. Raises UsageError if no change is refused there."""
         found = self.list(path)
         if not found:
             raise UsageError(
@@ -123,7 +127,8 @@ class Refusals:
         return found
 
     def _plan(self, path: bytes, ops: Sequence[Op]) -> _Plan:
-        """Raises UsageError, BusyError; then nothing was changed."""
+        """Plans what ``discard`` does with ``ops``; changes nothing. Raises UsageError,
+        BusyError."""
         plan = _Plan()
         for op in ops:
             node = (
@@ -172,7 +177,7 @@ class Refusals:
         return plan
 
     def _require_free(self, path: bytes, node: Node) -> None:
-        """Raises UsageError if a directory cannot get the name again that it had."""
+        """Raises UsageError if a directory cannot get its earlier name ``path`` again."""
         directory, _, name = path.rpartition(b"/")
         parent = self._names.resolve(directory)
         if parent is not None and self._names.lookup(parent, name) in (None, node.ino):
@@ -199,12 +204,12 @@ class Refusals:
     def _moved(self, node: Node) -> UsageError:
         path_text = os.fsdecode(self._names.visible_path(node.ino))
         return UsageError(
-            f"{path_text!r} was moved, and may hold what the source has; nothing was given up",
+            f"{path_text!r} was moved and may contain files of the source; nothing was given up",
             hint="move it back first, or remove it",
         )
 
     def _remove(self, plan: _Plan) -> Iterator[bytes]:
-        """Remove on the mount what is given up, the deepest first; the paths."""
+        """Removes the entries of ``plan`` from the mount, the deepest first; yields their paths."""
         paths = [
             path for node in plan.removed.values() for path in self._names.visible_paths(node.ino)
         ]
@@ -226,6 +231,6 @@ def _is_about(op: Op, path: bytes) -> bool:
 
 
 def _is_name_elsewhere(op: Op, path: bytes) -> bool:
-    """Whether a change gives a file a name that is not there, or takes that."""
+    """Whether a change adds or removes a name of a file, and that name is not within ``path``."""
     name = {"link": op.to, "unlink": op.path}.get(op.kind, path)
     return not _is_within(name, path)

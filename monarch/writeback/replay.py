@@ -1,10 +1,11 @@
-"""What the journal tells, done again over the snapshot when a mount begins.
+"""Applies the operations of the journal to the snapshot when a mount begins.
 
-Over the snapshot that the journal belongs to, all is as it was. Another one, of a mount that has
-lost that, has what had come to the source by then and what others have done there: an operation may
-find done what it was to do, a directory gone, or others' names in its way. What was written wins:
-directories that are missing are made again, as the drain makes them at the source, what is in the
-way is not shown, and what still does not fit is told and left to the drain.
+Over the snapshot that the journal belongs to, the result is the tree of the earlier mount. A new
+snapshot, after that one was lost, also has the drained operations and the changes of others at the
+source. So an operation may already be done, its directory may be gone, or a name of others may be
+in its way. Operations of the journal win: missing directories are made again, as the drain makes
+them at the source, and entries in the way are hidden. An operation that still cannot be applied is
+logged and left to the drain.
 """
 
 from __future__ import annotations
@@ -24,34 +25,37 @@ from monarch.writeback.op import Op
 
 log = logging.getLogger(__name__)
 
-# So many records that could not be done again are told in the log.
-_TOLD = 5
+# The most records that cannot be applied which are logged one by one.
+_LOGGED = 5
 
 
 def replay(names: Namespace, ops: Iterable[tuple[int, Op]], *, now_ns: int) -> None:
-    """Bring ``names`` to what they were when the last of ``ops`` was done.
+    """Applies ``ops``, with their sequence numbers, to ``names``. ``now_ns`` is the time of changes
+    without a recorded time.
 
-    A record that does not fit is told and left out: nothing in a journal keeps a mount from coming
-    up.
+    A record that cannot be applied is logged and left out: no error in a journal may prevent the
+    mount.
     """
     failed = 0
     for seq, op in ops:
         try:
-            _Again(names, op, now_ns).do()
+            _Replayed(names, op, now_ns).do()
         except Exception as error:
             failed += 1
-            if failed <= _TOLD:
-                # Of an error that is no answer of the tree, it is of use where it came from.
+            if failed <= _LOGGED:
+                # An internal error is logged with its traceback.
                 log.warning(
                     "record %d (%s of %r) does not fit: %s",
                     *(seq, op.kind, os.fsdecode(op.path), str(error) or repr(error)),
                     exc_info=not isinstance(error, MonarchError),
                 )
-    if failed > _TOLD:
-        log.warning("%d more records do not fit", failed - _TOLD)
+    if failed > _LOGGED:
+        log.warning("%d more records do not fit", failed - _LOGGED)
 
 
-class _Again:
+class _Replayed:
+    """One operation, applied to the tree."""
+
     def __init__(self, names: Namespace, op: Op, now_ns: int) -> None:
         self._names = names
         self._op = op
@@ -92,7 +96,7 @@ class _Again:
                 ino = self._require(op.path)
                 for name, value in op.xattrs.items():
                     if value is None:
-                        # One of the source's own is not known here.
+                        # An attribute that only the source has is not known here.
                         with suppress(Refused):
                             self._names.remove_xattr(ino, name, now_ns=self._now_ns)
                     else:
@@ -101,7 +105,7 @@ class _Again:
                 pass
 
     def _place(self, path: bytes) -> tuple[Ino, bytes]:
-        """The directory of a name; it is made if it is not there."""
+        """The directory of a path, made if it does not exist, and the name in it."""
         directory, _, name = path.rpartition(b"/")
         return self._directory(directory), name
 
@@ -124,8 +128,8 @@ class _Again:
         return made.ino
 
     def _have_object(self) -> None:
-        """The file has an object, though the snapshot tells of it: what a later name of it leads
-        to at the source may be another file until then."""
+        """Sets the object of a file that is in the snapshot: later names of the file may belong to
+        another file at the source until the operation is drained."""
         ino = self._names.resolve(self._op.path)
         if ino is not None and self._names.attributes(ino).is_file:
             self._names.copy_up(ino).object = self._op.object
@@ -158,7 +162,7 @@ class _Again:
             rdev=op.rdev,
             target=op.to if op.kind == "symlink" else b"",
             object=op.object,
-            # Others have removed what an older snapshot had.
+            # If others have removed an entry of the snapshot, it gets a new number.
             ino=Ino(op.ino) if self._is_free(op.ino) else None,
         )
         self._have_xattrs(node)
@@ -172,12 +176,12 @@ class _Again:
         self._names.have_xattrs(node, given)
 
     def _linked(self) -> Ino:
-        """What gets another name; the source may have that alone by now."""
+        """The inode that gets another name; it may have only its new name by now."""
         found = self._names.resolve(self._op.path)
         return self._require(self._op.to) if found is None else found
 
     def _name_again(self, ino: Ino, path: bytes) -> None:
-        """Give a file another name; the snapshot may know the name as a file of the source."""
+        """Gives an inode another name, unless it has that name; hides another entry there."""
         parent, name = self._place(path)
         found = self._names.lookup(parent, name)
         if found == ino:
@@ -190,7 +194,7 @@ class _Again:
         op = self._op
         ino = self._names.resolve(op.path)
         if ino is not None and not self._names.attributes(ino).is_file:
-            # Others have put something else there.
+            # Others have put another kind of entry there.
             ino = None
         node = self._make(op.path) if ino is None else self._names.copy_up(ino)
         node.object = op.object
@@ -207,8 +211,8 @@ class _Again:
         op, names = self._op, self._names
         ino, existing = names.resolve(op.path), names.resolve(op.to)
         if ino is None:
-            # Done at the source already; or others have removed what it is of, and what is to
-            # come beneath it makes it again.
+            # The rename is already done at the source; or others have removed the entry, and later
+            # operations make it again as far as they need it.
             return
         is_dir = names.attributes(ino).is_dir
         parent, name = self._place(op.path)

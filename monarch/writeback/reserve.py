@@ -1,9 +1,9 @@
-"""Room on the absorbing tier's disk for what must go on when that is full: a file that is given up.
+"""A file that reserves blocks of the absorbing tier's disk and is removed when the disk is full.
 
-    DIRECTORY/reserve        no bytes, but blocks of the disk
+    DIRECTORY/reserve        allocated blocks without data
 
-A mount needs a few directories, and the journal its marks and removals, to drain what fills the
-disk. When there is room again the file is made again.
+To drain the files that fill the disk, a mount needs room for a few directories and for records of
+the journal. When the disk has room again, the file is made again.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ NAME = "reserve"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LEAST_BYTES = 256 * KiB
 _MOST_BYTES = 8 * MiB
-# Of the disk.
+# The reserve is the disk's size divided by this, within the limits above.
 _SHARE = 64
-# It is made where it takes no more than such a part of what is free.
+# The reserve is made only if the free room is at least this many times its size.
 _LEFT = 4
 
 
 class Reserve:
-    """That of a directory. Short file operations; nothing is raised."""
+    """The reserve in a directory. All calls are short file operations and raise nothing."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
 
     def make(self) -> None:
-        """If there is none, and the disk has room."""
+        """Makes the reserve if it does not exist and the disk has room."""
         with suppress(OSError):
             disk = os.statvfs(self._path.parent)
             size = min(max(disk.f_blocks * disk.f_frsize // _SHARE, _LEAST_BYTES), _MOST_BYTES)
@@ -45,21 +45,21 @@ class Reserve:
                     file.fileno(), 0, ctypes.c_longlong(0), ctypes.c_longlong(size)
                 )
             if failed:
-                # Others were faster, or this file system cannot.
+                # The room was taken meanwhile, or the file system does not support fallocate.
                 self._path.unlink()
 
     def give_up(self) -> bool:
-        """Leave its blocks to others; whether there was any."""
+        """Frees the blocks of the reserve; returns whether it existed."""
         try:
             self._path.unlink()
-            # Some file systems have the blocks again only then.
+            # Some file systems free the blocks only at the next sync.
             sync_path(self._path.parent)
         except OSError:
             return False
         return True
 
     def give_up_if_full(self) -> bool:
-        """The same where less is free than it holds."""
+        """Frees the reserve if less room is free than it holds; returns whether it was freed."""
         try:
             held = self._path.lstat().st_size
             disk = os.statvfs(self._path.parent)

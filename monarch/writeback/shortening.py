@@ -1,9 +1,9 @@
-"""Which changes of a journal still matter, when all else is to be left out of it. Pure.
+"""Compaction of a journal: selects the operations that still matter. Pure functions.
 
-What is left leads from the same snapshot to the same tree, and tells the drain the same of what
-the source has. Left out are contents that a later one of the same file has made obsolete, and
-files, directories and other things that were made and removed again; all of it only when the source
-has it.
+The selected operations lead from the same snapshot to the same tree, and the drain learns the same
+from them about the source. Two kinds of operations are left out, and only if they are drained:
+contents with a later content of the same file, and operations on entries that were created and
+removed again.
 """
 
 from __future__ import annotations
@@ -20,23 +20,30 @@ Done = Mapping[int, Identity | None]
 
 
 def shortened(ops: Sequence[Numbered], done: Done) -> list[Numbered]:
-    """``ops`` without what does not matter; ``done``: those that the source has, and as what."""
+    """``ops`` without those that do not matter any more.
+
+    ``done`` has the sequence numbers of the operations that are drained, each with the identity of
+    the entry that was published or made at the source, None if there is none.
+    """
     removed = _removed(ops, done)
-    left = [it for it in without(ops, removed) if not _removes_nothing(it[1], removed)]
-    passed = _passed(left, done)
-    return _without_obsolete((it for it in left if _about(it[1]) not in passed), done)
+    kept = [it for it in without(ops, removed) if not _removes_nothing(it[1], removed)]
+    gone = _gone(kept, done)
+    return _without_obsolete((it for it in kept if _number(it[1]) not in gone), done)
 
 
 def _removes_nothing(op: Op, removed: Container[int]) -> bool:
-    """Whether a removal is of what one that is left out had replaced, and that was nothing, or is
-    left out as well."""
+    """Whether ``op`` is an unlink that removes no file, or one that is left out.
+
+    ``without`` inserts such an unlink after a rename that is left out, if that rename replaced no
+    file, or one that is left out as well.
+    """
     if op.kind != "unlink" or not op.strict:
         return False
     return op.object in removed or (op.ino, op.object, op.was) == (0, 0, None)
 
 
 def _removed(ops: Iterable[Numbered], done: Done) -> set[int]:
-    """Objects whose file was removed on the mount and is no more at the source, for good."""
+    """The objects of files that were removed, with all operations on them drained."""
     names: dict[bytes, int] = {}
     counts: dict[int, int] = {}
     removed: set[int] = set()
@@ -74,28 +81,30 @@ def _removed(ops: Iterable[Numbered], done: Done) -> set[int]:
                 if (number := names.pop(op.path, 0)) != 0:
                     names[op.to] = number
             case "gone" if not counts.get(op.object, 0):
-                # One that has a name yet is read from the source.
+                # A file that still has a name is read from the source.
                 removed.add(op.object)
     return removed - waiting - {0}
 
 
-def _about(op: Op) -> int:
-    """The number on the mount of what a change is about that has no object; 0 for all others."""
+def _number(op: Op) -> int:
+    """The inode number of a changed entry without an object; 0 for all other operations."""
     return 0 if op.object or op.kind in ("gone", "through") else op.ino
 
 
-def _passed(ops: Iterable[Numbered], done: Done) -> set[int]:
-    """Numbers of what has no object, was made and is removed again, both at the source as well, and
-    has left no trace: nothing that stays was done in it, and what has replaced something was itself
-    replaced in that very place."""
+def _gone(ops: Iterable[Numbered], done: Done) -> set[int]:
+    """The inode numbers of entries without objects that have left no trace.
+
+    Such an entry was created and removed again, both also at the source, and no operation that is
+    kept was done in it. If it has replaced an entry, it was replaced itself at that same path.
+    """
     paths: dict[bytes, int] = {}
     replaced_at: dict[int, bytes] = {}
     made: set[int] = set()
     stays: set[int] = set()
-    # In which of them changes of each were made; of all else: 0.
+    # For each number, 0 for all entries not made here: the directories in which it was changed.
     within: dict[int, set[int]] = {}
     for seq, op in ops:
-        number = _about(op)
+        number = _number(op)
         if op.kind in ("mkdir", "symlink", "mknod"):
             made.add(number)
         elif number not in made:
@@ -113,9 +122,9 @@ def _passed(ops: Iterable[Numbered], done: Done) -> set[int]:
                     stays |= {there, number}
             case "rename":
                 there = paths.pop(op.to, 0)
-                # A file leaves at the source what it replaces until its bytes come.
-                is_left = op.object or replaced_at.get(there, op.to) != op.to
-                if there != op.over_ino or is_left:
+                # At the source a file replaces the other one only when its content is drained.
+                keeps_both = op.object or replaced_at.get(there, op.to) != op.to
+                if there != op.over_ino or keeps_both:
                     stays |= {there, op.over_ino}
                 if there or op.over_ino or op.over_object or op.over is not None:
                     replaced_at[number] = op.to
@@ -125,20 +134,22 @@ def _passed(ops: Iterable[Numbered], done: Done) -> set[int]:
                     stays |= {there, number}
                 elif number:
                     paths[op.to] = number
-    left = [*stays, *paths.values(), 0]
-    seen: set[int] = set()
-    while left:
-        number = left.pop()
-        if number not in seen:
-            seen.add(number)
-            left.extend(within.get(number, ()))
-    return made - seen
+    to_visit = [*stays, *paths.values(), 0]
+    kept: set[int] = set()
+    while to_visit:
+        number = to_visit.pop()
+        if number not in kept:
+            kept.add(number)
+            to_visit.extend(within.get(number, ()))
+    return made - kept
 
 
 def _without_obsolete(ops: Iterable[Numbered], done: Done) -> list[Numbered]:
-    left: dict[int, Op] = {}
-    # What was told last of each object, if these are contents that the source has: the last that
-    # was published, and the last after it that was left out, which says nothing of what it has.
+    """``ops`` without the contents that later contents of the same object have made obsolete."""
+    kept: dict[int, Op] = {}
+    # The sequence numbers of the last operations on each object, if these are drained contents: the
+    # last published content, and after it the last one that the drain has skipped. A skipped
+    # content does not say what the source has.
     last: dict[int, list[int]] = {}
     for seq, op in ops:
         is_content = op.kind == "content" and seq in done
@@ -149,17 +160,17 @@ def _without_obsolete(ops: Iterable[Numbered], done: Done) -> list[Numbered]:
                 obsolete = before
             else:
                 obsolete = [each for each in before if done[each] is None]
-                # What one that is left out has changed is to be brought by those behind it.
-                op = replace(op, intact=min([op.intact, *(left[each].intact for each in obsolete)]))
+                # The later content must bring also the bytes that an obsolete one has changed.
+                op = replace(op, intact=min([op.intact, *(kept[each].intact for each in obsolete)]))
             for each in obsolete:
-                del left[each]
+                del kept[each]
             last[op.object] = [*(each for each in before if each not in obsolete), seq]
-        left[seq] = op
-    return list(left.items())
+        kept[seq] = op
+    return list(kept.items())
 
 
 def objects_of(ops: Iterable[Numbered]) -> Iterator[int]:
-    """All that are named."""
+    """The numbers of all objects in ``ops``, with repetitions; 0 where an operation has none."""
     for _, op in ops:
         yield op.object
         yield op.over_object

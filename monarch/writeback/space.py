@@ -1,8 +1,8 @@
-"""Room in the absorbing tier: what is written goes before copies of the source.
+"""Room in the absorbing tier: written files take precedence over copies of the source.
 
-So much is kept for writing as is written now, and at least the reserve. Copies make room for it,
-and what has been drained stays as long as the reserve has place for it, oldest out first. Of small
-files so many stay that what is kept in memory of each is no matter.
+The room for written files is the size of the present ones, at least the reserve. Copies are evicted
+to make that room. Drained objects stay while they fit into the reserve; the oldest are released
+first. The number of drained objects is limited too, since each takes memory.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ from monarch.writeback.open_files import WrittenFiles
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
-# Of the tier, if nothing is configured.
+# The interval of checks of the room, in seconds.
+_CHECK_S = 0.5
+# The default reserve: at least this share of the tier, and this many times the largest file.
 _RESERVE_SHARE = 0.05
 _LARGEST_FILES = 2
-# So many objects that are at the source as well stay: each takes about a kilobyte of memory.
+# The most drained objects that stay: each takes about a kilobyte of memory.
 _MOST_DRAINED = 32768
-# How long it may take until what was let go of is gone from the disk. Seconds.
+# How long ``make`` waits for the disk to show released room, and between two checks, in seconds.
 _PATIENCE_S = 2.0
 _STEP_S = 0.02
-# Copies dropped between two looks of the event loop at its other work.
+# The number of copies that are evicted between two turns of the event loop.
 _STRIDE = 64
 
 
 class SpaceReclaimer:
-    """``look`` finds out in a thread what the tier's disk has; ``evict`` drops a copy.
+    """Keeps room for written files in ``tier``. Belongs to the event loop.
 
-    ``kept``: what else lies there that was written, in bytes. ``reserve`` in bytes, None for twice
-    the largest file and a share of the tier.
+    ``look`` reads the tier's disk space in a thread. ``evict`` evicts a copy and returns its size;
+    ``evicted`` is called after the last of several. ``kept`` returns the size of other written
+    bytes in the tier. ``reserve`` is in bytes; None means twice the largest file, at least a share
+    of the tier.
     """
 
     def __init__(
@@ -76,21 +79,22 @@ class SpaceReclaimer:
         return max(share, _LARGEST_FILES * self._object_table.largest)
 
     def statfs(self) -> Space:
-        """What may be written: what is free, and what would give way to it."""
+        """The room for written files: the free room, copies, and drained objects."""
         gives_way = self._ledger.used(self._tier.number) + self._object_table.drained_bytes
         available = min(self.space.total, self.space.available + gives_way)
         return Space(self.space.total, available)
 
     async def run(self) -> None:
-        """Keep the room, until cancelled."""
+        """Calls ``keep`` at regular intervals, until cancelled."""
         while True:
             with suppress(OSError):
                 self.space = await self._look()
                 await self.keep()
-            await trio.sleep(_LOOK_S)
+            await trio.sleep(_CHECK_S)
 
     async def keep(self) -> None:
-        """Let go of what has been drained beyond the reserve, and of copies that are in the way."""
+        """Releases drained objects that do not fit into the reserve, and evicts copies as far as
+        written files need their room."""
         number, reserve = self._tier.number, self.reserve
         self._files.release_drained(
             self._object_table.drained_bytes - reserve,
@@ -102,11 +106,11 @@ class SpaceReclaimer:
         await self._drop_copies(max(wanted, -self._ledger.room(number)))
 
     async def make(self, size: int) -> bool:
-        """Make room for so many bytes now; whether anything was let go of."""
+        """Makes room for ``size`` bytes now; returns whether any room was released."""
         freed = self._files.release_drained(size)
         if not (await self._drop_copies(size - freed) or freed > 0):
             return False
-        # Who lets go of a file waits for the journal first.
+        # A released object is removed only when its record is in the journal.
         with trio.move_on_after(_PATIENCE_S), suppress(OSError):
             while (await self._look()).available < size:
                 await trio.sleep(_STEP_S)

@@ -1,7 +1,8 @@
-"""Objects that are made ahead, so that a file can be created without waiting for the tier's disk.
+"""Spares: objects made ahead, so that a file can be created without waiting for the tier's disk.
 
-As many are kept as files are made: none before the first, twice as many at each filling, up to
-``MOST``. They are empty, no record knows them, and the next mount removes what a kill has left.
+The number of spares follows the rate at which files are created: none before the first file, then
+twice as many at each filling, up to ``MOST``. They are empty and in no record of the journal. After
+a kill the next mount removes them.
 """
 
 from __future__ import annotations
@@ -33,19 +34,17 @@ class Spares:
         self._filling: trio.Event | None = None
         self._error: OSError | None = None
         self._is_closed = False
-        # How often a thread was asked for objects.
+        # The number of fillings since the start.
         self.fillings = 0
 
     @property
     def is_filling(self) -> bool:
-        """Whether a thread is making some."""
+        """Whether a thread is making spares."""
         return self._filling is not None
 
     async def take(self) -> tuple[int, int]:
-        """The number of a new, empty object, and a descriptor to read and write it.
-
-        Raises OSError.
-        """
+        """Takes a new, empty object: its number, and a descriptor to read and write it. Waits if no
+        spare is ready. Raises OSError."""
         while not self._ready:
             filling = self._fill() if self._filling is None else self._filling
             await filling.wait()
@@ -53,20 +52,21 @@ class Spares:
                 raise self._error
         taken = self._ready.popleft()
         if self._filling is None and len(self._ready) <= self._wanted // 2:
-            # While the machine has no thread to give there is none ahead.
+            # Without a free thread no spares are made ahead.
             with suppress(OSError):
                 self._fill()
         return taken
 
     async def number(self) -> int:
-        """That of an object that is not made."""
+        """Takes a number without an object."""
         while self._filling is not None:
             await self._filling.wait()
         self._next += 1
         return self._next - 1
 
     def _fill(self) -> trio.Event:
-        """Raises OSError, ENOMEM, if there is no thread."""
+        """Starts making spares in a thread; the event is set when they are ready. Raises OSError,
+        ENOMEM, if no thread can be started."""
         token = trio.lowlevel.current_trio_token()
         self._threads.start(self._make, self._wanted, token)
         self.fillings += 1
@@ -75,7 +75,7 @@ class Spares:
         return self._filling
 
     def _make(self, count: int, token: trio.lowlevel.TrioToken) -> None:
-        """In a thread, one at a time: the event loop asks again when this was told."""
+        """Makes spares, in a thread; the event loop starts no other filling before ``_filled``."""
         made: list[tuple[int, int]] = []
         error: OSError | None = None
         try:
@@ -86,7 +86,7 @@ class Spares:
         try:
             token.run_sync_soon(self._filled, made, error)
         except trio.RunFinishedError:
-            self._let_go(made)
+            self._discard(made)
 
     def _filled(self, made: list[tuple[int, int]], error: OSError | None) -> None:
         filling, self._filling, self._error = self._filling, None, error
@@ -101,12 +101,12 @@ class Spares:
         filling.set()
 
     def close(self) -> None:
-        """Nobody needs them any more. May wait for the tier's disk."""
+        """Removes all spares, also those that a thread is making. May wait for the tier's disk."""
         self._is_closed = True
-        self._let_go(self._ready)
+        self._discard(self._ready)
         self._ready.clear()
 
-    def _let_go(self, spares: deque[tuple[int, int]] | list[tuple[int, int]]) -> None:
+    def _discard(self, spares: deque[tuple[int, int]] | list[tuple[int, int]]) -> None:
         for number, fd in spares:
             os.close(fd)
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""One content on its way: an object's bytes into a staged file beside their name at the source.
+"""Copies the bytes of one content from its object to a staged file, beside its name at the source.
 
-The calls wait for the source as long as it likes: they run in worker threads, one at a time. Who
-does not wait any more calls ``close``, which leaves to a call that hangs what it still uses.
+The calls may wait for the source without a limit: they run in worker threads, one at a time.
+``close`` may be called while a call hangs; the descriptors are then closed when that call returns.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Whole bytes under a temporary name: ``size`` of them, of the object as ``version`` says."""
+    """A complete staged file of ``size`` bytes; ``version`` is the identity of its object."""
 
     size: int
     version: Identity
 
 
 class Staging:
-    """``open_part`` opens the staged file, empty, to read and write.
+    """Stages object ``number``. ``open_part`` opens the staged file, empty, to read and write.
 
-    ``open``, ``begin``, ``turn`` until it moves nothing, ``finish``, which is ``apply_attributes``
-    and ``sync``; then perhaps ``verify`` until it reads nothing. Each raises OSError.
+    The order of calls: ``open``; ``begin``; ``turn`` until it returns 0; ``finish``, or
+    ``apply_attributes`` and ``sync``; then optionally ``verify`` until it returns 0. Each raises
+    OSError.
     """
 
     def __init__(self, objects: Objects, number: int, *, open_part: Callable[[], int]) -> None:
@@ -54,24 +55,21 @@ class Staging:
         self._fds: list[int] = []
         self._digest = xxhash.xxh3_128()
         self._offset = 0
-        # Where the data are that were moved: the first byte, and the one behind the last.
+        # The ranges of the copied data: the first offset, and the offset behind the last byte.
         self._data: list[tuple[int, int]] = []
         self._limit: int | None = None
         self._synced_bytes = 0
         self._read_back = xxhash.xxh3_128()
         self._read_bytes = 0
-        # How many of the data were read back.
+        # The number of ranges of ``_data`` that were read back.
         self._compared = 0
         self._lock = threading.Lock()
         self._busy = False
         self._closed = threading.Event()
 
     def open(self, *, sync: bool) -> Identity:
-        """The object as it is, with ``sync`` when its bytes are on the disk.
-
-        One whose sync has failed before is taken as it is read. Raises FileNotFoundError if there
-        is none.
-        """
+        """Opens the object; returns its identity. With ``sync`` its bytes are on the disk then,
+        unless a sync of it has failed before. Raises FileNotFoundError if it does not exist."""
         with self._using():
             fd = self._objects.open(self._number)
             self._fds.append(fd)
@@ -80,37 +78,38 @@ class Staging:
             return identity_now(fd)
 
     def start_object_writeback(self) -> None:
-        """Have the disk begin with the object's bytes, without waiting for it."""
+        """Starts the writing of the object's bytes to the disk, without waiting for the end."""
         with self._using():
             start_writeback(self._fds[0])
 
     def sync_object(self) -> Identity:
-        """The object as it is when its bytes are on the disk."""
+        """Waits until the object's bytes are on the disk; returns its identity."""
         with self._using():
             self._objects.sync(self._number, self._fds[0])
             return identity_now(self._fds[0])
 
     @property
     def moved(self) -> int:
-        """Bytes that the staged file has so far."""
+        """The present length of the staged file, with holes, in bytes."""
         return self._offset
 
     def version(self) -> Identity:
-        """The object as it is now."""
+        """The present identity of the object."""
         with self._using():
             return identity_now(self._fds[0])
 
     def limit(self, size: int) -> None:
-        """Move no more than the first ``size`` bytes. Before the first turn."""
+        """Limits the copy to the first ``size`` bytes. Call it before the first ``turn``."""
         self._limit = size
 
     def begin(self) -> None:
-        """Have an empty staged file."""
+        """Opens the empty staged file."""
         with self._using():
             self._fds.append(self._open_part())
 
     def turn(self, count: int) -> int:
-        """Move up to ``count`` bytes of data; how many, 0 at the end. Holes stay holes."""
+        """Copies up to ``count`` bytes of data; returns their number, 0 at the end. Holes stay
+        holes."""
         with self._using():
             object_fd, part_fd = self._fds
             moved = 0
@@ -119,7 +118,7 @@ class Staging:
                 begins, ends = data_at(object_fd, self._offset, end)
                 self._offset = begins
                 if begins == end:
-                    # It may have been cut meanwhile: then it is another version.
+                    # Only a hole follows, or the object was truncated; then its identity differs.
                     break
                 wanted = min(_PIECE_BYTES, count - moved, ends - begins)
                 piece = os.pread(object_fd, wanted, begins)
@@ -134,18 +133,21 @@ class Staging:
                 else:
                     self._data.append((begins, self._offset))
             if self._offset - self._synced_bytes >= _SYNC_BYTES:
-                # Not all at the end, in one call that lasts for minutes.
+                # Synced in between, so that the sync at the end does not last for minutes.
                 os.fdatasync(part_fd)
                 self._synced_bytes = self._offset
             return moved
 
     def finish(self, apply: Callable[[int], None]) -> None:
-        """Make the staged file whole, with ``apply``, and durable."""
+        """Completes the staged file with ``apply``, and makes it durable."""
         self.apply_attributes(apply, is_hurried=False)
         self.sync()
 
     def apply_attributes(self, apply: Callable[[int], None], *, is_hurried: bool = True) -> None:
-        """Make the staged file whole, with ``apply``; its disk begins with its bytes."""
+        """Sets the length of the staged file and calls ``apply`` with its descriptor.
+
+        ``is_hurried``: the source's client starts to write its bytes to the disk, too.
+        """
         with self._using():
             _, part_fd = self._fds
             if os.fstat(part_fd).st_size != self._offset:
@@ -156,7 +158,7 @@ class Staging:
                 start_writeback(part_fd)
 
     def sync(self) -> None:
-        """Make the staged file durable, when it is dressed."""
+        """Makes the staged file durable. Call it after ``apply_attributes``."""
         with self._using():
             _, part_fd = self._fds
             os.fsync(part_fd)
@@ -165,12 +167,13 @@ class Staging:
                 os.posix_fadvise(part_fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def expect(self) -> None:
-        """Have the disk begin to read back what is durable, without waiting for it."""
+        """Starts to read the durable staged file ahead, for ``verify``, without waiting."""
         with self._using(), suppress(OSError):
             os.posix_fadvise(self._fds[1], 0, 0, os.POSIX_FADV_WILLNEED)
 
     def verify(self, count: int) -> int:
-        """Read back up to ``count`` bytes; how many, 0 at the end. EIO if they are others."""
+        """Reads back up to ``count`` bytes; returns their number, 0 at the end. Raises EIO if they
+        differ from the written bytes."""
         with self._using():
             _, part_fd = self._fds
             read = 0
@@ -178,7 +181,8 @@ class Staging:
                 is_hole, end = self._next_to_compare()
                 if self._read_bytes == end:
                     break
-                # Of a hole only what the source says to be data: that is to be zeros.
+                # In a hole only the ranges are read that the source reports as data. They must be
+                # zeros.
                 ends = end
                 if is_hole:
                     self._read_bytes, ends = data_at(part_fd, self._read_bytes, end)
@@ -200,8 +204,7 @@ class Staging:
             return count if read >= count else 0
 
     def _next_to_compare(self) -> tuple[bool, int]:
-        """Whether the next bytes to be read back are a hole of the object, and where that, or the
-        data, end."""
+        """The next range to be read back: whether it is a hole of the object, and its end."""
         while self._compared < len(self._data):
             begins, ends = self._data[self._compared]
             if self._read_bytes < begins:
@@ -212,7 +215,8 @@ class Staging:
         return True, self._offset
 
     def close(self) -> None:
-        """May wait for the source like any other call, but not for one that hangs."""
+        """Closes the descriptors; if a call is under way, they are closed when it returns. May wait
+        for the source."""
         with self._lock:
             self._closed.set()
             if self._busy:
@@ -230,8 +234,8 @@ class Staging:
         finally:
             with self._lock:
                 self._busy = False
-                left = self._closed.is_set()
-            if left:
+                must_close = self._closed.is_set()
+            if must_close:
                 self._close()
 
     def _close(self) -> None:
@@ -242,7 +246,8 @@ class Staging:
 
 
 def start_writeback(fd: int) -> None:
-    """Have the disk begin to write what is new in a file. One that cannot waits until the sync."""
+    """Starts the writing of a file's dirty pages. If the file system does not support that, they
+    are written at the next sync."""
     nothing = ctypes.c_longlong(0)
     _LIBC.sync_file_range(fd, nothing, nothing, _SYNC_FILE_RANGE_WRITE)
 
