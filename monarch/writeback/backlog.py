@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monarch.writeback.held import Refusal
-from monarch.writeback.source_writer import Conflict
+from monarch.writeback.source_log import Conflict
 
 Paths = tuple[bytes, ...]
 

@@ -48,8 +48,9 @@ from monarch.writeback.mover import TURN_BYTES, Mover
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Progress
+from monarch.writeback.source_log import Conflict
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.source_writer import Conflict, Outcome, SourceWriter, Step
+from monarch.writeback.source_writer import Outcome, SourceWriter, Step
 from monarch.writeback.stager import StagedFiles, Stager
 from monarch.writeback.steps import Steps, with_rights_to_read
 from monarch.writeback.trouble import Trouble
@@ -248,21 +249,21 @@ class Drain:
 
     def conflicts(self) -> list[Conflict]:
         """The last conflicts that were met and are not acknowledged yet, the newest last."""
-        return list(self._writer.conflicts)
+        return list(self._writer.log.conflicts)
 
     def dropped_xattrs(self) -> dict[tuple[bytes, bytes], str]:
         """The last extended attributes that the source has not taken, by path and name, and why."""
-        return dict(self._writer.dropped_xattrs)
+        return dict(self._writer.log.dropped_xattrs)
 
     def acknowledge_conflicts(self) -> None:
         """Leave the conflicts that were met by now out of ``conflicts``."""
-        self._writer.forget_conflicts()
+        self._writer.log.forget()
 
     def backlog(self) -> Backlog:
         """What the source has not got now."""
         waiting = list(self.queue.entries())
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
-        conflicts = self._writer.conflicts
+        conflicts = self._writer.log.conflicts
         aside = tuple(refusal for refusal in self.queue.refusals() if refusal.is_aside)
         other = self._trouble.reason or self.queue.refusal(is_aside=False) or self._hanging()
         return Backlog(
@@ -276,7 +277,7 @@ class Drain:
             trouble=other or self.queue.refusal(is_aside=True),
             lost=tuple(self._order.lost.values()),
             moving_bytes=self._mover.moved_bytes,
-            conflicts=self._writer.conflict_count,
+            conflicts=self._writer.log.conflict_count,
             conflict=conflicts[-1] if conflicts else None,
             aside=aside,
             aside_ops=sum(entry.is_aside for entry in waiting) if aside else 0,

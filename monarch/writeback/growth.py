@@ -24,8 +24,8 @@ from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
+from monarch.writeback.source_places import Place
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.source_writer import Place
 from monarch.writeback.steps import Steps
 
 _SET_ID = stat.S_ISUID | stat.S_ISGID

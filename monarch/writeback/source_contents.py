@@ -46,6 +46,9 @@ class StagedContents:
         self._attributes = attributes
         self._temporaries = temporaries
 
+    def part_name(self, number: int, *, through: bool = False) -> bytes:
+        return self._temporaries.part(number, through=through)
+
     def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
         """A descriptor of the empty staged file of an object whose bytes go to the source directly.
 
@@ -150,15 +153,6 @@ class StagedContents:
         with self._directories() as directories, suppress(OSError):
             fd, _ = directories.of(path, None)
             os.unlink(self._temporaries.part(number, through=True), dir_fd=fd)
-
-    def discard(self, directories: OpenDirectories, op: Op) -> None:
-        """Remove what may have been staged for a content that is not to be published."""
-        for path in op.paths:
-            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                fd, _ = directories.of(path, None)
-                for name in (self._temporaries.part(op.object), self._temporaries.link(op.object)):
-                    with suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=fd)
 
     def apply_attributes(self, fd: int, op: Op, place: Place, expected: Expected) -> None:
         """Give a staged file the attributes of a content. Raises OSError, EAGAIN if others have

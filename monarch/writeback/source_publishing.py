@@ -172,17 +172,31 @@ class Publishing:
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None
 
-    def grown(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
+    def grown(
+        self, directories: OpenDirectories, op: Op, expected: Expected, *, tried: bool
+    ) -> Identity | None:
         """The identity of a file that was grown in place to the size of a content.
 
-        The file gets all names of the content. None if others have replaced it.
+        The file gets all names of the content. None if others have replaced it. ``tried``: the
+        content may be staged as well.
         """
+        if tried:
+            self.discard(directories, op)
         found = self.look_at_same(directories, op, expected)
         if found is not None and len(op.paths) > 1:
             fd, name = directories.of(op.paths[0], None)
             place = Place("over", None, creator(op))
             found = self._link_all(directories, op, fd, name, place, expected)
         return found
+
+    def discard(self, directories: OpenDirectories, op: Op) -> None:
+        """Remove what may have been staged for a content that is not to be published."""
+        for path in op.paths:
+            with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                fd, _ = directories.of(path, None)
+                for name in (self._temporaries.part(op.object), self._temporaries.link(op.object)):
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=fd)
 
     def look_at_same(
         self, directories: OpenDirectories, op: Op, expected: Expected

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from monarch.types import Identity
+from monarch.writeback.expected import Expected, is_shared, is_time, shared
 from monarch.writeback.journal import Known, Replay
 from monarch.writeback.op import Op
-from monarch.writeback.source_writer import Expected, is_shared, is_time, shared
 
 T = TypeVar("T")
 

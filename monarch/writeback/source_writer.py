@@ -28,40 +28,22 @@ raised.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 from monarch.posix import failpoints
-from monarch.posix.credentials import Credentials
 from monarch.tiers.source import Source, SourceFile
 from monarch.types import Identity
-from monarch.writeback.expected import Expected, is_shared, is_time, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import SourceAttributes
 from monarch.writeback.source_changes import AttributeChanges
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_directories import OpenDirectories
-from monarch.writeback.source_log import Conflict, SourceLog
+from monarch.writeback.source_log import SourceLog
 from monarch.writeback.source_names import SourceNames
-from monarch.writeback.source_places import Place
 from monarch.writeback.source_publishing import Publishing
 from monarch.writeback.source_temporaries import Temporaries
-from monarch.writeback.staging import Staged
-
-__all__ = [
-    "Conflict",
-    "Expected",
-    "OpenDirectories",
-    "Outcome",
-    "Place",
-    "SourceWriter",
-    "Step",
-    "is_shared",
-    "is_time",
-    "shared",
-]
 
 Step = Callable[[OpenDirectories], "Identity | None"]
 
@@ -75,27 +57,33 @@ class Outcome:
 
 
 class SourceWriter:
-    """``token`` of the journal is in the names of staged files, so that no file of others is taken
-    for one of them; ``node`` is in the names of what is kept beside a file that changed."""
+    """The rooms of a source: ``log``, ``staged`` files, ``publishing`` of contents, changes of
+    ``names`` and of ``attributes``. A *step* is a change with all arguments but the directories.
+
+    ``token`` of the journal is in the names of staged files, so that no file of others is taken for
+    one of them; ``node`` is in the names of what is kept beside a file that changed.
+    """
 
     def __init__(self, source: Source, token: str, node: str | None = None) -> None:
         self._source = source
-        self._log = SourceLog(token, node)
-        attributes = SourceAttributes(self._log)
-        temporaries = Temporaries(token, self._log)
+        self.log = log = SourceLog(token, node)
+        attributes = SourceAttributes(log)
+        temporaries = Temporaries(token, log)
 
         def directories() -> closing[OpenDirectories]:
-            return closing(OpenDirectories(source, attributes, self._log))
+            return closing(OpenDirectories(source, attributes, log))
 
         self._directories = directories
-        self._temporaries = temporaries
-        self._staged = StagedContents(source, directories, attributes, temporaries)
-        self._publishing = Publishing(directories, attributes, temporaries, self._log)
-        self._names = SourceNames(attributes, temporaries, self._log)
-        self._changes = AttributeChanges(attributes, self._log)
+        self.staged = StagedContents(source, directories, attributes, temporaries)
+        self.publishing = Publishing(directories, attributes, temporaries, log)
+        self.names = SourceNames(attributes, temporaries, log)
+        self.attributes = AttributeChanges(attributes, log)
 
     def carry_out(self, steps: Sequence[Step]) -> Outcome:
-        """Make the steps in order until one fails; those in the outcome are durable."""
+        """Make the steps in order until one fails; those in the outcome are durable.
+
+        Waits for the source without a limit.
+        """
         made: list[Identity | None] = []
         failure: OSError | None = None
         with self._directories() as directories:
@@ -112,109 +100,17 @@ class SourceWriter:
                 return Outcome((), error)
         return Outcome(tuple(made), failure)
 
-    # -- conflicts -------------------------------------------------------------------------------
-
-    @property
-    def conflicts(self) -> deque[Conflict]:
-        """The last conflicts, the oldest first."""
-        return self._log.conflicts
-
-    @property
-    def conflict_count(self) -> int:
-        return self._log.conflict_count
-
-    @property
-    def dropped_xattrs(self) -> dict[tuple[bytes, bytes], str]:
-        """The last extended attributes, by path and name, that the source has not taken: why."""
-        return self._log.dropped_xattrs
-
-    def forget_conflicts(self) -> None:
-        """The user knows the conflicts and dropped attributes so far."""
-        self._log.forget()
-
-    # -- staged files: each raises OSError -------------------------------------------------------
-
-    def part_name(self, number: int, *, through: bool = False) -> bytes:
-        return self._temporaries.part(number, through=through)
-
     def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
-        return self._staged.open_part(op, make=make, is_new=is_new)
-
-    def open_place(self, op: Op, place: Place, expected: Expected, *, make: bool) -> int:
-        return self._staged.open_place(op, place, expected, make=make)
+        return self.staged.open_part(op, make=make, is_new=is_new)
 
     def open_staged(self, path: bytes, number: int, source_ino: int) -> SourceFile:
-        return self._staged.open_staged(path, number, source_ino)
-
-    def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
-        return self._staged.finish_part(op, place, expected)
+        return self.staged.open_staged(path, number, source_ino)
 
     def discard_part(self, path: bytes, number: int) -> None:
-        self._staged.discard_part(path, number)
+        self.staged.discard_part(path, number)
 
-    def apply_attributes(self, fd: int, op: Op, place: Place, expected: Expected) -> None:
-        self._staged.apply_attributes(fd, op, place, expected)
-
-    def open_to_grow(
-        self, op: Op, expected: Expected, base: int
-    ) -> tuple[int, Credentials | None] | None:
-        return self._publishing.open_to_grow(op, expected, base)
-
-    # -- steps: each raises OSError --------------------------------------------------------------
-
-    def publish(
-        self,
-        directories: OpenDirectories,
-        op: Op,
-        staged: Staged,
-        place: Place,
-        expected: Expected,
-    ) -> Identity:
-        return self._publishing.publish(directories, op, staged, place, expected)
-
-    def grown(
-        self, directories: OpenDirectories, op: Op, expected: Expected, *, tried: bool
-    ) -> Identity | None:
-        """``tried``: something of the content may be staged as well."""
-        if tried:
-            self._staged.discard(directories, op)
-        return self._publishing.grown(directories, op, expected)
-
-    def look_at_same(
-        self, directories: OpenDirectories, op: Op, expected: Expected
-    ) -> Identity | None:
-        return self._publishing.look_at_same(directories, op, expected)
-
-    def discard(self, directories: OpenDirectories, op: Op) -> None:
-        self._staged.discard(directories, op)
-
-    def mkdir(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity:
-        return self._names.mkdir(directories, op, expected)
-
-    def symlink(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
-        return self._names.symlink(directories, op, expected)
-
-    def mknod(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
-        return self._names.mknod(directories, op, expected)
-
-    def link(self, directories: OpenDirectories, op: Op, expected: Expected) -> Identity | None:
-        return self._names.link(directories, op, expected)
-
-    def unlink(self, directories: OpenDirectories, op: Op, expected: Expected) -> None:
-        self._names.unlink(directories, op, expected)
-
-    def rmdir(self, directories: OpenDirectories, op: Op, expected: Expected) -> None:
-        self._names.rmdir(directories, op, expected)
-
-    def rename(
-        self, directories: OpenDirectories, op: Op, expected: Expected, over: Expected
-    ) -> Identity | None:
-        return self._names.rename(directories, op, expected, over)
-
-    def attr(
-        self, directories: OpenDirectories, op: Op, expected: Expected, *, will_come: bool = False
-    ) -> Identity | None:
-        return self._changes.change(directories, op, expected, will_come=will_come)
+    def part_name(self, number: int, *, through: bool = False) -> bytes:
+        return self.staged.part_name(number, through=through)
 
 
 def _step_at(_root: int, step: Step, directories: OpenDirectories) -> Identity | None:

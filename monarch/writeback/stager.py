@@ -27,8 +27,8 @@ from monarch.writeback.lots import begin_all, close_all, open_all
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import Mover
 from monarch.writeback.objects import Objects
+from monarch.writeback.source_places import Place
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.source_writer import Place
 from monarch.writeback.staging import Staged, Staging
 from monarch.writeback.steps import Steps
 from monarch.writeback.wakeups import Wakeups

@@ -13,8 +13,9 @@ from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder, FileUse
 from monarch.writeback.entry import Entry
 from monarch.writeback.op import Op
+from monarch.writeback.source_places import Place
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.source_writer import OpenDirectories, Place, SourceWriter, Step
+from monarch.writeback.source_writer import SourceWriter, Step
 from monarch.writeback.staging import Staged
 
 T = TypeVar("T")
@@ -35,11 +36,11 @@ class Steps:
 
     def of(self, entry: Entry) -> Step | None:
         """The call that makes a change; None if nothing is to be done at the source."""
-        op, writer, state = entry.op, self._writer, self._state
+        op, names, state = entry.op, self._writer.names, self._state
         absent = bool(op.object) and not state.is_present(op.object)
         expected = state.expected(entry.seq, op)
         if op.kind == "content" and entry.is_moot:
-            return partial(_none, writer.discard, op) if entry.was_tried else None
+            return partial(self._writer.publishing.discard, op=op) if entry.was_tried else None
         if entry.is_moot or state.is_given_up(op):
             return None
         match op.kind:
@@ -52,61 +53,62 @@ class Steps:
             case "content":
                 return self._of_content(entry)
             case "mkdir":
-                return partial(writer.mkdir, op=op, expected=expected)
+                return partial(names.mkdir, op=op, expected=expected)
             case "symlink":
-                return partial(writer.symlink, op=op, expected=expected)
+                return partial(names.symlink, op=op, expected=expected)
             case "mknod":
-                return partial(writer.mknod, op=op, expected=expected)
+                return partial(names.mknod, op=op, expected=expected)
             case "unlink":
-                return partial(_none, partial(writer.unlink, expected=expected), op)
+                return partial(names.unlink, op=op, expected=expected)
             case "rmdir":
-                return partial(_none, partial(writer.rmdir, expected=expected), op)
+                return partial(names.rmdir, op=op, expected=expected)
             case "rename" if absent:
                 # What is in its new place stays until the content comes, which brings its name.
                 if op.object in self._order.lost:
                     return None
-                return partial(_none, partial(writer.unlink, expected=expected), op)
+                return partial(names.unlink, op=op, expected=expected)
             case "rename":
                 over = state.expected_over(op)
-                return partial(writer.rename, op=op, expected=expected, over=over)
+                return partial(names.rename, op=op, expected=expected, over=over)
             case "link":
-                return None if absent else partial(writer.link, op=op, expected=expected)
+                return None if absent else partial(names.link, op=op, expected=expected)
             case "attr" | "xattr":
                 # A file whose content was left out keeps its older version at the source.
                 if absent and not state.has_older(op.object):
                     return None
                 op = self._with_bits_that_stay(entry)
                 will_come = absent and self._order.later(entry) is not None
-                return partial(writer.attr, op=op, expected=expected, will_come=will_come)
+                change = self._writer.attributes.change
+                return partial(change, op=op, expected=expected, will_come=will_come)
 
     def _of_content(self, entry: Entry) -> Step | None:
-        op, writer = entry.op, self._writer
+        op, publishing = entry.op, self._writer.publishing
         expected = self._state.expected(entry.seq, op)
         if entry.skipped:
             is_ours = entry.was_tried and not op.through
-            return partial(_none, writer.discard, op) if is_ours else None
+            return partial(publishing.discard, op=op) if is_ours else None
         if entry.staged is not None:
             assert entry.place is not None
             return partial(
-                writer.publish,
+                publishing.publish,
                 op=self._as_staged(entry, entry.staged),
                 staged=entry.staged,
                 place=entry.place,
                 expected=expected,
             )
         if entry.is_grown:
-            return partial(writer.grown, op=op, expected=expected, tried=entry.was_tried)
-        return partial(writer.look_at_same, op=op, expected=expected)
+            return partial(publishing.grown, op=op, expected=expected, tried=entry.was_tried)
+        return partial(publishing.look_at_same, op=op, expected=expected)
 
     def opening(self, entry: Entry, place: Place, *, make: bool) -> Callable[[], int]:
         """Opens the empty staged file of a content; with ``make`` its directory is made."""
         expected = self._state.expected(entry.seq, entry.op)
-        return partial(self._writer.open_place, entry.op, place, expected, make=make)
+        return partial(self._writer.staged.open_place, entry.op, place, expected, make=make)
 
     def applying(self, entry: Entry, staged: Staged, place: Place) -> Callable[[int], None]:
         """Gives a staged file, by its descriptor, the attributes of the file."""
         return partial(
-            self._writer.apply_attributes,
+            self._writer.staged.apply_attributes,
             op=self._as_staged(entry, staged),
             place=place,
             expected=self._state.expected(entry.seq, entry.op),
@@ -116,7 +118,7 @@ class Steps:
         """Makes a content whole whose bytes were written at the source; its size, and its identity
         if it has its name already."""
         expected = self._state.expected(entry.seq, entry.op)
-        return partial(self._writer.finish_part, entry.op, place, expected)
+        return partial(self._writer.staged.finish_part, entry.op, place, expected)
 
     def opening_to_grow(
         self, entry: Entry, base: int
@@ -124,7 +126,7 @@ class Steps:
         """Opens a file at the source to append to it, and tells by whom; None if others have
         changed it."""
         expected = self._state.expected(entry.seq, entry.op)
-        return partial(self._writer.open_to_grow, entry.op, expected, base)
+        return partial(self._writer.publishing.open_to_grow, entry.op, expected, base)
 
     def lacks_its_file(self, entry: Entry, step: Step | None) -> bool:
         """Whether the source has no file to which a rename or link could give its name.
@@ -185,8 +187,3 @@ def with_rights_to_read(content: Op) -> Op:
     if by is None or by.is_root or by.uid == content.uid:
         return content
     return replace(content, by=Credentials(content.uid or 0, content.gid or 0))
-
-
-def _none(change: Callable[[OpenDirectories, T], None], what: T, folders: OpenDirectories) -> None:
-    """A step that leaves no identity at the source."""
-    change(folders, what)

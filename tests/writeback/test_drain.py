@@ -598,7 +598,9 @@ import os, sys
 from functools import partial
 from monarch.tiers.source import Source
 from monarch.types import Identity
-from monarch.writeback.source_writer import Expected, SourceWriter, Place
+from monarch.writeback.expected import Expected
+from monarch.writeback.source_places import Place
+from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.op import Op
 from monarch.writeback.staging import Staged
 home = SourceWriter(Source(os.fsencode(sys.argv[1])), "t")
@@ -607,12 +609,13 @@ for number in (1, 2):
     name = b"%d" % number
     op = Op(kind="content", path=name, paths=(name,), object=number, mode=0o6755, uid=0, gid=0)
     place, expected = Place(), Expected()
-    fd = home.open_place(op, place, expected, make=True)
-    home.apply_attributes(fd, op, place, expected)
+    fd = home.staged.open_place(op, place, expected, make=True)
+    home.staged.apply_attributes(fd, op, place, expected)
     staged = Staged(0, Identity(0, 0, 0, 0))
-    steps.append(partial(home.publish, op=op, staged=staged, place=place, expected=expected))
+    publish = home.publishing.publish
+    steps.append(partial(publish, op=op, staged=staged, place=place, expected=expected))
 device = Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)
-steps.append(lambda folders: home.mknod(folders, device, Expected()))
+steps.append(lambda folders: home.names.mknod(folders, device, Expected()))
 outcome = home.carry_out(steps)
 assert outcome.error is None and len(outcome.made) == 3, outcome
 """

@@ -16,8 +16,11 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
 from monarch.writeback.crash_losses import without
+from monarch.writeback.expected import Expected
 from monarch.writeback.journal import Op, Replay
-from monarch.writeback.source_writer import Expected, Place, SourceWriter
+from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_places import Place
+from monarch.writeback.source_publishing import Publishing
 from tests.writeback.rig import Killed, World, drain_of, draining, is_killed
 
 T = TypeVar("T")
@@ -45,14 +48,16 @@ async def drained(world: World, replay: Replay) -> None:
 async def test_no_staged_file_is_left_of_a_file_that_a_power_cut_takes(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = SourceWriter.open_place
+    opened = StagedContents.open_place
 
-    def killed(self: SourceWriter, op: Op, place: Place, expected: Expected, *, make: bool) -> int:
+    def killed(
+        self: StagedContents, op: Op, place: Place, expected: Expected, *, make: bool
+    ) -> int:
         os.close(opened(self, op, place, expected, make=make))
         raise Killed("staged")
 
     with monkeypatch.context() as patched:
-        patched.setattr(SourceWriter, "open_place", killed)
+        patched.setattr(StagedContents, "open_place", killed)
         try:
             async with draining(world, abandon=False) as drain:
                 world.write(b"new", b"never synced")
@@ -186,14 +191,14 @@ async def test_a_time_that_was_set_and_not_marked_is_no_change_of_others(
     world.write(b"n", b"1")
     world.utime(b"n", 10**18)
     world.write(b"n", b"2")
-    looked_at = SourceWriter.look_at_same
+    looked_at = Publishing.look_at_same
 
     def killed(*args: Any, **kwargs: Any) -> Identity | None:
         looked_at(*args, **kwargs)
         raise Killed("the bytes have their own time by now")
 
     with monkeypatch.context() as patched:
-        patched.setattr(SourceWriter, "look_at_same", killed)
+        patched.setattr(Publishing, "look_at_same", killed)
         try:
             async with draining(world, world.kill(), abandon=False) as drain:
                 await drain.progress.wait(world.last_seq)

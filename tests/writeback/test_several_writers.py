@@ -25,8 +25,8 @@ import trio.testing
 
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.drain import Drain
+from monarch.writeback.expected import Expected, is_shared
 from monarch.writeback.op import above
-from monarch.writeback.source_writer import Expected, is_shared
 from tests.writeback.rig import World, draining, read_tree
 from tests.writeback.test_histories import Walk, seeds
 from tests.writeback.test_others import until

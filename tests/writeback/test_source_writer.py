@@ -390,7 +390,7 @@ def test_a_place_that_changes_meanwhile_is_left_and_staged_for_again(rig: Rig, c
     if change != "staged file is cut":
         assert (rig.root / "a").read_bytes() == b"of others"
     with rig.directories() as directories:
-        rig.staged.discard(directories, content(b"a"))
+        rig.publishing.discard(directories, content(b"a"))
     assert not list(rig.root.glob(".monarch-*"))
 
 
@@ -433,7 +433,7 @@ def test_bytes_that_the_source_has_get_their_time_and_their_other_names(rig: Rig
     (rig.root / "a").chmod(0o4750)
     expected = Expected(known=rig.identity("a"), is_file=True)
     with rig.directories() as directories:
-        identity = rig.publishing.grown(directories, content(b"a", b"b"), expected)
+        identity = rig.publishing.grown(directories, content(b"a", b"b"), expected, tried=True)
     assert identity == rig.identity("b")
     found = (rig.root / "a").stat()
     assert (stat.S_IMODE(found.st_mode), found.st_mtime_ns) == (0o750, 5)
@@ -498,7 +498,7 @@ def test_steps_end_at_the_first_that_fails_and_those_before_it_are_made(rig: Rig
 
     def made(path: bytes) -> Callable[[OpenDirectories], Identity]:
         op = Op(kind="mkdir", path=path, mode=0o700)
-        return lambda directories: writer.mkdir(directories, op, Expected())
+        return lambda directories: writer.names.mkdir(directories, op, Expected())
 
     outcome = writer.carry_out([made(b"one"), made(b"file"), made(b"two")])
     assert [each.source_ino for each in outcome.made if each] == [rig.identity("one").source_ino]
