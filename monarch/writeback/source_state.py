@@ -35,6 +35,9 @@ class SourceState:
         self._known: dict[int, Identity] = {}
         # The same of everything that has no object, by inode number.
         self._made: dict[int, Identity] = {}
+        # What entries of an older snapshot have become by changes of the drain, by what they were:
+        # a newer snapshot numbers them differently, and may have been made before the changes.
+        self._became: dict[tuple[int, int, int], Identity] = {}
         # Objects of files that were made on the mount.
         self._new: set[int] = set()
         # Objects of files of the source whose "take" is still in the queue.
@@ -107,14 +110,18 @@ class SourceState:
         numbers: set[int] = set()
         inos: set[int] = set()
         settled = set()
+        made = {}
         for seq, op in ops:
             if op.kind == "take" and is_done(seq):
                 settled.add(op.object)
             numbers |= {op.object, op.over_object}
             inos |= {op.ino, op.over_ino}
+            for ino, was in ((op.ino, op.was), (op.over_ino, op.over)):
+                if (now := self._current(ino, was)) is not None and now != was:
+                    made[ino] = now
         return Known(
             known=_of(self._known, numbers),
-            made=_of(self._made, inos),
+            made=made | _of(self._made, inos),
             over=_of(self._over, numbers),
             ours=_of(self._ours, numbers),
             new=frozenset(self._new & numbers),
@@ -176,7 +183,7 @@ class SourceState:
         """What may stand at the source where the change ``op``, number ``seq``, is made."""
         number = op.object
         if not number:
-            return Expected(seq=seq, known=self._made.get(op.ino, op.was))
+            return Expected(seq=seq, known=self._current(op.ino, op.was))
         return Expected(
             seq=seq,
             known=self._known.get(number),
@@ -210,10 +217,18 @@ class SourceState:
 
     def _replaced(self, rename: Op) -> tuple[Identity, ...]:
         """What the source may have of the file that a rename on the mount has replaced."""
-        made = self._made.get(rename.over_ino)
+        made = self._current(rename.over_ino, rename.over)
         found = [rename.over, self._known.get(rename.over_object), made]
         over = (*self._over.get(rename.over_object, ()), *self._as_set(rename.over_object))
         return (*over, *(each for each in found if each))
+
+    def _current(self, ino: int, was: Identity | None) -> Identity | None:
+        """What the source has of an entry without an object that the mount knew as ``was``."""
+        if ino in self._made:
+            return self._made[ino]
+        while was is not None and (now := self._became.get(_version(was))) is not None:
+            was = now
+        return was
 
     # -- what is done ------------------------------------------------------------------------
 
@@ -233,7 +248,7 @@ class SourceState:
                 self._to_take.discard(number)
                 self._present.add(number)
                 # Attributes may have been changed here since the mount has read the identity.
-                known = self._made.get(op.ino, op.was)
+                known = self._current(op.ino, op.was)
                 if known is not None and number not in self._known:
                     self._known[number] = known
                     self._base[number] = known.size
@@ -267,9 +282,12 @@ class SourceState:
                 # The name belongs to something else at the source: later changes are not of that.
                 self._given_up.add(op.ino)
             case _ if identity is not None and op.ino:
-                before = self._made.get(op.ino, op.was)
+                before = self._current(op.ino, op.was)
                 if before is not None and is_shared(before):
                     identity = shared(identity)
+                if before is not None and op.ino < 0:
+                    self._became[_version(before)] = identity
+                    self._became.pop(_version(identity), None)
                 self._renew(before, identity)
                 self._made[op.ino] = identity
 
@@ -349,6 +367,11 @@ class SourceState:
         """Others have changed the file: it is to be brought whole, and theirs is a conflict."""
         self._base.pop(number, None)
         self._ours.pop(number, None)
+
+
+def _version(identity: Identity) -> tuple[int, int, int]:
+    """What of an identity no change of modes and names changes."""
+    return identity.source_ino, identity.size, identity.mtime_ns
 
 
 def _with_bytes_of(known: Identity | None, now: Identity, op: Op) -> Identity:

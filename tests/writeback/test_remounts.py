@@ -192,6 +192,30 @@ async def test_what_no_name_leads_to_after_a_remount_is_drained_all_the_same(
     assert b"e/gone" not in there
 
 
+@pytest.mark.promise(116)
+@pytest.mark.parametrize("change", ["replace", "unlink"])
+async def test_a_file_whose_time_an_earlier_mount_has_set_is_known_over_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        await life.utime(b"d/a", 10**18)
+    # The object of the file was never synced, and its time alone is left to be brought.
+    ground.lose_state()
+    ground.boot_again()
+    async with ground.mount() as life:
+        if change == "replace":
+            await life.write(b"new", b"written", synced=True)
+            await life.rename(b"new", b"d/a")
+        else:
+            life.unlink(b"d/a")
+        await life.drained()
+        assert life.shown().keys() == tree_of(ground.source).keys()
+        if change == "replace":
+            assert (ground.source / "d/a").read_bytes() == b"written"
+        await life.end()
+
+
 @pytest.mark.promise(176)
 @pytest.mark.parametrize("kind", ["same", "lost state"])
 @pytest.mark.parametrize("change", ["rename", "link"])
