@@ -293,22 +293,22 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _counter(
         "monarch_writeback_drained_files_total",
-        "Files written through the mount that were flushed to the source.",
+        "Files written through the mount that were drained to the source.",
         _of_writing(lambda w: w.drained_files),
     ),
     _counter(
         "monarch_writeback_drained_bytes_total",
-        "Bytes of the files written through the mount that were flushed to the source.",
+        "Bytes of the files written through the mount that were drained to the source.",
         _of_writing(lambda w: w.drained_bytes),
     ),
     _counter(
         "monarch_writeback_errors_total",
-        "Attempts to flush a written file that the source refused.",
+        "Attempts to drain a written file that the source refused.",
         _of_writing(lambda w: w.errors),
     ),
     _gauge(
         "monarch_writeback_held_bytes",
-        "Bytes of the tier that written files occupy, including files that were flushed and are"
+        "Bytes of the tier that written files occupy, including files that were drained and are"
         " kept there.",
         _of_writing(lambda w: w.held),
     ),
@@ -405,11 +405,12 @@ def document() -> str:
     lines = [
         "# Metrics",
         "",
-        "`scripts/tools/metrics_document.py` makes this page; do not edit it.",
+        "`scripts/tools/metrics_document.py` writes this page; do not edit it.",
         "",
-        "With `metrics: {enabled: true}` the daemon shows these at `http://localhost:9464/metrics`",
-        "(`metrics.address`). `tier` is a tier's name from the configuration, or `source`.",
-        "Histograms have the buckets 10 us to 10 s in steps of 1-2-5.",
+        "With `metrics: {enabled: true}` the daemon serves these metrics at",
+        "`http://localhost:9464/metrics` (`metrics.address`). `tier` is a tier's name",
+        "from the configuration, or `source`.",
+        "Histograms have buckets from 10 us to 10 s in steps of 1-2-5.",
         "",
         "| name | type | labels | meaning |",
         "|---|---|---|---|",
