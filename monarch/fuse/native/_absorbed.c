@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* In the place of an inode: nothing was there, or something that is gone. */
+/* The values of ``ino`` in a place without an entry: never used, or its entry was removed. */
 enum { FREE = 0, GONE = 1, FIRST_ROOM = 64 };
 
 bool absorbed_prepare(struct absorbed *absorbed) {
@@ -23,12 +23,12 @@ void absorbed_free(struct absorbed *absorbed) {
     pthread_mutex_destroy(&absorbed->lock);
 }
 
-/* Inodes are numbered one after the other, so neighbours are far apart in the table. */
+/* Consecutive inode numbers are spread over the table. */
 static size_t first_place(const struct absorbed *absorbed, uint64_t ino) {
     return (size_t)(ino * 0x9e3779b97f4a7c15 >> 20) & (absorbed->room - 1);
 }
 
-/* The place of an inode, or the one where it would come; the lock is held, and there is room. */
+/* The place of an inode, or the free place for it. The lock must be held, and one place be free. */
 static size_t place_of(const struct absorbed *absorbed, uint64_t ino) {
     size_t place = first_place(absorbed, ino);
     while (absorbed->keys[place] != FREE && absorbed->keys[place] != ino)
@@ -36,7 +36,7 @@ static size_t place_of(const struct absorbed *absorbed, uint64_t ino) {
     return place;
 }
 
-/* Have room for one more, with at least a third of it free; the lock is held. */
+/* Makes room for one more entry, with at least a third of the table free. The lock must be held. */
 static bool grow(struct absorbed *absorbed) {
     if (3 * (absorbed->used + 1) <= 2 * absorbed->room)
         return true;
@@ -94,7 +94,7 @@ void absorbed_forget(struct absorbed *absorbed, uint64_t ino) {
     pthread_mutex_unlock(&absorbed->lock);
 }
 
-/* 0: it has none that Python has told of. */
+/* A size of 0: Python has set no object for the inode. */
 static uint64_t object_of(struct absorbed *absorbed, uint64_t ino) {
     uint64_t object = 0;
     pthread_mutex_lock(&absorbed->lock);
@@ -117,7 +117,7 @@ int absorbed_open(struct absorbed *absorbed, uint64_t ino, uint64_t *size) {
     if (fd < 0 && errno == EPERM)
         fd = openat(absorbed->directory, name, flags);
     struct stat status;
-    /* Looked at again: Python may have taken it back before it was open. */
+    /* Checked again: Python may have removed the entry before the object was open. */
     if (fd >= 0 &&
         (fstat(fd, &status) || !S_ISREG(status.st_mode) || object_of(absorbed, ino) != object)) {
         close(fd);

@@ -90,7 +90,7 @@ void caller_free(struct caller *caller) {
 
 /* -- taking, and taking back ------------------------------------------------------------------- */
 
-/* These two do not tell whether they were refused, but what was so before. */
+/* These two calls do not report a refusal: they return the former id. */
 static bool set_user(uid_t uid) {
     setfsuid(uid);
     return (uid_t)setfsuid((uid_t)-1) == uid;
@@ -114,12 +114,12 @@ bool caller_begin(const struct caller *caller, struct own_rights *own) {
         free(own->groups);
         return false;
     }
-    /* Where that is refused nothing has changed, and nothing could be taken back. */
+    /* If the groups are refused, nothing has changed and nothing has to be undone. */
     if (!set_groups(caller->count, caller->groups)) {
         free(own->groups);
         return false;
     }
-    /* The user last: without it the thread may change the others. */
+    /* The user is set last: afterwards the thread may not change the groups. */
     if (set_group(caller->gid) && set_user(caller->uid))
         return true;
     caller_end(own);

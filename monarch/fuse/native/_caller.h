@@ -1,8 +1,6 @@
-/* The rights of the process that waits for an answer, taken by one thread for a call.
- *
- * The kernel keeps the file system identity of each thread apart. libc's setgroups would change
- * that of all threads, so the system call is made directly.
- */
+/* Lets a thread act with the rights of the process that waits for an answer. The kernel keeps the
+ * file system identity of each thread. libc's setgroups would change the groups of all threads, so
+ * the system call is made directly. */
 #ifndef MONARCH_CALLER_H
 #define MONARCH_CALLER_H
 
@@ -18,7 +16,7 @@ struct caller {
     gid_t *groups;
 };
 
-/* What a thread had before it took the rights of a caller. ``groups`` is on the heap. */
+/* The identity of a thread before it took the rights of a caller. ``groups`` is on the heap. */
 struct own_rights {
     uid_t uid;
     gid_t gid;
@@ -30,16 +28,16 @@ struct own_rights {
  * if it cannot be read. */
 char *status_of(uint32_t pid);
 
-/* Fills ``caller`` with what the kernel tells of the sender of a request, and with the
- * supplementary groups that the process has at this moment. One that cannot be seen from here
- * (``pid`` is 0 in another pid namespace) has none, so it is never given more rights than it has.
- * False without memory. caller_free frees it. */
+/* Fills ``caller`` with the user and group of a request's sender, and with the supplementary groups
+ * that the process has now. A process that cannot be seen (``pid`` is 0 in another pid namespace)
+ * gets no groups, so it never has more rights than its own. False without memory. Free it with
+ * caller_free. */
 bool caller_of(uint32_t pid, uint32_t uid, uint32_t gid, struct caller *caller);
 void caller_free(struct caller *caller);
 
 /* Lets this thread act on files as ``caller`` until caller_end; false if the kernel refuses, and
- * then it has its own rights. A thread that cannot take its own back ends the process: it must not
- * go on as somebody else. */
+ * then the thread keeps its own rights. If a thread cannot restore its own rights, the process
+ * ends: it must not continue with the rights of another user. */
 bool caller_begin(const struct caller *caller, struct own_rights *own);
 void caller_end(struct own_rights *own);
 

@@ -17,7 +17,7 @@ static void end_session(struct datapath *dp, int error) {
     wake_python(dp);
 }
 
-/* Whether this thread looks for work itself when it has answered a request. */
+/* Whether this thread takes waiting requests itself when it has answered one. */
 static _Thread_local bool is_reader;
 
 static void *reader_main(void *argument) {
@@ -27,8 +27,8 @@ static void *reader_main(void *argument) {
     resume_waiting(thread);
     while (!LOAD(dp->stopping)) {
         if (ADD(dp->idle, 1) > dp->idle_target) {
-            /* More than are useful now that fewer wait for disks and for the source. What was put
-             * in a list meanwhile is another's only if there is one. */
+            /* More idle threads than are useful, since fewer now wait for disks and for the source.
+             * Any other idle thread will take work that was queued meanwhile. */
             ADD(dp->idle, -1);
             break;
         }
@@ -70,7 +70,7 @@ static int start_thread(pthread_t *id, void *(*function)(void *), void *argument
     return error;
 }
 
-/* Start one more reader; false if that cannot be. */
+/* Starts one more reader; false if that is not possible. */
 static bool spawn(struct datapath *dp) {
     bool started = false;
     pthread_mutex_lock(&dp->threads_lock);
@@ -112,25 +112,26 @@ void spawn_if_none_is_idle(struct datapath *dp) {
 }
 
 void spawn_for_work(struct datapath *dp) {
-    /* Those that wait for a request do not see that there is something else to do. If no thread can
-     * be had, the next request's looks. */
+    /* Threads that wait for a request do not notice other work. If no thread can be started, the
+     * thread of the next request takes the work. */
     if (!is_reader)
         spawn(dp);
 }
 
 /* -- the replier ------------------------------------------------------------------------------- */
 
-/* What libfuse does not know of, or leaves at a small machine's default. */
+/* Sets the options that libfuse does not know, or sets for small machines. */
 static void agree_on_answers(struct datapath *dp, struct out_header *header) {
     struct init_out *out = (struct init_out *)(header + 1);
     if (header->error || header->len < sizeof *header + sizeof *out)
         return;
-    /* Without it lookups in one directory wait for each other. The kernel ignores what it does not
-     * know. */
+    /* Without PARALLEL_DIROPS, lookups in one directory wait for each other. The kernel ignores
+     * unknown flags. */
     out->flags |= INIT_PARALLEL_DIROPS | INIT_CACHE_SYMLINKS;
-    /* Rights that a write takes away are taken away by name, so that Python hears of it. */
+    /* Without these flags the kernel removes set-ID bits with a SETATTR, which Python sees. */
     out->flags &= ~(uint32_t)(INIT_HANDLE_KILLPRIV | INIT_HANDLE_KILLPRIV_V2);
-    /* A message must fit our buffers, and the socket to Python, which root alone may widen. */
+    /* A message must fit into our buffers, and into the socket to Python, which only root may
+     * enlarge. */
     int room = 0;
     socklen_t size = sizeof room;
     getsockopt(dp->channel, SOL_SOCKET, SO_SNDBUF, &room, &size);
@@ -141,8 +142,9 @@ static void agree_on_answers(struct datapath *dp, struct out_header *header) {
         out->max_write = most / page * page;
     if (out->max_pages > DATA_BYTES / page)
         out->max_pages = (uint16_t)(DATA_BYTES / page);
-    /* Reading ahead counts as background, of all readers together: as many as there can be, since
-     * those that wait for the source keep theirs. The kernel gives an ordinary user fewer. */
+    /* Readahead counts as background requests of all readers together. The limit is the highest,
+     * since readers that wait for the source keep their requests. The kernel lowers it for an
+     * ordinary user. */
     out->max_background = UINT16_MAX;
     out->congestion_threshold = UINT16_MAX / 4 * 3;
     if (LOAD(dp->passthrough)) {
@@ -152,16 +154,16 @@ static void agree_on_answers(struct datapath *dp, struct out_header *header) {
     }
 }
 
-/* Carries back an answer that opens nothing. */
+/* Passes on Python's answer to a request that opens nothing. */
 static void carry_error(const struct pending *what, struct out_header *header) {
     header->unique = what->unique;
     if (!what->answered && write(what->device, header, header->len) < 0) {
-        /* The caller is gone, and so is the error. */
+        /* The caller is gone: the error has no consequence. */
     }
 }
 
-/* Carries back the answer to an open of ``ino``, which ``entry`` has a user for. ``out``: the part
- * of it that holds the handle. */
+/* Passes on the answer to an open of ``ino``, which counts as a user of ``entry``. ``out`` is the
+ * part of the answer with the handle. */
 static void give_handle(struct datapath *dp, const struct pending *what, uint64_t ino,
                         struct open_inode *entry, bool writes, struct out_header *header,
                         struct open_out *out) {
@@ -179,7 +181,7 @@ static void give_handle(struct datapath *dp, const struct pending *what, uint64_
     }
 }
 
-/* Python's answer to an open: hand out what it has bound the inode to. */
+/* Python's answer to an open: return a handle of the binding that Python has made. */
 static void answer_open(struct datapath *dp, const struct pending *what,
                         struct out_header *header) {
     struct open_out *out = (struct open_out *)(header + 1);
@@ -191,7 +193,7 @@ static void answer_open(struct datapath *dp, const struct pending *what,
     give_handle(dp, what, what->ino, what->entry, what->writes, header, out);
 }
 
-/* Python's answer to a creation, whose inode nobody knew before. */
+/* Python's answer to a creation; its inode number was not known before. */
 static void answer_create(struct datapath *dp, const struct pending *what,
                           struct out_header *header) {
     struct entry_out *made = (struct entry_out *)(header + 1);
@@ -221,7 +223,8 @@ static void answer_create(struct datapath *dp, const struct pending *what,
 static void carry_back(struct datapath *dp, struct out_header *header) {
     struct pending what;
     if (header->unique == 0) {
-        /* A notification. What it is about may be gone; nobody can do anything about that. */
+        /* A notification. The kernel may not know its inode any more; such an error has no
+         * consequence. */
         if (write(dp->device, header, header->len) < 0)
             return;
         return;
@@ -246,13 +249,14 @@ static void carry_back(struct datapath *dp, struct out_header *header) {
     }
     header->unique = what.unique;
     if (write(what.device, header, header->len) < 0) {
-        /* ENOENT: the caller was let go. EINVAL: the kernel takes no such answer. */
+        /* ENOENT: the request was answered before. EINVAL: the kernel refuses the answer as
+         * invalid. */
         if (errno != ENOENT && header->error == 0)
             write_out(what.device, what.unique, EIO, NULL, 0);
     }
 }
 
-/* How often those who wait are looked after. */
+/* The interval of checks of waiting callers, in nanoseconds. */
 #define LOOK_NS 1000000000
 
 static void *replier_main(void *argument) {
@@ -264,10 +268,11 @@ static void *replier_main(void *argument) {
         bool nothing = size < 0 && (errno == EAGAIN || errno == EINTR);
         if (size <= 0 && !nothing)
             break;
-        /* Once a second: who was sent a signal may have been killed since. */
+        /* Once a second: a process that was sent a signal may have been killed since. */
         uint64_t now = now_ns();
         if (now - looked > LOOK_NS) {
-            /* Each receive ends within half of that, so more than twice is no waiting. */
+            /* A receive ends within half the interval. After twice the interval the process was
+             * stopped. */
             if (looked && now - looked > 2 * LOOK_NS)
                 ADD(dp->stopped_ns, now - looked - LOOK_NS);
             looked = now;
@@ -276,7 +281,7 @@ static void *replier_main(void *argument) {
         struct out_header *header = (struct out_header *)reply;
         if (nothing || (size_t)size < sizeof *header)
             continue;
-        /* The kernel would refuse such an answer and leave its caller waiting. */
+        /* The kernel would refuse such an answer, and its caller would wait without end. */
         if (size > REPLY_BYTES || header->len != (size_t)size ||
             (header->unique != 0 && (header->error > 0 || header->error < -MAX_ERROR))) {
             if (header->unique == 0)
@@ -293,13 +298,13 @@ static void *replier_main(void *argument) {
 
 static void on_wake_signal(int number) { (void)number; }
 
-/* Further descriptors of the same device, so that readers do not wait for each other's. */
+/* Opens further descriptors of the device, so that readers do not wait for each other. */
 static void open_clones(struct datapath *dp, int count) {
     while (dp->clone_count < count && dp->clone_count < MAX_CLONES) {
         int clone = open("/dev/fuse", O_RDWR | O_CLOEXEC);
         uint32_t original = (uint32_t)dp->clones[0];
         if (clone < 0 || ioctl(clone, DEV_IOC_CLONE, &original)) {
-            /* The readers share what there is. */
+            /* The readers share the descriptors that could be opened. */
             if (clone >= 0)
                 close(clone);
             return;
@@ -314,7 +319,7 @@ int start(struct datapath *dp, int device, int channel, int threads) {
     if (sigaction(WAKE_SIGNAL, &action, NULL) ||
         setsockopt(channel, SOL_SOCKET, SO_RCVTIMEO, &half, sizeof half))
         return errno;
-    /* For the end, when there may be no descriptor to be had. */
+    /* Reserved for close_all, when no descriptor may be free. */
     dp->nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
     if (dp->nothing < 0)
         return errno;
@@ -330,7 +335,7 @@ int start(struct datapath *dp, int device, int channel, int threads) {
         if (!spawn(dp) && i == 0)
             error = EAGAIN;
     if (error) {
-        /* What was given stays the caller's. */
+        /* ``device`` and ``channel`` still belong to the caller. */
         while (dp->clone_count > 1)
             close(dp->clones[--dp->clone_count]);
         if (dp->started)
@@ -343,16 +348,17 @@ int start(struct datapath *dp, int device, int channel, int threads) {
 }
 
 void stop(struct datapath *dp) {
-    /* Who starts a thread holds the lock: all of them are seen below. */
+    /* A thread is started with this lock held: so the loop below sees all threads. */
     pthread_mutex_lock(&dp->threads_lock);
     STORE(dp->stopping, 1);
     pthread_mutex_unlock(&dp->threads_lock);
-    /* Of them all: with a tier that hangs, many may hang there. */
+    /* The limit counts for all threads together: if a tier hangs, many may hang in it. */
     int tries = 0;
     for (int i = 0; i < LOAD(dp->thread_count); i++) {
         struct thread *thread = &dp->threads[i];
-        /* A signal that comes just before the thread waits is lost: so again, until it has ended.
-         * One that hangs in the source cannot be waited for; the process ends around it. */
+        /* A signal just before the thread begins to wait is lost, so it is repeated until the
+         * thread has ended. A thread that hangs in the source is not waited for: it ends with the
+         * process. */
         for (; LOAD(thread->state) == THREAD_RUNS && !LOAD(thread->source_since_ns) && tries < 5000;
              tries++) {
             pthread_kill(thread->id, WAKE_SIGNAL);
@@ -384,7 +390,7 @@ void join_ended(struct datapath *dp) {
     }
 }
 
-/* Close what is left to be closed. Closing a file of the source waits for it. */
+/* Closes the remaining descriptors. Closing a file of the source waits for the source. */
 static void close_rest(struct datapath *dp) {
     struct open_remains to_close;
     while (opens_pop(&dp->opens, &to_close))
@@ -398,11 +404,12 @@ static void close_rest(struct datapath *dp) {
     dp->closing_end = &dp->closing;
 }
 
-/* Let go of the device, so that the kernel answers whoever still waits, and then of all else. */
+/* Closes the device first, so that the kernel answers all waiting callers, and then everything
+ * else. */
 void close_all(struct datapath *dp) {
     bool hangs = still_runs(dp);
     for (int i = 0; i < dp->clone_count; i++) {
-        /* A thread that hangs in the source will write its answer to what has this number. */
+        /* A thread that hangs in the source will write its answer to this descriptor number. */
         if (hangs)
             dup2(dp->nothing, dp->clones[i]);
         else

@@ -1,4 +1,4 @@
-/* The datapath: answers the kernel for what is known, without the interpreter.
+/* The datapath: answers requests of the kernel that need no decision, without the interpreter.
  *
  *      kernel  <-- device (and its clones) -->  readers  -- what Python must decide -->  pyfuse3
  *                                                  |                                        |
@@ -6,30 +6,31 @@
  *                      backing file's number       '-- snapshot blocks, residency table     |
  *              <-----------------------------------  replier  <-------- its answers --------'
  *
- * Readers take requests from the device. What they can answer they answer: names and attributes
- * from the snapshot's mapped blocks (_names.c), opens and reads of resident files from the tiers'
- * directories (_opens.c). All else goes whole, as one message, over a socket pair to pyfuse3, whose
- * end libfuse takes for the device itself; the replier carries its answers back. An answer must be
- * written to the very descriptor that its request was read from, so what was passed on is kept in a
- * table (struct pending), and its number there stands in for the kernel's ``unique`` on the way.
+ * Readers take requests from the device. They answer names and attributes from the snapshot's
+ * mapped blocks (_names.c), and opens and reads of resident files from the tiers' directories
+ * (_opens.c). All other requests are passed to pyfuse3, each as one message over a socket pair;
+ * libfuse takes its end of the pair for the device. The replier passes the answers back. An answer
+ * must be written to the descriptor from which its request was read. So a table (struct pending)
+ * keeps the requests that were passed on, and a number of that table replaces the kernel's
+ * ``unique`` on the way.
  *
  * Waiting: a reader waits for the tiers' disks and, in at most ``source_max`` threads, for the
- * source. When no reader is idle, another one is started, so none of them holds up the rest. A
- * request that needs the source when ``source_max`` calls are under way, or that is about a file
- * that another request is opening, waits in a list (struct pending) and takes no thread.
+ * source. When no reader is idle, another one is started, so a waiting reader delays no other
+ * request. A request waits in a list (struct pending), without a thread, if it needs the source
+ * while ``source_max`` calls are running, or if another request is opening its file.
  *
- * Memory shared with Python: the residency table and the marks, a byte for each inode, written
- * under the interpreter's lock and read here; no reader takes that lock. A read takes no lock at
- * all, but of a file that is written, and allocates nothing. All lengths and numbers from the
- * kernel are checked before use.
+ * Memory shared with Python: the residency table and the marks, a byte for each inode. They are
+ * written under the interpreter's lock and read here without it. A read allocates nothing and takes
+ * no lock, unless the file is being written. All lengths and numbers from the kernel are checked
+ * before use.
  *
- *   _datapath.c  the threads: readers and the replier, their beginning and end
- *   _requests.c  what a reader answers: opens, reads, writes, names
- *   _pending.c   the table of requests that wait, what is with Python, answers to the kernel
+ *   _datapath.c  the threads, readers and replier: their start, their loops and their end
+ *   _requests.c  the requests that a reader answers: opens, reads, writes, names
+ *   _pending.c   the table of waiting requests; requests passed to Python, and their answers
  *   _waiting.c   requests that wait for the source or for another request, and their callers
- *   _events.c    what was served, for Python to hear of
- *   _names.c, _opens.c, _fetch.c, _absorbed.c, _missing.c: each knows its own subject and nothing
- * of the rest _python.c    what Python sees of all this
+ *   _events.c    events and counts for Python
+ *   _names.c, _opens.c, _fetch.c, _absorbed.c, _missing.c: one subject each, without the others
+ *   _python.c    the interface to Python
  */
 #ifndef MONARCH_DATAPATH_H
 #define MONARCH_DATAPATH_H
@@ -61,24 +62,24 @@ enum {
     PENDING_CHUNK = 1024,
     PENDING_CHUNKS = 256,
     PENDING_BUCKETS = 4096,
-    PYTHON_MAX = 256, /* requests with Python that may need the source; others wait here */
+    PYTHON_MAX = 256, /* most requests with Python that may need the source; others wait here */
     EARLY = 64,
-    LISTING_BYTES = 64 * KIB, /* of a listing that Python answers: it goes through the socket */
-    MAX_FETCH = 256 * MIB,    /* the largest file that is fetched whole */
-    DATA_BYTES = MIB,         /* the largest read of the kernel */
+    LISTING_BYTES = 64 * KIB,       /* of a listing from Python, through the socket */
+    MAX_FETCH = 256 * MIB,          /* the largest file that is fetched as a whole */
+    DATA_BYTES = MIB,               /* the largest read request of the kernel */
     MESSAGE_BYTES = MIB + 64 * KIB, /* the largest request */
-    REPLY_BYTES = 256 * KIB,        /* the largest answer of Python's, but for the data of reads */
-    WAKE_SIGNAL = SIGURG,           /* ignored unless somebody asks for it, so it harms nobody */
+    REPLY_BYTES = 256 * KIB,        /* the largest answer of Python, without the data of reads */
+    WAKE_SIGNAL = SIGURG,           /* ignored by default, so it cannot disturb another library */
 };
 
-/* File handles that are ours: pyfuse3's are inode numbers. */
+/* Bits of file handles made here; those of pyfuse3 are inode numbers. */
 #define HANDLE_FAST (1ull << 63)
 #define HANDLE_BOUND (1ull << 62)
-/* Writes of it do not go through the kernel's pages, so the kernel sends no FSYNC after them. */
+/* Writes through this handle bypass the page cache, so the kernel sends no FSYNC after them. */
 #define HANDLE_DIRECT (1ull << 61)
-/* In the handle of a write that Python gets: it is to be safe when it is answered. */
+/* Bit in the handle of a write that is passed to Python: it must be durable before its answer. */
 #define WRITE_SYNC (1ull << 60)
-/* Where a read that Python answers has its place in the table of the pending, behind the inode. */
+/* The shift in a file handle, above the inode number, of the read's number in the pending table. */
 #define TOKEN_SHIFT 40
 #define INO_MASK ((1ull << TOKEN_SHIFT) - 1)
 
@@ -91,18 +92,18 @@ struct tally {
     struct histogram open, read;
 };
 
-/* What a request waits for. */
+/* The state of a waiting request. */
 enum waits_for {
     AT_PYTHON,  /* Python has it */
-    FOR_PYTHON, /* its turn to be passed on: Python has PYTHON_MAX that may need the source */
-    AT_SOURCE,  /* a thread calls the source for it */
-    FOR_SOURCE, /* its turn to call the source */
-    FOR_ENTRY,  /* another request finds out what its file is bound to */
-    SETTLED,    /* a thread to go on with it: that has been found out */
+    FOR_PYTHON, /* in a queue: Python already has PYTHON_MAX requests that may need the source */
+    AT_SOURCE,  /* a thread calls the source for the request */
+    FOR_SOURCE, /* in a queue for a call of the source */
+    FOR_ENTRY,  /* another request settles the entry of its file */
+    SETTLED,    /* its entry was settled; a thread must continue with the request */
 };
 
-/* The lists that a request may be in: of those that wait for the same, of all that are not answered
- * (the first has waited longest), and of those whose caller was sent a signal. */
+/* The lists that may contain a request: of requests that wait for the same, of all unanswered
+ * requests in the order of their age, and of requests with an interrupted caller. */
 enum chain { QUEUE, BY_AGE, BY_SIGNAL, CHAINS };
 
 struct link {
@@ -110,8 +111,8 @@ struct link {
     struct pending *next, *previous;
 };
 
-/* A request that waits; ``request`` holds it whole, but for one that only Python or a thread has.
- */
+/* A waiting request. ``request`` is complete, except while only Python or a thread uses the
+ * request. */
 struct pending {
     struct {
         struct in_header header;
@@ -121,36 +122,36 @@ struct pending {
         };
     } request;
     uint64_t unique, ino;
-    uint64_t since_ns; /* when it began to wait, the time that the process was stopped left out */
-    uint64_t begin_ns; /* when it came */
-    struct open_inode *entry; /* of an open, or of a read that stands for one */
+    uint64_t since_ns;        /* begin of the wait, without time in which the process was stopped */
+    uint64_t begin_ns;        /* when it came */
+    struct open_inode *entry; /* of an open, or of a read without an open */
     struct link links[CHAINS];
     struct pending *hashed; /* the next with the same hash */
     uint32_t opcode, pid, index, generation, next_free;
     int device;
     uint8_t waits; /* enum waits_for */
     bool used, answered;
-    bool interrupted; /* somebody sent its caller a signal */
-    bool writes;      /* an open, to write */
-    bool fresh;       /* it is the one to settle the entry */
+    bool interrupted; /* its caller was sent a signal */
+    bool writes;      /* an open for writing */
+    bool fresh;       /* this request settles the entry */
     bool limited;     /* one of PYTHON_MAX */
     bool queued;      /* it was FOR_PYTHON */
 };
 
-/* A descriptor of the source that is to be closed. */
+/* A descriptor of the source to be closed. */
 struct closing {
     struct closing *next;
     int fd;
 };
 
-/* In the place of a tier: an open that Python has answered did not come about; a file was fetched
+/* Values of an event instead of a tier: an open that Python has answered failed; a file was fetched
  * from the source; the last open of an outdated copy was released. */
 enum { EVENT_ABANDONED = 0xfd, EVENT_FETCHED = 0xfe, EVENT_RELEASED = 0xff };
 
 struct event {
-    uint64_t turn; /* atomic: whose turn the place is, see put_event */
+    uint64_t turn; /* atomic: the position that may use this place next, see put_event */
     uint64_t what;
-    struct content *content; /* what was fetched, of which the event is a user */
+    struct content *content; /* the fetched bytes; the event counts as their user */
 };
 
 struct overflow {
@@ -160,9 +161,9 @@ struct overflow {
 
 struct tier {
     int directory;
-    bool seals;  /* its file system keeps times of modification as they were set */
+    bool seals;  /* its file system keeps modification times exactly */
     int refuses; /* passthrough; atomic */
-    int shunned; /* Python looks at every open; atomic */
+    int shunned; /* Python decides every open; atomic */
 };
 
 enum thread_state { THREAD_NONE, THREAD_RUNS, THREAD_ENDED };
@@ -173,51 +174,52 @@ struct thread {
     int state; /* atomic */
     int device;
     unsigned shard;
-    struct pending *place;    /* of the request for which the source may be called, with a slot */
-    uint64_t source_since_ns; /* when a call of the source began, 0 if none is made; atomic */
-    uint64_t begin_ns;        /* when the request came that is being answered, 0: none; atomic */
+    struct pending *place;    /* of the request with a slot for a call of the source */
+    uint64_t source_since_ns; /* the begin of the current call of the source, 0: none; atomic */
+    uint64_t begin_ns; /* the arrival of the request being answered, 0 if there is none; atomic */
     uint8_t *message, *data;
 };
 
 struct datapath {
-    /* As it was made. */
+    /* Set when the datapath is made. */
     struct names names;
     const uint8_t *residency, *marks;
-    uint8_t unusable; /* marks of an inode whose copy Python must look at first */
-    uint8_t copying;  /* the mark of an inode of which a copy is under way */
-    int source;       /* its directory; -1: Python fetches */
-    int as_caller;    /* fetch with the rights of the process that opens; atomic */
+    uint8_t unusable; /* marks of inodes whose copies Python must check first */
+    uint8_t copying;  /* the mark of an inode with a copy under way */
+    int source;       /* the source's directory; -1: Python fetches */
+    int as_caller;    /* fetch with the rights of the opening process; atomic */
     uint64_t fetch_max;
     int64_t hold_max;
-    int source_max;       /* calls of the source at once */
-    uint64_t patience_ns; /* how long a caller may wait for the source; 0: for ever */
-    uint64_t stopped_ns;  /* how long the process was stopped, and nobody waited; atomic */
+    int source_max;       /* most concurrent calls of the source */
+    uint64_t patience_ns; /* the most time that a caller waits for the source; 0: no limit */
+    uint64_t stopped_ns;  /* the total time in which the process was stopped; atomic */
     struct tier tiers[MAX_TIERS];
     uint64_t bounds_ns[BUCKETS];
     int bounds;
 
-    /* As it was started. */
+    /* Set when the datapath is started. */
     int device, channel, wake, nothing;
     int clones[MAX_CLONES], clone_count;
     bool no_open, cache_listings, decide_opens, want_passthrough;
     int idle_target;
 
-    /* As the kernel has agreed. */
+    /* Set by the kernel's answer to INIT. */
     int serving, passthrough, no_open_agreed, no_opendir_agreed; /* atomic */
 
-    uint8_t *given; /* a bit for each inode of which bytes were given without an open; atomic */
+    uint8_t *given; /* a bit for each inode with bytes returned without an open; atomic */
     struct opens opens;
     struct absorbed absorbed;
     struct missing missing;
-    struct tally (*tallies)[MAX_TIERS];                /* SHARDS of them, atomic */
+    struct tally (*tallies)[MAX_TIERS];                /* SHARDS arrays, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
-    uint64_t source_waited_ns;                         /* of calls that are over; atomic */
+    uint64_t source_waited_ns;                         /* of completed calls; atomic */
     int64_t held;                                      /* atomic */
-    int64_t timed_out; /* callers that have waited too long for the source; atomic */
+    int64_t timed_out; /* callers that got a timeout of the source; atomic */
 
     struct event *events;
     uint64_t event_head, event_tail; /* head: atomic */
-    /* What found no room in the ring, in its order; then nothing goes there before it. */
+    /* Events without a place in the ring, in their order. While there are any, new ones follow
+     * here. */
     pthread_mutex_t overflow_lock;
     struct overflow *overflow, **overflow_end; /* the first: atomic */
     int awake, ended, stopping;                /* atomic */
@@ -231,11 +233,11 @@ struct datapath {
     struct pending *by_unique[PENDING_BUCKETS];
     struct waiters for_source, for_python, settled;
     struct closing *closing, **closing_end;
-    /* Calls of the source under way; requests and descriptors whose turn has not come; of those
-     * that a thread may go on with. All atomic, so that they can be looked at without the lock. */
+    /* Running calls of the source; requests and descriptors that wait for such a call; requests
+     * that a thread may continue. All are atomic, so they can be read without the lock. */
     int at_source, for_source_count, settled_count;
-    int python_limited; /* with Python, of PYTHON_MAX */
-    /* Interrupts that came before what they are about was seen to wait, the last of them. */
+    int python_limited; /* requests with Python that count for PYTHON_MAX */
+    /* The last interrupts that arrived before their request began to wait. */
     uint64_t early[EARLY];
     unsigned early_next;
 
@@ -246,7 +248,7 @@ struct datapath {
     bool started;
 };
 
-/* The end of the list of free places in the table of the pending. */
+/* The end of the list of free places in the pending table. */
 #define NO_PENDING UINT32_MAX
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_ACQUIRE)
@@ -294,8 +296,8 @@ void pass_queued(struct datapath *dp);
 
 /* -- _waiting.c -------------------------------------------------------------------------------- */
 
-/* Whether a request can go on now, later (it was put in a list, and is no more the caller's), or
- * cannot wait. */
+/* Whether a request can continue now, continues later (it was put in a queue and does not belong to
+ * the caller any more), or cannot wait. */
 enum turn { TURN_NOW, TURN_LATER, TURN_NEVER };
 
 enum turn begin_source_call(struct thread *thread, const struct in_header *request,
@@ -323,13 +325,13 @@ void go_on(struct thread *thread, struct in_header *request, const struct pendin
 /* -- _datapath.c ------------------------------------------------------------------------------- */
 
 void spawn_if_none_is_idle(struct datapath *dp);
-/* One more thread, unless the caller is one that looks for work itself when it has done this. */
+/* Starts one more thread, unless the caller will take the work itself. */
 void spawn_for_work(struct datapath *dp);
-/* Talk with the kernel over ``device`` and with pyfuse3 over ``channel``: 0, or an errno. */
+/* Begins to serve the kernel's ``device``, with pyfuse3 at ``channel``: returns 0 or an errno. */
 int start(struct datapath *dp, int device, int channel, int threads);
 void stop(struct datapath *dp);
 bool still_runs(struct datapath *dp);
-/* Those that hung when they were told to stop, and have come back. */
+/* Joins threads that hung at the stop and have ended since. */
 void join_ended(struct datapath *dp);
 void close_all(struct datapath *dp);
 

@@ -1,22 +1,22 @@
-/* What was served, told to Python: events one by one in their order, the rest as counts. */
+/* Events for Python, one by one in their order, and counts of opens and reads. */
 #include "_datapath.h"
 
 #include <stdlib.h>
 #include <unistd.h>
 
 void wake_python(struct datapath *dp) {
-    /* What was stored before, an event or a count, must be seen by Python if this thread sees it
-     * awake: see datapath_events. */
+    /* If this thread sees Python awake, Python must see the event or count that was stored before:
+     * see datapath_events. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (LOAD(dp->awake) || __atomic_exchange_n(&dp->awake, 1, __ATOMIC_ACQ_REL))
         return;
     uint64_t one = 1;
     if (write(dp->wake, &one, sizeof one) < 0) {
-        /* Full, so it is awake. */
+        /* The counter is full, so Python is awake. */
     }
 }
 
-/* False if there is no room: then Python has to see the open itself. */
+/* Stores an event; false if there is no room: then Python must see the open itself. */
 bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *content) {
     uint64_t head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
     if (LOAD(dp->overflow))
@@ -38,8 +38,7 @@ bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *
     }
 }
 
-/* The oldest that Python was not told yet; false if there is none. Its ``content`` is the caller's.
- */
+/* Takes the oldest event; false if there is none. Its ``content`` then belongs to the caller. */
 bool next_event(struct datapath *dp, struct event *event) {
     struct event *place = &dp->events[dp->event_tail % EVENTS];
     if (LOAD(place->turn) == dp->event_tail + 1) {
@@ -48,7 +47,8 @@ bool next_event(struct datapath *dp, struct event *event) {
         dp->event_tail++;
         return true;
     }
-    /* One that is being put in the ring came before. */
+    /* Events of the overflow are taken only when the ring is empty: a thread may be storing one
+     * there. */
     if (!LOAD(dp->overflow) || __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED) != dp->event_tail)
         return false;
     pthread_mutex_lock(&dp->overflow_lock);
@@ -62,22 +62,22 @@ bool next_event(struct datapath *dp, struct event *event) {
     return true;
 }
 
-/* An open has a reader's thread wait until Python, which is behind, has caught up. */
+/* Stores the event of an open; waits until Python has made room. */
 static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier) {
-    bool told = put_event(dp, ino, tier, NULL);
-    for (int tries = 0; !told && tries < 10000 && !LOAD(dp->stopping); tries++) {
+    bool is_stored = put_event(dp, ino, tier, NULL);
+    for (int tries = 0; !is_stored && tries < 10000 && !LOAD(dp->stopping); tries++) {
         wake_python(dp);
         usleep(1000);
-        told = put_event(dp, ino, tier, NULL);
+        is_stored = put_event(dp, ino, tier, NULL);
     }
-    return told;
+    return is_stored;
 }
 
-/* Tell Python. All but opens are never lost, and told without waiting: by the thread that takes
- * Python's answers, and by Python itself. */
+/* Reports an event to Python. The event of an open waits for room. All others are never lost and do
+ * not wait, since the thread of Python's answers and Python itself report them. */
 void tell(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content) {
-    bool told = what < MAX_TIERS ? has_room(dp, ino, what) : put_event(dp, ino, what, content);
-    struct overflow *more = told ? NULL : malloc(sizeof *more);
+    bool is_stored = what < MAX_TIERS ? has_room(dp, ino, what) : put_event(dp, ino, what, content);
+    struct overflow *more = is_stored ? NULL : malloc(sizeof *more);
     if (more) {
         *more = (struct overflow){.event = {0, (uint64_t)what << 56 | ino, content}};
         pthread_mutex_lock(&dp->overflow_lock);
@@ -87,7 +87,7 @@ void tell(struct datapath *dp, uint64_t ino, uint8_t what, struct content *conte
             STORE(dp->overflow, more);
         dp->overflow_end = &more->next;
         pthread_mutex_unlock(&dp->overflow_lock);
-    } else if (!told) {
+    } else if (!is_stored) {
         content_release(content);
     }
     wake_python(dp);
@@ -105,7 +105,7 @@ struct tally *tally_of(struct thread *thread, uint8_t tier) {
     return &thread->dp->tallies[thread->shard][tier];
 }
 
-/* Count before the answer goes out: who asks right after it must find it counted. */
+/* Counted before the answer is sent: a caller that asks then must find it counted. */
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin) {
     struct tally *tally = tally_of(thread, tier);
     ADD(tally->opens, 1);

@@ -10,7 +10,7 @@
 
 #include "_record.h"
 
-/* linux/openat2.h, which the machine that compiles may not have. */
+/* From linux/openat2.h, which may be missing where this is compiled. */
 struct how {
     uint64_t flags, mode, resolve;
 };
@@ -31,14 +31,14 @@ static int openat2_beneath(int root, const char *path, int flags) {
     return (int)fd;
 }
 
-/* Kernels before 5.6 do not know the call; old filters of containers answer EPERM to it. */
+/* Kernels before 5.6 lack openat2; old seccomp filters of containers answer EPERM to it. */
 static bool has_openat2(int root) {
-    static int known; /* atomic; 1: it has, 2: it has not */
+    static int known; /* whether openat2 works; atomic; 1: it does, 2: it does not */
     int now = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (!now) {
         int fd = openat2_beneath(root, ".", O_PATH | O_DIRECTORY | O_CLOEXEC);
         if (fd < 0 && errno != ENOSYS && errno != EPERM)
-            return true; /* the source's failure, and not to be remembered */
+            return true; /* this is the source's own error, not one of openat2 */
         now = fd >= 0 ? 1 : 2;
         if (fd >= 0)
             close(fd);
@@ -47,7 +47,7 @@ static bool has_openat2(int root) {
     return now == 1;
 }
 
-/* What openat2 does, one component after another. The names of a snapshot may be anybody's. */
+/* Emulates openat2, one component after another. The names in a snapshot are not trusted. */
 static int open_stepwise(int root, const char *path, int flags) {
     int above = root;
     for (;;) {
@@ -75,14 +75,14 @@ static int open_stepwise(int root, const char *path, int flags) {
     }
 }
 
-/* Never through a link, never out of the source, and never waiting for the writer of a fifo. */
+/* Never follows a link, never leaves the source, and never waits for the writer of a fifo. */
 static int open_beneath(int root, const char *path) {
     int flags = O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | O_NOFOLLOW;
     return has_openat2(root) ? openat2_beneath(root, path, flags)
                              : open_stepwise(root, path, flags);
 }
 
-/* As open_beneath, with the rights of ``caller`` if there is one. */
+/* As open_beneath, with the rights of ``caller`` unless it is NULL. */
 static int open_as(int root, const char *path, const struct caller *caller) {
     if (!caller)
         return open_beneath(root, path);
@@ -98,7 +98,7 @@ static int64_t nanoseconds(struct statx_timestamp time) {
     return kept_ns(time.tv_sec, time.tv_nsec);
 }
 
-/* Not fstat: the time of access, which a read has just changed, may cost a call of the server. */
+/* Not fstat: it requests the access time, which a read has changed, and may cost a server call. */
 static bool is_version(int fd, const struct identity *identity) {
     struct statx now;
     unsigned mask = STATX_MTIME | STATX_CTIME | STATX_INO | STATX_SIZE;

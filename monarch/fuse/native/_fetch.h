@@ -1,8 +1,6 @@
-/* Fetching a small file from the source, whole, and comparing it with what the snapshot tells.
- *
- * What was fetched is shared by the reader who waits for it, by others who open the file meanwhile
- * and by the copy that Python then makes of it; the last of them frees it.
- */
+/* Fetches a small file from the source as a whole, and compares it with the snapshot. The bytes are
+ * shared by the waiting reader, by other processes that open the file meanwhile, and by the copy
+ * that Python makes of it. The last user frees them. */
 #ifndef MONARCH_FETCH_H
 #define MONARCH_FETCH_H
 
@@ -19,16 +17,15 @@ struct content {
     uint8_t bytes[];
 };
 
-/* How a fetch went, for the books: the calls that reached the source, and the bytes they brought.
- */
+/* The cost of a fetch: the calls that reached the source, and the bytes read. */
 struct fetch_cost {
     unsigned opens, reads;
     uint64_t bytes;
 };
 
-/* The bytes of ``path`` beneath ``root``, if it is that very version; NULL if it is not, or with
- * any failure: then Python asks again and finds out why. Opened with the rights of ``caller``, or,
- * if that is NULL, with the daemon's. Waits for the source. */
+/* The bytes of ``path`` beneath ``root``, if the file is the expected version. NULL if it is not,
+ * or after any failure: then Python tries again and finds the reason. Opened with the rights of
+ * ``caller``, or with the daemon's if that is NULL. Waits for the source. */
 struct content *fetch(int root, const char *path, const struct identity *identity, int64_t *held,
                       const struct caller *caller, struct fetch_cost *cost);
 struct content *content_retain(struct content *content);

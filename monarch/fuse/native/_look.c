@@ -1,4 +1,5 @@
-/* The scan of a source asks much of each entry; here it does so without the interpreter. */
+/* Reads the attributes of a directory's entries for the scan of a source, without the
+ * interpreter. */
 #define PY_SSIZE_T_CLEAN
 #include "_look.h"
 
@@ -19,11 +20,11 @@
 
 #include "_record.h"
 
-/* One number on every architecture that Linux numbers alike (all but alpha); since Linux 6.13. */
+/* The number of getxattrat, the same on all architectures but alpha; since Linux 6.13. */
 #define CALL_GETXATTRAT 464
 #define SECOND_NS 1000000000LL
-/* The kernel clears as much memory as the caller has room for, which takes longer than to find that
- * there is no list: so first there is little room. The second is XATTR_SIZE_MAX. */
+/* The kernel clears as much memory as the buffer has, which takes longer than finding no list: so a
+ * small buffer is tried first. The second size is XATTR_SIZE_MAX. */
 enum { FEW_BYTES = 256, MOST_BYTES = 64 * 1024 };
 enum { SIGNALS_EVERY_NS = 100 * 1000 * 1000 };
 
@@ -60,7 +61,7 @@ static ssize_t get(struct looking *looking, const char *name, const char *attrib
         struct getxattrat_args out = {(uintptr_t)value, (uint32_t)room, 0};
         long size = syscall(CALL_GETXATTRAT, looking->directory, name, AT_SYMLINK_NOFOLLOW,
                             attribute, &out, sizeof out);
-        /* EPERM is what some sandboxes answer to a call that they do not know. */
+        /* Some sandboxes answer EPERM to an unknown system call. */
         if (size >= 0 || (errno != ENOSYS && errno != EPERM))
             return size;
         looking->cannot_at = true;
@@ -126,7 +127,7 @@ static void look_at(struct looking *looking, const char *name, uint8_t *into, st
     };
     memcpy(into, &record, sizeof record);
     seen->device = status.st_dev;
-    /* A symbolic link has none on any file system. */
+    /* A symbolic link has no list on any file system. */
     if (status.st_dev != looking->without && !S_ISLNK(mode)) {
         seen->access = get_list(looking, name, "system.posix_acl_access");
         if (S_ISDIR(mode))
@@ -142,7 +143,7 @@ static int64_t now_ns(void) {
     return now.tv_sec * SECOND_NS + now.tv_nsec;
 }
 
-/* False with an exception if a signal's handler raised one. */
+/* False with an exception if a signal handler raised one. */
 static bool look_at_all(struct looking *looking, const char **names, size_t count, uint8_t *records,
                         struct seen *seen) {
     PyThreadState *state = PyEval_SaveThread();
@@ -193,7 +194,7 @@ PyObject *look(PyObject *Py_UNUSED(module), PyObject *args) {
     for (size_t i = 0; well && i < count; i++)
         well = (names[i] = PyBytes_AsString(PyTuple_GET_ITEM(given, i)));
     if (well) {
-        /* The tuple keeps the names, and nobody else has the records. */
+        /* The tuple keeps the names, and no other thread has the records. */
         uint8_t *into = (uint8_t *)PyByteArray_AS_STRING(records);
         memset(into, 0, count * RECORD_BYTES);
         well = look_at_all(&looking, names, count, into, seen);

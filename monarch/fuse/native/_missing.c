@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* In the place of a name: nothing was there, or something that is gone. */
+/* The values of a key in a place without a name: never used, or its name was removed. */
 enum { FREE = 0, GONE = 1, FIRST_NAME = 2, FIRST_ROOM = 16 };
 
 struct hash {
@@ -47,7 +47,7 @@ static void insert(uint32_t *keys, size_t room, uint32_t key) {
     keys[place] = key;
 }
 
-/* The place of a key, one of those that it has; ``room`` if it has none. */
+/* The place of a key; ``room`` if it has none. */
 static size_t place_of(const struct missing_names *names, uint32_t key) {
     if (!names->count)
         return names->room;
@@ -60,7 +60,7 @@ static size_t place_of(const struct missing_names *names, uint32_t key) {
     return place;
 }
 
-/* Have room for one more, with at least a quarter of it free. */
+/* Makes room for one more name, with at least a quarter of the table free. */
 static bool grow(struct missing_names *names) {
     if (4 * (names->used + 1) <= 3 * names->room)
         return true;
@@ -108,7 +108,7 @@ static struct missing_directory *set_of(struct missing *missing, uint64_t direct
     return missing->directories[mixed(directory) & (MISSING_SETS - 1)];
 }
 
-/* The place of a directory; NULL if it has none. */
+/* The entry of a directory; NULL if it has none. */
 static struct missing_directory *directory_of(struct missing *missing, uint64_t ino) {
     struct missing_directory *set = set_of(missing, ino);
     for (struct missing_directory *one = set; one < set + MISSING_WAYS; one++)
@@ -125,7 +125,8 @@ void missing_open(struct missing *missing, uint64_t directory, uint32_t valid_s,
     for (struct missing_directory *one = set; !chosen && one < set + MISSING_WAYS; one++)
         if (one->until_ns <= now_ns)
             chosen = one;
-    /* One that readers tell of is not pushed out: the two would take turns. */
+    /* An entry that readers still use is not replaced: two directories would displace each
+     * other. */
     if (chosen) {
         if (chosen->ino != directory)
             *chosen = (struct missing_directory){.ino = directory};
@@ -177,9 +178,9 @@ void missing_changed(struct missing *missing, uint64_t ino) {
 bool missing_attributes(struct missing *missing, uint64_t ino, struct attr *attr) {
     pthread_mutex_lock(&missing->lock);
     struct missing_directory *directory = directory_of(missing, ino);
-    bool told = directory && directory->attr.ino;
-    if (told)
+    bool is_known = directory && directory->attr.ino;
+    if (is_known)
         *attr = directory->attr;
     pthread_mutex_unlock(&missing->lock);
-    return told;
+    return is_known;
 }

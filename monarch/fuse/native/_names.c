@@ -15,7 +15,7 @@ struct text {
     size_t length;
 };
 
-/* A listing under way. */
+/* The state of a listing that is being filled. */
 struct listing {
     uint8_t *buffer;
     size_t size, used;
@@ -96,7 +96,7 @@ static bool name_at(const struct names *names, uint64_t slot, struct text *name)
     return true;
 }
 
-/* The record behind a place in the table: of an alias, that of the file's first name. */
+/* The record at a place of the table; for an alias, the record of the file's first name. */
 static bool resolved(const struct names *names, uint64_t slot, uint64_t *ino,
                      struct record *record) {
     if (!record_at(names, slot, record))
@@ -116,7 +116,7 @@ static bool children_of(const struct names *names, uint64_t ino, uint64_t *first
     *first = *end = 1;
     if (!S_ISDIR(record.mode))
         return true;
-    /* Python says that nobody knows. */
+    /* Python marked the entry: the snapshot may be wrong. */
     if (record.flags & UNREADABLE)
         return false;
     size_t size, at = (record.extra & MASK) * 4;
@@ -128,7 +128,7 @@ static bool children_of(const struct names *names, uint64_t ino, uint64_t *first
     return *first >= 1 && *first <= *end && *end <= names->entries + 1;
 }
 
-/* Times before 1970 are negative: what is left behind the seconds is not. */
+/* Times before 1970 are negative; their nanoseconds are positive all the same. */
 static void split(int64_t ns, uint64_t *seconds, uint32_t *rest) {
     *rest = (uint32_t)((ns % 1000000000 + 1000000000) % 1000000000);
     *seconds = (uint64_t)((ns - *rest) / 1000000000);
@@ -181,7 +181,7 @@ enum names_answer names_version(const struct names *names, uint64_t ino,
     return S_ISREG(record.mode) && !(record.flags & ALIAS) ? NAMES_YES : NAMES_NONE;
 }
 
-/* Written from its end: the name, and before it those of the directories. */
+/* The path is written backwards: first the name, then the names of the directories. */
 static const char *path_of(const struct names *names, uint64_t ino, char *buffer, size_t room) {
     char *at = buffer + room - 1;
     *at = 0;
@@ -246,7 +246,7 @@ static int compare(struct text a, const char *bytes, size_t length) {
 enum names_answer names_lookup(const struct names *names, uint64_t parent, const char *name,
                                size_t length, struct entry_out *entry) {
     uint64_t low, high;
-    /* One that was made through the mount. */
+    /* The inode was created through the mount. */
     if (parent > names->entries)
         return NAMES_OTHERS;
     if (!children_of(names, parent, &low, &high))
@@ -273,14 +273,14 @@ enum names_answer names_lookup(const struct names *names, uint64_t parent, const
     }
     if (names->ask || changed)
         return NAMES_OTHERS;
-    /* An entry without an inode number: the kernel remembers that there is none. */
+    /* An entry without an inode number: the kernel caches that the name does not exist. */
     memset(entry, 0, sizeof *entry);
     entry->entry_valid = NAMES_VALID_S;
     return NAMES_NONE;
 }
 
-/* Adds one entry to a listing; false if there is no room for it. ``record``: NULL for a directory's
- * own two names, of which the kernel takes no attributes. */
+/* Adds one entry to a listing; false if there is no room for it. ``record`` is NULL for "." and
+ * "..", of which the kernel takes no attributes. */
 static bool add_entry(struct listing *list, uint64_t ino, uint64_t next, const char *name,
                       size_t name_length, const struct record *record) {
     size_t head = list->plus ? sizeof(struct direntplus_out) : sizeof(struct dirent_out);
@@ -324,7 +324,7 @@ enum names_answer names_list(const struct names *names, uint64_t ino, uint64_t o
         struct text name;
         if (!name_at(names, place, &name) || !resolved(names, place, &found, &record) ||
             differs(names, found)) {
-            /* Python goes on from here when it is asked for the rest. */
+            /* Python continues from here when the kernel requests the rest. */
             *used = list.used;
             return list.used ? NAMES_YES : NAMES_ASK;
         }

@@ -8,7 +8,7 @@ static struct opens_stripe *stripe_of(struct opens *opens, uint64_t ino) {
     return &opens->stripes[ino % OPENS_STRIPES];
 }
 
-/* An entry keeps its place whatever inode it is of. */
+/* An entry keeps its place; it may be used for one inode after another. */
 static struct opens_stripe *stripe_with(struct opens *opens, const struct open_inode *entry) {
     return &opens->stripes[entry->slot % OPENS_STRIPES];
 }
@@ -44,7 +44,8 @@ void opens_free(struct opens *opens) {
     }
 }
 
-/* A free entry; the stripe's lock is held. A new chunk is needed once in 256 * 16 open inodes. */
+/* Takes a free entry; the stripe's lock must be held. A new chunk is needed once in 256 * 16 open
+ * inodes. */
 static struct open_inode *allocate(struct opens *opens, struct opens_stripe *stripe) {
     struct open_inode *entry = stripe->free;
     if (entry) {
@@ -66,7 +67,8 @@ static struct open_inode *allocate(struct opens *opens, struct opens_stripe *str
     return entry;
 }
 
-/* One more user of ``ino``'s entry, which is made if there is none; the stripe's lock is held. */
+/* Adds a user to the entry of ``ino``, which is made if it does not exist; the stripe's lock must
+ * be held. */
 static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe, uint64_t ino,
                                bool *fresh) {
     *fresh = false;
@@ -228,7 +230,7 @@ bool opens_answered(struct opens *opens, struct open_inode *entry, bool writes) 
     return bound;
 }
 
-/* Out of its bucket and back to the free ones; the stripe's lock is held. */
+/* Moves an entry from its bucket to the free ones; the stripe's lock must be held. */
 static void forget(struct opens_stripe *stripe, struct open_inode *entry,
                    struct open_remains *to_close) {
     struct open_inode **link = bucket_of(stripe, entry->ino);
@@ -296,7 +298,7 @@ struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd,
         return NULL;
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
-    /* What the kernel reads by itself it goes on reading, and it takes no other open beside it. */
+    /* While the kernel reads an inode by passthrough, it allows no other mode of open. */
     if (entry ? entry->kind == OPEN_PASSTHROUGH : !create)
         entry = NULL;
     else if (create && (entry = take(opens, stripe, ino, &fresh)))
@@ -328,7 +330,7 @@ void opens_release_written(struct opens *opens, uint64_t ino, struct open_remain
     pthread_mutex_lock(&stripe->lock);
     struct open_inode *entry = find(stripe, ino);
     if (entry && entry->held) {
-        /* What it has created and not answered failed. */
+        /* Unanswered creations of this inode have failed. */
         __atomic_sub_fetch(&opens->users, entry->creating, __ATOMIC_RELAXED);
         entry->users -= entry->creating + 1;
         entry->creating = 0;
@@ -372,7 +374,7 @@ void opens_unuse(struct written *file) {
         written_free(file);
 }
 
-/* Under the stripe's lock. */
+/* The stripe's lock must be held. */
 static void lower(struct open_inode *entry, uint64_t offset) {
     if (offset < entry->lowest)
         entry->lowest = offset;
@@ -432,7 +434,7 @@ bool opens_unbind(struct opens *opens, uint64_t ino) {
             entry->leaving = NULL;
         pthread_cond_broadcast(&stripe->unused);
     } else {
-        /* Another thread has taken the file away, and its writers may not be done. */
+        /* Another thread has unbound the file, and writes to it may still be running. */
         while ((entry = find(stripe, ino)) && entry->held && entry->leaving)
             pthread_cond_wait(&stripe->unused, &stripe->lock);
     }

@@ -1,4 +1,4 @@
-/* The table of requests that wait; those that are with Python: passed on, answered late. */
+/* The table of waiting requests, and the requests that were passed to Python. */
 #include "_datapath.h"
 
 #include <errno.h>
@@ -49,17 +49,17 @@ void list_remove(struct pending *place, enum chain chain) {
     link->list = NULL;
 }
 
-/* The pending at ``index``; the lock is held. */
+/* The request at ``index``; the lock must be held. */
 struct pending *pending_at(struct datapath *dp, uint32_t index) {
     return &dp->pending[index / PENDING_CHUNK][index % PENDING_CHUNK];
 }
 
-/* The kernel's numbers are even and go up. */
+/* The kernel's numbers are even and ascending. */
 static struct pending **bucket_of(struct datapath *dp, uint64_t unique) {
     return &dp->by_unique[unique / 2 % PENDING_BUCKETS];
 }
 
-/* The request of that number, if it waits; the lock is held. */
+/* The waiting request with that number; NULL if there is none. The lock must be held. */
 struct pending *pending_find(struct datapath *dp, uint64_t unique) {
     struct pending *place = *bucket_of(dp, unique);
     while (place && place->unique != unique)
@@ -67,12 +67,12 @@ struct pending *pending_find(struct datapath *dp, uint64_t unique) {
     return place;
 }
 
-/* Even and not 0, as those of the kernel are. */
+/* Even and not 0, like those of the kernel. */
 static uint64_t stand_in(const struct pending *place) {
     return ((uint64_t)place->generation << 24 | (place->index + 1)) << 1;
 }
 
-/* Whether an interrupt of this request has come already; the lock is held. */
+/* Whether an interrupt of this request has arrived already; the lock must be held. */
 static bool came_early(const struct datapath *dp, uint64_t unique) {
     for (int i = 0; i < EARLY; i++)
         if (dp->early[i] == unique)
@@ -80,7 +80,7 @@ static bool came_early(const struct datapath *dp, uint64_t unique) {
     return false;
 }
 
-/* Its caller was sent a signal; the lock is held. */
+/* Marks that the caller was sent a signal; the lock must be held. */
 void mark_interrupted(struct datapath *dp, struct pending *place) {
     if (place->interrupted)
         return;
@@ -91,7 +91,7 @@ void mark_interrupted(struct datapath *dp, struct pending *place) {
     dp->interrupted_count++;
 }
 
-/* Nobody waits for it any more; the lock is held. */
+/* Marks that the caller has its answer; the lock must be held. */
 void mark_answered(struct datapath *dp, struct pending *place) {
     place->answered = true;
     if (place->links[BY_AGE].list) {
@@ -104,7 +104,7 @@ void mark_answered(struct datapath *dp, struct pending *place) {
     }
 }
 
-/* A place for a request that waits from now on; NULL if there is none. The lock is held. */
+/* A place for a request that begins to wait; NULL if there is none. The lock must be held. */
 struct pending *pend(struct datapath *dp, const struct pending *what) {
     uint32_t index = NO_PENDING;
     if (dp->pending_free != NO_PENDING) {
@@ -135,14 +135,14 @@ struct pending *pend(struct datapath *dp, const struct pending *what) {
     return place;
 }
 
-/* Have the place hold the request whole, so that its thread can take another one. */
+/* Copies the whole request into its place, so that its thread can take another one. */
 void keep_request(struct pending *place, const struct in_header *request) {
     size_t size = request->len < sizeof place->request ? request->len : sizeof place->request;
     memcpy(&place->request, request, size);
     place->request.header.len = (uint32_t)size;
 }
 
-/* Gives the place back; the lock is held. */
+/* Frees a place; the lock must be held. */
 void unpend(struct datapath *dp, struct pending *place) {
     struct pending **link = bucket_of(dp, place->unique);
     while (*link != place)
@@ -155,7 +155,7 @@ void unpend(struct datapath *dp, struct pending *place) {
     dp->pending_free = place->index;
 }
 
-/* Takes out a request that is with Python; false for an answer that nobody waits for. */
+/* Removes a request that was passed to Python; false if the answer belongs to no request. */
 bool take_pending(struct datapath *dp, uint64_t unique, struct pending *what) {
     uint64_t index = (unique >> 1 & 0xffffff) - 1;
     pthread_mutex_lock(&dp->pending_lock);
@@ -208,8 +208,8 @@ void release_written(struct datapath *dp, uint64_t ino) {
     finish(dp, ino, &to_close);
 }
 
-/* Whether Python may have to ask the source about a request: then only so many go there at once,
- * and the rest waits here, where it takes no task. */
+/* Whether Python may have to call the source for a request. Only a limited number of these is
+ * passed to Python; the others wait here, without occupying a task. */
 static bool may_need_source(const struct datapath *dp, const struct in_header *request,
                             bool writes) {
     uint64_t ino = request->nodeid;
@@ -218,7 +218,7 @@ static bool may_need_source(const struct datapath *dp, const struct in_header *r
            !(LOAD(dp->marks[ino]) & dp->names.differs);
 }
 
-/* The numbers that a message to Python bears. */
+/* The numbers of a message to Python. */
 static void address(const struct pending *place, struct in_header *request) {
     request->unique = stand_in(place);
     if (request->opcode == OP_READ) {
@@ -227,7 +227,7 @@ static void address(const struct pending *place, struct in_header *request) {
     }
 }
 
-/* Pass on those that wait for their turn. */
+/* Passes queued requests to Python. */
 void pass_queued(struct datapath *dp) {
     pthread_mutex_lock(&dp->pending_lock);
     struct pending *place;
@@ -238,8 +238,8 @@ void pass_queued(struct datapath *dp) {
         } message;
         memcpy(&message, &place->request, sizeof message);
         address(place, &message.header);
-        /* The thread that takes Python's answers must not wait for Python. If there is no room, the
-         * next answer, or the next look, makes another attempt. */
+        /* This may be the thread of Python's answers, which must not wait for Python. Without room
+         * in the socket, the next answer or the next check tries again. */
         if (send(dp->channel, &message, message.header.len, MSG_NOSIGNAL | MSG_DONTWAIT) < 0)
             break;
         list_remove(place, QUEUE);
@@ -249,7 +249,7 @@ void pass_queued(struct datapath *dp) {
     pthread_mutex_unlock(&dp->pending_lock);
 }
 
-/* Pass a request on, whole. ``what`` tells what open it is about, which fails with it. */
+/* Passes a whole request to Python. ``what`` names the open that it makes, which fails with it. */
 static void pass(struct thread *thread, struct in_header *request, struct pending what) {
     struct datapath *dp = thread->dp;
     uint64_t unique = what.unique = request->unique;

@@ -1,4 +1,4 @@
-/* What Python sees of the datapath: one type, and the bytes that were fetched. */
+/* The interface of the datapath to Python: its type, and the type of fetched bytes. */
 #define PY_SSIZE_T_CLEAN
 #include "_datapath.h"
 #include "_look.h"
@@ -13,8 +13,8 @@
 typedef struct {
     PyObject_HEAD struct datapath *dp;
     Py_buffer residency, marks;
-    PyObject *blocks; /* a list of what the published blocks lie in */
-    PyObject *acls;   /* a tuple of the pairs that names.acls points into */
+    PyObject *blocks; /* a list of the objects that hold the published blocks */
+    PyObject *acls;   /* the tuple of the pairs to which names.acls points */
 } Datapath;
 
 static PyObject *failed(int error) {
@@ -22,7 +22,7 @@ static PyObject *failed(int error) {
     return PyErr_SetFromErrno(PyExc_OSError);
 }
 
-/* Keep the access control lists, a sequence of pairs of bytes; false with an exception set. */
+/* Keeps the access control lists, a sequence of pairs of bytes; false with an exception set. */
 static bool take_acls(Datapath *self, PyObject *given) {
     struct names *names = &self->dp->names;
     self->acls = PySequence_Tuple(given);
@@ -149,7 +149,7 @@ static void datapath_dealloc(Datapath *self) {
             Py_END_ALLOW_THREADS;
         }
         if (still_runs(dp)) {
-            /* A thread hangs in the source and will come back to this memory. */
+            /* A thread hangs in the source and will use this memory when it returns. */
             Py_TYPE(self)->tp_free((PyObject *)self);
             return;
         }
@@ -196,8 +196,8 @@ static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Another directory in the place of a tier's: readers know it by its number. What they have open
- * there stays open. */
+/* Replaces the directory of a tier under the same descriptor number. Files that readers have open
+ * stay open. */
 static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
     int number, directory, seals, moved = -1;
     if (!PyArg_ParseTuple(args, "iip", &number, &directory, &seals))
@@ -207,7 +207,7 @@ static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
         return NULL;
     }
     struct tier *tier = &self->dp->tiers[number];
-    /* To let go of the last descriptor of a file system that was unmounted takes its time. */
+    /* Closing the last descriptor of an unmounted file system may take long. */
     Py_BEGIN_ALLOW_THREADS;
     moved = dup3(directory, tier->directory, O_CLOEXEC);
     Py_END_ALLOW_THREADS;
@@ -263,7 +263,7 @@ static PyObject *datapath_forget_object(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* A name and its directory, of which something is told; false with an exception set. */
+/* The directory and the name in the arguments; false with an exception set. */
 static bool take_name(PyObject *args, unsigned long long *parent, const char **name,
                       Py_ssize_t *length) {
     return PyArg_ParseTuple(args, "Ky#", parent, name, length);
@@ -344,9 +344,9 @@ static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "cannot be set now");
         return NULL;
     }
-    /* Not one of our own: whoever opens a source anew that was lost does so under this number. */
+    /* Not a duplicate: a lost source is opened again under the same descriptor number. */
     dp->source = directory;
-    /* The kernel takes the bytes in one message whose length is a 32-bit number. */
+    /* The kernel takes the bytes in one message, with a 32-bit length. */
     dp->fetch_max = fetch_max < MAX_FETCH ? fetch_max : MAX_FETCH;
     dp->hold_max = hold_max;
     dp->source_max = source_max < MAX_THREADS / 2 ? (int)source_max : MAX_THREADS / 2;
@@ -382,7 +382,7 @@ static PyObject *datapath_publish(Datapath *self, PyObject *args) {
     if (!view)
         return NULL;
     Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
-    /* Kept as long as a reader may look at it. */
+    /* Kept as long as a reader may use it. */
     bool kept = PyBuffer_IsContiguous(buffer, 'C') && PyList_Append(self->blocks, view) == 0;
     Py_DECREF(view);
     if (!kept || number < 0 ||
@@ -418,7 +418,7 @@ static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs
     Py_RETURN_NONE;
 }
 
-/* Whether the kernel can read a copy is seen by reading it: that waits for its disk. */
+/* Registering reads a byte of the copy: that waits for the disk. */
 static PyObject *datapath_register(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     int fd, tier, backing_id = 0;
@@ -453,13 +453,14 @@ static PyObject *datapath_bind(Datapath *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "no such tier");
         return NULL;
     }
-    /* The source is relayed: so its reads are counted, and those that copy know who reads. */
+    /* Files of the source are relayed: so their reads are counted, and copies can follow the
+     * readers. */
     int own = -1;
     bool resized = dp->started && opens_resize(&dp->opens, ino, size), bound = false;
     if (dp->started && !resized && opens_can_bind(&dp->opens, ino)) {
         own = backing_id ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
         bound = backing_id || own >= 0;
-        /* Python has the file open already: the last descriptors are for those that need one. */
+        /* Python has the file open already: the last descriptors are kept for calls without one. */
         if (bound && tier == 0 && is_scarce(own))
             bound = false;
     }
@@ -473,7 +474,7 @@ static PyObject *datapath_bind(Datapath *self, PyObject *args) {
     return PyBool_FromLong(resized || bound);
 }
 
-/* The inode number of a file that is written; 0 with an exception set. */
+/* The inode number of a written file; 0 with an exception set. */
 static uint64_t written_ino(unsigned long long ino) {
     if (ino < 1 || ino > INO_MASK) {
         PyErr_SetString(PyExc_ValueError, "no such inode");
@@ -482,7 +483,7 @@ static uint64_t written_ino(unsigned long long ino) {
     return ino;
 }
 
-/* Close a duplicate that nobody has used. */
+/* Closes a duplicate that was not used. */
 static void close_of_tier(struct datapath *dp, int fd, uint8_t tier) {
     struct open_remains to_close = {.fd = fd, .tier = tier};
     close_remains(dp, &to_close);
@@ -625,10 +626,10 @@ static PyObject *datapath_store(Datapath *self, PyObject *args) {
     return PyBool_FromLong(stored);
 }
 
-/* Bytes that were fetched, for Python to read; freed with the last user. */
+/* Fetched bytes as a Python object; freed with the last user. */
 typedef struct {
     PyObject_HEAD struct content *content;
-    PyObject *dp; /* which counts the bytes held, so it must stay */
+    PyObject *dp; /* it counts the bytes that are held, so it must stay */
 } Content;
 
 static int content_buffer(Content *self, Py_buffer *view, int flags) {
@@ -666,7 +667,7 @@ static PyObject *view_of(Datapath *self, struct content *content) {
     return view;
 }
 
-/* A list of (inode, tier or what happened, bytes or None). */
+/* A list of (inode, tier or kind of event, bytes or None). */
 static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     struct datapath *dp = self->dp;
     uint64_t count;
@@ -674,7 +675,8 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
         /* Nobody has called. */
     }
     STORE(dp->awake, 0);
-    /* What is stored from here on by a thread that has seen it awake is looked at below. */
+    /* An event that another thread stores from here on is read below, if that thread saw Python
+     * awake. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     PyObject *list = PyList_New(0);
     struct event event;
@@ -689,7 +691,7 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     return list;
 }
 
-/* Python has heard of what was fetched, and has it if it wants it. */
+/* Python gets the fetched bytes with the event. */
 static PyObject *datapath_taken(Datapath *self, PyObject *args) {
     unsigned long long ino;
     if (!PyArg_ParseTuple(args, "K", &ino))
@@ -705,7 +707,8 @@ static PyObject *numbers(const uint64_t *values, int count) {
     return list;
 }
 
-/* For each tier: opens, reads, bytes, counts and total of the opens' histogram, of the reads'. */
+/* For each tier: opens, reads, bytes, then counts and total of the histograms of opens and of
+ * reads. */
 static PyObject *datapath_tallies(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     int tiers;
@@ -759,7 +762,7 @@ static PyObject *datapath_was_given(Datapath *self, PyObject *args) {
     return PyBool_FromLong(ino <= dp->names.entries && LOAD(dp->given[ino >> 3]) >> (ino & 7) & 1);
 }
 
-/* The earlier of two moments; 0 is none. */
+/* The earlier of two times; 0 is none. */
 static uint64_t earlier(uint64_t a, uint64_t b) { return b && b < a ? b : a; }
 
 static PyObject *datapath_state(Datapath *self, PyObject *Py_UNUSED(ignored)) {

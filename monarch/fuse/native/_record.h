@@ -1,4 +1,4 @@
-/* An entry of a snapshot, as it is kept there (namespace/schema.py). */
+/* The record of a snapshot's entry (namespace/schema.py). */
 #ifndef MONARCH_RECORD_H
 #define MONARCH_RECORD_H
 
@@ -12,7 +12,7 @@ struct record {
 };
 _Static_assert(sizeof(struct record) == RECORD_BYTES, "record");
 
-/* A time as it is kept and compared. What is beyond the year 2262 is told as its end. */
+/* A time as it is stored and compared; times after the year 2262 become the last one. */
 static inline int64_t kept_ns(int64_t seconds, int64_t nanoseconds) {
     int64_t ns;
     if (__builtin_mul_overflow(seconds, (int64_t)1000000000, &ns) ||

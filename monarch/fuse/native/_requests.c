@@ -1,4 +1,4 @@
-/* The requests that a reader answers by itself, and what it passes on. */
+/* Requests that a reader answers itself, and those that it passes to Python. */
 #include "_datapath.h"
 
 #include <errno.h>
@@ -12,19 +12,18 @@
 
 /* -- opening ----------------------------------------------------------------------------------- */
 
-/* The copy of ``ino`` in a tier; tiers/directory.py names it so. */
+/* Opens the copy of ``ino`` in a tier, by the name that tiers/tier.py gives it. */
 static int open_copy(struct datapath *dp, uint8_t tier, uint64_t ino) {
     char name[32];
     snprintf(name, sizeof name, "%02x/%llu", (unsigned)(ino & 0xff), (unsigned long long)ino);
-    /* The time of access is nobody's business, and noting it costs every small read. Somebody may
-     * have put a fifo there, which must hold nobody up. */
+    /* Updating the access time would cost every small read. O_NONBLOCK: another program may have
+     * put a fifo in the place of a copy. */
     int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
     int fd = openat(dp->tiers[tier].directory, name, flags | O_NOATIME);
     return fd < 0 && errno == EPERM ? openat(dp->tiers[tier].directory, name, flags) : fd;
 }
 
-/* The tier that has a copy which may be used as it is, 0 if there is none, and the version of it.
- */
+/* The tier with a usable copy, 0 if there is none, and the version of the copy. */
 static uint8_t usable_tier(struct datapath *dp, uint64_t ino, struct identity *version) {
     if (ino < 1 || ino > dp->names.entries)
         return 0;
@@ -50,8 +49,8 @@ static uint64_t mixed(uint64_t z) {
     return z ^ z >> 31;
 }
 
-/* Whether the copy of ``ino`` is what was committed as that version: its time of modification is
- * its seal, which tiers/seal.py explains. What is not goes to Python, which compares digests. */
+/* Whether the copy of ``ino`` is the committed one of that version: its modification time is its
+ * seal (tiers/seal.py). Other copies go to Python, which compares digests. */
 static bool is_sealed(const struct tier *tier, int fd, uint64_t ino,
                       const struct identity *version) {
     struct stat status;
@@ -65,12 +64,12 @@ static bool is_sealed(const struct tier *tier, int fd, uint64_t ino,
                             (uint64_t)status.st_mtim.tv_nsec == (seal & 0x3ffffffff) % 1000000000);
 }
 
-/* A number for the kernel to read ``fd`` by, 0 if it will not. */
+/* Registers ``fd`` for passthrough; returns its number, 0 if the kernel refuses. */
 int32_t register_backing(struct datapath *dp, int fd, uint8_t tier) {
     if (!LOAD(dp->passthrough) || LOAD(dp->tiers[tier].refuses))
         return 0;
-    /* What the kernel cannot read is its caller's error. Of a disk that is gone the first byte
-     * tells, and such a copy is read here, where a failure is a miss. */
+    /* With passthrough a read error is returned to the caller. So the first byte is read here: if
+     * the disk is gone, the copy is not registered, and a failed read of it is a miss. */
     char first;
     if (pread(fd, &first, 1, 0) < 0)
         return 0;
@@ -81,22 +80,22 @@ int32_t register_backing(struct datapath *dp, int fd, uint8_t tier) {
         return id;
     }
     if (errno != EMFILE && errno != ENFILE && errno != ENOMEM) {
-        /* What this file system is (overlayfs: ELOOP) will not change. */
+        /* The file system cannot do it (overlayfs: ELOOP); that will not change. */
         STORE(dp->refusal, errno);
         STORE(dp->tiers[tier].refuses, 1);
     }
     return 0;
 }
 
-/* Whether so many descriptors are held that the last ones are for those who need one to go on. The
- * lowest free number is always taken, so a high one tells. */
+/* Whether only few descriptors are free, which are kept for calls that need one. The kernel always
+ * gives the lowest free number, so a high number shows it. */
 bool is_scarce(int fd) {
     struct rlimit limit;
     return fd >= 128 && getrlimit(RLIMIT_NOFILE, &limit) == 0 &&
            (rlim_t)fd >= limit.rlim_cur - limit.rlim_cur / 4;
 }
 
-/* Open the copy of a resident inode and settle its entry; false if that cannot be. */
+/* Opens the copy of a resident inode and settles its entry; false if that is not possible. */
 static bool open_resident(struct datapath *dp, struct open_inode *entry, uint64_t ino) {
     struct identity version, now;
     uint8_t tier = dp->decide_opens ? 0 : usable_tier(dp, ino, &version);
@@ -106,7 +105,7 @@ static bool open_resident(struct datapath *dp, struct open_inode *entry, uint64_
         close(fd);
         fd = -1;
     }
-    /* Looked at again: what it was when it was opened is what counts. */
+    /* Checked again, since the state may have changed before the open. */
     if ((fd < 0 && !by_name) || usable_tier(dp, ino, &now) != tier || !is_same(&now, &version)) {
         if (fd >= 0)
             close(fd);
@@ -125,10 +124,11 @@ static bool open_resident(struct datapath *dp, struct open_inode *entry, uint64_
     return true;
 }
 
-/* Whether an inode was made through the mount: the tables of the snapshot have no place for it. */
+/* Whether an inode was created through the mount: the tables of the snapshot have no place for
+ * it. */
 static bool is_made(const struct datapath *dp, uint64_t ino) { return ino > dp->names.entries; }
 
-/* Open the object of a file that was written and is read only; false if Python has to. */
+/* Opens the object of a written file that is only read; false if Python must open it. */
 static bool open_absorbed(struct datapath *dp, struct open_inode *entry, uint64_t ino) {
     uint64_t size;
     int fd = is_made(dp, ino) ? absorbed_open(&dp->absorbed, ino, &size) : -1;
@@ -142,8 +142,8 @@ static bool open_absorbed(struct datapath *dp, struct open_inode *entry, uint64_
     return true;
 }
 
-/* Settle an entry of which the caller is to find out what it is bound to, and wake those that wait
- * for that. False as of opens_settle. */
+/* Settles an entry for its request, and wakes the requests that wait for that. False as for
+ * opens_settle. */
 bool settle(struct datapath *dp, struct open_inode *entry, enum open_kind kind, int fd,
             int32_t backing_id, uint8_t tier, uint64_t size) {
     bool open = opens_settle(&dp->opens, entry, kind, fd, backing_id, tier, size);
@@ -151,8 +151,8 @@ bool settle(struct datapath *dp, struct open_inode *entry, enum open_kind kind, 
     return open;
 }
 
-/* Settle it by bytes that were fetched, or have Python look at the file. The caller keeps its share
- * of them. */
+/* Settles an entry by fetched bytes, or leaves the file to Python. The caller stays a user of the
+ * bytes. */
 static void settle_content(struct datapath *dp, struct open_inode *entry, uint64_t ino,
                            struct content *content) {
     if (content && !(LOAD(dp->marks[ino]) & dp->unusable) &&
@@ -164,9 +164,9 @@ static void settle_content(struct datapath *dp, struct open_inode *entry, uint64
     }
 }
 
-/* Fetch a small file that has no copy, whole, for the request that is to settle its entry. Python
- * is to be told, and decides whether the bytes are kept. NULL in ``*content`` if Python has to look
- * at the file first. False if the request waits for its turn. */
+/* Fetches a small file without a copy as a whole, for the request that settles its entry. Python
+ * must then be notified, and decides whether the bytes are kept. ``*content`` is NULL if Python
+ * must handle the file first. False if the request waits in a queue. */
 static bool fetch_file(struct thread *thread, const struct in_header *request,
                        struct open_inode *entry, uint64_t begin, struct content **content) {
     struct datapath *dp = thread->dp;
@@ -198,7 +198,7 @@ static bool fetch_file(struct thread *thread, const struct in_header *request,
     return true;
 }
 
-/* Give the kernel the first bytes of an inode that no read can be waiting for. */
+/* Stores the first bytes of an inode in the page cache; no read of it may be waiting. */
 bool store_pages(struct datapath *dp, uint64_t ino, const void *data, size_t size) {
     struct store_out out = {.nodeid = ino, .size = (uint32_t)size};
     struct out_header header = {(uint32_t)(sizeof header + sizeof out + size), NOTIFY_STORE, 0};
@@ -206,8 +206,8 @@ bool store_pages(struct datapath *dp, uint64_t ino, const void *data, size_t siz
     return writev(dp->device, parts, 3) >= 0;
 }
 
-/* Settle the entry of a first open by what can be had without Python. False if the request waits
- * for its turn. */
+/* Settles the entry of a first open without Python, if possible. False if the request waits in a
+ * queue. */
 static bool settle_open(struct thread *thread, const struct in_header *request,
                         struct open_inode *entry, uint64_t begin) {
     struct datapath *dp = thread->dp;
@@ -217,9 +217,9 @@ static bool settle_open(struct thread *thread, const struct in_header *request,
         return true;
     if (!fetch_file(thread, request, entry, begin, &content))
         return false;
-    /* With its bytes in the kernel's pages before it is open, no read will come. Nobody has the
-     * file open until the entry is settled: a read would have locked the pages, and wait for this.
-     */
+    /* With its bytes in the page cache before it is open, no read request will come. No process has
+     * the file open until the entry is settled: a read would have locked the pages, and this would
+     * wait for it. */
     bool stored = content && content->size && LOAD(entry->kind) == OPEN_SETTLING &&
                   !(LOAD(dp->marks[ino]) & dp->unusable) &&
                   store_pages(dp, ino, content->bytes, content->size);
@@ -233,13 +233,13 @@ static bool settle_open(struct thread *thread, const struct in_header *request,
         ADD(tally->reads, 1);
         ADD(tally->bytes, content->size);
     }
-    /* Whoever opens it before Python has heard of it finds the bytes: see datapath_taken. */
+    /* The bytes stay for further opens until Python has taken the event: see datapath_taken. */
     opens_hold(&dp->opens, entry);
     tell(dp, ino, EVENT_FETCHED, content);
     return true;
 }
 
-/* A handle of ``entry``; ``wanted``: flags of Python's, of which those count that can. */
+/* The handle for ``entry``; ``wanted`` are flags from Python, which are used if possible. */
 struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t wanted) {
     struct open_out out = {.fh = HANDLE_FAST | entry->slot | (bound ? HANDLE_BOUND : 0)};
     uint8_t kind = LOAD(entry->kind);
@@ -247,7 +247,7 @@ struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t w
         out.open_flags = FOPEN_PASSTHROUGH | FOPEN_NOFLUSH;
         out.backing_id = entry->backing_id;
     } else if (kind == OPEN_WRITTEN) {
-        /* A close writes back what was changed in memory, and tells of what could not be. */
+        /* Without NOFLUSH, a close writes back changed pages and reports their errors. */
         out.open_flags = wanted & (FOPEN_KEEP_CACHE | FOPEN_DIRECT_IO);
         if (wanted & FOPEN_DIRECT_IO)
             out.fh |= HANDLE_DIRECT;
@@ -257,7 +257,7 @@ struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t w
     return out;
 }
 
-/* Go on with an open that has a share of ``entry``; ``fresh``: it is to settle it. */
+/* Continues an open that uses ``entry``; ``fresh``: it settles the entry. */
 static void open_entry(struct thread *thread, struct in_header *request, struct open_inode *entry,
                        bool fresh, uint64_t begin) {
     struct datapath *dp = thread->dp;
@@ -330,7 +330,7 @@ static void do_release(struct thread *thread, struct in_header *request, size_t 
 
 /* -- reading ----------------------------------------------------------------------------------- */
 
-/* Up to ``size`` bytes, fewer only at the end of the file; -1 on failure. */
+/* Reads up to ``size`` bytes, fewer only at the end of the file; -1 on failure. */
 static ssize_t read_all(int fd, uint8_t *data, size_t size, uint64_t offset) {
     size_t got = 0;
     while (got < size) {
@@ -346,7 +346,7 @@ static ssize_t read_all(int fd, uint8_t *data, size_t size, uint64_t offset) {
     return (ssize_t)got;
 }
 
-/* Reads from a source that may hang, for a request whose turn it is. */
+/* Reads from a source that may hang, for a request with a slot. */
 static ssize_t read_source(struct thread *thread, int fd, uint8_t *data, size_t size,
                            uint64_t offset) {
     struct datapath *dp = thread->dp;
@@ -361,18 +361,19 @@ static ssize_t read_source(struct thread *thread, int fd, uint8_t *data, size_t 
     return got;
 }
 
-/* A read so far behind the last one still belongs to a reader that goes through a file. The same
- * number is in tiers/source.py. */
+/* A read that begins at most this far from the end of the last one continues a sequential read. The
+ * same number is in tiers/source.py. */
 #define REACH_GAP (2 << 20)
 
-/* Read from ``fd``, the file of ``tier`` that must hold ``whole`` bytes; false if it does not.
- * ``first``: the kernel told no open, this stands for it; false then also if Python must see it. */
+/* Answers a read from ``fd``, the file of ``tier`` that must have ``whole`` bytes; false if it has
+ * not. ``first``: the read stands for an open that the kernel did not send; false also if Python
+ * must see it. */
 static bool relay(struct thread *thread, struct in_header *request, int fd, uint8_t tier,
                   uint64_t whole, uint64_t begin, struct open_inode *entry, bool first) {
     struct read_in *in = (struct read_in *)(request + 1);
     uint64_t left = in->offset < whole ? whole - in->offset : 0;
     size_t wanted = in->size < left ? in->size : (size_t)left;
-    /* A file of the source may have grown since it was opened; a copy is what it is. */
+    /* A file of the source may have grown since it was opened; a copy does not change. */
     ssize_t got = tier ? read_all(fd, thread->data, wanted, in->offset)
                        : read_source(thread, fd, thread->data, in->size, in->offset);
     if (got < 0 || (size_t)got < wanted)
@@ -380,8 +381,8 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
     if (first && !put_event(thread->dp, request->nodeid, tier, NULL))
         return false;
     if (entry && tier == 0) {
-        /* A copy that follows the reader wants to know how far it has come. What the kernel reads
-         * ahead is not answered in its order. */
+        /* A copy that follows the reader needs its position. Readahead of the kernel arrives out of
+         * order. */
         int64_t reached = LOAD(entry->reached);
         int64_t end = (int64_t)in->offset + got;
         if ((int64_t)in->offset <= reached + REACH_GAP && end > reached)
@@ -394,14 +395,14 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
     return true;
 }
 
-/* Somebody may have a part of this version from now on. */
+/* Marks that a process may have a part of this version from now on. */
 static void mark_given(struct datapath *dp, uint64_t ino) {
     uint8_t bit = (uint8_t)(1 << (ino & 7));
     if (!(LOAD(dp->given[ino >> 3]) & bit))
         __atomic_fetch_or(&dp->given[ino >> 3], bit, __ATOMIC_RELEASE);
 }
 
-/* Read the copy of a resident inode that nobody has opened for us. */
+/* Answers a read from the copy of a resident inode without an open. */
 static bool relay_by_name(struct thread *thread, struct in_header *request, bool first,
                           uint64_t begin) {
     struct datapath *dp = thread->dp;
@@ -419,7 +420,7 @@ static bool relay_by_name(struct thread *thread, struct in_header *request, bool
     return served;
 }
 
-/* Answer a read from bytes that are here. */
+/* Answers a read from bytes in memory. */
 static void give(struct thread *thread, const struct in_header *request,
                  const struct content *content, uint64_t begin) {
     const struct read_in *in = (const struct read_in *)(request + 1);
@@ -429,8 +430,8 @@ static void give(struct thread *thread, const struct in_header *request,
     answer(thread, request, left ? content->bytes + in->offset : NULL, size);
 }
 
-/* Go on with a read that stands for an open and has a share of ``entry``; ``fresh``: it is to
- * settle it. False if Python has to answer it. */
+/* Continues a read that stands for an open and uses ``entry``; ``fresh``: it settles the entry.
+ * False if Python must answer it. */
 static bool read_entry(struct thread *thread, const struct in_header *request,
                        struct open_inode *entry, bool fresh, uint64_t begin) {
     struct datapath *dp = thread->dp;
@@ -449,7 +450,7 @@ static bool read_entry(struct thread *thread, const struct in_header *request,
     }
     content = opens_content(&dp->opens, entry, ino);
     if (content) {
-        /* What was fetched stays until Python has heard of it, which then drops it: see
+        /* The fetched bytes stay until Python has taken the event and drops them: see
          * datapath_taken. */
         if (fresh)
             tell(dp, ino, EVENT_FETCHED, content_retain(content));
@@ -468,7 +469,7 @@ static bool read_entry(struct thread *thread, const struct in_header *request,
     return content;
 }
 
-/* A read of a small file that has no copy, from a kernel that only reads. */
+/* Answers a read of a small file without a copy, if the kernel sends no opens. */
 static bool give_fetched(struct thread *thread, const struct in_header *request, uint64_t begin) {
     struct datapath *dp = thread->dp;
     uint64_t ino = request->nodeid;
@@ -479,7 +480,7 @@ static bool give_fetched(struct thread *thread, const struct in_header *request,
     return entry && read_entry(thread, request, entry, fresh, begin);
 }
 
-/* Read what a written file holds; false if Python has to. */
+/* Answers a read of a written file; false if Python must. */
 static bool read_written(struct thread *thread, const struct in_header *request,
                          struct open_inode *entry, uint64_t begin) {
     struct datapath *dp = thread->dp;
@@ -539,13 +540,13 @@ static void do_read(struct thread *thread, struct in_header *request, size_t siz
         if (fd < 0 && relay_by_name(thread, request, false, begin))
             return;
         if (tier && is_made(dp, request->nodeid) && LOAD(entry->kind) == OPEN_RELAY) {
-            /* Python has not heard that it is open, and knows no more of it than its object. */
+            /* Python does not know of this open, only of the object. */
             refuse(thread, request, EIO);
             return;
         }
         if (opens_at(&dp->opens, (uint32_t)in->fh, request->nodeid) != entry ||
             LOAD(entry->fd) != fd) {
-            /* Its caller was killed meanwhile and has closed the file. */
+            /* The caller was killed meanwhile and has closed the file. */
             refuse(thread, request, EIO);
             return;
         }
@@ -559,8 +560,8 @@ static void do_read(struct thread *thread, struct in_header *request, size_t siz
 
 /* -- writing ----------------------------------------------------------------------------------- */
 
-/* The entry that a handle of ours names, if it is bound to a file that is written, and a share of
- * that file in ``*file``; NULL if pyfuse3 has it. */
+/* The entry of a handle made here, if it is bound to a written file, and that file in ``*file``,
+ * with one more user; NULL if pyfuse3 has the file. */
 static struct open_inode *use_written(struct datapath *dp, uint64_t fh, uint64_t ino,
                                       struct written **file) {
     struct open_inode *entry = fh & HANDLE_FAST ? opens_at(&dp->opens, (uint32_t)fh, ino) : NULL;
@@ -570,10 +571,10 @@ static struct open_inode *use_written(struct datapath *dp, uint64_t fh, uint64_t
     return entry;
 }
 
-/* What only the caller can have done wrong; of all else Python knows what to make. */
+/* Errors that only the caller can have caused; all others are handled by Python. */
 static bool is_callers(int error) { return error == EFBIG || error == EINVAL || error == EPERM; }
 
-/* All of it: 0, or an errno. */
+/* Writes all bytes; returns 0 or an errno. */
 static int write_all(int fd, const uint8_t *data, size_t size, uint64_t offset) {
     size_t done = 0;
     while (done < size) {
@@ -587,8 +588,8 @@ static int write_all(int fd, const uint8_t *data, size_t size, uint64_t offset) 
     return 0;
 }
 
-/* Whether a write must be safe when it is answered: RWF_DSYNC through a handle for which the kernel
- * sends no FSYNC. Of a handle of Python's own it is not known whether it is one. */
+/* Whether a write must be durable before its answer: RWF_DSYNC through a handle for which the
+ * kernel sends no FSYNC. A handle of pyfuse3 does not show whether it is one. */
 static bool must_sync(const struct write_in *in) {
     if (!(in->flags & O_DSYNC))
         return false;
@@ -610,13 +611,13 @@ static void do_write(struct thread *thread, struct in_header *request, size_t si
     bool synced = must_sync(in);
     struct written *file = NULL;
     struct open_inode *entry = NULL;
-    /* How it becomes safe only Python knows. */
+    /* Only Python can make it durable. */
     if (!synced)
         entry = use_written(dp, in->fh, request->nodeid, &file);
     if (file) {
         opens_changing(&dp->opens, entry, request->nodeid, in->offset);
         int error = write_all(file->fd, (const uint8_t *)(in + 1), in->size, in->offset);
-        /* Counted before anybody can know that it is done, and if it is done by half. */
+        /* Counted before the answer is sent, also if only a part was written. */
         uint64_t run =
             opens_wrote(&dp->opens, entry, request->nodeid, in->offset, error ? 0 : in->size);
         struct write_out out = {.size = in->size};
@@ -625,8 +626,8 @@ static void do_write(struct thread *thread, struct in_header *request, size_t si
         else if (is_callers(error))
             refuse(thread, request, error);
         if (error == 0 && run) {
-            /* The disk works while the caller goes on, and a later fsync has less to wait for. It
-             * reports what fails here. */
+            /* The disk writes while the caller continues, so a later fsync takes less time. That
+             * fsync reports errors of this call. */
             off_t from = (off_t)(in->offset + in->size - run);
             sync_file_range(file->fd, from, (off_t)run, SYNC_FILE_RANGE_WRITE);
         }
@@ -638,8 +639,8 @@ static void do_write(struct thread *thread, struct in_header *request, size_t si
     pass_on(thread, request);
 }
 
-/* pyfuse3 knows of neither of the next two. The kernel never asks again for what is answered
- * ENOSYS, of any file. */
+/* pyfuse3 does not support the next two requests. ENOSYS is never answered: the kernel would not
+ * send the request again for any file. */
 static void do_fallocate(struct thread *thread, const struct in_header *request, size_t size) {
     struct datapath *dp = thread->dp;
     const struct fallocate_in *in = (const struct fallocate_in *)(request + 1);
@@ -662,7 +663,7 @@ static void do_fallocate(struct thread *thread, const struct in_header *request,
     refuse(thread, request, error == ENOSYS ? EOPNOTSUPP : error);
 }
 
-/* Where a file has holes. One of the snapshot has none, as far as anybody knows. */
+/* The next data or hole of a file. A file of the snapshot is assumed to have no holes. */
 static void do_lseek(struct thread *thread, const struct in_header *request, size_t size) {
     struct datapath *dp = thread->dp;
     const struct lseek_in *in = (const struct lseek_in *)(request + 1);
@@ -677,7 +678,7 @@ static void do_lseek(struct thread *thread, const struct in_header *request, siz
         in->fh & HANDLE_FAST ? opens_at(&dp->opens, (uint32_t)in->fh, request->nodeid) : NULL;
     int object = read && is_made(dp, request->nodeid) ? LOAD(read->fd) : -1;
     struct lseek_out out = {.offset = in->offset};
-    /* What tells that a file system does not know of holes. */
+    /* EINVAL: the file system does not know holes. */
     int error = EINVAL;
     struct attr attr;
     if (file) {
@@ -700,8 +701,8 @@ static void do_lseek(struct thread *thread, const struct in_header *request, siz
         answer(thread, request, &out, sizeof out);
 }
 
-/* pyfuse3's file handles are inode numbers. It does not say who asks, so the handle does: as many
- * bits of the user's number as there is room for. */
+/* pyfuse3's file handles are inode numbers, and it does not pass on the calling user. So the handle
+ * also has as many low bits of the user's number as fit. */
 static void do_sync(struct thread *thread, struct in_header *request, size_t size) {
     struct fsync_in *in = (struct fsync_in *)(request + 1);
     if (size < sizeof *in) {
@@ -792,7 +793,7 @@ struct acl_entry {
 };
 enum { ACL_HEAD_BYTES = 4, ACL_OWNER = 0x01, ACL_MASK = 0x10, ACL_OTHERS = 0x20 };
 
-/* Fill the bits of a mode into a stored access list, as acl.py's with_mode does. */
+/* Fills the bits of a mode into a stored access list, like with_mode in acl.py. */
 static void fill_in_mode(uint8_t *list, size_t size, uint32_t mode) {
     for (size_t at = ACL_HEAD_BYTES; at + sizeof(struct acl_entry) <= size;
          at += sizeof(struct acl_entry)) {
@@ -808,9 +809,9 @@ static void fill_in_mode(uint8_t *list, size_t size, uint32_t mode) {
     }
 }
 
-/* Answer for an access control list. The kernel keeps the answer as long as the attributes. Where
- * no entry has a list the kernel is not told of lists (operations.py), and EOPNOTSUPP tells
- * programs that they need not ask for other files. */
+/* Answers for an access control list. The kernel caches the answer as long as the attributes. If no
+ * entry has a list, the kernel does not use lists (operations.py), and EOPNOTSUPP tells programs
+ * that they need not ask for other files. */
 static void give_acl(struct thread *thread, struct in_header *request, bool inherited) {
     const struct names *names = &thread->dp->names;
     const struct getxattr_in *in = (const struct getxattr_in *)(request + 1);
@@ -841,24 +842,24 @@ static void give_acl(struct thread *thread, struct in_header *request, bool inhe
     }
 }
 
-/* A file of the snapshot has only the attributes that Monarch gives it, unless others may be set
- * through a mount (``ask_xattrs``); programs ask for others one by one. No file has an attribute
- * that gives rights (security.capability, which the kernel asks for before each write) or a label
- * of SELinux. EOPNOTSUPP for the label tells ls, once for the whole mount, that it need not ask for
- * each file. */
+/* A file of the snapshot has only Monarch's own attributes, unless others can be set through the
+ * mount (``ask_xattrs``); programs request those by name. No file has an attribute that gives
+ * rights (security.capability, which the kernel requests before each write) or a label of SELinux.
+ * EOPNOTSUPP for the label tells ls once for the whole mount that it need not ask for each file. */
 static void do_getxattr(struct thread *thread, struct in_header *request, size_t size) {
     static const char ours[] = "user.monarch.", users[] = "user.", rights[] = "security.";
     const char *name = (const char *)(request + 1) + sizeof(struct getxattr_in);
     bool named = size > sizeof(struct getxattr_in);
-    bool told = names_tells(&thread->dp->names, request->nodeid) &&
-                !(named && thread->dp->names.ask_xattrs && !strncmp(name, users, sizeof users - 1));
+    bool is_ours_only =
+        names_tells(&thread->dp->names, request->nodeid) &&
+        !(named && thread->dp->names.ask_xattrs && !strncmp(name, users, sizeof users - 1));
     bool inherited = named && strcmp(name, "system.posix_acl_default") == 0;
     if (named && strcmp(name, "security.selinux") == 0)
         refuse(thread, request, EOPNOTSUPP);
     else if (inherited || (named && strcmp(name, "system.posix_acl_access") == 0))
         give_acl(thread, request, inherited);
     else if (named && (strncmp(name, rights, sizeof rights - 1) == 0 ||
-                       (told && strncmp(name, ours, sizeof ours - 1))))
+                       (is_ours_only && strncmp(name, ours, sizeof ours - 1))))
         refuse(thread, request, ENODATA);
     else
         pass_on(thread, request);
@@ -883,7 +884,7 @@ static void do_listxattr(struct thread *thread, struct in_header *request, size_
 
 static void agree_on_requests(struct datapath *dp, const struct in_header *request, size_t size) {
     const struct init_in *in = (const struct init_in *)(request + 1);
-    /* Kernels of before 5.17 send less; they know no second word. */
+    /* Kernels before 5.17 send a shorter message, without the second word of flags. */
     if (size < 16)
         return;
     bool ext = in->flags & INIT_EXT && size >= 20;
@@ -946,7 +947,7 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
         do_listxattr(thread, request, size);
         break;
     case OP_IOCTL:
-        /* Python's open() asks each file whether it is a terminal. */
+        /* Python's open() asks of each file whether it is a terminal. */
         refuse(thread, request, ENOTTY);
         break;
     case OP_INTERRUPT:
@@ -955,7 +956,7 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
         break;
     case OP_FORGET:
     case OP_BATCH_FORGET:
-        /* Nothing is kept for an inode, and nobody waits for an answer. */
+        /* No state is kept for an inode, and the request has no answer. */
         break;
     case OP_INIT:
         agree_on_requests(thread->dp, request, size);
@@ -966,7 +967,7 @@ void dispatch(struct thread *thread, struct in_header *request, uint64_t begin) 
     }
 }
 
-/* Go on with a request that has waited: for its turn to call the source, or for its entry. */
+/* Continues a request that has waited for a call of the source, or for its entry. */
 void go_on(struct thread *thread, struct in_header *request, const struct pending *place) {
     struct open_inode *entry = place->entry;
     if (request->opcode == OP_OPEN)

@@ -1,11 +1,10 @@
-/* Requests that wait for the source or for another request, without a thread; and the callers of
- * all that wait, who may be killed meanwhile, or have waited long enough.
+/* Requests that wait, without a thread, for the source or for another request; and waiting callers
+ * that are killed or have waited too long.
  *
  * A request that calls the source takes one of ``source_max`` slots. When all are taken it is put
- * in a list, and so is what waits for another request to settle its entry. Each thread that has
- * answered a request looks whether it can go on with one from these lists: so a hung source holds
- * as many threads as there are slots, however many readers wait for it.
- */
+ * in a queue, and so is a request that waits for another one to settle its entry. Each thread that
+ * has answered a request then continues one of these. So a hung source occupies as many threads as
+ * there are slots, however many readers wait for it. */
 #include "_datapath.h"
 
 #include "_caller.h"
@@ -44,8 +43,8 @@ static void give_slot(struct datapath *dp, struct thread *thread) {
     ADD(dp->at_source, -1);
 }
 
-/* Around a call of the source, which may hang. ``entry``: what the request is to settle (``fresh``)
- * or has a share of, which is dropped should its caller not wait for it. */
+/* Surrounds a call of the source, which may hang. ``entry`` is settled (``fresh``) or used by the
+ * request; it is dropped if the caller stops waiting. */
 enum turn begin_source_call(struct thread *thread, const struct in_header *request,
                             struct open_inode *entry, bool fresh, uint64_t begin) {
     struct datapath *dp = thread->dp;
@@ -84,7 +83,7 @@ void end_source_call(struct thread *thread) {
     pthread_mutex_unlock(&dp->pending_lock);
 }
 
-/* Have a thread close a descriptor of the source. */
+/* Lets a thread close a descriptor of the source. */
 void close_later(struct datapath *dp, int fd) {
     struct closing *closing = malloc(sizeof *closing);
     if (!closing) {
@@ -111,7 +110,7 @@ enum turn wait_for_entry(struct thread *thread, const struct in_header *request,
     struct pending what = waiting(thread, request, entry, false, begin);
     enum turn turn = TURN_NOW;
     pthread_mutex_lock(&dp->pending_lock);
-    /* It is settled before those that wait are woken, and they are woken with the lock. */
+    /* The entry is settled before waiting requests are woken, and they are woken under the lock. */
     if (LOAD(entry->kind) == OPEN_SETTLING) {
         struct pending *place = pend(dp, &what);
         turn = place ? TURN_LATER : TURN_NEVER;
@@ -125,7 +124,7 @@ enum turn wait_for_entry(struct thread *thread, const struct in_header *request,
     return turn;
 }
 
-/* The entry is settled: have threads go on with the requests that wait for that. */
+/* The entry is settled: lets threads continue the requests that wait for that. */
 void wake_waiters(struct datapath *dp, struct open_inode *entry) {
     bool woken = false;
     pthread_mutex_lock(&dp->pending_lock);
@@ -149,7 +148,7 @@ static bool has_work(struct datapath *dp) {
            (LOAD(dp->for_source_count) > 0 && LOAD(dp->at_source) < dp->source_max);
 }
 
-/* The next request to go on with, or descriptor to close, with a slot if it takes one; false if
+/* Takes the next request to continue, or descriptor to close, with a slot if it needs one; false if
  * there is none. */
 static bool next_work(struct thread *thread, struct pending *what, struct closing **closing) {
     struct datapath *dp = thread->dp;
@@ -162,7 +161,7 @@ static bool next_work(struct thread *thread, struct pending *what, struct closin
         list_remove(place, QUEUE);
         ADD(dp->settled_count, -1);
         *what = *place;
-        /* It may wait for something else next, and the kernel does not interrupt it again. */
+        /* The request may have to wait again, and the kernel does not repeat the interrupt. */
         if (place->interrupted)
             dp->early[dp->early_next++ % EARLY] = place->unique;
         unpend(dp, place);
@@ -187,7 +186,7 @@ static bool next_work(struct thread *thread, struct pending *what, struct closin
     return found;
 }
 
-/* Go on with what can go on by now. */
+/* Continues all requests that can continue now. */
 void resume_waiting(struct thread *thread) {
     struct datapath *dp = thread->dp;
     struct pending what;
@@ -203,7 +202,7 @@ void resume_waiting(struct thread *thread) {
         struct in_header *request = (struct in_header *)thread->message;
         memcpy(request, &what.request, sizeof what.request);
         STORE(thread->begin_ns, what.begin_ns);
-        /* The answer goes to the descriptor that the request came from. */
+        /* The answer must be written to the descriptor from which the request was read. */
         thread->device = what.device;
         go_on(thread, request, &what);
         thread->device = device;
@@ -216,15 +215,15 @@ void resume_waiting(struct thread *thread) {
 
 #define SIGNAL(number) (1ull << ((number) - 1))
 
-/* The signals that a line of /proc/PID/status tells, a bit each; ``name`` has the line's begin. */
+/* The signals in a line of /proc/PID/status, one bit each; ``name`` is the begin of the line. */
 static uint64_t signals(const char *text, const char *name) {
     const char *at = strstr(text, name);
     return at ? strtoull(at + strlen(name), NULL, 16) : 0;
 }
 
-/* Whether a thread is to stop waiting. The kernel has decided to end it and only waits for our
- * answer; or it has a way of its own to end on Ctrl-C and the like. Other signals than these come
- * unasked (SIGCHLD, SIGPROF), and few programs expect that a read of a file fails for them. */
+/* Whether a waiting thread must get its answer now. Either the kernel has decided to kill it and
+ * waits for the answer; or it handles Ctrl-C or a similar signal. Other signals (SIGCHLD, SIGPROF)
+ * arrive without a user's request, and few programs expect that a read of a file fails for them. */
 static bool is_wanted_back(uint32_t pid) {
     char *text = pid ? status_of(pid) : NULL;
     if (!text)
@@ -236,8 +235,8 @@ static bool is_wanted_back(uint32_t pid) {
     return own & SIGNAL(SIGKILL) || (own | shared) & handled & ~blocked & ending;
 }
 
-/* Answer a request that waits with ``error``, and leave nothing of it in the lists; false if it
- * does not wait any more. */
+/* Answers a waiting request with ``error`` and removes it from the lists; false if it does not wait
+ * any more. */
 static bool dismiss(struct datapath *dp, uint64_t unique, int error) {
     struct pending what = {0};
     pthread_mutex_lock(&dp->pending_lock);
@@ -257,10 +256,10 @@ static bool dismiss(struct datapath *dp, uint64_t unique, int error) {
     pthread_mutex_unlock(&dp->pending_lock);
     if (!waits)
         return false;
-    /* If it was answered meanwhile, the kernel knows the number no more. */
+    /* If the request was answered meanwhile, the kernel ignores the number. */
     write_out(what.device, unique, error, NULL, 0);
     if (gone && what.entry) {
-        /* Others may wait for it to settle the entry. */
+        /* Other requests may wait for this one to settle the entry. */
         if (what.fresh)
             settle(dp, what.entry, OPEN_PYTHON, -1, 0, 0, 0);
         drop_open(dp, what.ino, false);
@@ -270,9 +269,9 @@ static bool dismiss(struct datapath *dp, uint64_t unique, int error) {
 
 enum { LOOK = 256 };
 
-/* Answer callers that are wanted back, or have waited for the source longer than they should by
- * ``now``, which does not count while the process is stopped. Python looks after the time of those
- * that wait for it. */
+/* Answers the callers that must not wait any longer, and those that have waited too long for the
+ * source at the time ``now``, which stands still while the process is stopped. Python limits the
+ * time of calls that it makes itself. */
 void look_after_callers(struct datapath *dp, uint64_t now) {
     struct found {
         uint64_t unique;
@@ -288,7 +287,7 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
         if (place->waits != AT_PYTHON || place->queued)
             found[count++] = (struct found){place->unique, place->pid, true};
     }
-    /* Each of them in its turn. */
+    /* In rotation, so that each is checked. */
     for (int left = dp->interrupted_count; left > 0 && count < LOOK; left--) {
         place = dp->interrupted.first;
         list_remove(place, BY_SIGNAL);
@@ -309,7 +308,7 @@ void look_after_callers(struct datapath *dp, uint64_t now) {
     pass_queued(dp);
 }
 
-/* The kernel tells that the caller of a request was sent a signal. */
+/* Handles the kernel's message that the caller of a request was sent a signal. */
 void interrupt(struct datapath *dp, uint64_t unique) {
     pthread_mutex_lock(&dp->pending_lock);
     struct pending *place = pending_find(dp, unique);

@@ -1,8 +1,7 @@
-/* The FUSE protocol, as far as the datapath speaks it (linux/fuse.h, 7.40).
- *
- * Written out here because the header of the machine that compiles may be older than the kernel
- * that runs. All numbers are the host's; a message is a header and, behind it, the operation's own.
- */
+/* The part of the FUSE protocol that the datapath uses (linux/fuse.h, 7.40). It is written out here
+ * because the header of the machine that compiles may be older than the kernel that runs. All
+ * numbers are in the host's byte order; a message is a header, followed by the operation's own
+ * structure. */
 #ifndef MONARCH_WIRE_H
 #define MONARCH_WIRE_H
 
@@ -48,7 +47,7 @@ enum open_flag {
     FOPEN_PASSTHROUGH = 1 << 7,
 };
 
-/* INIT's flags; the second word counts from bit 32. */
+/* Flags of INIT; the second word counts from bit 32. */
 enum {
     INIT_NO_OPEN_SUPPORT = 1 << 17,
     INIT_PARALLEL_DIROPS = 1 << 18,
@@ -60,7 +59,7 @@ enum {
     INIT2_PASSTHROUGH = 1 << (37 - 32),
 };
 
-/* In setattr_in.valid: ``fh`` is told. */
+/* In setattr_in.valid: ``fh`` is given. */
 enum { FATTR_FH = 1 << 6 };
 
 struct in_header {
