@@ -434,6 +434,10 @@ class Drain:
                 break
         batch = batch[: len(done)]
         for entry, step in batch:
+            if done[entry.seq] is None and entry.published and not entry.is_grown:
+                # The bytes came to the source, and others have the name now: no mount brings them
+                # again.
+                done[entry.seq] = self._state.identity(entry.op.object)
             if done[entry.seq] is None and self._steps.lacks_its_file(entry, step):
                 self._bring_back(entry)
         if done:

@@ -312,6 +312,26 @@ async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
         assert life.shown()[b"a"].content == b"others' version"
 
 
+@pytest.mark.promise(128)
+async def test_a_conflict_of_a_renamed_file_with_newer_bytes_is_met_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        await life.write(b"d/a", b"written")
+        await life.rename(b"d/a", b"a")
+        # The first content brings these bytes already.
+        await life.write(b"a", b"newer")
+    (ground.source / "a").write_bytes(b"others' version")
+    for _ in range(2):
+        async with ground.mount(refreshed=True) as life:
+            await life.drained()
+    assert not ground.put_off
+    [kept] = ground.source.glob("*.monarch-conflict-*")
+    assert kept.read_bytes() == b"newer"
+    assert (ground.source / "a").read_bytes() == b"others' version"
+
+
 async def told(life: Life) -> tuple[list[str], list[str]]:
     """What `monarch ckpt lost` and health tell of what is not shown."""
     loss_alarm = LossAlarm(life.ground.state)
