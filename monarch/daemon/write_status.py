@@ -200,7 +200,7 @@ class WriteStatus:
                 f" keep one, remove the other; `monarch ckpt conflicts {self._mountpoint}` lists"
                 " the last of them. The alarm ends with --acknowledge, and when the mount ends",
             )
-        if dropped := drain.dropped_xattrs():
+        if dropped := dict(drain.writer.log.dropped_xattrs):
             files = len({path for path, _ in dropped})
             (path, name), why = dropped.popitem()
             yield Problem(

@@ -176,14 +176,14 @@ class WrittenVerbs:
 
     async def _tell_conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The conflicts with changes at the source; ``acknowledge`` ends the alarm."""
-        found = self._write_back.drain.conflicts() if self._write_back is not None else []
-        acknowledged = params.get("acknowledge") is True
-        if acknowledged and self._write_back is not None:
-            self._write_back.drain.acknowledge_conflicts()
+        log = None if self._write_back is None else self._write_back.drain.writer.log
         conflicts = [
             ConflictReport(os.fsdecode(each.path), os.fsdecode(each.kept), each.why)
-            for each in found
+            for each in (() if log is None else log.conflicts)
         ]
+        acknowledged = params.get("acknowledge") is True
+        if acknowledged and log is not None:
+            log.forget()
         return ConflictsReport(conflicts, acknowledged).to_dict()
 
     async def _tell_refused(self, params: dict[str, Any], send: Send) -> dict[str, Any]:

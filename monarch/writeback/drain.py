@@ -48,7 +48,6 @@ from monarch.writeback.mover import TURN_BYTES, Mover
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Progress
-from monarch.writeback.source_log import Conflict
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import Outcome, SourceWriter, Step
 from monarch.writeback.stager import StagedFiles, Stager
@@ -142,13 +141,13 @@ class Drain:
         demand: Callable[[], bool],
     ) -> None:
         self._journal = journal
-        self._writer = writer
+        self.writer = writer
         self._contents = contents
         self._threads = threads
         self._workers = options.workers
         self._wakeups = wakeups = Wakeups()
         self._trouble = Trouble(wakeups)
-        self._state = state = SourceState()
+        self.state = state = SourceState()
         self._order = order = ContentOrder(state, contents)
         self._held = HeldChanges(wakeups, journal.mark_aside)
         self.queue = queue = DrainQueue(self._held)
@@ -201,7 +200,7 @@ class Drain:
 
     def load(self, replay: Replay) -> None:
         """Continue where an earlier mount has stopped. Before any other call."""
-        self._state.load(replay)
+        self.state.load(replay)
         self._order.load(replay)
         self._held.load(replay.aside)
         self.progress.load(replay)
@@ -213,12 +212,12 @@ class Drain:
 
     def known_of(self, ops: Iterable[tuple[int, Op]]) -> Known:
         """What a journal that is compacted to ``ops`` must tell of the source."""
-        return self._state.known_of(ops, self.progress.is_done)
+        return self.state.known_of(ops, self.progress.is_done)
 
     def put(self, seq: int, op: Op) -> None:
         """A change was appended to the journal. Never waits."""
         self._courtesy.note_change()
-        self._state.foresee(op)
+        self.state.foresee(op)
         self.queue.append(Entry(seq, op, time.time_ns(), self._journal.written, was_tried=False))
         self._order.expect(seq, op)
         if len(self.queue) <= 2:
@@ -227,43 +226,22 @@ class Drain:
             # It is work for one task; the tasks that stage others find it by themselves.
             self._wakeups.wake_stager()
 
-    def has_nothing_of(self, op: Op) -> bool:
-        """Whether a change is of something that was made on the mount and is not at the source."""
-        return self._state.has_nothing_of(op)
-
     def give_up(self, concerns: Callable[[Op], bool], objects: Iterable[int]) -> list[int]:
         """Make no change that waits and is concerned, nor any further one of ``objects``; the
         numbers of the changes that are given up."""
-        self._state.discard(objects)
         given_up = [entry for entry in self.queue.entries() if concerns(entry.op)]
+        self.state.give_up((entry.op for entry in given_up), objects)
         for entry in given_up:
             entry.is_moot = True
-            self._state.give_up(entry.op)
         self._wakeups.end_pause()
         self._wakeups.wake_all()
         return [entry.seq for entry in given_up]
-
-    def forget(self, number: int) -> None:
-        """Bring an object's file anew, as one that the source does not know."""
-        self._state.forget(number)
-
-    def conflicts(self) -> list[Conflict]:
-        """The last conflicts that were met and are not acknowledged yet, the newest last."""
-        return list(self._writer.log.conflicts)
-
-    def dropped_xattrs(self) -> dict[tuple[bytes, bytes], str]:
-        """The last extended attributes that the source has not taken, by path and name, and why."""
-        return dict(self._writer.log.dropped_xattrs)
-
-    def acknowledge_conflicts(self) -> None:
-        """Leave the conflicts that were met by now out of ``conflicts``."""
-        self._writer.log.forget()
 
     def backlog(self) -> Backlog:
         """What the source has not got now."""
         waiting = list(self.queue.entries())
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
-        conflicts = self._writer.log.conflicts
+        conflicts = self.writer.log.conflicts
         aside = tuple(refusal for refusal in self.queue.refusals() if refusal.is_aside)
         other = self._trouble.reason or self.queue.refusal(is_aside=False) or self._hanging()
         return Backlog(
@@ -277,7 +255,7 @@ class Drain:
             trouble=other or self.queue.refusal(is_aside=True),
             lost=tuple(self._order.lost.values()),
             moving_bytes=self._mover.moved_bytes,
-            conflicts=self._writer.log.conflict_count,
+            conflicts=self.writer.log.conflict_count,
             conflict=conflicts[-1] if conflicts else None,
             aside=aside,
             aside_ops=sum(entry.is_aside for entry in waiting) if aside else 0,
@@ -335,9 +313,9 @@ class Drain:
     def _hold_front(self, error: OSError) -> None:
         """Make others before the change at the front, which the source refuses."""
         entry = self.queue.front
-        if self._state.is_needless(entry.op, self._contents.is_removed):
+        if self.state.is_needless(entry.op, self._contents.is_removed):
             entry.is_moot = True
-            self._state.give_up(entry.op)
+            self.state.give_up([entry.op])
             log.info(
                 "the source refuses %s %r (%s), and it was removed on the mount since: given up",
                 entry.op.kind,
@@ -369,7 +347,7 @@ class Drain:
         while entry.is_staging:
             await self._wakeups.change()
         op, number = entry.op, entry.op.object
-        if op.same and self._state.is_present(number) and self._state.identity(number):
+        if op.same and self.state.is_present(number) and self.state.identity(number):
             entry.published = True
         elif op.same:
             entry.op = with_rights_to_read(op)
@@ -421,7 +399,7 @@ class Drain:
         outcome = Outcome((), None)
         if steps:
             await self._marks.sync(max(entry.record for entry, _ in batch))
-            outcome = await self._threads.run(self._writer.carry_out, steps)
+            outcome = await self._threads.run(self.writer.carry_out, steps)
         made = iter(outcome.made)
         done: dict[int, Identity | None] = {}
         failed: Entry | None = None
@@ -437,7 +415,7 @@ class Drain:
             if done[entry.seq] is None and entry.published and not entry.is_grown:
                 # The bytes came to the source, and others have the name now: no mount brings them
                 # again.
-                done[entry.seq] = self._state.identity(entry.op.object)
+                done[entry.seq] = self.state.identity(entry.op.object)
             if done[entry.seq] is None and self._steps.lacks_its_file(entry, step):
                 self._bring_back(entry)
         if done:
@@ -461,7 +439,7 @@ class Drain:
     def _bring_back(self, entry: Entry) -> None:
         """Record a content of a file that the source has lost, unless one waits. Raises OSError."""
         op, number = entry.op, entry.op.object
-        self._state.note_version(number, None)
+        self.state.note_version(number, None)
         if self._order.later(entry) is None:
             content = self._contents.whole(number)
             if content is None:
@@ -491,7 +469,7 @@ class Drain:
         """A change is done, and not in the queue any more."""
         op = entry.op
         if op.kind == "content":
-            self._state.rebase(op, identity)
+            self.state.rebase(op, identity)
         self._order.settle(entry)
         self._held.forget(entry.seq)
         self.progress.note_done(entry.seq)
@@ -500,17 +478,17 @@ class Drain:
         # A content that was given up leaves the source with what it has.
         is_given_up = entry.is_moot and op.kind == "content"
         if not (is_given_up or (entry.published and identity is None)):
-            self._state.note(op, identity)
+            self.state.note(op, identity)
         staged = entry.staged
         self._stager.forget(entry)
         if identity is None:
             return
         if op.kind != "content":
-            if (known := self._state.identity(op.object)) is not None:
+            if (known := self.state.identity(op.object)) is not None:
                 self._contents.changed(op.object, known)
             return
         if staged is not None:
-            self._state.note_version(op.object, staged.version)
+            self.state.note_version(op.object, staged.version)
             self._drained_files += 1
             self._drained_bytes += staged.size
         self._contents.published(op.object, op.path, identity)

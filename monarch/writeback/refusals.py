@@ -108,7 +108,7 @@ class Refusals:
             await self._drain.progress.wait(seq)
         for node in plan.anew.values():
             if node.names and node.object:
-                self._drain.forget(node.object)
+                self._drain.state.forget(node.object)
                 self._files.record_anew(node)
         for node in plan.back.values():
             if node.names and node.object:
@@ -138,7 +138,7 @@ class Refusals:
                 continue
             names = list(self._names.visible_paths(node.ino))
             inside = [name for name in names if _is_within(name, path)]
-            if node.ino >= WRITTEN_INO and self._drain.has_nothing_of(op):
+            if node.ino >= WRITTEN_INO and self._drain.state.has_nothing_of(op):
                 if inside == names:
                     plan.removed[node.ino] = node
                 elif op.object:

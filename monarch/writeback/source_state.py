@@ -313,14 +313,11 @@ class SourceState:
         self._present.discard(number)
         self._new.discard(number)
 
-    def give_up(self, op: Op) -> None:
-        """The source never gets the directory or link that ``op`` makes, nor changes of it."""
-        if op.kind in _WITHOUT_OBJECT:
-            self._given_up.add(op.ino)
-
-    def discard(self, objects: Iterable[int]) -> None:
-        """The source gets no further change of these objects."""
+    def give_up(self, ops: Iterable[Op], objects: Iterable[int] = ()) -> None:
+        """The source gets no further change of ``objects``, nor of what ``ops`` make that has no
+        object."""
         self._discarded.update(objects)
+        self._given_up.update(op.ino for op in ops if op.kind in _WITHOUT_OBJECT)
 
     def note_staged(self, number: int, staged: Identity) -> None:
         """A staged file of an object is in the journal, and may get its name from now on."""

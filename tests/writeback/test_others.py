@@ -561,18 +561,18 @@ async def test_attributes_that_the_source_does_not_take_are_told_of_until_it_has
         world.content(world.tree[b"new"])
         await drain.progress.wait(world.last_seq)
         told = {(b"new", b"user.large"): "Argument list too long (E2BIG)"}
-        assert drain.dropped_xattrs() == told
+        assert drain.writer.log.dropped_xattrs == told
         assert os.getxattr(world.source / "new", "user.small") == b"x"
         world.setxattr(b"new", b"user.large", None)
         world.content(world.tree[b"new"])
         await drain.progress.wait(world.last_seq)
-        assert not drain.dropped_xattrs()
+        assert not drain.writer.log.dropped_xattrs
         world.setxattr(b"new", b"user.large", b"x" * 101)
         await drain.progress.wait(world.last_seq)
-        assert drain.dropped_xattrs() == told
+        assert drain.writer.log.dropped_xattrs == told
         world.unlink(b"new")
         await drain.progress.wait(world.last_seq)
-        assert not drain.dropped_xattrs()
+        assert not drain.writer.log.dropped_xattrs
 
 
 async def test_the_attributes_of_a_file_that_its_user_may_not_write_come_with_its_bytes(

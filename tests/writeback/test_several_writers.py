@@ -130,7 +130,7 @@ def torn_unheard(source: Path, walk: Writer, walks: list[Writer], drain: Drain) 
             if other is not walk and op.kind in ("mkdir", "rename"):
                 theirs.add(op.names()[-1])
     for path, node in walk._world.tree.items():
-        known = drain._state._made.get(node.ino) if node.kind == "dir" else None
+        known = drain.state._made.get(node.ino) if node.kind == "dir" else None
         there = source / os.fsdecode(path)
         if known is None or is_shared(known) or not there.is_dir():
             continue
@@ -173,7 +173,7 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
             async with AsyncExitStack() as stack:
                 drains = await life(walks, stack, chance, steps=25, is_last=turn == 3)
                 for walk, drain in zip(walks, drains, strict=True):
-                    walk.told |= {conflict.path for conflict in drain.conflicts()}
+                    walk.told |= {conflict.path for conflict in drain.writer.log.conflicts}
                 if turn < 3:
                     continue
                 there = {node.content for node in read_tree(directory / "source").values()}
@@ -206,7 +206,7 @@ async def test_a_directory_of_two_writers_that_one_renames_is_named_by_the_other
     other.write(b"tmp/late", b"late")
     async with draining(other, other.kill()) as drain:
         await drain.progress.settle()
-        (conflict,) = drain.conflicts()
+        (conflict,) = drain.writer.log.conflicts
         assert conflict.path == b"tmp" and "by others, or renamed" in conflict.why
     source = tmp_path / "source"
     assert len(os.listdir(source / "step")) == 2 and os.listdir(source / "tmp") == ["late"]
@@ -327,7 +327,7 @@ async def test_what_others_wrote_meanwhile_is_neither_removed_nor_renamed(
     replay = world.kill()
     async with draining(world, replay) as drain:
         await drain.progress.settle()
-        told = [conflict.path for conflict in drain.conflicts()]
+        told = [conflict.path for conflict in drain.writer.log.conflicts]
     assert (world.source / "a").read_bytes() == b"theirs"
     assert set(told) == {b"a"}
     ours = {"append rename": b"old a and more", "replace": b"new"}.get(change)
@@ -357,7 +357,7 @@ async def test_a_fifo_of_others_is_not_taken_for_a_file(
         os.mkfifo(world.source / name)
     async with draining(world, world.kill()) as drain:
         await drain.progress.settle()
-        assert {conflict.path for conflict in drain.conflicts()} == {b"a", b"empty"}
+        assert {conflict.path for conflict in drain.writer.log.conflicts} == {b"a", b"empty"}
     for name in ("a", "empty"):
         assert (world.source / name).is_fifo()
 

@@ -126,7 +126,7 @@ def test_a_source_needs_no_removal_of_what_it_never_got(state: SourceState) -> N
 def test_the_name_of_a_directory_that_belongs_to_others_is_given_up(state: SourceState) -> None:
     state.note(Op(kind="mkdir", path=b"d", ino=71, strict=True), None)
     assert state.is_given_up(Op(kind="attr", path=b"d", ino=71))
-    state.discard([5])
+    state.give_up([], [5])
     assert state.is_given_up(content(5))
     assert not state.is_given_up(content(6))
 
