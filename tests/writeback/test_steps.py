@@ -1,0 +1,172 @@
+"""Which call makes a change at the source, by what there is of its file; no call is made."""
+
+from __future__ import annotations
+
+import stat
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from monarch.posix.credentials import Credentials
+from monarch.types import Identity
+from monarch.writeback.content_order import ContentOrder
+from monarch.writeback.entry import Entry
+from monarch.writeback.op import Kind, Op
+from monarch.writeback.source_places import Place
+from monarch.writeback.source_state import SourceState
+from monarch.writeback.source_writer import SourceWriter
+from monarch.writeback.staging import Staged
+from monarch.writeback.steps import Steps, with_rights_to_read
+from tests.writeback.files_in_use import FilesInUse
+
+OLD = Identity(3, 30, 0, 7)
+PROGRAM = stat.S_ISUID | 0o755
+
+
+class NamedCalls:
+    """A writer, and each of its rooms, of which each call is its name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("names", "attributes", "publishing", "staged"):
+            return self
+        return partial(lambda name: None, name)
+
+
+class Desk:
+    """Changes of object 1 at ``a``, and the calls that make them."""
+
+    def __init__(self) -> None:
+        self.state, self.files = SourceState(), FilesInUse()
+        self.order = ContentOrder(self.state, self.files)
+        self.steps = Steps(cast(SourceWriter, NamedCalls()), self.state, self.order, self.files)
+        self._seq = 0
+
+    def put(self, kind: Kind, *, mode: int | None = None, object: int = 1) -> Entry:
+        self._seq += 1
+        op = Op(kind=kind, path=b"a", to=b"b", paths=(b"a",), object=object, ino=70, mode=mode)
+        self.order.expect(self._seq, op)
+        return Entry(self._seq, op, 0, 0, was_tried=False)
+
+    def call(self, entry: Entry) -> str | None:
+        """The name of the call that makes a change; None if there is none."""
+        step = self.steps.of(entry)
+        if step is None:
+            return None
+        assert isinstance(step, partial)
+        return cast(str, step.args[0])
+
+    def is_there(self) -> None:
+        self.state.note(Op(kind="content", path=b"a", object=1), OLD)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_names_of_a_file_that_the_source_does_not_have_come_with_its_content(desk: Desk) -> None:
+    assert desk.call(desk.put("create")) is None
+    assert desk.call(desk.put("link")) is None
+    assert desk.call(desk.put("attr")) is None
+    # What the source has under the new name is replaced by the content only.
+    assert desk.call(desk.put("rename")) == "unlink"
+    desk.order.lost[1] = b"a"
+    assert desk.call(desk.put("rename")) is None
+
+
+def test_names_and_attributes_of_a_file_that_the_source_has_are_changed_there(desk: Desk) -> None:
+    desk.state.foresee(Op(kind="take", path=b"a", object=1))
+    assert desk.call(desk.put("take")) is None
+    assert desk.call(desk.put("rename")) == "rename"
+    assert desk.call(desk.put("link")) == "link"
+    assert desk.call(desk.put("unlink")) == "unlink"
+
+
+def test_attributes_of_an_older_version_are_changed(desk: Desk) -> None:
+    desk.is_there()
+    desk.state.note(Op(kind="content", path=b"a", object=1), None)
+    assert desk.call(desk.put("attr")) == "change"
+
+
+@pytest.mark.parametrize("was_tried", [False, True])
+def test_of_a_content_that_is_left_out_the_staged_file_is_removed(
+    desk: Desk, was_tried: bool
+) -> None:
+    entry = desk.put("content")
+    entry.skipped, entry.was_tried = True, was_tried
+    assert desk.call(entry) == ("discard" if was_tried else None)
+
+
+def test_a_content_is_published_or_found_there(desk: Desk) -> None:
+    entry = desk.put("content")
+    entry.published = True
+    assert desk.call(entry) == "look_at_same"
+    entry.is_grown = True
+    assert desk.call(entry) == "grown"
+    entry.staged, entry.place = Staged(3, OLD), Place()
+    assert desk.call(entry) == "publish"
+
+
+def test_of_what_is_given_up_only_a_staged_file_is_removed(desk: Desk) -> None:
+    desk.is_there()
+    desk.state.give_up([], [1])
+    assert desk.call(desk.put("unlink")) is None
+    content = desk.put("content")
+    content.is_moot = content.was_tried = True
+    assert desk.call(content) == "discard"
+
+
+def test_a_program_does_not_get_the_bits_that_a_later_change_takes(desk: Desk) -> None:
+    desk.is_there()
+
+    def given(entry: Entry) -> int | None:
+        step = desk.steps.of(entry)
+        assert isinstance(step, partial)
+        return cast(Op, step.keywords["op"]).mode
+
+    entry = desk.put("attr", mode=PROGRAM)
+    assert given(entry) == PROGRAM
+    desk.files.written.add(1)
+    assert given(entry) == 0o755
+    desk.files.written.clear()
+    desk.put("content", mode=0o755)
+    assert given(entry) == 0o755
+
+
+def test_newer_bytes_than_the_recorded_ones_do_not_get_the_bits_either(desk: Desk) -> None:
+    entry = desk.put("content", mode=PROGRAM)
+    newer = Staged(4, Identity(4, 40, 0, 0))
+    apply = desk.steps.applying(entry, newer, Place())
+    assert isinstance(apply, partial)
+    op = cast(Op, apply.keywords["op"])
+    assert (op.mode, op.mtime_ns) == (0o755, 40)
+
+
+@pytest.mark.parametrize("why", ["", "moot", "given up", "lost", "a content waits", "written"])
+def test_a_file_that_others_have_removed_is_brought_back_for_its_new_name(
+    desk: Desk, why: str
+) -> None:
+    entry = desk.put("rename")
+    step = desk.steps.of(entry)
+    match why:
+        case "moot":
+            entry.is_moot = True
+        case "given up":
+            desk.state.give_up([], [1])
+        case "lost":
+            desk.order.lost[1] = b"a"
+        case "a content waits":
+            desk.put("content")
+        case "written":
+            desk.files.written.add(1)
+    assert desk.steps.lacks_its_file(entry, step) is (why == "")
+    assert not desk.steps.lacks_its_file(desk.put("attr"), step)
+
+
+@pytest.mark.parametrize(("by", "reader"), [(0, 0), (5, 5), (6, 5)])
+def test_bytes_are_given_to_users_who_may_read_them(by: int, reader: int) -> None:
+    content = Op(kind="content", path=b"a", object=1, uid=5, gid=5, by=Credentials(by, by))
+    allowed = with_rights_to_read(content).by
+    assert allowed is not None
+    assert allowed.uid == reader
