@@ -20,7 +20,6 @@ PACKAGE = Path(__file__).parents[1] / "monarch"
 FINISHED = ("**/*.py",)
 UNFINISHED = frozenset(
     (
-        "namespace/overlay.py",
         "writeback/object_table.py",
         "writeback/open_files.py",
         "writeback/operations.py",

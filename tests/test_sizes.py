@@ -32,8 +32,6 @@ FLAT = {
 }
 
 TO_BE_SPLIT = {
-    "monarch/namespace/overlay.py lines": 1305,
-    "monarch/namespace/overlay.py::Overlay methods": 70,
     "monarch/writeback/object_table.py::ObjectTable methods": 36,
     "monarch/writeback/open_files.py lines": 1145,
     "monarch/writeback/open_files.py::WrittenFiles methods": 81,

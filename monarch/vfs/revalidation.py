@@ -134,7 +134,7 @@ class Revalidation:
         acls = await self._source_calls.acls(ino, path)
         known = node.attributes
         # The source had all that was set here, and another program has changed it.
-        node.keeps_mode = node.keeps_owner = node.keeps_times = False
+        node.follow_all()
         fresh = attributes_of(status, ino, known.parent, self._shown_mode(status, acls))
         self._names.refresh(ino, fresh, acls)
         now = node.attributes

@@ -726,7 +726,7 @@ class WrittenFiles:
         node = self._names.node(ino)
         if self._fast is None and node is not None:
             # The kernel leaves that to us, and does not say who writes.
-            self._names.drop_privileges(node)
+            node.drop_privileges()
         async with self._changing(file, offset):
             written = await self._with_room(file, len(content), _write_all, content, offset)
             if file.is_write_through:

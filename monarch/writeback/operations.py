@@ -542,10 +542,7 @@ class WriteOperations:
             self._require_memory(self.names.more_for_xattr(ino, name, value))
             await self.files.require_room()
         now_ns, was = file_now_ns(), self._known_at_source(ino)
-        if value is None:
-            node = self.names.remove_xattr(ino, name, now_ns=now_ns)
-        else:
-            node = self.names.set_xattr(ino, name, value, now_ns=now_ns)
+        node = self.names.set_xattr(ino, name, value, now_ns=now_ns)
         self.files.note(
             Op(
                 strict=True,
@@ -608,7 +605,7 @@ class WriteOperations:
         """Make a file as long as that; who is not root takes a program's special rights from it."""
         await self.files.truncate(node, size, by=by)
         if not by.is_root:
-            self.names.drop_privileges(node)
+            node.drop_privileges()
 
     async def copy_up(self, ino: Ino, *, empty: bool, by: Credentials, keep: bool = False) -> Node:
         """Have the bytes of a file in an object; ``empty``: they are about to go anyway.

@@ -15,7 +15,6 @@ import logging
 import os
 import stat
 from collections.abc import Iterable
-from contextlib import suppress
 
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.namespace import Namespace
@@ -95,12 +94,12 @@ class _Replayed:
             case "xattr":
                 ino = self._require(op.path)
                 for name, value in op.xattrs.items():
-                    if value is None:
-                        # An attribute that only the source has is not known here.
-                        with suppress(Refused):
-                            self._names.remove_xattr(ino, name, now_ns=self._now_ns)
-                    else:
+                    try:
                         self._names.set_xattr(ino, name, value, now_ns=self._now_ns)
+                    except Refused:
+                        # A removed attribute of the source is not known here.
+                        if value is not None:
+                            raise
             case "gone":
                 pass
 

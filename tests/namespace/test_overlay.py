@@ -20,16 +20,10 @@ import pytest
 
 from monarch.errors import Refused, SourceError
 from monarch.namespace import overlay
+from monarch.namespace.limits import LINK_MAX, RENAME_NOREPLACE, TARGET_MAX, XATTRS_MAX
+from monarch.namespace.listing import ADDED_INDEX
 from monarch.namespace.namespace import Namespace
-from monarch.namespace.overlay import (
-    ADDED_INDEX,
-    LINK_MAX,
-    NAME_BYTES,
-    RENAME_NOREPLACE,
-    TARGET_MAX,
-    XATTRS_MAX,
-    Node,
-)
+from monarch.namespace.overlay import NAME_BYTES, Node
 from monarch.namespace.snapshot import Snapshot
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 from tests.conftest import Tree
@@ -122,6 +116,11 @@ class Shown:
         return [name for _, name, _ in self.names.list_from(self.ino(path), 0)]
 
 
+def xattrs_of(names: Namespace, ino: Ino) -> dict[bytes, bytes]:
+    node = names.node(ino)
+    return {} if node is None else node.xattrs
+
+
 class PutAway(Namespace):
     """Puts away all that nobody holds before each call of whatever kind."""
 
@@ -129,8 +128,8 @@ class PutAway(Namespace):
         (
             *("attributes", "at_source", "change", "forget", "forget_node", "hide", "is_forgotten"),
             *("is_gone", "is_written", "link", "list_from", "lookup", "make", "move", "node"),
-            *("path", "readlink", "refresh", "remove_xattr", "rename", "rmdir", "set_xattr"),
-            *("take", "unlink", "visible_path", "visible_paths", "walk", "xattr", "xattrs"),
+            *("path", "readlink", "refresh", "rename", "rmdir", "set_xattr", "unlink"),
+            *("visible_path", "visible_paths", "walk"),
         )
     )
 
@@ -223,7 +222,7 @@ def test_what_is_removed_gives_its_memory_back(shown: Shown) -> None:
         assert names.held_bytes == held + told and told != 0
         held = names.held_bytes
     names.have_xattrs(names.copy_up(shown.ino(b"made-dir")), {b"user.b": b"w" * 500})
-    names.remove_xattr(shown.ino(b"made-dir"), b"user.b", now_ns=NOW)
+    names.set_xattr(shown.ino(b"made-dir"), b"user.b", None, now_ns=NOW)
     assert names.held_bytes == held
     for path in (b"made", b"made-three", b"made-link", b"made-dir/inner", b"made-dir"):
         removed(path)
@@ -294,7 +293,7 @@ def test_numbers_are_drawn_from_where_the_counter_is_set_and_never_come_again(
     assert shown.make(b"next").ino == start + 1
     assert shown.make(b"ahead", ino=Ino(start + 50)).ino == start + 50
     names.forget_node(shown.unlink(b"ahead").ino)
-    assert shown.make(b"b").ino == names.next_ino - 1 == start + 51
+    assert shown.make(b"b").ino == names._overlay._next_ino - 1 == start + 51
     for taken_ino in (start, Ino(1)):
         with pytest.raises(ValueError, match="another's"):
             shown.make(b"c", ino=taken_ino)
@@ -703,15 +702,15 @@ def test_links_of_directories_are_not_counted_where_the_source_does_not(
 
 def test_attributes_of_the_user_are_kept(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"file")
-    assert number(lambda: names.xattr(ino, b"user.a")) == errno.ENODATA
-    assert number(lambda: names.remove_xattr(ino, b"user.a", now_ns=NOW)) == errno.ENODATA
-    assert names.xattrs(ino) == () and not names.is_written(ino)
+    assert number(lambda: names.set_xattr(ino, b"user.a", None, now_ns=NOW)) == errno.ENODATA
+    assert xattrs_of(names, ino) == {} and not names.is_written(ino)
     names.set_xattr(ino, b"user.a", b"", now_ns=NOW)
     names.set_xattr(ino, b"user.b", b"\0\xff", now_ns=NOW)
-    assert names.xattrs(ino) == (b"user.a", b"user.b")
-    assert (names.xattr(ino, b"user.a"), names.xattr(ino, b"user.b")) == (b"", b"\0\xff")
-    names.remove_xattr(ino, b"user.a", now_ns=LATER)
-    assert names.xattrs(ino) == (b"user.b",) and names.attributes(ino).ctime_ns == LATER
+    assert xattrs_of(names, ino) == {b"user.a": b"", b"user.b": b"\0\xff"}
+    names.set_xattr(ino, b"user.a", None, now_ns=LATER)
+    assert (
+        xattrs_of(names, ino) == {b"user.b": b"\0\xff"} and names.attributes(ino).ctime_ns == LATER
+    )
     large = b"x" * (XATTRS_MAX - 32)
     names.set_xattr(ino, b"user.b", large, now_ns=NOW)
     names.set_xattr(ino, b"user.b", large, now_ns=NOW)
@@ -811,9 +810,9 @@ def test_what_came_and_went_takes_no_memory(shown: Shown) -> None:
         shown.make(b"empty/d/f")
         names.forget_node(shown.unlink(b"empty/d/f").ino)
         names.forget_node(shown.rmdir(b"empty/d").ino)
-    assert set(names._nodes) == {shown.ino(b"empty")}
-    assert set(names._listings) == {shown.ino(b"empty")}
-    assert len(names._listings[shown.ino(b"empty")]._order) < 100
+    assert set(names._overlay._nodes) == {shown.ino(b"empty")}
+    assert set(names._listings._listings) == {shown.ino(b"empty")}
+    assert len(names._listings._listings[shown.ino(b"empty")]._order) < 100
 
 
 def test_indices_of_what_is_added_grow_and_never_come_again(shown: Shown) -> None:
@@ -987,7 +986,7 @@ def tree_of(names: Namespace) -> dict[bytes, tuple[Any, ...]]:
             None if attributes.is_dir else attributes.size,
             names.readlink(attributes.ino) if stat.S_ISLNK(attributes.mode) else None,
             frozenset(same[attributes.ino]),
-            {name: names.xattr(attributes.ino, name) for name in names.xattrs(attributes.ino)},
+            xattrs_of(names, attributes.ino),
         )
         for path, attributes in found.items()
     }
@@ -1151,7 +1150,7 @@ class Twin:
     def make(self, mode: int, real: Callable[[int, bytes, int], object], **more: Any) -> None:
         parent, name = self.named()
         given = {"mode": mode, "uid": os.geteuid(), "gid": os.getegid(), "now_ns": self.now, **more}
-        ino = self.names.next_ino
+        ino = self.names._overlay._next_ino
 
         def ours() -> Node:
             return self.names.make(parent, name, **given)
@@ -1302,9 +1301,9 @@ class Twin:
             name = self.rng.choice((b"user.a", b"user.b"))
             if self.rng.random() < 0.4:
                 self.agree(
-                    lambda: self.names.remove_xattr(ino, name, now_ns=self.now),
+                    lambda: self.names.set_xattr(ino, name, None, now_ns=self.now),
                     lambda: os.removexattr(real, name),
-                    ("remove_xattr", [path], {"name": name, "now_ns": self.now}),
+                    ("set_xattr", [path], {"name": name, "value": None, "now_ns": self.now}),
                 )
                 return
             value = b"%d" % self.now
@@ -1418,7 +1417,7 @@ def test_whatever_is_done_a_real_directory_does_the_same(
     finally:
         twin.close()
     assert {kind for kind, _, _ in twin.done} == {
-        *("make", "link", "unlink", "rmdir", "rename", "change", "set_xattr", "remove_xattr"),
+        *("make", "link", "unlink", "rmdir", "rename", "change", "set_xattr"),
     }
     for ino in map(Ino, range(1, snapshot.entries + 1)):
         if ino not in shown.told:

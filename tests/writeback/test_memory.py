@@ -49,10 +49,10 @@ def in_memory(life: Life) -> int:
         write_back.files,
         write_back.place.objects,
     )
-    listings = sum(map(len, names._listings.values()))
+    listings = sum(map(len, names._listings._listings.values()))
     gc.collect()
     nodes = sum(type(it) is overlay.Node for it in gc.get_objects())
-    return tables(*owners, names, names._known) + listings + nodes
+    return tables(*owners, names, names._known, names._overlay, names._listings) + listings + nodes
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ async def test_what_is_removed_gives_its_memory_back(ground: Ground, clock: Cloc
         life.files.forget_unlinked()
         await at_rest(life)
         assert in_memory(life) < FEW
-        spill = life.names._spill
+        spill = life.names._overlay._spill
         assert spill is not None
         for table in ("node", "name"):
             (rows,) = spill._tables.execute(f"select count(*) from {table}").fetchone()
@@ -216,13 +216,13 @@ async def test_names_on_a_disk_that_hangs_hold_up_only_what_needs_them(
             slow.rules()
 
         async with mounted(ground) as life:
-            life.names._spill_at = slow.path / "names"
+            life.names._overlay._spill_at = slow.path / "names"
             for directory in (b"d", b"e", b"e/d"):
                 await life.mkdir(directory)
             await write_all(life)
             await life.write(b"e/d/gone", b"soon")
             await at_rest(life)
-            spill, put_away = life.names._spill, life.names.put_away_count
+            spill, put_away = life.names._overlay._spill, life.names.put_away_count
             assert spill is not None and put_away > FILES
             kept = await life.open(b"e/d/kept")
             inside, d = life.ino(b"e/d"), life.ino(b"d")
@@ -267,7 +267,7 @@ async def test_names_that_cannot_be_read_are_an_error_that_says_what_to_do(
         await life.mkdir(b"d")
         await write_all(life)
         await at_rest(life)
-        spill, directory = life.names._spill, life.ino(b"d")
+        spill, directory = life.names._overlay._spill, life.ino(b"d")
         assert spill is not None
         tables = spill._tables
         spill._tables = sqlite3.connect(":memory:", check_same_thread=False)
@@ -282,7 +282,7 @@ async def test_names_that_cannot_be_read_are_an_error_that_says_what_to_do(
 
 def damage(life: Life, *, whole: bool) -> None:
     """Overwrite the file of what was put away, as a failing disk would."""
-    spill: Any = life.names._spill
+    spill: Any = life.names._overlay._spill
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -323,7 +323,7 @@ async def test_a_damaged_file_of_names_is_a_problem_of_its_own_and_the_next_moun
         for index in range(8):
             life.names.node(life.ino(b"d/%d" % index))
         await trio.sleep(0.6)
-        assert gone in life.files._unlinked and gone not in life.names._nodes
+        assert gone in life.files._unlinked and gone not in life.names._overlay._nodes
         damage(life, whole=whole)
         readable, refused = 0, 0
         for index in range(FILES):

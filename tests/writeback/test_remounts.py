@@ -180,7 +180,7 @@ async def test_what_no_name_leads_to_after_a_remount_is_drained_all_the_same(
         await life.write(b"e/gone", b"gone", synced=True)
         life.unlink(b"e/gone")
     # A tree in which nothing has a place.
-    monkeypatch.setattr(replay_module._Again, "do", _refused)
+    monkeypatch.setattr(replay_module._Replayed, "do", _refused)
     async with ground.mount() as life:
         assert life.shown().keys() == tree_of(ground.source).keys()
         assert list(life.write_back.object_table.unshown.values()) == [b"e/kept"]
