@@ -1,0 +1,218 @@
+"""Opens below the kernel: where a file is bound, what the source is asked, and what is copied."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import trio
+
+from monarch.errors import Refused, SourceError
+from monarch.types import Ino
+from tests.vfs.conftest import FILES, Rigs
+from tests.vfs.rig import READER, FakeFastPath, Rig
+
+
+async def test_a_small_file_is_fetched_once_for_all_that_open_it(rig: Rig) -> None:
+    rig.threads.gate = trio.Event()
+    ino = rig.ino("small")
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(rig.open, "small")
+        await trio.testing.wait_all_tasks_blocked()
+        assert rig.read_side.bindings.is_open(ino) and rig.read_side.bindings.get(ino) is None
+        rig.threads.gate.set()
+    assert rig.metrics.source_opens[0] == 1
+    assert rig.caches.stored == {ino: FILES["small"]}
+    assert bytes(rig.engine.flights[ino].content or b"") == FILES["small"]
+    assert rig.read_side.bindings.open_files == 3
+    assert rig.read_side.bindings.held_bytes == 1000
+    assert await rig.read(ino, 990) == b"s" * 10
+    for _ in range(3):
+        rig.filesystem.release(ino)
+    assert not rig.read_side.bindings.is_open(ino) and rig.read_side.bindings.held_bytes == 0
+
+
+async def test_the_next_open_begins_when_the_first_one_fails(rig: Rig) -> None:
+    rig.threads.gate = trio.Event()
+    target = rig.source_path / "small"
+    target.rename(target.with_name("away"))
+    errors = []
+
+    async def first() -> None:
+        with pytest.raises(SourceError) as failed:
+            await rig.open("small")
+        errors.append(failed.value.errno)
+        target.with_name("away").rename(target)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(rig.content, "small")
+        await trio.testing.wait_all_tasks_blocked()
+        rig.threads.gate.set()
+    assert errors == [errno.ENOENT]
+
+
+async def test_a_large_file_is_read_at_the_source_and_copied_behind_the_reader(rig: Rig) -> None:
+    ino = await rig.open("large")
+    flight = rig.engine.flights[ino]
+    assert flight.file is not None and flight.content is None
+    assert await rig.read(ino, 50_000, 10) == b"l" * 10
+    assert flight.file.read_up_to == 50_010
+    rig.filesystem.release(ino)
+    rig.engine.arrive(ino)
+    assert rig.residency.tier_of(ino) == 1
+
+
+async def test_an_open_of_a_copy_under_way_shares_its_bytes(rig: Rig) -> None:
+    assert await rig.content("small") == FILES["small"]
+    calls = rig.threads.calls
+    assert await rig.content("small") == FILES["small"]
+    assert rig.threads.calls == calls
+
+
+async def test_an_open_of_a_large_copy_under_way_shares_its_file(rig: Rig) -> None:
+    ino = await rig.open("large")
+    rig.filesystem.release(ino)
+    opens = rig.metrics.source_opens[0]
+    assert await rig.content("large") == FILES["large"]
+    assert rig.metrics.source_opens[0] == opens
+    # The version of the shared file is compared: another one is opened anew.
+    rig.write("large", b"m" * 100_000)
+    assert await rig.content("large") == b"m" * 100_000
+
+
+async def test_a_copy_is_read_without_the_source(rig: Rig) -> None:
+    ino = rig.copy("small")
+    calls = rig.threads.calls
+    assert await rig.content("small") == FILES["small"]
+    assert rig.threads.calls == calls and rig.metrics.opens == [0, 1]
+    assert rig.residency.tier_of(ino) == 1
+
+
+async def test_a_copy_that_cannot_be_opened_is_a_miss(rig: Rig) -> None:
+    ino = rig.copy("small")
+    rig.copy_path(ino).unlink()
+    assert await rig.content("small") == FILES["small"]
+    assert rig.metrics.errors["copy-ENOENT"] == 1
+    assert rig.tier_calls.unreadable == [(1, errno.ENOENT)]
+    assert rig.engine.removed_copies == [ino] and ino in rig.engine.flights
+
+
+@pytest.mark.parametrize("state", ["bypassed", "hanging"])
+async def test_a_copy_in_a_tier_that_does_not_answer_is_kept_and_not_used(
+    rig: Rig, state: str
+) -> None:
+    ino = rig.copy("small")
+    getattr(rig.tier_calls, state).add(1)
+    assert await rig.content("small") == FILES["small"]
+    assert rig.residency.tier_of(ino) == 1 and rig.tier_calls.unreadable == []
+
+
+async def test_a_copy_that_is_evicted_while_it_is_opened_is_no_failure(rig: Rig) -> None:
+    ino = rig.copy("small")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.content, "small")
+        await trio.sleep(0)
+        rig.read_side.promotions.evict(ino)
+    assert rig.tier_calls.unreadable == [] and not rig.metrics.errors
+
+
+async def test_a_file_that_has_changed_is_opened_in_its_new_version(rig: Rig) -> None:
+    ino = rig.copy("small")
+    rig.write("small", b"new")
+    rig.read_side.promotions.evict(ino)
+    # The kernel has checked the old mode.
+    os.chmod(rig.source_path / "small", 0o600)
+    with pytest.raises(SourceError) as refused:
+        await rig.open("small")
+    assert refused.value.errno == errno.ESTALE
+    assert await rig.content("small") == b"new"
+    assert rig.names.attributes(ino).size == 3 and ino in rig.caches.attributes
+    assert rig.ledger.used(1) == 0
+
+
+async def test_a_file_that_changes_all_the_time_is_not_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = rig.source.fetch
+    versions = iter(range(100))
+
+    def changing(path: bytes, identity: object) -> object:
+        rig.write("small", b"x" * next(versions))
+        return fetch(path, identity)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rig.source, "fetch", changing)
+    with pytest.raises(SourceError) as failed:
+        await rig.open("small")
+    assert failed.value.errno == errno.ESTALE
+    assert not rig.read_side.bindings.is_open(rig.ino("small"))
+
+
+async def test_space_is_given_back_when_the_source_fails(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: bytes, identity: object) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(rig.source, "fetch", failing)
+    with pytest.raises(SourceError) as failed:
+        await rig.open("small")
+    assert failed.value.errno == errno.EIO
+    assert rig.engine.flights == {} and rig.ledger.reserved(1) == 0
+
+
+async def test_only_a_mount_that_can_be_written_opens_to_write(rig: Rig) -> None:
+    for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC):
+        with pytest.raises(Refused) as refused:
+            await rig.filesystem.open(rig.ino("small"), flags, READER)
+        assert refused.value.errno == errno.EROFS
+
+
+async def test_pages_are_kept_unless_the_file_has_changed(rig: Rig) -> None:
+    ino = rig.ino("small")
+
+    async def keeps() -> bool:
+        kept = await rig.filesystem.open(ino, os.O_RDONLY, READER)
+        rig.filesystem.release(ino)
+        return kept
+
+    assert await keeps()
+    rig.residency.mark_changed(ino)
+    rig.caches.stored.clear()
+    assert [await keeps(), await keeps()] == [False, True]
+    rig.residency.mark_spoiled(ino)
+    assert [await keeps(), await keeps()] == [False, True]
+
+
+async def test_the_datapath_reads_from_the_descriptor_of_a_binding(rigs: Rigs) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    small, large = rig.copy("small"), rig.ino("large")
+    await rig.open("small")
+    await rig.open("large")
+    assert fast.bound == {small: (1, 1000, 101), large: (0, 100_000, 0)}
+    # The number belongs to the datapath now, and is not given back by a second open.
+    await rig.open("small")
+    assert fast.bound[small] == (1, 1000, 0) and fast.unregistered == []
+
+
+async def test_a_number_for_the_kernel_that_is_not_used_is_given_back(rigs: Rigs) -> None:
+    fast = FakeFastPath()
+    rig = rigs(fast=fast)
+    ino = rig.copy("small")
+    binding = await rig.read_side.copies.bind(rig.names.attributes(ino))
+    assert binding is not None
+    binding.close()
+    assert fast.unregistered == [101]
+
+
+async def test_a_file_that_is_gone_is_looked_for_when_it_is_opened(rig: Rig) -> None:
+    ino = rig.ino("small")
+    rig.names.forget(ino)
+    assert rig.names.is_gone(ino)
+    await rig.filesystem.open(ino, os.O_RDONLY, READER)
+    assert not rig.names.is_gone(ino) and Ino(1) in rig.caches.listings
