@@ -59,7 +59,7 @@ class Identity:
     source_ino: int
 
 
-# The size of an identity of which only the inode number is known.
+# The size in an identity that has only an inode number.
 ANY_SIZE = -1
 
 

@@ -1,1 +1,1 @@
-"""Checks that run without a daemon: of this machine, of a configured mount, of what one left."""
+"""Checks without a daemon: of this machine, of a configured mount, of a mount's leftovers."""

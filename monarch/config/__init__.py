@@ -1,1 +1,1 @@
-"""What the administrator says: the settings of a mount, their defaults, and how they are read."""
+"""The settings of a mount, their defaults, and how they are read from file and command line."""

@@ -30,9 +30,9 @@ from monarch.errors import LockedError
 LOCK = "lock"
 OWNER = "owner"
 RENEW_S = 15.0
-# An owner that was not renewed for this time is void. Seconds.
+# An owner that was not renewed for this time, in seconds, is void.
 STALE_S = 60.0
-# The interval of checks of another owner. Seconds.
+# The interval of checks of another owner, in seconds.
 _LOOK_S = 1.0
 _LARGEST = 4096
 

@@ -128,8 +128,9 @@ def pinned(size: int) -> Octets:
 
 
 def group(process_group: dist.ProcessGroup | None = None) -> Group:
-    """The ranks of ``process_group``, or of the whole job, as ``Checkpointer(group=...)`` takes
-    them. All of them call it; they tell each other a few bytes by gloo, whatever else they use.
+    """The ranks of ``process_group``, or of the whole job, for ``Checkpointer(group=...)``.
+
+    All ranks must call it. They exchange a few bytes by gloo, with any backend of the training.
     """
     members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     # Its own group, on the CPU: it waits for no communication of the training.

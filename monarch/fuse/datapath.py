@@ -260,28 +260,31 @@ class Datapath:
         return bool(self._native.know_object(ino, number))
 
     def forget_object(self, ino: Ino) -> None:
-        """Sends each open of it to Python from now on. Existing opens are not affected."""
+        """Sends each open of the inode to Python from now on. Existing opens are not affected."""
         self._native.forget_object(ino)
 
     def name_given(self, parent: Ino, name: bytes) -> None:
-        """A name that the snapshot does not have is in use; called before a caller can see it."""
+        """Records that a name that is not in the snapshot exists; must be called before a process
+        can see it."""
         self._native.name_given(parent, name)
 
     def name_taken(self, parent: Ino, name: bytes) -> None:
-        """A name that was passed to ``name_given`` is free again."""
+        """Records that a name that was passed to ``name_given`` is free again."""
         self._native.name_taken(parent, name)
 
     def tell_missing(self, directory: Ino, *, valid_s: int, for_s: float) -> None:
-        """Answer for so long what is looked for in a directory and neither the snapshot has nor
-        ``name_given`` told of: the kernel may know it to be missing for ``valid_s``.
+        """Lets the datapath answer for missing names of a directory for ``for_s`` seconds: names
+        that are neither in the snapshot nor passed to ``name_given``. The kernel may cache each
+        answer for ``valid_s`` seconds.
 
-        Readers do so as long as they have a place for the directory; 0: Python is asked again.
+        The datapath does so only while its table has a place for the directory. After 0 seconds
+        Python is asked again.
         """
         self._native.tell_missing(directory, valid_s, round(for_s * 1e9))
 
     def tell_attributes(self, now: Attributes) -> None:
-        """Answer for the attributes of a directory until ``forget_attributes``, as long as readers
-        have a place for it (``tell_missing``)."""
+        """Lets the datapath answer for the attributes of a directory until ``forget_attributes``,
+        as long as its table has a place for the directory (``tell_missing``)."""
         self._native.tell_attributes(
             now.ino,
             now.mode,
@@ -296,14 +299,14 @@ class Datapath:
         )
 
     def forget_attributes(self, ino: Ino) -> None:
-        """They change: Python is asked."""
+        """Must be called before the attributes of an inode change: Python is asked from then on."""
         self._native.forget_attributes(ino)
 
     def release_written(self, ino: Ino) -> None:
-        """Ends the binding of a written inode: no open that Python knows of is left.
+        """Ends the binding of a written inode, when no open that Python knows is left.
 
-        An unanswered creation for which it was bound must then fail. Readers that opened it before
-        it was written continue to read the last binding.
+        An unanswered creation for which it was bound must then fail. Processes that opened it for
+        reading before it was written continue to read the last binding.
         """
         self._native.release_written(ino)
 
@@ -324,8 +327,8 @@ class Datapath:
         return bool(self._native.rebind(ino, fd, tier))
 
     def written(self, ino: Ino) -> int:
-        """The number of changes of a written inode without Python since it was bound; 0 if it is
-        not.
+        """The number of changes of a written inode without Python since it was bound; 0 for another
+        inode.
 
         Each change is counted when it is done, before its caller gets the answer.
         """
@@ -335,7 +338,7 @@ class Datapath:
         """The lowest offset at which bytes of a written inode were changed without Python since it
         was bound, or since the last call with ``forget``; 2**64 - 1 if there is none.
 
-        A change is recorded before and after it is made: so a call in between gets it twice.
+        A change is recorded before and after it is made, so two calls may report it.
         """
         return int(self._native.lowest(ino, forget))
 

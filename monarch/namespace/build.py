@@ -73,13 +73,13 @@ def build(
     mode: int | None = None,
     progress: Progress | None = None,
 ) -> SnapshotSummary:
-    """Scan the directory ``source`` and publish its snapshot as the file ``target``.
+    """Scans the directory ``source`` and publishes its snapshot as the file ``target``.
 
-    Up to ``jobs`` calls wait for the source at once. No file is opened, no symbolic link followed.
-    ``target`` appears, or is replaced, only when it is complete and on the disk; whatever happens
-    before, nothing is left of it. Without ``mode`` it keeps the mode that it has, and a new one is
-    closed to others, for it names what is in closed directories. Raises SourceError, SnapshotError,
-    and UsageError for a ``target`` in the source.
+    Up to ``jobs`` calls wait for the source at once. No file is opened, and no symbolic link is
+    followed. ``target`` is created or replaced only when the snapshot is complete and on the disk;
+    a failure leaves no file. Without ``mode`` an existing file keeps its mode; a new file is closed
+    to other users, since it names the files in closed directories. Raises SourceError,
+    SnapshotError, and UsageError for a ``target`` in the source.
     """
     with open_source(source) as (root_fd, path):
         require_outside(root_fd, path, target)
@@ -125,9 +125,10 @@ def write(
     progress: Progress | None,
     expected: int | None,
 ) -> None:
-    """Write what ``scan`` finds and publish it as ``target``, with ``mode`` as of ``build``.
+    """Writes the entries of ``scan`` to a snapshot and publishes it as ``target``, with ``mode`` as
+    for ``build``.
 
-    ``expected`` is how many entries there may be, for the progress.
+    ``expected`` is the expected number of entries, for the progress; None if unknown.
     """
     started = time.monotonic()
     created_ns = time.time_ns()

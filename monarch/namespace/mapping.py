@@ -80,10 +80,8 @@ class Mapping:
 
 
 def _read_into_memory(path: Path, most: int) -> int | None:
-    """A descriptor of the content of a file in memory; None if it is larger than ``most`` bytes.
-
-    Raises SnapshotError if it cannot be read. Where there is no memory for it, that is None, too.
-    """
+    """A descriptor of the content of a file in memory; None if the file is larger than ``most``
+    bytes, or if there is no memory for it. Raises SnapshotError if the file cannot be read."""
     if most <= 0:
         return None
     with opened(path) as file:
@@ -102,7 +100,7 @@ def _read_into_memory(path: Path, most: int) -> int | None:
         try:
             while data := os.read(file, _READ_BYTES):
                 os.write(memory, data)
-            # The content is in memory now; the page cache need not hold it as well.
+            # The content is in memory now, so its pages are dropped from the page cache.
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         except BaseException:
             os.close(memory)

@@ -29,10 +29,10 @@ class Batch:
     """Consecutive children of one directory, in the order of their names.
 
     ``records`` are packed as RECORD_STRUCT and complete. ``directory`` is the inode number of the
-    directory and ``rank`` its rank; every directory has at least one batch, maybe an empty one.
-    ``links`` are the targets of the symbolic links among them, ``new_acls`` the access control
-    lists that no earlier batch had, in the order of their numbers. ``unreadable`` lists the paths
-    of entries flagged so; ``closed`` says that the directory itself could not be listed.
+    directory and ``rank`` its rank; every directory has at least one batch, perhaps an empty one.
+    ``links`` are the targets of the symbolic links in the batch. ``new_acls`` are the access
+    control lists that no earlier batch had, in the order of their numbers. ``unreadable`` are the
+    paths of entries with that flag; ``closed``: the directory itself could not be listed.
     """
 
     directory: Ino
@@ -64,10 +64,8 @@ class Numbering:
         self._numbered_acls: list[Acls] = []
 
     def complete(self, batch: Batch) -> list[tuple[int, int, Ino, int]]:
-        """Complete the records of a batch whose turn has come.
-
-        Returns the position, the device, the inode number and the rank of each directory in it.
-        """
+        """Completes the records of a batch; called in the order of the batches. Returns the
+        position, the device, the inode number and the rank of each directory in it."""
         first = self._next_ino
         self._next_ino += len(batch.names)
         records = batch.records

@@ -43,21 +43,22 @@ from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
 from monarch.types import ROOT_INO, Ino
 
-# Names read as one piece of work. While the speed of the source is unknown, and while threads
-# share it, pieces are small: the first so that a slow source is noticed soon, the others so that
-# the last pieces of a directory end together.
+# The number of names read as one piece of work. Pieces are small while the speed of the source is
+# unknown, so that a slow source is noticed soon; and while threads share the source, so that the
+# last pieces of a directory end together.
 _SLICE_ALONE = 256
 _SLICE_FIRST = 32
 _SLICE_SHARED = 64
 _CALLS_UNTIL_KNOWN = 1024
 
-# A call that takes longer than this on the average is worth a thread ...
+# Calls that take longer than this on average, in seconds, are made in threads ...
 _SLOW_SECONDS = 25e-6
-# ... and as many threads are used as can wait while the interpreter handles one entry (some 5 us;
-# twice that, since a thread's own wait for the interpreter is measured with its calls).
+# ... whose number is limited by the calls that can wait while the interpreter handles one entry, in
+# seconds. An entry takes some 5 us; the value is doubled, since the measured time of a call
+# includes the thread's wait for the interpreter.
 _SECONDS_PER_THREAD = 10e-6
 
-# Bounds of what is read before its turn comes.
+# Limits of what is read before its turn, so that memory is bounded.
 _DIRECTORIES_AHEAD_PER_JOB = 4
 _NAMES_AHEAD = 250_000
 
@@ -96,7 +97,8 @@ class _Directory:
 
 @dataclass(slots=True)
 class _Done:
-    """One piece of work and how long its calls took: a listing, a slice, or both if it is alone."""
+    """One piece of work and the duration of its calls: a listing, a slice, or both for a small
+    directory."""
 
     directory: _Directory
     listing: bool
@@ -130,10 +132,11 @@ class Scan:
         self._jobs = max(1, jobs)
         self._one_file_system = one_file_system
         self._previous = previous
-        # An entry is taken from a snapshot only if that knows all about it.
+        # An entry is taken from a snapshot only if that has all its values.
         self._quick = quick and previous is not None and previous.info().acls is not None
         self._again = again
-        # What is known already must not be lost because a disk of the source fails today.
+        # Entries that the previous snapshot has must not be lost because a disk of the source fails
+        # now.
         self._tolerated = _UNREADABLE if previous is None else _UNREADABLE - {errno.EIO}
         self._root_device = 0
         self._numbering = Numbering()
@@ -474,7 +477,8 @@ class Scan:
         return number in _VANISHED
 
     def _set_unreadable(self, directory: _Directory, batch: Batch, place: int) -> None:
-        """Marks an entry of which only the name is known, and maybe that it is a directory."""
+        """Marks an entry that could not be read: only its name, and perhaps that it is a directory,
+        is known."""
         if directory.kinds is None:
             directory.kinds = self._kinds(directory)
         name = batch.names[place]
@@ -510,7 +514,7 @@ class Scan:
         return kinds
 
     def _number(self, directory: _Directory, batch: Batch) -> None:
-        """Complete a batch whose turn has come, and plan the directories in it."""
+        """Completes a batch in its turn, and plans the reading of the directories in it."""
         for position, device, ino, rank in self._numbering.complete(batch):
             name = batch.names[position]
             found = _Directory(

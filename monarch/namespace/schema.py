@@ -59,8 +59,8 @@ ACLS: Final = b"a"
 ALIAS: Final = 1
 # A directory that could not be listed, or an entry that could not be read.
 UNREADABLE: Final = 2
-# What is above these bits of ``flags`` is the number of the entry's pair of access control lists,
-# counted from 1. An alias has none: its file's first name tells.
+# The bits of ``flags`` above these are the number of the entry's pair of access control lists,
+# counted from 1. An alias has none: the first name of its file has it.
 ACL_SHIFT: Final = 8
 MOST_ACLS: Final = (1 << 32 - ACL_SHIFT) - 1
 
@@ -164,7 +164,7 @@ def decode_meta(content: bytes, *, where: str) -> SnapshotSummary:
 
 
 def _is_possible(told: SnapshotSummary) -> bool:
-    """Whether a build can have written these values: any user may have made the file."""
+    """Whether the values can be those of a build: any user may have made the file."""
     parts: list[Any] = [told.files, told.directories, told.symlinks, told.others, told.aliases]
     parts += [told.acl_values, told.acls or 0]
     numbers: list[Any] = [told.created_ns, told.bytes_total, told.largest, told.unreadable]

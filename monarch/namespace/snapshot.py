@@ -251,8 +251,8 @@ class Snapshot(Tables):
                 pending.pop()
 
     def reusable(self, slot: Ino) -> tuple[bytes | None, bytes | None]:
-        """The record of an entry and, for a symbolic link, its target, if an unchanged directory
-        vouches for them; (None, None) for what can change without it."""
+        """The record of an entry and, for a symbolic link, its target, as they were in the
+        snapshot. (None, None) for an entry that may have changed although its directory has not."""
         record = self._record(slot)
         if record[5] or record[4] > 1 or record[1] & KIND == stat.S_IFDIR:
             return None, None

@@ -38,11 +38,11 @@ _SETTINGS = (
     "pragma temp_store = memory",
     "pragma cache_size = -2048",
 )
-# Of the checksum before what a node is. Bytes.
+# The size of the checksum before the bytes of a node.
 _SUM = 4
-# How long the event loop waits for the disk. Seconds.
+# How long the event loop waits for the disk, in seconds.
 _WAIT_S = 1.0
-# How often it is looked whether a disk answers again. Seconds.
+# The interval of checks whether a disk answers again, in seconds.
 _LOOK_S = 0.05
 _TABLES = (
     "create table node(ino integer primary key, what blob not null)",
@@ -53,15 +53,16 @@ _TABLES = (
 
 
 class Spill:
-    """``prefix`` begins the name that the file has before it is unlinked.
+    """The file of written names that are not in use. ``prefix`` is the begin of its name, which is
+    removed at once.
 
-    All raise Unanswered while the disk does not answer, and Refused, EIO, if the file cannot be
-    read or is damaged: ``failure`` is why since then. Writing raises OSError.
+    All calls raise Unanswered while the disk does not answer, and Refused, EIO, if the file cannot
+    be read or is damaged; ``failure`` then has the reason. Calls that write raise OSError.
     """
 
     def __init__(self, prefix: Path) -> None:
         self._calls = BoundedCalls("names", wait_s=_WAIT_S)
-        # What nodes are that were read with their names.
+        # The bytes of the nodes that were read with the last names, by inode.
         self._near: dict[int, bytes] = {}
         self._directory = prefix.parent
         self.failure = ""
@@ -92,7 +93,7 @@ class Spill:
         return what[_SUM:]
 
     def inos(self, after: Ino, count: int) -> list[Ino]:
-        """The next ``count`` inodes in their order."""
+        """The next ``count`` inodes after ``after``, ascending."""
         wanted = "select ino, what from node where ino > ? order by ino limit ?"
         found = self._asked(wanted, after, count)
         self._near = dict(found)
@@ -122,10 +123,8 @@ class Spill:
         gone: Iterable[Ino],
         unnamed: Iterable[tuple[Ino, bytes]],
     ) -> None:
-        """Take ``nodes`` and ``names`` in, and forget ``gone`` and ``unnamed``: all or nothing.
-
-        After Unanswered it may still be done.
-        """
+        """Adds ``nodes`` and ``names``, and removes ``gone`` and ``unnamed``, in one transaction.
+        After Unanswered the transaction may still complete."""
         self._near = {}
         summed = [(ino, _summed(what)) for ino, what in nodes]
         self._calls.call(_move, self._tables, summed, list(names), list(gone), list(unnamed))
@@ -148,7 +147,7 @@ class Spill:
 
 
 def _summed(what: bytes) -> bytes:
-    """With its checksum before it."""
+    """``what`` with its checksum before it."""
     return zlib.crc32(what).to_bytes(_SUM, "little") + what
 
 

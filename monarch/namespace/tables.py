@@ -98,8 +98,7 @@ class _Table:
 
 
 class Tables:
-    """The tables of an open snapshot. Made by ``open``; ``close`` invalidates every iterator that
-    was given out."""
+    """The tables of an open snapshot. Made by ``open``; ``close`` invalidates all iterators."""
 
     def __init__(
         self,
@@ -130,11 +129,11 @@ class Tables:
 
     @classmethod
     def open(cls, path: Path, *, memory_max: int = 0) -> Self:
-        """Map the snapshot ``path``. Raises SnapshotError if it cannot be used, with the reason.
+        """Maps the snapshot ``path``. Raises SnapshotError, with the reason, if it cannot be used.
 
-        One of up to ``memory_max`` bytes is read into memory: whatever becomes of the file, of its
-        disk or of its file system is then not felt. Of a mapped file a page that cannot be read
-        ends the process (SIGBUS).
+        A file of up to ``memory_max`` bytes is read into memory: later damage of the file, its disk
+        or its file system then has no effect. If a page of a mapped file cannot be read, the
+        process ends (SIGBUS).
         """
         mapping = Mapping.acquire(path, memory_max=memory_max)
         try:
@@ -208,7 +207,8 @@ class Tables:
         self.curve()
 
     def _is_consistent(self) -> bool:
-        """Whether every number in the tables leads to a place in them, and all parents to the root.
+        """Whether every number in the tables leads to a place in them, and the parents of all
+        entries lead to the root.
 
         A snapshot of another user may have any numbers, with the right checksums.
         """
@@ -268,9 +268,10 @@ class Tables:
 
 
 def _are_possible(records: npt.NDArray[np.void], first: int, info: SnapshotSummary) -> bool:
-    """Whether some records, of which the first has that number, lead to places that there are."""
+    """Whether the numbers in some records lead to existing places; ``first`` is the number of the
+    first record."""
     flags, kinds, extra = records["flags"], records["mode"] & KIND, records["extra"]
-    # A directory has a lower number than what is in it; the root is in itself.
+    # A directory has a lower number than its entries; the root is its own parent.
     above = np.arange(first - 1, first - 1 + len(records))
     above[:1] = max(first - 1, ROOT_INO)
     alias = flags & ALIAS != 0
@@ -287,7 +288,7 @@ def _are_possible(records: npt.NDArray[np.void], first: int, info: SnapshotSumma
 
 
 def _are_strings(block: memoryview, count: int) -> bool:
-    """Whether a block has as many strings, each of them in the block."""
+    """Whether a block has ``count`` strings, each of them within the block."""
     if len(block) < 4 * (count + 1):
         return False
     offsets = np.frombuffer(block[: 4 * (count + 1)], dtype="<u4").astype(np.int64)
@@ -299,7 +300,7 @@ def _are_strings(block: memoryview, count: int) -> bool:
 
 
 def _are_spans(table: _Table, info: SnapshotSummary) -> bool:
-    """Whether the entries of each directory are entries."""
+    """Whether the first children of all directories are entries of the table."""
     low, left = 1, info.directories
     for number in range(len(table.views)):
         block = table.block(number)

@@ -63,7 +63,7 @@ def append_trailer(path: Path, *, page_bytes: int) -> None:
     """Complete a database that LMDB has closed. The caller syncs the file."""
     with open(path, "r+b") as file:
         metas = [_META.unpack(file.read(page_bytes)[: _META.size]) for _ in range(2)]
-        # The two are written in turn; the newer one counts.
+        # LMDB writes the two meta pages in turn; the newer one counts.
         magic, version, _, _, root, last_page, _ = max(metas, key=lambda meta: meta[-1])
         if (magic, version) != (_LMDB_MAGIC, _LMDB_VERSION):
             raise SnapshotError(f"this version of LMDB writes format {version}, not 1")
@@ -78,7 +78,7 @@ def append_trailer(path: Path, *, page_bytes: int) -> None:
         content = struct.pack(f"<{len(numbers)}I", *numbers)
         head = (page_bytes, pages, len(numbers), 0)
         digest = _digest(file.fileno(), numbers, page_bytes, content, head)
-        # LMDB counts pages that it allocated and gave back before they were ever written.
+        # The count includes pages that LMDB allocated and released before they were ever written.
         file.truncate(pages * page_bytes)
         file.seek(pages * page_bytes)
         file.write(content + _FOOTER.pack(*head, digest, _MAGIC))
@@ -205,7 +205,7 @@ def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
 
 
 def _is_sound(page: bytes, page_bytes: int, pages: int, tree: Set[int]) -> bool:
-    """Whether all that LMDB finds by this page of the tree is in the file."""
+    """Whether this page of the tree leads LMDB only to bytes within the file."""
     flags = _flags(page)
     if flags == _BRANCH:
         return all(
@@ -258,7 +258,7 @@ def _flags(page: bytes) -> int:
 
 
 def _offsets(page: bytes) -> tuple[int, ...]:
-    """Where the entries of a page are. Raises struct.error if that cannot be."""
+    """The offsets of the entries of a page. Raises struct.error if they are not valid."""
     _, _, _, lower = _PAGE.unpack_from(page)
     return struct.unpack_from(f"<{(lower - _PAGE_HEADER_BYTES) // 2}H", page, _PAGE_HEADER_BYTES)
 

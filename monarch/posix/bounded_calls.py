@@ -1,4 +1,4 @@
-"""Calls that may hang, and that are waited for where they are made, but not for long."""
+"""Calls that may hang, made with a time limit where no other task can run meanwhile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ T = TypeVar("T")
 
 
 class BoundedCalls:
-    """One thread, for the calls of one caller at a time.
+    """One thread that makes the calls of one caller at a time.
 
-    A call takes about 20 us more than without. One that takes longer than ``wait_s`` raises
-    Unanswered and continues in the thread. Until it ends, all others raise at once.
+    A call takes about 20 us longer than a direct one. A call that takes longer than ``wait_s``
+    seconds raises Unanswered and continues in the thread. Until it ends, all further calls raise
+    Unanswered at once.
     """
 
     def __init__(self, name: str, *, wait_s: float) -> None:
         self._name = name
         self._wait_s = wait_s
-        # A fork takes the thread away.
+        # The process that has the thread: a fork does not copy it.
         self._pid = 0
 
     def _begin(self) -> None:
@@ -39,11 +40,11 @@ class BoundedCalls:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call is under way that was given up."""
+        """Whether a call that was given up still runs."""
         return self._pid == os.getpid() and self._turn.locked()
 
     def call(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """The result of ``function(*args)``, or what it raises."""
+        """Returns ``function(*args)``, or raises its exception. Raises Unanswered."""
         if self._pid != os.getpid():
             self._begin()
         turn = self._turn
@@ -57,7 +58,7 @@ class BoundedCalls:
         return call.result()
 
     def close(self) -> None:
-        """The thread ends after the call that is under way."""
+        """Ends the thread after the running call."""
         if self._pid == os.getpid():
             self._calls.put(None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-# A file system that does not answer for a path in this time counts as hung. Seconds.
+# A file system that does not answer for a path in this time counts as hung, in seconds.
 PATIENCE_S = 2.0
 
 

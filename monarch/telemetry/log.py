@@ -27,7 +27,7 @@ from monarch.units import MiB
 # Three files of this size hold weeks of normal operation and cannot fill a disk.
 _FILE_BYTES = 10 * MiB
 _OLD_FILES = 2
-# How long a line is waited for. Seconds.
+# How long the daemon waits for the writing of a line, in seconds.
 _WAIT_S = 1.0
 # The priorities of syslog with the lowest level of each.
 _PRIORITIES = (
@@ -107,7 +107,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
     missing = 0
 
     def __init__(self, path: Path) -> None:
-        # A disk that hangs must not hold up what the line is about.
+        # A disk that hangs must not delay the caller that logs.
         self._calls = BoundedCalls("log", wait_s=_WAIT_S)
         super().__init__(path, maxBytes=_FILE_BYTES, backupCount=_OLD_FILES)
 
@@ -139,7 +139,7 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
         self._calls.close()
 
     def flush(self) -> None:
-        """Each line is on its way before ``emit`` returns, or its disk does not answer."""
+        """Does nothing: ``emit`` flushes each line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

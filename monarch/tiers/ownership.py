@@ -1,4 +1,4 @@
-"""Which directory beneath a tier's path is whose: each mount has one, and touches no other."""
+"""Finds the directory of a mount beneath a tier's path: each mount has one, and uses no other."""
 
 from __future__ import annotations
 

@@ -180,11 +180,12 @@ class Tier:
         return removed
 
     def count_copies(self) -> int:
-        """How many copies lie there, of any snapshot, whatever the records say."""
+        """The number of copies of any snapshot, recorded or not."""
         return sum(1 for name in _generations(self._root) for _ in _copies_of(self._root, name))
 
     def copies(self) -> Iterator[list[str]]:
-        """The paths, like ``copy_name``, of all that is there, one subdirectory at a time."""
+        """Yields the paths, as of ``copy_name``, of all files of this generation, one subdirectory
+        at a time."""
         with _Listing(self._root, self._generation_name) as entries:
             buckets = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         yield [name for name, is_directory in buckets.items() if not is_directory]

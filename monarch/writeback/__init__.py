@@ -1,1 +1,1 @@
-"""The way of absorbed writes to the source: journal, objects, and the drain between them."""
+"""The way of written data to the source: journal, objects, and the drain between them."""

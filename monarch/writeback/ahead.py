@@ -13,7 +13,8 @@ from monarch.writeback.stager import Stager
 from monarch.writeback.trouble import Trouble
 from monarch.writeback.wakeups import Wakeups
 
-# How far ahead in the queue contents are staged, and how many at a time: they take room there.
+# The number of changes of the queue that are searched for contents to stage, and the number of
+# contents staged ahead at a time. Staged files take room at the source.
 _WINDOW = 512
 _MOST_STAGED = 128
 # The most small contents in one lot.
@@ -21,7 +22,8 @@ _LOT = 32
 
 
 class StageAhead:
-    """``run`` in each of ``workers`` tasks. Belongs to the event loop."""
+    """Stages contents ahead of their turn: ``run`` in each of ``workers`` tasks. Belongs to the
+    event loop."""
 
     def __init__(
         self,
@@ -45,12 +47,13 @@ class StageAhead:
         self._workers = workers
 
     async def run(self) -> None:
-        """Stage what can be staged until cancelled."""
+        """Stages contents ahead of their turn, until cancelled."""
         while True:
             try:
                 lot = self.next_lot()
             except Refused:
-                # Not all names can be read now: the change at the front meets that as well.
+                # Some names cannot be read now. The change at the front of the queue will report
+                # that.
                 lot = []
             if not lot:
                 await self._wakeups.content()
@@ -60,11 +63,10 @@ class StageAhead:
                 await self._stager.stage_lot(lot)
 
     def next_lot(self) -> list[Entry]:
-        """What one worker stages next: one content, or a lot of small ones. Raises Refused.
+        """Chooses what one worker stages next: one content, or a lot of small ones. Raises Refused.
 
-        A content may be staged before its turn if no earlier content of the same object waits, and
-        if the directory that it is to be in is the one that is there now. Many small contents are
-        shared among the workers.
+        A content may be staged before its turn if no earlier change of the same object, of its
+        names or of the directories above them waits. Small contents are shared among the workers.
         """
         if self._trouble.reason is not None or self._stager.count >= _MOST_STAGED:
             return []
@@ -92,7 +94,7 @@ class StageAhead:
             elif op.kind in ("mkdir", "rmdir", "rename", "symlink"):
                 changing.update(op.names())
             if op.object and op.kind in ("attr", "xattr", "link", "rename"):
-                # The new content of a file gets the attributes that the file has by then.
+                # The next content of the file needs the attributes of this change, so it waits.
                 objects.add(op.object)
             if op.kind not in ("content", "attr", "xattr", "create", "take"):
                 named.update(op.names())

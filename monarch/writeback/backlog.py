@@ -1,4 +1,4 @@
-"""What the source has not got yet, as shown to users."""
+"""The changes that are not at the source yet, as shown to users."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ Paths = tuple[bytes, ...]
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What the source has not got yet, and what was drained since the start.
+    """The changes that are not at the source yet, and what was drained since the start.
 
-    ``ops`` counts all changes, ``files`` those of them that are of contents, by file, and ``bytes``
-    is the size of these files. ``oldest_ns``: when the oldest change was recorded, in ns since the
-    epoch; 0 if there is none. ``failures`` counts failed tries, and ``trouble`` says what is wrong
-    now. ``lost``: paths of files whose bytes the tier has lost. ``moving_bytes`` of the files that
-    are being moved have reached the source. ``conflicts`` counts what others had changed at the
-    source, and ``conflict`` is the last of them. ``aside`` are the changes that are set aside, and
-    ``aside_ops`` counts these and what waits with them; ``only_aside``: ``trouble`` is one of them.
+    ``ops`` counts all changes; ``files`` counts the files with contents among them, and ``bytes``
+    is the size of these files. ``oldest_ns`` is the time of the oldest change, in ns since the
+    epoch; 0 if there is none. ``failures`` counts failed tries, and ``trouble`` describes the
+    present failure. ``lost``: the paths of files whose bytes the tier has lost. ``moving_bytes`` of
+    the files under way have reached the source. ``conflicts`` counts the conflicts with changes of
+    others, and ``conflict`` is the last one. ``aside`` are the changes that are set aside;
+    ``aside_ops`` counts these and the changes that wait for them. ``only_aside``: ``trouble`` is
+    about a change that is set aside.
     """
 
     ops: int

@@ -1,7 +1,7 @@
-"""Which paths the last changes at the source were about. Pure.
+"""The paths of changes: of those without a durable mark, and of those that wait. Pure.
 
-A change that was made, but whose mark a crash takes, is made once more. That is harmless while all
-the others that are made once more with it are about other paths.
+If a crash loses the mark of a change that was made at the source, the change is made again. That is
+harmless if all changes that are made again with it have other paths.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 from monarch.writeback.op import Op, above
 
-# A directory that one of these changes is about may itself come, go or move.
+# Changes of these kinds may create, remove or move a directory.
 _OF_DIRECTORIES = frozenset({"mkdir", "rmdir", "rename"})
-# Made again they change nothing of what lies beneath the directory that they are about.
+# Making one of these changes again has no effect on entries beneath its path.
 _OF_ITSELF = frozenset({"mkdir", "attr", "xattr"})
 
 
@@ -21,8 +21,8 @@ class PathSet:
     """The paths of changes whose marks are not on the disk yet."""
 
     def __init__(self) -> None:
-        # Of which what lies beneath is touched as well; all directories above; those of which only
-        # the name itself is.
+        # Paths of changes that affect the entries beneath them; the directories above these paths;
+        # paths of changes that affect no entries beneath them.
         self._paths: set[bytes] = set()
         self._above: set[bytes] = set()
         self._themselves: set[bytes] = set()
@@ -39,7 +39,7 @@ class PathSet:
             self._above.update(above(path))
 
     def conflicts_with(self, op: Op) -> bool:
-        """Whether ``op`` is about a path that is touched, or one above or beneath it."""
+        """Whether ``op`` has a path of the set, or a path above or beneath one."""
         for path in op.names():
             if path in self._paths or path in self._themselves:
                 return True
@@ -59,15 +59,16 @@ class PathSet:
 
 
 class PendingNames:
-    """Names of changes that the source lacks, by directory: a lookup reads no other change.
+    """The names of changes that the source lacks, by directory, so that a lookup reads no other
+    changes.
 
-    A directory with pending names below it is a pending name of its parent.
+    A directory with pending names beneath it is a pending name of its parent.
     """
 
     def __init__(self) -> None:
-        # How many changes are about a name, or directories below it have pending names.
+        # The number of changes of each name; a directory counts one for pending names beneath it.
         self._names: dict[bytes, dict[bytes, int]] = {}
-        # Paths of changes that make, remove or move a directory.
+        # The number of changes that create, remove or move a directory, by path.
         self._directories: dict[bytes, int] = {}
         self._watches: list[PendingWatch] = []
 

@@ -1,4 +1,4 @@
-"""When the drain waits so that others go first: readers of the source, processes that write."""
+"""Delays the drain for readers of the source and for processes that write."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from monarch.transfer.throttle import TokenBucket
 from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.wakeups import Wakeups
 
-# A process that writes many files has paused when it was quiet for this long. Seconds.
+# A process that writes many files has paused after this time without a change, in seconds.
 _QUIET_S = 0.3
-# How long a turn waits for readers of the source to pause before it takes its share. Seconds.
+# How long a turn waits for a pause of the source's readers before it continues, in seconds.
 _PATIENCE_S = 1.0
 _STEP_S = 0.005
 
 
 class Courtesy:
-    """``bucket`` limits the bandwidth. ``busy`` says whether a reader uses the source at a time of
-    the event loop's clock. It goes first, unless a caller waits for the drain or ``demand`` says
-    that the backlog must shrink.
+    """``bucket`` limits the bandwidth. ``busy`` returns whether a reader uses the source at a time
+    of the event loop's clock. Readers go first, unless a caller waits for the drain, or ``demand``
+    returns that the backlog must shrink.
 
-    While changes come one after the other the drain waits, for up to ``hold_s`` from the oldest
-    change on: it would keep the disk busy to which they are written.
+    While a process makes one change after the other, the drain waits, for up to ``hold_s`` seconds
+    from the oldest change on: it would compete for the disk of the tier.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Courtesy:
         self._last_change_s = -math.inf
 
     def note_change(self) -> None:
-        """A change was recorded on the mount."""
+        """Call this when a change was recorded."""
         if self._hold_s:
             self._last_change_s = trio.current_time()
 
     def lets_write(self, queue: DrainQueue) -> bool:
         """Whether the changes of the queue wait for a process that is writing files.
 
-        If a process has synced one of them, it wants the file to be safe: that does not wait.
+        Changes do not wait if a process has synced one of them: it needs the file to be safe.
         """
         if not (queue and self._hold_s) or self._wakeups.waiters:
             return False
@@ -64,7 +64,7 @@ class Courtesy:
         return queue.last_synced < queue.front.seq
 
     async def wait(self, count: int) -> None:
-        """Wait before ``count`` bytes are brought to the source."""
+        """Waits until ``count`` bytes may be brought to the source."""
         await trio.sleep(self._bucket.take(count, trio.current_time()))
         patience = trio.current_time() + _PATIENCE_S
         while (

@@ -1,4 +1,4 @@
-"""All changes that the source has not got, in the order in which they were made on the mount."""
+"""The queue of all changes that are not at the source yet, in the order in which they were made."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from monarch.writeback.op import Op
 class DrainQueue:
     """Belongs to the event loop. Changes that are ``held`` are before all others.
 
-    ``waiting_bytes`` is the size of all contents that wait, also of several of one file;
-    ``last_synced`` the number of the last content that a process has synced. ``pending`` are the
-    names that the changes are about.
+    ``waiting_bytes`` is the size of all waiting contents, in bytes; several contents of one file
+    are added. ``last_synced`` is the sequence number of the last content that a process has synced.
+    ``pending`` has the names of the waiting changes.
     """
 
     def __init__(self, held: HeldChanges) -> None:
@@ -35,7 +35,7 @@ class DrainQueue:
 
     @property
     def front(self) -> Entry:
-        """The change whose turn it is. Raises IndexError if none waits that is not held."""
+        """The next change to be made. Raises IndexError if all waiting changes are held."""
         return self._entries[0]
 
     def first(self, count: int) -> Iterator[Entry]:
@@ -43,7 +43,7 @@ class DrainQueue:
         return islice(self._entries, count)
 
     def append(self, entry: Entry) -> None:
-        """A change was recorded, behind all others."""
+        """Appends a change that was recorded."""
         if entry.op.synced:
             self.last_synced = entry.seq
         self._entries.append(entry)
@@ -51,18 +51,18 @@ class DrainQueue:
         self.pending.add(entry.op)
 
     def remove_front(self) -> None:
-        """The change at the front was made, or does not need to be made."""
+        """Removes the change at the front: it was made, or need not be made."""
         op = self._entries.popleft().op
         self.pending.remove(op)
         self.waiting_bytes -= op.size
 
     def hold_front(self, error: OSError) -> None:
-        """The source has refused the change at the front."""
+        """Holds the change at the front, which the source has refused."""
         self.held.refuse(self._entries.popleft(), error)
 
     def sift(self) -> None:
-        """Take from the front what depends on a held change; or, when it is time, put back what is
-        held, to be tried again."""
+        """Holds the changes at the front that depend on a held one. When the pause is over, puts
+        the held changes back, to be tried again."""
         if not self.held.entries:
             if not (self._entries and self.front.refusal):
                 self.held.end_retries()
@@ -75,26 +75,27 @@ class DrainQueue:
     # -- all of them -------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
-        """All changes that wait, held or not, in their order."""
+        """All waiting changes, held or not, in their order."""
         return chain(self.held.entries, self._entries)
 
     def waiting(self) -> list[Op]:
-        """All changes that the source has not got, in their order."""
+        """All changes that are not at the source, in their order."""
         return [entry.op for entry in self.entries()]
 
     @property
     def last_seq(self) -> int:
-        """The number of the last change that the source has not got; 0 if it has all."""
+        """The sequence number of the last change that is not at the source; 0 if there is none."""
         last = self._entries or self.held.entries
         return last[-1].seq if last else 0
 
     @property
     def first_seq(self) -> int:
-        """The number of the first change that the source has not got; 0 if it has all."""
+        """The sequence number of the first change that is not at the source; 0 if there is none."""
         return next((entry.seq for entry in self.entries()), 0)
 
     def path_of(self, number: int) -> bytes | None:
-        """Where the source has the file of an object whose next change waits; None if none does."""
+        """The path at the source of the file of an object with a waiting change; None if it has
+        none."""
         return next((entry.op.path for entry in self.entries() if entry.op.object == number), None)
 
     # -- what is refused ---------------------------------------------------------------------
@@ -115,12 +116,12 @@ class DrainQueue:
         ]
 
     def refusal(self, *, is_aside: bool) -> str | None:
-        """The first refusal in words, of the changes that are set aside or of the others."""
+        """The first refusal as text: of the changes that are set aside, or of the others."""
         shown = chain(self.held.entries, self.first(1))
         return next((it.refusal for it in shown if it.refusal and it.is_aside is is_aside), None)
 
     def set_aside(self, seqs: Collection[int]) -> None:
-        """Let the other changes of the users of these refused changes go first."""
+        """Sets these refused changes aside: other changes of their users go first."""
         for entry in self.entries():
             if entry.refusal and entry.seq in seqs:
                 self.held.put_aside(entry)

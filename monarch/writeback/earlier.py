@@ -49,7 +49,7 @@ def earlier(settings: MountSettings) -> Earlier:
 
 
 def renumbered(found: Replay) -> Replay:
-    """The same with inode numbers below 0 for entries of the old snapshot: a new snapshot numbers
+    """``found`` with negative inode numbers for entries of the old snapshot: a new snapshot numbers
     them differently. Numbers of files created through a mount are never reused."""
     numbers: dict[int, int] = {}
     ops = []

@@ -1,7 +1,7 @@
-"""What the mount knows of an entry of the source, compared with what the source has now.
+"""The entry that the mount expects at the source, compared with the present one.
 
-Other hosts and users may change the source at any time. What differs from what is known is theirs,
-and is neither replaced nor removed.
+Other hosts and users may change the source at any time. An entry that differs from the expected one
+is theirs, and is neither replaced nor removed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from monarch.types import ANY_SIZE, Identity
 # The precision with which file systems keep times: NTFS 100 ns, many others microseconds or
 # seconds, FAT 2 s.
 _TIME_UNITS_NS = (1, 100, 1000, 10**6, 10**9, 2 * 10**9)
-# The ctime in the identity of a directory that others had made at the source before one of that
-# name was made on the mount. No source has such a ctime, but some have 0 for all entries.
+# The ctime in the identity of a directory of others, if a directory of that name was created on the
+# mount, too. No source has such a ctime, but some have 0 for all entries.
 _SHARED_NS = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What may stand at the source where a change is made, and may be replaced or removed.
+    """The entry that a change may replace or remove at the source.
 
-    ``seq`` is the number of the change. ``known`` is the last known identity of the entry at its
-    path; ``as_set``: the same with each time that may have been set there without a mark. ``ours``:
-    staged files that an earlier mount may have renamed to the path without recording it; an inode
-    number alone does not identify one, since the source uses numbers again. ``over``: entries that
-    renames on the mount have replaced. ``is_made``: the file was made on the mount, so its owner
-    and mode at the source are those that the kernel let it get there. ``was_there``: the source has
-    had the file under its name; if the name leads elsewhere, others have changed it. ``longest``:
+    ``seq`` is the sequence number of the change. ``known`` is the last known identity of the entry
+    at its path; ``as_set``: the same with each time that may have been set there without a mark.
+    ``ours``: staged files that an earlier mount may have renamed to the path without a record. They
+    are not identified by an inode number alone, since the source reuses numbers. ``over``: entries
+    that renames on the mount have replaced. ``is_made``: the file was created on the mount, so its
+    owner and mode at the source are those that the kernel allowed. ``was_there``: the source has
+    had the file under its name; if that is another file now, others have changed it. ``longest``:
     the file may have been grown in place, up to this many bytes. ``is_file``: ``known`` is the
     identity of a regular file.
     """
@@ -46,9 +46,9 @@ class Expected:
     is_file: bool = False
 
     def is_it(self, found: stat_result, *, strict: bool, version: bool = False) -> bool:
-        """Whether ``found`` may be replaced; with ``version`` only in the version that is known.
+        """Whether ``found`` may be replaced; with ``version`` only in the known version.
 
-        The source uses an inode number again as soon as its file is removed, so the number alone
+        The source reuses an inode number as soon as its file is removed, so the number alone
         identifies no version.
         """
         if not strict or self.is_staged(found):
@@ -74,7 +74,8 @@ class Expected:
         )
 
     def _is_as_long(self, found: stat_result) -> bool:
-        """Whether an earlier mount may have appended what ``found`` has beyond the known bytes."""
+        """Whether the bytes of ``found`` behind the known ones may have been appended by an earlier
+        mount."""
         known = self.known
         if known is None or found.st_ino != known.source_ino or not self.longest:
             return True
@@ -83,8 +84,8 @@ class Expected:
     def is_same(self, found: stat_result, *, version: bool = False) -> bool:
         """Whether ``found`` may be the expected entry, with ``version`` in its known version.
 
-        An entry of which nothing is known may be it, unless that was made on the mount and never
-        came to the source.
+        An entry without a known identity may be it, unless it was created on the mount and never
+        drained.
         """
         is_unknown = self.known is None and not (self.ours or self.over or self.is_made)
         return is_unknown or self.is_it(found, strict=True, version=version)
@@ -102,12 +103,13 @@ def _is_version(found: stat_result, known: Identity) -> bool:
 
 
 def is_time(found_ns: int, set_ns: int) -> bool:
-    """Whether a time is the one that was set, in the precision of the source's file system."""
+    """Whether ``found_ns`` is the time that was set, in the precision of the source's file
+    system."""
     return any(found_ns == set_ns - set_ns % unit_ns for unit_ns in _TIME_UNITS_NS)
 
 
 def shared(identity: Identity) -> Identity:
-    """The identity of a directory of others that stands for one that was made on the mount."""
+    """The identity of a directory of others with the name of one that was created on the mount."""
     return replace(identity, ctime_ns=_SHARED_NS)
 
 

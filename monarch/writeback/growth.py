@@ -120,7 +120,7 @@ class Grower:
         marks: Marks,
         courtesy: Courtesy,
     ) -> None:
-        # What this has brought since the start.
+        # Files and bytes that were brought in this way since the start.
         self.files = self.bytes = 0
         self._objects = objects
         self._threads = threads
@@ -131,10 +131,10 @@ class Grower:
         self._courtesy = courtesy
 
     async def grow(self, entry: Entry) -> bool:
-        """Bring what was appended to a file, behind what the source has of it.
+        """Appends to the file at the source what was appended on the mount.
 
-        Returns whether that was possible: not if the object does not have the bytes any more that
-        were recorded, or others have changed the file. Raises OSError.
+        Returns whether that was possible. It is not if the object does not have the recorded bytes
+        any more, or if others have changed the file. Raises OSError.
         """
         op, number = entry.op, entry.op.object
         base = self._state.grows_from(op)

@@ -1,11 +1,10 @@
-"""The changes that the source refuses, and those that wait because they depend on them.
+"""The changes that the source refuses, and the changes that wait because they depend on them.
 
-If the source refuses one change, of its path or to its user, the change is *held*. Later changes
+If the source refuses a change, because of its path or its user, the change is *held*. Later changes
 of the same user, of the same files and of the same paths are held with it. All others are made.
-What is held is tried again, in its order, after a pause.
-
-A change that is refused again and again is *set aside*: then only changes of the same files and
-paths wait for it, and the other changes of its user are made.
+Held changes are tried again, in their order, after a pause. A change that is refused repeatedly is
+*set aside*: then only changes of the same files and paths wait for it, and the other changes of its
+user are made.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from monarch.writeback.wakeups import Wakeups
 
 log = logging.getLogger(__name__)
 
-# A change is set aside after this number of refusals in this time. Seconds.
+# A change is set aside after this number of refusals, over at least this time in seconds.
 _TRIES = 8
 _ASIDE_S = 600.0
-# A source that answers so has no symbolic links: it will never take one.
+# The errors of a source without symbolic links: it will never accept one.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A change that the source refuses: a ``kind`` of change of ``path``, and ``why``.
+    """A refused change: its ``kind``, its ``path``, and the reason ``why``.
 
     ``is_aside``: the other changes of its user do not wait for it.
     """
@@ -53,7 +52,7 @@ class Refusal:
 
 
 class _Subjects:
-    """The files and paths that some changes are about."""
+    """The files and paths of some changes."""
 
     def __init__(self) -> None:
         self._objects: set[int] = set()
@@ -69,7 +68,7 @@ class _Subjects:
             self._directories.add(op.path)
 
     def meets(self, op: Op) -> bool:
-        """Whether a change is about one of them, above and beneath included."""
+        """Whether a change has one of these files or paths, or a path above or beneath one."""
         if {op.object, op.over_object} & self._objects:
             return True
         if op.names() == (b"",):
@@ -80,11 +79,9 @@ class _Subjects:
 
 
 class HeldChanges:
-    """Belongs to the event loop. ``entries`` are the held changes in their order; ``retries``
-    counts how often all of them were released to be tried again, ``refused`` the refusals.
-
-    ``mark_aside`` records in the journal which changes are set aside, by number.
-    """
+    """Belongs to the event loop. ``entries`` are the held changes in their order. ``retries``
+    counts how often all of them were released to be tried again, ``refused`` counts the refusals.
+    ``mark_aside`` records in the journal the sequence numbers of the changes that are set aside."""
 
     def __init__(self, wakeups: Wakeups, mark_aside: Callable[[Collection[int]], object]) -> None:
         self.entries: list[Entry] = []
@@ -94,20 +91,20 @@ class HeldChanges:
         self._mark_aside = mark_aside
         self._users: set[int | None] = set()
         self._subjects = _Subjects()
-        # Of those among them that are set aside.
+        # The files and paths of the changes that are set aside.
         self._aside_subjects = _Subjects()
-        # The numbers that the journal has as set aside.
+        # The sequence numbers that the journal has as set aside.
         self._aside: set[int] = set()
         self._retry_s = math.inf
         self._retry_pause_s = BACKOFF_S[0]
         self._limiter = Limiter(60.0)
 
     def load(self, aside: Collection[int]) -> None:
-        """Take over the numbers of changes that an earlier mount has set aside."""
+        """Takes over the sequence numbers of changes that an earlier mount has set aside."""
         self._aside = set(aside)
 
     def forget(self, seq: int) -> None:
-        """A change was made: it is not set aside any more."""
+        """Removes a change that was made from those that are set aside."""
         self._aside.discard(seq)
 
     def is_behind(self, entry: Entry) -> bool:
@@ -117,7 +114,7 @@ class HeldChanges:
         return _user(entry.op) in self._users or self._subjects.meets(entry.op)
 
     def refuse(self, entry: Entry, error: OSError) -> None:
-        """The source has refused a change: hold it."""
+        """Holds a change that the source has refused."""
         op, now = entry.op, trio.current_time()
         entry.answer = error.errno or errno.EIO
         entry.why = errno_words(error.errno)
@@ -142,7 +139,7 @@ class HeldChanges:
         self.add(entry)
 
     def put_aside(self, entry: Entry) -> None:
-        """Let other changes of the same user go first from the next retry on."""
+        """Sets a change aside: other changes of the same user go first from the next retry on."""
         if entry.is_aside:
             return
         entry.is_aside = True
@@ -157,7 +154,7 @@ class HeldChanges:
             self._mark_aside(self._aside)
 
     def add(self, entry: Entry) -> None:
-        """Hold a change that is behind all others that are held."""
+        """Holds a change behind all others that are held."""
         op = entry.op
         entry.is_held = True
         self.entries.append(entry)
@@ -178,7 +175,7 @@ class HeldChanges:
         return max(0.0, self._retry_s - trio.current_time()) if self.entries else math.inf
 
     def release(self) -> list[Entry]:
-        """All held changes, to be tried again."""
+        """Releases all held changes, to be tried again."""
         released, self.entries = self.entries, []
         for entry in released:
             entry.is_held = False
@@ -188,12 +185,12 @@ class HeldChanges:
         return released
 
     def end_retries(self) -> None:
-        """The source has taken all that it had refused."""
+        """Call this when the source has accepted all changes that it had refused."""
         if self._retry_pause_s != BACKOFF_S[0]:
             log.info("draining to the source continues")
             self._retry_pause_s = BACKOFF_S[0]
 
 
 def _user(op: Op) -> int | None:
-    """The user whose changes stay in their order, whatever the source refuses."""
+    """The user whose changes keep their order, even if the source refuses one."""
     return op.by.uid if op.by is not None else None

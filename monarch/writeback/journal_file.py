@@ -32,25 +32,25 @@ _FALLOC_FL_KEEP_SIZE = 1
 _SCARCE_BYTES = (64 * KiB, 1 * MiB)
 _SCARCE_SHARE = 256
 _AHEAD_BYTES = 4 * MiB
-# The part of the free room that is allocated ahead.
+# The share of the disk's free room that is allocated ahead.
 _AHEAD_SHARE = 4
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class JournalFile:
-    """``open`` makes one. ``append`` is quick; ``sync`` and ``replace`` wait for the disk. All
-    methods may be called from any thread.
+    """The journal's file; ``open`` makes one. ``append`` is quick; ``sync`` and ``replace`` wait
+    for the disk. All methods may be called from any thread.
 
-    ``position`` is the offset of the next record; the first ``synced_bytes`` are on the disk. Of
-    the ``written`` records the first ``synced`` are on the disk; those that the file had when it
-    was opened count as one.
+    ``position`` is the offset of the next record in bytes; the first ``synced_bytes`` are on the
+    disk. Of the ``written`` records the first ``synced`` are on the disk; the records that the file
+    had when it was opened count as one.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
-        # How much a record says to be synced, and the end of the allocated room. The lock is held
-        # for no longer than a write to the page cache.
+        # ``synced_bytes`` as the last record has it, and the end of the allocated room. The lock is
+        # held for no longer than a write to the page cache.
         self._lock = threading.Lock()
         self.position = os.fstat(fd).st_size
         self.synced_bytes = 0
@@ -69,7 +69,7 @@ class JournalFile:
 
     @classmethod
     def open(cls, path: Path) -> JournalFile:
-        """Made empty if there is none. Raises OSError."""
+        """Opens the file; creates an empty one if there is none. Raises OSError."""
         fd = os.open(path, _FLAGS | os.O_NOFOLLOW, 0o600)
         try:
             return cls(path, fd)
@@ -79,30 +79,30 @@ class JournalFile:
 
     @property
     def failed(self) -> str:
-        """Why no sync succeeds any more, empty while syncs succeed."""
+        """Why syncs fail, until the file is replaced; empty while syncs succeed."""
         return errno_words(self._failed.errno) if self._failed is not None else ""
 
     # -- before the first record is appended -----------------------------------------------------
 
     def begin(self, record: Record) -> None:
-        """Write the first record of a new journal. Raises OSError."""
+        """Writes the first record of a new journal. Raises OSError."""
         line = encoded(record)
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, line, 0)
         os.fsync(self.fd)
-        # TIER/monarch may be new as well.
+        # The directories above may be new as well.
         for directory in list(self.path.parents)[:3]:
             sync_path(directory)
         self.position = len(line)
 
     def cut(self, end: int) -> None:
-        """Cut off what follows the last whole record. Raises OSError."""
+        """Cuts off the bytes after the last complete record. Raises OSError."""
         os.ftruncate(self.fd, end)
         os.fsync(self.fd)
         self.position = end
 
     def overwrite(self, content: bytes) -> None:
-        """Replace everything in one step. Raises OSError."""
+        """Replaces the whole content in one step. Raises OSError."""
         staged, fd = self._open_staged()
         try:
             with open(fd, "wb", closefd=False) as file:
@@ -117,7 +117,7 @@ class JournalFile:
         self.fd, self.position = fd, len(content)
 
     def remove_staged(self) -> None:
-        """Remove what a ``replace`` that was cut off has left. Raises OSError."""
+        """Removes the temporary file of an interrupted ``replace``. Raises OSError."""
         self.path.with_name(_STAGED).unlink(missing_ok=True)
 
     def _open_staged(self) -> tuple[Path, int]:
@@ -127,8 +127,8 @@ class JournalFile:
     # -- appending -------------------------------------------------------------------------------
 
     def append(self, *records: Record) -> None:
-        """The records outlive the daemon then. Raises OSError; no part of them is in the file
-        then."""
+        """Appends records, which then survive a kill of the daemon. Raises OSError, and then no
+        part of them is in the file."""
         with self._lock:
             if self.synced_bytes > self._said:
                 records[0]["upto"] = self.synced_bytes
@@ -147,7 +147,7 @@ class JournalFile:
     def _put(self, lines: bytes) -> None:
         written = os.pwrite(self.fd, lines, self.position)
         if written < len(lines):
-            # The disk is full. No half record may stand before the next.
+            # The disk is full: a part of a record is removed before the next one.
             os.ftruncate(self.fd, self.position)
             self._room = 0
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
@@ -185,10 +185,10 @@ class JournalFile:
     # -- syncing ---------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Wait until everything appended so far is on the disk; callers share the wait.
+        """Waits until everything appended so far is on the disk; callers share the wait.
 
-        Raises OSError, and after a failure again and again until ``replace`` has written another
-        file: the kernel forgets what it could not write.
+        Raises OSError. After a failure it fails again until ``replace`` has written another file:
+        the kernel reports a failed write once only.
         """
         wanted = self.written
         with self._turn:
@@ -236,10 +236,10 @@ class JournalFile:
             yield record
 
     def replace(self, first: Callable[[], Iterable[Record]], end: int) -> None:
-        """Replace all records before the offset ``end`` by those that ``first`` returns.
+        """Replaces all records before the offset ``end`` by those that ``first`` returns.
 
         Appends continue meanwhile, and syncs wait for no more than a rename. Raises OSError; the
-        file has not changed then.
+        file is then unchanged.
         """
         try:
             self._replace(first(), end)
@@ -270,8 +270,8 @@ class JournalFile:
             os.close(fd)
 
     def _take_over(self, fd: int, staged: Path, end: int) -> int:
-        """Continue in another file, which replaces all before ``end``; returns the descriptor of
-        the file before."""
+        """Continues in another file, which replaces all records before ``end``; returns the
+        descriptor of the old file."""
         with self._lock:
             later = self.position
         if _write(fd, self.records(end, later)):
@@ -279,7 +279,7 @@ class JournalFile:
         with self._lock:
             if self.fd < 0:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            # Records that came meanwhile have not been synced; no caller was promised that.
+            # Records that came meanwhile are not synced, and no caller relies on them yet.
             synced = os.fstat(fd).st_size
             late = _write(fd, self.records(later, self.position))
             staged.rename(self.path)
@@ -300,7 +300,7 @@ class JournalFile:
 
 
 def _write(fd: int, records: Iterable[Record]) -> int:
-    """Append to a file; how many records there were."""
+    """Appends records to a file; returns their number."""
     lines = [encoded(record) for record in records]
     with open(fd, "ab", closefd=False) as file:
         file.writelines(lines)

@@ -1,4 +1,4 @@
-"""What a journal held when it was read: the state that its records lead to."""
+"""The state of a journal that was read: the result of its records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NAME = "journal"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
-# The size and the modification time of an object as they were recorded last.
+# The last recorded size and modification time of an object.
 Told = tuple[int, int | None]
 
 
@@ -43,17 +43,17 @@ def boot_now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a mount takes up from a journal.
+    """What a mount takes over from a journal.
 
-    ``ops``: (seq, change) in order, from the snapshot to the last tree; ``done``: those of them
-    that the source has, with the identity of each content that was published. ``next_object`` and
-    ``next_ino`` have never been used. ``lost``: the last record of each file that a power cut has
-    taken, with its names, if that was found now; these files are not in ``ops``. ``recorded_ns``:
-    the time of each change that is not done, in ns since the epoch. ``staged``: files of the source
-    that may have got the name of an object in an earlier mount, unrecorded. ``known``: what the
-    journal knew when it was rewritten, None if it never was. ``doubted``: the last record, and its
-    time, of each object with a name that a power cut has made doubtful, also long ago. ``aside``:
-    changes that are set aside, since the source refuses them.
+    ``ops``: the changes with their sequence numbers, in order, from the snapshot to the last tree.
+    ``done``: the sequence numbers of the drained ones, each with the identity of a published
+    content. ``next_object`` and ``next_ino`` were never used. ``lost``: the last record of each
+    file that a power cut has damaged, with its names, if that was found now; these files are not in
+    ``ops``. ``recorded_ns``: the time of each change that is not drained, in ns since the epoch.
+    ``staged``: files of the source that may have got the name of an object in an earlier mount,
+    without a record. ``known``: what the journal knew when it was rewritten, None if it never was.
+    ``doubted``: the last record, and its time, of each object with a name that any power cut has
+    made doubtful. ``aside``: changes that are set aside, since the source refuses them.
     """
 
     ops: tuple[Numbered, ...]
@@ -68,8 +68,8 @@ class Replay:
     aside: frozenset[int] = frozenset()
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
-        """Those of ``objects`` whose bytes no recorded content will bring to the source: none of
-        their contents waits, and the last was neither published nor the source's version."""
+        """Those of ``objects`` with bytes that no recorded content will bring to the source: none
+        of their contents waits, and the last was neither published nor the source's version."""
         settled = set()
         for seq, op in self.ops:
             if op.kind == "content":
@@ -80,14 +80,14 @@ class Replay:
         return set(objects) - settled
 
     def without_history(self) -> Replay:
-        """What is still needed when the changes have been taken up."""
+        """The objects that are still needed after the changes were taken over."""
         return Replay((), {}, self.next_object, self.next_ino, self.lost, {})
 
     def told(self) -> dict[int, Told]:
-        """Size in bytes and modification time of each object as they were recorded last.
+        """The last recorded size and modification time of each object.
 
-        The time is None, which is that of no object, if it was set while the object had bytes that
-        no content records.
+        The time is None, which no object has, if it was set while the object had bytes that no
+        content records.
         """
         told: dict[int, Told] = {}
         for _, op in self.ops:
@@ -100,8 +100,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a journal holds that was read without opening it: the path of the ``source``, what a
-    mount would take up, and ``doubted``, all objects that a power cut has made doubtful."""
+    """The content of a journal that was read without opening it: the path of the ``source``, what a
+    mount would take over, and ``doubted``, all objects that a power cut has made doubtful."""
 
     source: bytes
     replay: Replay
@@ -109,10 +109,8 @@ class Look:
 
 
 def look(directory: Path) -> Look:
-    """Read the journal of ``directory`` while a daemon may be writing it. Nothing is changed.
-
-    Raises TierError if it cannot be read, is damaged, or of a newer Monarch.
-    """
+    """Reads the journal of ``directory``, even while a daemon writes it; changes nothing. Raises
+    TierError if it cannot be read, is damaged, or is of a newer Monarch."""
     path = directory / NAME
     try:
         boot = boot_now()
@@ -129,10 +127,10 @@ def look(directory: Path) -> Look:
 
 
 class Found:
-    """The state after the records of a journal that were given to ``add``.
+    """The state after the records that were passed to ``add``.
 
-    ``end``: the offset behind the last whole record, in bytes. ``boot``: the last start of the
-    machine that was recorded. ``durable``: objects of which a content has been synced or published.
+    ``end`` is the offset behind the last complete record, in bytes. ``boot``: the last recorded
+    start of the machine. ``durable``: objects with a content that was synced or published.
     """
 
     def __init__(self, token: str, source: bytes) -> None:
@@ -146,13 +144,13 @@ class Found:
         self.done_beyond: set[int] = set()
         self.aside: set[int] = set()
         self.staged: dict[int, set[Identity]] = {}
-        # The object of each content that was not published yet.
+        # The object of each content that was not published yet, by sequence number.
         self._contents: dict[int, int] = {}
         self.identities: dict[int, Identity] = {}
         self.durable: set[int] = set()
         self.lost: set[int] = set()
         self.boot = ""
-        # How many changes were recorded before that start of the machine.
+        # The number of changes that were recorded before that start of the machine.
         self._before_boot = 0
         self.known: Known | None = None
         self.ops: list[Numbered] = []
@@ -166,11 +164,9 @@ class Found:
 
     @classmethod
     def of(cls, content: bytes, path: Path, boot: str) -> Found | None:
-        """The state after the records of ``content``, None if it has none.
-
-        What a crash left of the last record is not read. Raises TierError if the journal is
-        damaged, or of a newer Monarch.
-        """
+        """The state after the records of ``content``, None if it has none. An incomplete last
+        record, left by a crash, is ignored. Raises TierError if the journal is damaged, or of a
+        newer Monarch."""
         found: Found | None = None
         number = offset = 0
         while offset < len(content):
@@ -213,7 +209,7 @@ class Found:
         return found
 
     def add(self, record: Record) -> None:
-        """One more record. Raises ValueError, KeyError or TypeError if it is none."""
+        """Adds a record. Raises ValueError, KeyError or TypeError if it is not valid."""
         if "op" in record:
             seq, op = int(record["seq"]), from_record(record)
             self.ops.append((seq, op))
@@ -254,7 +250,7 @@ class Found:
         return seq <= self.done_upto or seq in self.done_beyond
 
     def lost_now(self, boot: str) -> dict[int, Op]:
-        """The last record of each object with a name that no content says to be durable, and that
+        """The last record of each object with a name, if no content says that it is durable and it
         was recorded before the start ``boot`` of the machine."""
         durable = self.durable | self.lost
         if self.boot == boot:
@@ -263,8 +259,8 @@ class Found:
         return {number: op for number, (op, _) in self.last_of(recorded - durable).items()}
 
     def last_of(self, objects: Collection[int]) -> dict[int, tuple[Op, int]]:
-        """The last record, with its time, of each of ``objects`` that has a name, with the last
-        names."""
+        """The last record, with its time and the last names, of each of ``objects`` that has a
+        name."""
         last: dict[int, tuple[Op, int]] = {}
         if not objects:
             return last
@@ -279,7 +275,7 @@ class Found:
         }
 
     def replay(self, lost: Mapping[int, Op]) -> Replay:
-        """What a mount takes up. ``lost`` as of ``lost_now``."""
+        """The state for a mount; ``lost`` as returned by ``lost_now``."""
         all_lost = self.lost | lost.keys()
         ops = list(without(self.ops, all_lost)) if all_lost else self.ops
         undone = [seq for seq, _ in ops if not self.is_done(seq)]
@@ -289,7 +285,7 @@ class Found:
             staged={number: frozenset(its) for number, its in self.staged.items()},
             next_object=self.next_object,
             next_ino=self.next_ino,
-            # Of a file that was only copied up the source has the bytes.
+            # The source has the bytes of a file that was only copied up.
             lost=tuple(op for op in lost.values() if op.kind != "take"),
             recorded_ns={seq: self.recorded_ns[seq] for seq in undone},
             known=self.known,
@@ -307,7 +303,7 @@ class Found:
         return header(self.token, self.source, self.next_seq, self.next_object, self.next_ino)
 
     def rewritten(self, kept: Sequence[Numbered], boot: str) -> Iterator[Record]:
-        """The records that lead to this state with no changes but ``kept``."""
+        """The records that lead to this state, with the changes ``kept`` only."""
         seqs = {seq for seq, _ in kept}
         objects = {*objects_of(kept)}
         yield self.header()
@@ -327,19 +323,19 @@ class Found:
                 "also": sorted(self.done_beyond & seqs),
                 "at": marks({seq: it for seq, it in self.identities.items() if seq in seqs}),
             }
-        # After the marks: the mark of a content says that what was staged before it has arrived.
+        # After the marks: the mark of a content means that files staged before it have arrived.
         for number in self.staged.keys() & objects:
             for staged in self.staged[number]:
                 yield staged_record(number, staged)
 
 
 def _recorded(ops: Iterable[Numbered]) -> Iterator[int]:
-    """Objects of which something was recorded."""
+    """The numbers of all recorded objects."""
     return (op.object for _, op in ops if op.kind in ("create", "take", "content"))
 
 
 def _require_torn(content: bytes, offset: int, where: str, *, may_be_torn: bool) -> None:
-    """Raises TierError if a crash cannot have left what is not whole at ``offset``.
+    """Raises TierError if the incomplete data at ``offset`` cannot be the result of a crash.
 
     A power cut keeps any page that was not synced and loses any other; a kill loses none.
     ``may_be_torn``: the machine has started since the records before it.
@@ -363,12 +359,13 @@ def _require_torn(content: bytes, offset: int, where: str, *, may_be_torn: bool)
     )
 
 
-# What ``look`` has read last, and of which version of a file: a mount reads it before it opens it.
+# The result of the last ``look``, and the version of the file: a mount inspects a journal before it
+# opens it.
 _LOOKED: dict[tuple[int, ...], Found] = {}
 
 
 def read_journal(fd: int, path: Path, boot: str, *, keep: bool = False) -> Found | None:
-    """The state that the records of an open journal lead to, None if it has none.
+    """The state of an open journal, None if it has no records.
 
     With ``keep`` the next call for the same version of the file need not read it. Raises OSError,
     TierError.

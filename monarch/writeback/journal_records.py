@@ -35,7 +35,8 @@ import xxhash
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.op import Op, text, to_record
 
-# Version 2 names the user of each change; the Monarch that knows version 1 would make all as root.
+# Version 2 names the user of each change. A Monarch that knows only version 1 would make all
+# changes as root.
 VERSION = 2
 _DIGITS = 16
 _ENCODED = json.JSONEncoder(separators=(",", ":")).encode

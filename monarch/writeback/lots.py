@@ -1,9 +1,9 @@
-"""Many small contents on their way together: few hops to a thread, and one wait for each disk.
+"""Stages many small contents together: few hops to a thread, and one wait for each disk.
 
-A file system that is asked to sync one small file after the other writes its own journal for each
-of them. Here the disk is given all of their bytes first: then the first sync has written what the
-others wait for. Each function runs in a worker thread, and answers for each content by itself: what
-became of it, or the OSError with which it failed.
+A file system that syncs small files one after the other writes its own journal for each. So the
+bytes of all files are given to the disk first; the first sync then writes most of what the others
+wait for. Each function runs in a worker thread, and returns for each content its own result, or the
+OSError with which it failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from monarch.types import Identity
 from monarch.units import MiB
 from monarch.writeback.staging import Staging
 
-# What one turn moves.
+# The number of bytes of each file that one turn moves.
 _TURN_BYTES = MiB
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ Apply = Callable[[int], None]
 
 
 def open_all(stagings: Sequence[Staging], are_synced: Sequence[bool]) -> list[Identity | OSError]:
-    """The objects as they are, when the bytes of those that are not synced are on the disk."""
+    """Opens the objects; returns their identities when the bytes of the unsynced ones are on the
+    disk."""
     opened = [_tried(partial(it.open, sync=False)) for it in stagings]
     unsynced = [not synced for synced in are_synced]
     for it, found, sync in zip(stagings, opened, unsynced, strict=True):
@@ -38,15 +39,15 @@ def open_all(stagings: Sequence[Staging], are_synced: Sequence[bool]) -> list[Id
 
 
 def begin_all(stagings: Sequence[Staging]) -> list[OSError | None]:
-    """Have an empty staged file of each."""
+    """Opens the empty staged file of each content."""
     return [_tried(it.begin) for it in stagings]
 
 
 def move_all(
     stagings: Sequence[Staging], applies: Sequence[Apply], *, verify: bool
 ) -> list[Identity | OSError]:
-    """Bring all bytes of each, dressed and durable, with ``verify`` read back; the objects as they
-    are then."""
+    """Copies all bytes of each content, sets its attributes and makes it durable; with ``verify``
+    reads it back. Returns the identities of the objects then."""
     moved = [
         _tried(partial(_moved, it, apply)) for it, apply in zip(stagings, applies, strict=True)
     ]

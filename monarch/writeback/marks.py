@@ -17,8 +17,8 @@ from monarch.writeback.source_state import SourceState
 class Marks:
     """Belongs to the event loop. Each method raises OSError if the journal cannot be written.
 
-    A change that was made but whose mark is not on the disk is made again after a power cut. So
-    another change of its paths has to wait for that mark.
+    A change without a durable mark is made again after a power cut. So another change of its paths
+    has to wait for that mark.
     """
 
     def __init__(self, journal: Journal, threads: ThreadPool, state: SourceState) -> None:
@@ -30,9 +30,9 @@ class Marks:
         self._last_mark = 0
 
     def staged(self, lot: Collection[tuple[Entry, Place, Identity]]) -> None:
-        """Staged files are about to be filled with these versions of their objects.
+        """Marks that staged files are about to be filled with these versions of their objects.
 
-        After a crash they are known by this mark as files of this journal.
+        After a crash this mark shows that they belong to this journal.
         """
         marks = [
             (entry.op.object, Identity(version.size, version.mtime_ns, 0, place.source_ino))
@@ -45,9 +45,9 @@ class Marks:
             self._state.note_staged(number, staged)
 
     def durable(self, *entries: Entry) -> None:
-        """The objects of these contents are on the disk.
+        """Marks that the objects of these contents are on the disk.
 
-        Without this mark a power cut would make the next mount doubt their bytes.
+        Without this mark the next mount after a power cut would doubt their bytes.
         """
         if entries:
             self._journal.mark_durable(*(entry.op.object for entry in entries))
@@ -55,37 +55,38 @@ class Marks:
             entry.record = self._journal.written
 
     def lost(self, number: int) -> None:
-        """The tier has lost the bytes of an object."""
+        """Marks that the tier has lost the bytes of an object."""
         self._journal.mark_lost(number)
 
     def done(self, done: Mapping[int, Identity | None], *, upto: int) -> None:
-        """Changes are at the source, by number with their identity, and all up to ``upto``."""
+        """Marks changes as drained, by sequence number with their identities, and all up to
+        ``upto``."""
         self._journal.mark_done(done, upto=upto)
         self._last_mark = self._journal.written
 
     def add_unsynced(self, op: Op) -> None:
-        """A change was made whose mark may not be on the disk."""
+        """Records that a change was made and has a mark that may not be on the disk."""
         self._unsynced.add(op)
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether a mark may not be on the disk."""
+        """Whether any mark may not be on the disk."""
         return bool(self._unsynced)
 
     def conflicts_with(self, op: Op) -> bool:
-        """Whether a change has to wait for a mark that is not on the disk."""
+        """Whether a change has to wait for a mark that may not be on the disk."""
         return self._unsynced.conflicts_with(op)
 
     async def sync_done(self) -> None:
-        """Until all marks are on the disk."""
+        """Waits until all marks are on the disk."""
         await self.sync(self._last_mark)
         self._unsynced.clear()
 
     async def sync(self, record: int) -> None:
-        """Until the journal is on the disk up to that record.
+        """Waits until the journal is on the disk up to a record.
 
-        Nothing is done at the source whose record a power cut could take: the mount would show
-        what the source has not got any more.
+        No change may be made at the source whose record a power cut could remove: the mount would
+        then show an older state than the source has.
         """
         if self._journal.synced < record:
             await self._threads.run(self._journal.sync)

@@ -1,4 +1,5 @@
-"""Brings the bytes of staged files to the source, in turns; readers of the source go first."""
+"""Copies the bytes of staged files to the source, in turns, so that readers of the source go
+first."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.lots import move_all
 from monarch.writeback.staging import Staging
 
-# What one turn in a worker thread moves.
+# The number of bytes that one turn in a worker thread moves.
 TURN_BYTES = 4 * MiB
 
 Apply = Callable[[int], None]
@@ -29,12 +30,12 @@ class Mover:
 
     @property
     def moved_bytes(self) -> int:
-        """How many bytes of the files that are being moved have reached the source."""
+        """The bytes of the files under way that have reached the source."""
         return sum(staging.moved for staging in self._moving)
 
     async def move(self, staging: Staging, size: int, apply: Apply) -> None:
-        """Move the ``size`` bytes of a staged file, give it its attributes with ``apply``, and
-        make it durable. Raises OSError."""
+        """Copies the ``size`` bytes of a staged file, sets its attributes with ``apply``, and makes
+        it durable. Raises OSError."""
         self._moving.append(staging)
         try:
             await self._courtesy.wait(min(size, TURN_BYTES))
@@ -53,8 +54,8 @@ class Mover:
     async def move_lot(
         self, stagings: Sequence[Staging], applies: Sequence[Apply], size: int
     ) -> list[Identity | OSError]:
-        """As ``move``, of many small files of ``size`` bytes together, in one turn; the versions
-        of their objects after it, or why a file was not moved."""
+        """Copies many small files of ``size`` bytes together, in one turn. Returns the versions of
+        their objects after it, or the errors of files that failed."""
         self._moving += stagings
         try:
             await self._courtesy.wait(size)

@@ -1,4 +1,4 @@
-"""Which changes the source has for good, and callers that wait for them."""
+"""The changes that are at the source for good, and the callers that wait for them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from monarch.writeback.wakeups import Wakeups
 
 
 class Progress:
-    """Belongs to the event loop. Changes are known by their number in the journal.
-
-    While a caller waits, pauses of the drain after a failure end early.
-    """
+    """Belongs to the event loop. Changes are identified by their sequence numbers. While a caller
+    waits, pauses of the drain after a failure end early."""
 
     def __init__(
         self, queue: DrainQueue, order: ContentOrder, trouble: Trouble, wakeups: Wakeups
@@ -27,12 +25,13 @@ class Progress:
         self._order = order
         self._trouble = trouble
         self._wakeups = wakeups
-        # The source has all changes up to the first number, and these of the later ones.
+        # All changes up to the first number are drained, and these of the later ones.
         self._done_upto = 0
         self._done_beyond: set[int] = set()
 
     def load(self, replay: Replay) -> None:
-        """Take over which changes an earlier mount has made. Before any other call."""
+        """Takes over the changes that an earlier mount has drained. Must be called before all other
+        methods."""
         first = next((seq for seq, _ in replay.ops if seq not in replay.done), None)
         for seq, _ in replay.ops:
             if first is None or seq < first:
@@ -41,7 +40,7 @@ class Progress:
                 self._done_beyond.add(seq)
 
     def note_done(self, seq: int) -> None:
-        """A change was made, and is not in the queue any more."""
+        """Records that a change was made and has left the queue."""
         first = self._queue.first_seq
         self._done_beyond.add(seq)
         # Later changes may have been made while this one was held.
@@ -51,22 +50,22 @@ class Progress:
             self._done_beyond = {done for done in self._done_beyond if done > self._done_upto}
 
     def is_done(self, seq: int) -> bool:
-        """Whether the source has that change for good, and all that it depends on."""
+        """Whether a change is drained for good, with all that it depends on."""
         is_made = seq <= self._done_upto or seq in self._done_beyond
         return is_made and self._order.is_met(seq)
 
     def has_all(self, seq: int) -> bool:
-        """Whether the source has all changes up to ``seq`` for good."""
+        """Whether all changes up to ``seq`` are drained for good."""
         return seq <= self._done_upto and self._order.is_met_upto(seq)
 
     async def wait(self, seq: int) -> None:
-        """Until the source has that change."""
+        """Waits until a change is drained."""
         await self._wakeups.until(lambda: self.is_done(seq))
 
     async def wait_or_fail(self, seq: int) -> None:
-        """Until the source has that change.
+        """Waits until a change is drained.
 
-        Raises OSError with what the source answers, if it takes nothing, or not that change.
+        Raises OSError with the error of the source, if it accepts no change, or refuses this one.
         """
         stops = self._trouble.stops
 
@@ -82,24 +81,26 @@ class Progress:
             raise OSError(number, os.strerror(number))
 
     async def wait_all(self, seq: int) -> None:
-        """Until the source has all changes up to ``seq``."""
+        """Waits until all changes up to ``seq`` are drained."""
         await self._wakeups.until(lambda: self.has_all(seq))
 
     async def settle(self) -> None:
-        """Until the source has all changes that were recorded by now."""
+        """Waits until all changes recorded by now are drained."""
         await self.wait_all(self._queue.last_seq)
 
     async def come_to_rest(self) -> None:
-        """Until the source has all changes that were recorded by now but what it refuses."""
+        """Waits until all changes recorded by now are drained, except for those that the source
+        refuses."""
         seq = self._queue.last_seq
         await self._wakeups.until(lambda: self._has_all_but_held(seq))
 
     async def wait_for(self, path: bytes, *, object: int, user: int | None) -> None:
-        """Until the source has all changes that were recorded by now and concern the caller.
+        """Waits until all changes recorded by now that concern the caller are drained.
 
-        These are all changes that the source takes, and, of what it refuses, the changes of the
-        ``object`` and of the ``user``. Only the low bits of that number count (USER_BITS). If it is
-        None, changes of the path, of the names directly in it, and of the directories above count.
+        All changes that the source accepts concern the caller. Of the refused ones, those of the
+        ``object`` and of the ``user`` do. Only the low bits of the user's number are compared
+        (USER_BITS). If it is None, changes of the path, of the names directly in it, and of the
+        directories above concern the caller.
         """
         seq = self._queue.last_seq
 
@@ -121,8 +122,8 @@ class Progress:
         )
 
     async def settle_path(self, path: bytes) -> None:
-        """Until the source has all changes that were recorded by now of a path, and of the
-        directories above, but what it refuses."""
+        """Waits until all changes recorded by now of a path, and of the directories above, are
+        drained, except for those that the source refuses."""
         seq = self._queue.last_seq
 
         def concerns(op: Op) -> bool:
@@ -138,7 +139,7 @@ class Progress:
         )
 
     async def retry(self) -> None:
-        """Until every change that the source refuses has been tried once more."""
+        """Waits until every refused change has been tried once more."""
         refused = [entry for entry in self._queue.entries() if entry.refusal]
         before = self._queue.held.retries
         if refused:
@@ -150,7 +151,7 @@ class Progress:
             )
 
     async def come_to_hold(self) -> None:
-        """Until no change that was refused is tried at this moment."""
+        """Waits until no refused change is being tried."""
         queue = self._queue
         await self._wakeups.until(
             lambda: not any(entry.refusal for entry in queue.first(len(queue)))

@@ -46,12 +46,12 @@ class SourceAttributes:
         """Set all attributes that ``op`` names, with the rights of the thread. Raises OSError."""
         has_owner = self._set_owner(fd, op)
         if op.xattrs:
-            # Before the mode, which may take away the right to set them.
+            # Set before the mode, which may remove the right to set them.
             self._set_xattrs(fd, op)
         if op.mode is not None and not stat.S_ISLNK(os.fstat(fd).st_mode):
             mode = stat.S_IMODE(op.mode)
             if not has_owner:
-                # Set-ID bits would give the rights of another user than was meant.
+                # Set-ID bits would give the rights of the wrong user.
                 mode &= ~SPECIAL_BITS
             try:
                 os.chmod(path_of(fd), mode)
@@ -88,7 +88,7 @@ class SourceAttributes:
             os.close(fd)
 
     def _set_owner(self, fd: int, op: Op) -> bool:
-        """Set owner and group; whether the entry has them then."""
+        """Sets owner and group; returns whether the entry has them then."""
         now = os.fstat(fd)
         uid = now.st_uid if op.uid is None else op.uid
         gid = now.st_gid if op.gid is None else op.gid
@@ -114,7 +114,7 @@ class SourceAttributes:
                     os.removexattr(path_of(fd), name)
             except OSError as error:
                 if error.errno == errno.ENOSPC and os.fstatvfs(fd).f_bavail:
-                    # The disk is not full, only the room for the attributes of one file.
+                    # The disk is not full, only the space for the attributes of one file.
                     error = OSError(errno.E2BIG, os.strerror(errno.E2BIG))
                 if error.errno != errno.ENODATA:
                     self._raise_if_supported("extended attributes", error, op)
@@ -129,20 +129,22 @@ class SourceAttributes:
 
 
 def sync_directory_at(fd: int) -> None:
-    """Make the names in an open directory durable. Raises OSError."""
+    """Makes the names in an open directory durable. Raises OSError."""
     try:
         os.fsync(fd)
     except OSError as error:
         if error.errno == errno.EBADF:
-            # A directory that its user may not list is open by name only.
+            # A directory that its user may not list is open as O_PATH only.
             sync_entry(fd)
         elif error.errno not in _NO_SYNC:
             raise
 
 
 def sync_entry(fd: int) -> None:
-    """Make a file or directory durable that is open by name only. One that the thread may not read
-    is left to the source. Raises OSError."""
+    """Makes a file or directory durable that is open as O_PATH only.
+
+    If the thread may not read it, that is left to the source. Raises OSError.
+    """
     if stat.S_IFMT(os.fstat(fd).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
         return
     try:

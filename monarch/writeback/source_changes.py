@@ -30,10 +30,9 @@ class AttributeChanges:
     def change(
         self, directories: OpenDirectories, op: Op, expected: Expected, *, will_come: bool = False
     ) -> Identity | None:
-        """The identity of the entry then; None if it is missing or belongs to others.
-
-        ``will_come``: a later content brings its name and all attributes. Raises OSError.
-        """
+        """Makes a change; returns the identity of the entry then, None if it is missing or belongs
+        to others. ``will_come``: a later content brings its name and all attributes. Raises
+        OSError."""
         try:
             by = directories.user_of(op)
             op = replace(op, path=_own_path(directories, op, by, expected))
@@ -71,8 +70,8 @@ class AttributeChanges:
         return identity_of(os.fstat(fd))
 
     def _without_times_of(self, op: Op, found: os.stat_result, expected: Expected) -> Op:
-        """A change without its times if others have written the file since, which they would
-        hide."""
+        """``op`` without its times if others have written the file since: the old times would hide
+        that."""
         if (op.mtime_ns, op.atime_ns) == (None, None) or not op.strict:
             return op
         if expected.is_same(found, version=True):
@@ -84,7 +83,7 @@ class AttributeChanges:
 def _own_path(
     directories: OpenDirectories, op: Op, by: Credentials | None, expected: Expected
 ) -> bytes:
-    """The first name of a file that still leads to it; its first name if none does."""
+    """The first name that still leads to the file; its first name if none does."""
     for path in op.paths if op.strict else ():
         with suppress(OSError):
             there = status_at(*directories.of(path, by))

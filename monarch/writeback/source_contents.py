@@ -1,7 +1,7 @@
 """Staged files at the source: opened, given their attributes, and discarded.
 
-A staged file lies beside the name that it is going to get, and belongs to the user who wrote it, so
-that the source's own kernel decides what that user may do there.
+A staged file lies beside its future name, and belongs to the user who wrote it. So the source's own
+kernel decides what that user may do there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from monarch.writeback.source_directories import Directories, OpenDirectories, c
 from monarch.writeback.source_places import Place, kind_of_place, require_writable
 from monarch.writeback.source_temporaries import NEW, Temporaries
 
-# Others have changed at the source what a file was staged for. The drain stages it again. Not
-# ESTALE, by which a source reports that it is lost and must be opened anew.
+# Others have changed the entry at the source that the staged file was to replace. The drain stages
+# it again. The errno is not ESTALE, with which a lost source answers until it is opened anew.
 CHANGED_MEANWHILE = errno.EAGAIN
 # The errors of a call that the user may not make.
 FORBIDDEN = (errno.EPERM, errno.EACCES)
@@ -109,16 +109,15 @@ class StagedContents:
         return opened()
 
     def open_staged(self, path: bytes, number: int, source_ino: int) -> SourceFile:
-        """The staged file of an object without bytes in the tier, to read it.
-
-        ``source_ino`` is its inode number, 0 if that is not known. Raises OSError, SourceChanged.
-        """
+        """Opens the staged file of an object without bytes in the tier, for reading. ``source_ino``
+        is its inode number, 0 if that is not known. Raises OSError, SourceChanged."""
         directory, slash, _ = path.rpartition(b"/")
         part = directory + slash + self._temporaries.part(number, through=True)
         return self._source.open_known(part, source_ino)
 
     def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
-        """Make durable what was written at the source directly, with the attributes of ``op``.
+        """Makes data durable that was written at the source directly, with the attributes of
+        ``op``.
 
         Returns its size in bytes, and its identity if it has its names already, None if it is still
         staged. Raises OSError, ENOENT if there is neither.
@@ -149,14 +148,14 @@ class StagedContents:
             return status.st_size, None if is_staged else identity_of(status)
 
     def discard_part(self, path: bytes, number: int) -> None:
-        """Remove the staged file of an object without bytes in the tier. Raises nothing."""
+        """Removes the staged file of an object without bytes in the tier. Raises nothing."""
         with self._directories() as directories, suppress(OSError):
             fd, _ = directories.of(path, None)
             os.unlink(self._temporaries.part(number, through=True), dir_fd=fd)
 
     def apply_attributes(self, fd: int, op: Op, place: Place, expected: Expected) -> None:
-        """Give a staged file the attributes of a content. Raises OSError, EAGAIN if others have
-        removed what it replaces."""
+        """Gives a staged file the attributes of a content. Raises OSError, EAGAIN if others have
+        removed the file that it replaces."""
         if place.kind == "over" and place.target is not None and op.strict:
             self._apply_attributes_of(place.target, fd, op)
             return
@@ -165,7 +164,7 @@ class StagedContents:
             op = replace(op, mode=None if op.mode is None else op.mode & ~SPECIAL_BITS)
         if place.by is None and not (expected.is_made or op.by is None):
             op = replace(op, uid=None, gid=None, mode=(op.mode or 0) & ~SPECIAL_BITS)
-        # Only root can have set these on the mount.
+        # Only root can have set these bits on the mount.
         trusted = {n: v for n, v in op.xattrs.items() if n.startswith(b"trusted.")}
         with acting_as(place.by):
             others = {n: v for n, v in op.xattrs.items() if n not in trusted}
@@ -174,7 +173,7 @@ class StagedContents:
             self._attributes.set(fd, Op(kind="xattr", path=op.path, xattrs=trusted))
 
     def _apply_attributes_of(self, target: os.stat_result, fd: int, op: Op) -> None:
-        """Carry over the attributes of the version that is replaced, as a write in place does."""
+        """Copies the attributes of the replaced version, which a write in place would keep."""
         with self._directories() as directories:
             directory_fd, name = directories.of(op.path, None)
             it = os.open(name, ITSELF, dir_fd=directory_fd)

@@ -20,7 +20,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 class OpenDirectories:
     """Belongs to one thread, which calls ``close`` at the end.
 
-    A directory that others have removed at the source is made again for what is written in it.
+    If others have removed a directory at the source, it is made again for the entries that were
+    written in it.
     """
 
     def __init__(self, source: Source, attributes: SourceAttributes, log: SourceLog) -> None:
@@ -57,7 +58,7 @@ class OpenDirectories:
         return fd, name or b"."
 
     def user_of(self, op: Op) -> Credentials | None:
-        """The user with whose rights an entry is changed: None for the daemon's own.
+        """The user with whose rights an entry is changed; None for the daemon's own.
 
         A change whose record names no user is made with the rights of the entry's owner.
         """
@@ -67,7 +68,7 @@ class OpenDirectories:
         return Credentials(there.st_uid, there.st_gid) if there is not None else None
 
     def sync(self) -> None:
-        """Make the names in all of them durable. Raises OSError."""
+        """Makes the names in all open directories durable. Raises OSError."""
         for fd in self._open.values():
             sync_directory_at(fd)
 
@@ -93,7 +94,7 @@ class OpenDirectories:
         return fd
 
     def _make(self, above_fd: int, name: bytes, path: bytes) -> None:
-        """Make a directory that others have removed, with no more rights than the one above it."""
+        """Makes a directory that others have removed, with no more rights than the one above it."""
         above = os.fstat(above_fd)
         try:
             os.mkdir(name, 0o700, dir_fd=above_fd)
@@ -123,9 +124,9 @@ def is_owner(directory_fd: int, by: Credentials | None) -> bool:
 
 
 def creator(op: Op) -> Credentials | None:
-    """The user with whose rights an entry is made at the source: None for the daemon's own.
+    """The user with whose rights an entry is created at the source; None for the daemon's own.
 
-    A change whose record names no user is made with the rights of the owner that the entry gets.
+    A change whose record names no user is made with the rights of the entry's future owner.
     """
     if op.by is not None or op.uid is None or not can_act_as_others():
         return op.by
@@ -136,5 +137,5 @@ def _directory_at(root: int, path: bytes) -> int:
     try:
         return open_beneath(root, path, _DIRECTORY)
     except PermissionError:
-        # The user may perhaps write into a directory that the user may not list.
+        # The user may have the right to write into a directory without the right to list it.
         return open_beneath(root, path, os.O_PATH | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""What the user is to know of the source: conflicts, and what the source does not support."""
+"""Events at the source for the user: conflicts, and attributes that the source does not support."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SourceLog:
     """
 
     def __init__(self, token: str, node: str | None = None) -> None:
-        # Two mounts of one node, or a journal that was begun anew, count changes from 1 as well.
+        # Two mounts of one node, or a new journal, also count changes from 1.
         self._ending = b".monarch-conflict-%s-%s-" % (
             os.fsencode(os.uname().nodename if node is None else node),
             token[:_TOKEN_DIGITS].encode("ascii"),
@@ -48,7 +48,8 @@ class SourceLog:
         self.dropped_xattrs: dict[tuple[bytes, bytes], str] = {}
 
     def conflict_name(self, name: bytes, seq: int) -> bytes:
-        """The name for what change ``seq`` leaves beside ``name``, an entry of others by now."""
+        """The name for the version of change ``seq``, kept beside ``name``, which belongs to others
+        now."""
         ending = b"%s%d" % (self._ending, seq)
         return name[: _NAME_MAX - len(ending)] + ending
 
@@ -63,13 +64,13 @@ class SourceLog:
         log.warning("source: conflict: %r %s%s", os.fsdecode(path), why, where)
 
     def forget(self) -> None:
-        """The user knows the conflicts and dropped attributes so far."""
+        """Call this when the user has acknowledged the conflicts and dropped attributes."""
         self.conflicts.clear()
         self.dropped_xattrs.clear()
         self.conflict_count = 0
 
     def note_refused(self, what: str, error: OSError, path: bytes) -> None:
-        """Warn that the source does not support ``what``: once for each reason."""
+        """Warns that the source does not support ``what``: once for each reason."""
         number = error.errno or errno.EIO
         if (what, number) not in self._refused:
             self._refused.add((what, number))
@@ -81,18 +82,19 @@ class SourceLog:
             )
 
     def note_dropped(self, path: bytes, name: bytes, why: str) -> None:
-        """The source has not taken the extended attribute ``name``."""
+        """Records that the source has not accepted the extended attribute ``name``."""
         self.dropped_xattrs[path, name] = why
         # Other threads change the table as well.
         for oldest in list(self.dropped_xattrs)[:-_MOST_KEPT]:
             self.dropped_xattrs.pop(oldest, None)
 
     def note_taken(self, path: bytes, name: bytes) -> None:
-        """The source has the value of the extended attribute ``name`` that was set on the mount."""
+        """Records that the source has the value of ``name`` that was set on the mount."""
         self.dropped_xattrs.pop((path, name), None)
 
     def note_removed(self, path: bytes) -> None:
-        """The file at ``path`` was removed on the mount, and with it its extended attributes."""
+        """Call this when the file at ``path`` was removed on the mount, with its extended
+        attributes."""
         for dropped in list(self.dropped_xattrs):
             if dropped[0] == path:
                 self.dropped_xattrs.pop(dropped, None)

@@ -28,8 +28,8 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 class SourceNames:
     """Each method makes one change, in open directories of the source, and may wait for it.
 
-    It returns the identity of what the change is about, None if that is not at the source under its
-    name. Raises OSError.
+    It returns the identity of the changed entry, None if that is not at the source under its name.
+    Raises OSError.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SourceNames:
     def rename(
         self, directories: OpenDirectories, op: Op, expected: Expected, over: Expected
     ) -> Identity | None:
-        """``over`` is what may stand under the new name."""
+        """Renames an entry; ``over`` is the entry that may have the new name."""
         by = directories.user_of(op)
         to_fd, to_name = directories.of(op.to, by, make=True)
         now = status_at(to_fd, to_name)
@@ -185,7 +185,7 @@ class SourceNames:
             return identity_of(now)
         if op.strict and not expected.is_same(there, version=True):
             if now is not None and expected.is_it(now, strict=True, version=True):
-                # It has its new name already, and the old one leads to another entry.
+                # The entry has its new name already, and the old name is that of another entry.
                 return identity_of(now)
             self._log.note_conflict(op.path, "was changed there by others: it is not renamed")
             return None
@@ -221,5 +221,5 @@ def _found(
 
 
 def _uid(by: Credentials | None) -> int:
-    """The owner of what is made with the rights of ``by``."""
+    """The owner of entries that are created with the rights of ``by``."""
     return by.uid if by is not None else os.geteuid()

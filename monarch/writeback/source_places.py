@@ -1,4 +1,4 @@
-"""Where a content goes at the source, and whether the users who wrote it may write there."""
+"""The place of a content at the source, and whether the users who wrote it may write there."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ PlaceKind = Literal["new", "over", "replace", "conflict"]
 
 @dataclass(slots=True)
 class Place:
-    """Where a content goes: found when its staged file is opened, and again when it is published.
+    """The place of a content at the source: determined when its staged file is opened, and again
+    when it is published.
 
     ``new``: the source has no such name. ``over``: ``target`` is an older version of the same file,
     so a user who may write that may publish this. ``replace``: a rename on the mount has replaced
-    ``target``. ``conflict``: the name belongs to another entry by now, so the content is kept
-    beside it. ``by`` is the user who made the staged file, None for the daemon; ``source_ino`` is
-    the inode number of the staged file.
+    ``target``. ``conflict``: the name belongs to another entry now, so the content is kept beside
+    it. ``by`` is the user who made the staged file, None for the daemon; ``source_ino`` is the
+    inode number of the staged file.
     """
 
     kind: PlaceKind = "new"
@@ -74,6 +75,7 @@ def _try_to_write(fd: int, by: Credentials) -> None:
         try:
             os.close(os.open(path_of(fd), _TO_WRITE))
         except OSError as error:
-            # ETXTBSY: a program that runs. A user without the right to write gets another error.
+            # ETXTBSY: the file is a running program. A user without the right to write gets another
+            # error.
             if error.errno != errno.ETXTBSY:
                 raise

@@ -1,7 +1,7 @@
-"""Contents under their names at the source: staged files renamed, and files grown in place.
+"""Publishes contents at the source: renames staged files, and completes files grown in place.
 
-What the source has under a name is compared with what the mount knew of it. If others have changed
-it, it stays, and the content gets a conflict name beside it.
+The source's entry under a name is compared with the identity that the mount knew. If others have
+changed it, it stays, and the content gets a conflict name beside it.
 """
 
 from __future__ import annotations

@@ -16,15 +16,14 @@ NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Temporaries:
-    """``token`` of the journal is in all names, so that no file of others is taken for one."""
+    """``token`` of the journal is part of all names, so no file of others is mistaken for one."""
 
     def __init__(self, token: str, log: SourceLog) -> None:
         self._prefix = b".monarch-%s-" % token.encode("ascii")
         self._log = log
 
     def part(self, number: int, *, through: bool = False) -> bytes:
-        """The name of the staged file of an object; ``through``: of one that has its bytes there
-        only."""
+        """The name of an object's staged file; ``through``: of a file with its bytes only there."""
         return b"%s%d%s.part" % (self._prefix, number, b"-through" if through else b"")
 
     def link(self, number: int) -> bytes:
@@ -35,7 +34,7 @@ class Temporaries:
         return b"%s%d.link" % (self._prefix, number)
 
     def link_over(self, fd: int, name: bytes, to_fd: int, to_name: bytes, number: int) -> None:
-        """Link a file of an object to ``to_name`` and replace what is there; a source without hard
+        """Links a file of an object to ``to_name``, replacing an entry there; a source without hard
         links gets a copy. Raises OSError."""
         link = self.link(number)
         with suppress(FileNotFoundError):
@@ -53,7 +52,8 @@ class Temporaries:
             os.unlink(link, dir_fd=to_fd)
 
     def sweep(self, above_fd: int, name: bytes) -> bool:
-        """Remove the temporary files in a directory; whether there were any. Raises OSError."""
+        """Removes the temporary files in a directory; returns whether there were any. Raises
+        OSError."""
         found = False
         with suppress(NotADirectoryError):
             fd = os.open(name, _DIRECTORY, dir_fd=above_fd)
@@ -69,7 +69,7 @@ class Temporaries:
 
 
 def _copy(fd: int, name: bytes, to_fd: int, to_name: bytes) -> None:
-    """Make a copy of a file in the place of a link, with its owner, mode and times."""
+    """Makes a copy of a file instead of a link, with its owner, mode and times."""
     source = os.open(name, _TO_READ, dir_fd=fd)
     try:
         status = os.fstat(source)

@@ -1,6 +1,6 @@
-"""Stages contents: the bytes of an object, in a file beside its name at the source.
+"""Stages contents: copies the bytes of an object to a file beside its name at the source.
 
-A content is staged in its turn, or ahead of it. Ahead of its turn a failure has no consequence: the
+A content is staged in its turn, or ahead of it. A failure ahead of its turn has no consequence: the
 content is staged again in its turn, and the failure is raised then.
 """
 
@@ -35,33 +35,31 @@ from monarch.writeback.wakeups import Wakeups
 
 log = logging.getLogger(__name__)
 
-# Contents up to this size go in lots.
+# Contents up to this size, in bytes, are staged in lots.
 _SMALL_BYTES = 256 * KiB
-# A content of a file that is being written is tried this number of times, this far apart, before it
-# is left to the content that the writer's close will record. Seconds.
+# A content of a file that is being written is tried this number of times, with this pause in
+# seconds, before it is left to the content that the writer's close will record.
 _TRIES = 4
 _TRY_S = 0.5
-# Two writes within a tick of the kernel's clock leave the same time of modification. Seconds.
+# A tick of the kernel's clock, in seconds: two writes within it leave the same modification time.
 _TICK_S = 0.02
 
 
 class StagedFiles(FileUse, Protocol):
-    """What processes do with files that are staged. Called on the event loop."""
+    """The use of staged files by processes. Called on the event loop."""
 
     def left_out(self, object: int) -> None:
-        """A content was skipped because the file is being written.
-
-        The writer's next close must record a new content, even if nothing more is written.
-        """
+        """Called when a content was skipped because the file is being written. The next close of
+        the writing process must record a new content, even if nothing more is written."""
         ...
 
 
 class _MissingError(Exception):
-    """The object does not have the bytes that were recorded."""
+    """The object does not have the recorded bytes."""
 
 
 class _WrittenError(Exception):
-    """A process writes the object, which is not in the recorded version."""
+    """A process is writing the object, which is not in the recorded version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class Stager:
         self._wakeups = wakeups
 
     def forget(self, entry: Entry) -> None:
-        """The staged file of a content is published, or is not to be used any more."""
+        """Call this when the staged file of a content is published, or is not used any more."""
         if entry.staged is not None:
             self.count -= 1
         entry.staged = None
@@ -113,7 +111,7 @@ class Stager:
     # -- one content -------------------------------------------------------------------------
 
     async def stage(self, entry: Entry, *, in_turn: bool) -> None:
-        """Make a content ready. Raises OSError in its turn."""
+        """Stages a content, or finds that it is not needed. Raises OSError in its turn."""
         entry.is_staging = entry.was_tried = True
         try:
             entry.staged = await self._staged_content(entry, in_turn)
@@ -152,10 +150,8 @@ class Stager:
         )
 
     async def _staged_content(self, entry: Entry, in_turn: bool) -> Staged | None:
-        """Stage a content; None if the source has these bytes already.
-
-        Raises OSError, _MissingError, _WrittenError.
-        """
+        """Stages a content; returns None if the source has these bytes already. Raises OSError,
+        _MissingError, _WrittenError."""
         op, tries = entry.op, 0
         if op.through:
             return await self._staged_at_source(entry)
@@ -172,12 +168,13 @@ class Stager:
             tries += 1
             if not in_turn or tries > _TRIES:
                 raise _WrittenError
-            # When the process has closed the file in the meantime, no later content may come.
+            # If the process has closed the file meanwhile, no later content may follow.
             if self._files.is_written(op.object) and not await self._is_alone(_TRY_S):
                 raise _WrittenError
 
     async def _is_alone(self, pause_s: float) -> bool:
-        """Whether no other change comes to wait behind the one at the front during a pause."""
+        """Waits a moment; returns whether the content at the front is still the only waiting
+        change."""
         with trio.move_on_after(pause_s):
             while len(self._queue) <= 1:
                 await self._wakeups.change()
@@ -185,10 +182,10 @@ class Stager:
         return True
 
     async def _staged_at_source(self, entry: Entry) -> Staged | None:
-        """As ``_staged_content``, of a content whose bytes were written at the source."""
+        """As ``_staged_content``, for a content that was written at the source directly."""
         op = entry.op
         if self._files.is_written(op.object):
-            # It would get its name before it is whole.
+            # The file would get its name before it is complete.
             raise _WrittenError
         place = entry.place = Place()
         try:
@@ -205,16 +202,17 @@ class Stager:
         return None
 
     async def _copied(self, entry: Entry, staging: Staging, place: Place) -> Staged | None:
-        """One try; None if a process was writing, or if it has set ``published`` instead."""
+        """One try; returns None if a process was writing, or if it has set ``published``
+        instead."""
         op = entry.op
         written = self._files.is_written(op.object)
         try:
-            # What may still be stored into mapped pages shows only after a sync.
+            # Writes to mapped pages show in the modification time only after a sync.
             version = await self._threads.run(partial(staging.open, sync=written or not op.synced))
         except FileNotFoundError as error:
             raise _MissingError("there is no such object") from error
         is_recorded = (version.size, version.mtime_ns) == (op.size, op.mtime_ns)
-        # Of a file that is appended to, the bytes that were recorded and no others.
+        # Only the recorded bytes of a file that is appended to are copied.
         is_part = not is_recorded and self._is_part(entry, version, written)
         if is_part:
             version = replace(version, size=op.size, mtime_ns=op.mtime_ns or 0)
@@ -233,27 +231,26 @@ class Stager:
             return None
         if not (op.synced or self._objects.failure(op.object)):
             self._marks.durable(entry)
-        # A staged file that is there before the records of its object are would never be removed.
+        # A staged file that exists before the records of its object are durable would never be
+        # removed after a power cut.
         await self._marks.sync(entry.record)
         staged = Staged(version.size, version)
         await self._threads.run(staging.begin)
-        # This mark is on the disk before the file gets its name, with the other records of then.
+        # This mark is durable before the file gets its name, and so are all earlier records.
         self._marks.staged([(entry, place, version)])
         await self._mover.move(staging, version.size, self._steps.applying(entry, staged, place))
         if is_part:
             return staged if self._order.is_intact(entry) else None
         if await self._threads.run(staging.version) != version:
             return None
-        # A process that has opened the file since then and still has it open may write more.
+        # A process that has the file open may write more.
         if not is_recorded and self._files.is_written(op.object):
             return None
         return staged
 
     def _is_part(self, entry: Entry, version: Identity, written: bool) -> bool:
-        """Whether an object begins with the bytes that were recorded, and has more since.
-
-        If the file is not open and has no later content, what was changed is not known.
-        """
+        """Whether an object begins with the recorded bytes, and has more since. False for a file
+        that is not open and has no later content: the changed bytes are not known then."""
         op = entry.op
         is_known = written or self._order.later(entry) is not None
         return (
@@ -264,7 +261,7 @@ class Stager:
         )
 
     def _is_short(self, entry: Entry, version: Identity) -> bool:
-        """Whether an object has lost bytes that were synced, and was not made shorter since."""
+        """Whether an object has lost bytes that were synced, and was not truncated since."""
         op = entry.op
         return (
             op.synced
@@ -276,7 +273,7 @@ class Stager:
     # -- a lot of small contents -------------------------------------------------------------
 
     def is_small(self, entry: Entry) -> bool:
-        """Whether a content may go with others in a lot: of a small file in the recorded state."""
+        """Whether a content may be staged in a lot: a small file in the recorded state."""
         op = entry.op
         return (
             op.size <= _SMALL_BYTES
@@ -287,10 +284,8 @@ class Stager:
         )
 
     async def stage_lot(self, lot: Sequence[Entry]) -> None:
-        """As ``stage``, of many small contents ahead of their turn.
-
-        A content that is in any way unusual is left to its turn.
-        """
+        """Stages many small contents ahead of their turn. Contents with any special condition are
+        left to their turn."""
         for entry in lot:
             entry.is_staging = entry.was_tried = True
         parts = [self._part(entry) for entry in lot]
@@ -330,13 +325,14 @@ class Stager:
         if not wanted:
             return
         self._marks.durable(*(part.entry for part, _ in wanted if not part.entry.op.synced))
-        # A staged file that is there before the records of its object are would never be removed.
+        # A staged file that exists before the records of its object are durable would never be
+        # removed after a power cut.
         await self._marks.sync(max(part.entry.record for part, _ in wanted))
         begun = await self._threads.run(begin_all, [part.staging for part, _ in wanted])
         wanted = [each for each, failure in zip(wanted, begun, strict=True) if failure is None]
         if not wanted:
             return
-        # This mark is on the disk before the files get their names, with the records of then.
+        # This mark is durable before the files get their names, and so are all earlier records.
         self._marks.staged([(part.entry, part.place, version) for part, version in wanted])
         moved = await self._mover.move_lot(
             [part.staging for part, _ in wanted],

@@ -1,4 +1,4 @@
-"""How each change is made at the source, by what there is of its file."""
+"""How each change is made at the source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SET_ID = stat.S_ISUID | stat.S_ISGID
 
 
 class Steps:
-    """Each call to the source is returned as a function, to be run in a worker thread."""
+    """Each method returns a call to the source as a function, to be run in a worker thread."""
 
     def __init__(
         self, writer: SourceWriter, state: SourceState, order: ContentOrder, files: FileUse
@@ -35,7 +35,7 @@ class Steps:
         self._files = files
 
     def of(self, entry: Entry) -> Step | None:
-        """The call that makes a change; None if nothing is to be done at the source."""
+        """The call that makes a change; None if nothing has to be done at the source."""
         op, names, state = entry.op, self._writer.names, self._state
         absent = bool(op.object) and not state.is_present(op.object)
         expected = state.expected(entry.seq, op)
@@ -45,7 +45,7 @@ class Steps:
             return None
         match op.kind:
             case "create" | "take":
-                # The changes behind it in the same turn depend on this.
+                # Later changes of the same turn depend on this.
                 state.note(op, None)
                 return None
             case "through" | "gone":
@@ -63,7 +63,7 @@ class Steps:
             case "rmdir":
                 return partial(names.rmdir, op=op, expected=expected)
             case "rename" if absent:
-                # What is in its new place stays until the content comes, which brings its name.
+                # The entry under the new name stays until the content is drained, with that name.
                 if op.object in self._order.lost:
                     return None
                 return partial(names.unlink, op=op, expected=expected)
@@ -115,25 +115,25 @@ class Steps:
         )
 
     def finishing(self, entry: Entry, place: Place) -> Callable[[], tuple[int, Identity | None]]:
-        """Makes a content whole whose bytes were written at the source; its size, and its identity
-        if it has its name already."""
+        """Completes a content that was written at the source directly. Returns its size, and its
+        identity if it has its name already."""
         expected = self._state.expected(entry.seq, entry.op)
         return partial(self._writer.staged.finish_part, entry.op, place, expected)
 
     def opening_to_grow(
         self, entry: Entry, base: int
     ) -> Callable[[], tuple[int, Credentials | None] | None]:
-        """Opens a file at the source to append to it, and tells by whom; None if others have
-        changed it."""
+        """Opens a file at the source to append to it. Returns the descriptor and the user that
+        appends, None if others have changed the file."""
         expected = self._state.expected(entry.seq, entry.op)
         return partial(self._writer.publishing.open_to_grow, entry.op, expected, base)
 
     def lacks_its_file(self, entry: Entry, step: Step | None) -> bool:
-        """Whether the source has no file to which a rename or link could give its name.
+        """Whether the source has no file that a rename or link could give its name.
 
-        ``step`` was made, and has left nothing at the source. Others have removed that file, or its
-        directory. Either the change found no file, or an earlier mount marked the file's last
-        content as done without one.
+        ``step`` was made, and has left no entry at the source. Others have removed that file, or
+        its directory. Either the change found no file, or an earlier mount marked the file's last
+        content as drained without one.
         """
         op, number = entry.op, entry.op.object
         if op.kind not in ("rename", "link") or not number:
@@ -154,17 +154,16 @@ class Steps:
         op, version = self._with_bits_that_stay(entry), staged.version
         if (version.size, version.mtime_ns) == (op.size, op.mtime_ns):
             return op
-        # Other users may have written the newer bytes, and these must not run with the rights of
-        # the owner. Their own record, or a later change of the mode, brings the bits that stay.
+        # Other users may have written the newer bytes, which must not run with the rights of the
+        # owner. Their own record, or a later change of the mode, sets the remaining bits.
         mode = None if op.mode is None else op.mode & ~_SET_ID
         return replace(op, mtime_ns=version.mtime_ns, mode=mode)
 
     def _with_bits_that_stay(self, entry: Entry) -> Op:
-        """A change without the set-ID bits that a later one of the same file takes away.
+        """A change without the set-ID bits that a later change of the same file removes.
 
-        A process that writes into a program takes them. The bytes that are brought are the newest,
-        so they may be at the source before that change is, and must not run with the rights of the
-        owner.
+        A process that writes into a program removes these bits. The newest bytes are drained,
+        perhaps before that change is, and they must not run with the rights of the owner.
         """
         op = entry.op
         if not op.object or op.mode is None or not op.mode & _SET_ID:
@@ -181,7 +180,7 @@ class Steps:
 def with_rights_to_read(content: Op) -> Op:
     """A content that no process has written on the mount, by a user who may read its bytes.
 
-    The user who renames a file may not be allowed to read it; its owner is.
+    The user who renames a file may lack the right to read it; its owner has the right.
     """
     by = content.by
     if by is None or by.is_root or by.uid == content.uid:

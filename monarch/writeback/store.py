@@ -46,8 +46,8 @@ _SNAPSHOT = "snapshot"
 
 @dataclass(slots=True)
 class WriteStore:
-    """The absorbing tier with the written data that it holds. ``found``: the journal of earlier
-    mounts; a WriteBack that has replayed it leaves its history out."""
+    """The absorbing tier with its written data. ``found`` is the journal of earlier mounts; a
+    WriteBack that has replayed it removes its history."""
 
     tier: Tier
     directory: Path
@@ -136,9 +136,10 @@ def _locked(directory: Path, settings: MountSettings) -> Lock:
 
 
 def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
-    """Refuses a mount without a tier of the last mount that has changes the source lacks.
+    """Refuses a mount without a tier of the last mount that has changes which the source lacks.
 
-    Called before the snapshot is chosen: the changes belong to the current one. Raises TierError.
+    Must be called before the snapshot is chosen: the changes belong to the current snapshot. Raises
+    TierError.
     """
     try:
         before = read_note(state).tiers
@@ -171,7 +172,7 @@ def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:
 
 
 def snapshot_known(directory: Path) -> str:
-    """The id of the snapshot over which the journal leads to the tree; empty if none is known."""
+    """The id of the snapshot that the journal changes; empty if none is known."""
     with suppress(OSError):
         return (directory / _SNAPSHOT).read_text().strip()
     return ""

@@ -1,4 +1,4 @@
-"""The pauses of a drain to which the source takes nothing, and why it does not."""
+"""The pauses of the drain while the source accepts no changes, and the reason."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from monarch.writeback.wakeups import Wakeups
 
 log = logging.getLogger(__name__)
 
-# The pause doubles with each failure, from the first to the second. Seconds.
+# The pause doubles with each failure, from the first value to the second, in seconds.
 BACKOFF_S = (1.0, 60.0)
 
 
 class Trouble:
-    """``reason`` says what is wrong now, None if nothing is. ``stops`` counts the pauses, and
-    ``answer`` is the errno of the last of them."""
+    """``reason`` describes the present failure, None if there is none. ``stops`` counts the pauses,
+    and ``answer`` is the errno of the last one."""
 
     def __init__(self, wakeups: Wakeups) -> None:
         self.reason: str | None = None
@@ -27,7 +27,7 @@ class Trouble:
         self._limiter = Limiter(60.0)
 
     async def rest(self, error: Exception, words: str, *, what: str, waiting: int) -> None:
-        """Pause after an error of ``what``, while ``waiting`` changes are in the queue."""
+        """Begins a pause after an error of ``what``, with ``waiting`` changes in the queue."""
         self.reason = f"{what}: {words}"
         self.stops += 1
         number = error.errno if isinstance(error, OSError) else None
@@ -46,7 +46,7 @@ class Trouble:
         self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
 
     def end(self) -> None:
-        """The source has taken something."""
+        """Ends the trouble: the source has accepted a change."""
         if self.reason is not None:
             log.info("draining to the source continues")
             self.reason = None

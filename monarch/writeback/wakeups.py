@@ -1,4 +1,4 @@
-"""How the tasks of the drain, and the callers that wait for the source, wake each other."""
+"""The wake-ups between the tasks of the drain and the callers that wait for the source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAITED_S = 5.0
 class Wakeups:
     """``waiters`` is the number of callers that wait for the source.
 
-    A pause after a failure is begun with ``begin_pause``, and ends early with ``end_pause``.
+    ``begin_pause`` begins a pause after a failure; ``end_pause`` ends it early.
     """
 
     def __init__(self) -> None:
@@ -23,24 +23,24 @@ class Wakeups:
         self._hurry = trio.Event()
 
     def wake_all(self) -> None:
-        """Something has changed: every task checks again what it can do."""
+        """Wakes all tasks: each checks again what it can do."""
         self._changed.unpark_all()
         self._idle_stagers.unpark_all()
 
     def wake_stager(self) -> None:
-        """There is one more content to stage."""
+        """Wakes one task for one more content to stage."""
         self._idle_stagers.unpark()
 
     async def change(self) -> None:
-        """Wait for the next ``wake_all`` or ``end_pause``."""
+        """Waits for the next ``wake_all`` or ``end_pause``."""
         await self._changed.park()
 
     async def content(self) -> None:
-        """Wait for the next ``wake_all``, or for one content to stage."""
+        """Waits for the next ``wake_all``, or for one content to stage."""
         await self._idle_stagers.park()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait as a caller until ``holds`` is true; a pause after a failure ends now."""
+        """Waits, as a caller, until ``holds`` returns true; a pause after a failure ends now."""
         self.waiters += 1
         try:
             self.end_pause()
@@ -50,22 +50,22 @@ class Wakeups:
             self.waiters -= 1
 
     def end_pause(self) -> None:
-        """End the pause that is under way."""
+        """Ends the current pause."""
         if not self._hurry.is_set():
             self._hurry.set()
             self._changed.unpark_all()
 
     @property
     def is_hurried(self) -> bool:
-        """Whether the pause that was begun last has to end."""
+        """Whether the last pause has to end."""
         return self._hurry.is_set()
 
     def begin_pause(self, pause_s: float) -> float:
-        """Begin a pause; its length in seconds, which is shorter while a caller waits."""
+        """Begins a pause; returns its length in seconds, which is shorter while a caller waits."""
         self._hurry = trio.Event()
         return min(pause_s, _WAITED_S) if self.waiters else pause_s
 
     async def pause(self, pause_s: float) -> None:
-        """Begin a pause and wait for its end."""
+        """Begins a pause and waits for its end."""
         with trio.move_on_after(self.begin_pause(pause_s)):
             await self._hurry.wait()
