@@ -138,6 +138,10 @@ def _found() -> dict[str, int]:
         for package in ("monarch", "scripts")
         for path in sorted((ROOT / package).rglob("*.py"))
         for what, size in sizes_of(str(path.relative_to(ROOT)), path.read_text())
+    } | {
+        f"{path.relative_to(ROOT)} lines": lines
+        for path in sorted((ROOT / "monarch").rglob("*.[ch]"))
+        if (lines := path.read_text().count("\n")) > LINES_OF_A_FILE
     }
 
 

@@ -1,5 +1,5 @@
 /* The threads: readers take requests from the device, the replier carries Python's answers back. */
-#include "_datapath.h"
+#include "_requests.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -171,7 +171,7 @@ static void give_handle(struct datapath *dp, const struct pending *what, uint64_
     if (!gone) {
         bound = opens_answered(&dp->opens, entry, writes);
         if (bound)
-            *out = handle_of(entry, true, out->open_flags);
+            *out = opening_handle(entry, true, out->open_flags);
         header->unique = what->unique;
         gone = write(what->device, header, header->len) < 0;
     }
@@ -215,7 +215,7 @@ static void answer_create(struct datapath *dp, const struct pending *what,
             return;
         }
         if (fresh)
-            settle(dp, entry, OPEN_PYTHON, -1, 0, 0, 0);
+            opening_settle(dp, entry, OPEN_PYTHON, -1, 0, 0, 0);
     }
     give_handle(dp, what, ino, entry, true, header, out);
 }

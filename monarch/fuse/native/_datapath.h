@@ -311,17 +311,6 @@ void resume_waiting(struct thread *thread);
 void look_after_callers(struct datapath *dp, uint64_t now);
 void interrupt(struct datapath *dp, uint64_t unique);
 
-/* -- _requests.c ------------------------------------------------------------------------------- */
-
-int32_t register_backing(struct datapath *dp, int fd, uint8_t tier);
-bool is_scarce(int fd);
-bool store_pages(struct datapath *dp, uint64_t ino, const void *data, size_t size);
-struct open_out handle_of(const struct open_inode *entry, bool bound, uint32_t wanted);
-void dispatch(struct thread *thread, struct in_header *request, uint64_t begin);
-bool settle(struct datapath *dp, struct open_inode *entry, enum open_kind kind, int fd,
-            int32_t backing_id, uint8_t tier, uint64_t size);
-void go_on(struct thread *thread, struct in_header *request, const struct pending *place);
-
 /* -- _datapath.c ------------------------------------------------------------------------------- */
 
 void spawn_if_none_is_idle(struct datapath *dp);

@@ -1,23 +1,12 @@
 /* The interface of the datapath to Python: its type, and the type of fetched bytes. */
-#define PY_SSIZE_T_CLEAN
-#include "_datapath.h"
+#include "_python.h"
 #include "_look.h"
-#include <Python.h>
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 
-typedef struct {
-    PyObject_HEAD struct datapath *dp;
-    Py_buffer residency, marks;
-    PyObject *blocks; /* a list of the objects that hold the published blocks */
-    PyObject *acls;   /* the tuple of the pairs to which names.acls points */
-} Datapath;
-
-static PyObject *failed(int error) {
+PyObject *python_error(int error) {
     errno = error;
     return PyErr_SetFromErrno(PyExc_OSError);
 }
@@ -190,7 +179,7 @@ static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
     }
     int own = fcntl(directory, F_DUPFD_CLOEXEC, 0);
     if (own < 0)
-        return failed(errno);
+        return python_error(errno);
     self->dp->tiers[number].directory = own;
     self->dp->tiers[number].seals = seals;
     Py_RETURN_NONE;
@@ -212,7 +201,7 @@ static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
     moved = dup3(directory, tier->directory, O_CLOEXEC);
     Py_END_ALLOW_THREADS;
     if (moved < 0)
-        return failed(errno);
+        return python_error(errno);
     tier->seals = seals;
     STORE(tier->refuses, 0);
     Py_RETURN_NONE;
@@ -227,107 +216,6 @@ static PyObject *datapath_shun(Datapath *self, PyObject *args) {
         return NULL;
     }
     STORE(self->dp->tiers[number].shunned, shunned);
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_set_objects(Datapath *self, PyObject *args) {
-    int tier, directory;
-    if (!PyArg_ParseTuple(args, "ii", &tier, &directory))
-        return NULL;
-    struct absorbed *absorbed = &self->dp->absorbed;
-    if (tier < 1 || tier >= MAX_TIERS || absorbed->directory >= 0 || self->dp->started) {
-        PyErr_SetString(PyExc_ValueError, "cannot be set now");
-        return NULL;
-    }
-    absorbed->directory = fcntl(directory, F_DUPFD_CLOEXEC, 0);
-    if (absorbed->directory < 0)
-        return failed(errno);
-    absorbed->tier = (uint8_t)tier;
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_know_object(Datapath *self, PyObject *args) {
-    unsigned long long ino, object;
-    if (!PyArg_ParseTuple(args, "KK", &ino, &object))
-        return NULL;
-    bool kept = ino > 1 && ino <= INO_MASK && object && self->dp->absorbed.directory >= 0 &&
-                absorbed_put(&self->dp->absorbed, ino, object);
-    return PyBool_FromLong(kept);
-}
-
-static PyObject *datapath_forget_object(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    absorbed_forget(&self->dp->absorbed, ino);
-    Py_RETURN_NONE;
-}
-
-/* The directory and the name in the arguments; false with an exception set. */
-static bool take_name(PyObject *args, unsigned long long *parent, const char **name,
-                      Py_ssize_t *length) {
-    return PyArg_ParseTuple(args, "Ky#", parent, name, length);
-}
-
-static PyObject *datapath_name_given(Datapath *self, PyObject *args) {
-    unsigned long long parent;
-    const char *name;
-    Py_ssize_t length;
-    if (!take_name(args, &parent, &name, &length))
-        return NULL;
-    missing_given(&self->dp->missing, parent, name, (size_t)length);
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_name_taken(Datapath *self, PyObject *args) {
-    unsigned long long parent;
-    const char *name;
-    Py_ssize_t length;
-    if (!take_name(args, &parent, &name, &length))
-        return NULL;
-    missing_taken(&self->dp->missing, parent, name, (size_t)length);
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_tell_missing(Datapath *self, PyObject *args) {
-    unsigned long long directory, for_ns;
-    unsigned valid_s;
-    if (!PyArg_ParseTuple(args, "KIK", &directory, &valid_s, &for_ns))
-        return NULL;
-    uint64_t now = now_ns();
-    if (for_ns)
-        missing_open(&self->dp->missing, directory, valid_s, now, now + for_ns);
-    else
-        missing_close(&self->dp->missing, directory);
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_tell_attributes(Datapath *self, PyObject *args) {
-    unsigned long long ino, size, blocks;
-    unsigned mode, nlink, uid, gid;
-    long long atime_ns, mtime_ns, ctime_ns;
-    if (!PyArg_ParseTuple(args, "KIIIIKKLLL", &ino, &mode, &nlink, &uid, &gid, &size, &blocks,
-                          &atime_ns, &mtime_ns, &ctime_ns))
-        return NULL;
-    struct attr attr = {
-        .ino = ino,
-        .size = size,
-        .blocks = blocks,
-        .mode = mode,
-        .nlink = nlink,
-        .uid = uid,
-        .gid = gid,
-    };
-    names_times(&attr, atime_ns, mtime_ns, ctime_ns);
-    missing_told(&self->dp->missing, &attr);
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_forget_attributes(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    missing_changed(&self->dp->missing, ino);
     Py_RETURN_NONE;
 }
 
@@ -414,7 +302,7 @@ static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs
     dp->idle_target = threads;
     int error = start(dp, device, channel, threads);
     if (error)
-        return failed(error);
+        return python_error(error);
     Py_RETURN_NONE;
 }
 
@@ -441,189 +329,6 @@ static PyObject *datapath_unregister(Datapath *self, PyObject *args) {
         return NULL;
     close_remains(self->dp, &to_close);
     Py_RETURN_NONE;
-}
-
-static PyObject *datapath_bind(Datapath *self, PyObject *args) {
-    struct datapath *dp = self->dp;
-    unsigned long long ino, size;
-    int fd, tier, backing_id;
-    if (!PyArg_ParseTuple(args, "KiiKi", &ino, &fd, &tier, &size, &backing_id))
-        return NULL;
-    if (tier < 0 || tier >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
-    /* Files of the source are relayed: so their reads are counted, and copies can follow the
-     * readers. */
-    int own = -1;
-    bool resized = dp->started && opens_resize(&dp->opens, ino, size), bound = false;
-    if (dp->started && !resized && opens_can_bind(&dp->opens, ino)) {
-        own = backing_id ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0);
-        bound = backing_id || own >= 0;
-        /* Python has the file open already: the last descriptors are kept for calls without one. */
-        if (bound && tier == 0 && is_scarce(own))
-            bound = false;
-    }
-    if (bound)
-        bound = opens_bind(&dp->opens, ino, backing_id ? OPEN_PASSTHROUGH : OPEN_RELAY, own,
-                           backing_id, (uint8_t)tier, size);
-    if (!bound) {
-        struct open_remains to_close = {.fd = own, .tier = (uint8_t)tier, .backing_id = backing_id};
-        close_remains(dp, &to_close);
-    }
-    return PyBool_FromLong(resized || bound);
-}
-
-/* The inode number of a written file; 0 with an exception set. */
-static uint64_t written_ino(unsigned long long ino) {
-    if (ino < 1 || ino > INO_MASK) {
-        PyErr_SetString(PyExc_ValueError, "no such inode");
-        return 0;
-    }
-    return ino;
-}
-
-/* Closes a duplicate that was not used. */
-static void close_of_tier(struct datapath *dp, int fd, uint8_t tier) {
-    struct open_remains to_close = {.fd = fd, .tier = tier};
-    close_remains(dp, &to_close);
-}
-
-static PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
-    struct datapath *dp = self->dp;
-    unsigned long long ino;
-    int fd, tier, create;
-    if (!PyArg_ParseTuple(args, "Kiip", &ino, &fd, &tier, &create) || !written_ino(ino))
-        return NULL;
-    if (tier < 0 || tier >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
-    int own = dp->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
-    struct open_inode *bound =
-        own >= 0 ? opens_bind_written(&dp->opens, ino, own, (uint8_t)tier, create) : NULL;
-    if (bound)
-        wake_waiters(dp, bound);
-    else if (own >= 0)
-        close_of_tier(dp, own, (uint8_t)tier);
-    return PyBool_FromLong(bound != NULL);
-}
-
-static PyObject *datapath_unbind(Datapath *self, PyObject *args) {
-    struct datapath *dp = self->dp;
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    bool bound;
-    Py_BEGIN_ALLOW_THREADS;
-    bound = opens_unbind(&dp->opens, ino);
-    Py_END_ALLOW_THREADS;
-    return PyBool_FromLong(bound);
-}
-
-static PyObject *datapath_rebind(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    int fd, tier;
-    if (!PyArg_ParseTuple(args, "Kii", &ino, &fd, &tier))
-        return NULL;
-    if (tier < 0 || tier >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
-    int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    bool bound = own >= 0 && opens_rebind(&self->dp->opens, ino, own, (uint8_t)tier);
-    if (own >= 0 && !bound)
-        close_of_tier(self->dp, own, (uint8_t)tier);
-    return PyBool_FromLong(bound);
-}
-
-static PyObject *datapath_release_written(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    release_written(self->dp, ino);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_written(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyLong_FromUnsignedLongLong(opens_changes(&self->dp->opens, ino));
-}
-
-static PyObject *datapath_lowest(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    int forget;
-    if (!PyArg_ParseTuple(args, "Kp", &ino, &forget))
-        return NULL;
-    return PyLong_FromUnsignedLongLong(opens_lowest(&self->dp->opens, ino, forget));
-}
-
-static PyObject *datapath_is_open(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyBool_FromLong(opens_is_open(&self->dp->opens, ino));
-}
-
-static PyObject *datapath_is_passed(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyBool_FromLong(opens_is_passed(&self->dp->opens, ino));
-}
-
-static PyObject *datapath_outdate(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyBool_FromLong(opens_outdate(&self->dp->opens, ino));
-}
-
-static PyObject *datapath_answer(Datapath *self, PyObject *args) {
-    struct datapath *dp = self->dp;
-    unsigned long long token;
-    Py_buffer data;
-    if (!PyArg_ParseTuple(args, "Ky*", &token, &data))
-        return NULL;
-    int device = -1;
-    uint64_t unique = 0;
-    Py_BEGIN_ALLOW_THREADS;
-    pthread_mutex_lock(&dp->pending_lock);
-    if (dp->started && token >= 1 && token <= dp->pending_count) {
-        struct pending *place = pending_at(dp, (uint32_t)token - 1);
-        if (place->used && !place->answered && place->waits == AT_PYTHON &&
-            place->opcode == OP_READ) {
-            mark_answered(dp, place);
-            device = place->device;
-            unique = place->unique;
-        }
-    }
-    pthread_mutex_unlock(&dp->pending_lock);
-    if (device >= 0) {
-        int error = write_out(device, unique, 0, data.buf, (size_t)data.len);
-        if (error && error != ENOENT)
-            write_out(device, unique, EIO, NULL, 0);
-    }
-    Py_END_ALLOW_THREADS;
-    PyBuffer_Release(&data);
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_store(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    Py_buffer data;
-    if (!PyArg_ParseTuple(args, "Ky*", &ino, &data))
-        return NULL;
-    bool stored;
-    Py_BEGIN_ALLOW_THREADS;
-    stored = store_pages(self->dp, ino, data.buf, (size_t)data.len);
-    Py_END_ALLOW_THREADS;
-    PyBuffer_Release(&data);
-    return PyBool_FromLong(stored);
 }
 
 /* Fetched bytes as a Python object; freed with the last user. */
@@ -689,15 +394,6 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
         Py_XDECREF(item);
     }
     return list;
-}
-
-/* Python gets the fetched bytes with the event. */
-static PyObject *datapath_taken(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    drop_open(self->dp, ino, false);
-    Py_RETURN_NONE;
 }
 
 static PyObject *numbers(const uint64_t *values, int count) {

@@ -5,7 +5,7 @@
  * in a queue, and so is a request that waits for another one to settle its entry. Each thread that
  * has answered a request then continues one of these. So a hung source occupies as many threads as
  * there are slots, however many readers wait for it. */
-#include "_datapath.h"
+#include "_requests.h"
 
 #include "_caller.h"
 
@@ -261,7 +261,7 @@ static bool dismiss(struct datapath *dp, uint64_t unique, int error) {
     if (gone && what.entry) {
         /* Other requests may wait for this one to settle the entry. */
         if (what.fresh)
-            settle(dp, what.entry, OPEN_PYTHON, -1, 0, 0, 0);
+            opening_settle(dp, what.entry, OPEN_PYTHON, -1, 0, 0, 0);
         drop_open(dp, what.ino, false);
     }
     return true;

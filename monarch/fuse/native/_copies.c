@@ -1,0 +1,65 @@
+/* Copies in the tiers: which one may be used, and whether an open file is what was committed. */
+#include "_requests.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+
+/* Opens the copy of ``ino`` in a tier, by the name that tiers/tier.py gives it. */
+int copies_open(struct datapath *dp, uint8_t tier, uint64_t ino) {
+    char name[32];
+    snprintf(name, sizeof name, "%02x/%llu", (unsigned)(ino & 0xff), (unsigned long long)ino);
+    /* Updating the access time would cost every small read. O_NONBLOCK: another program may have
+     * put a fifo in the place of a copy. */
+    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    int fd = openat(dp->tiers[tier].directory, name, flags | O_NOATIME);
+    return fd < 0 && errno == EPERM ? openat(dp->tiers[tier].directory, name, flags) : fd;
+}
+
+/* The tier with a usable copy, 0 if there is none, and the version of the copy. */
+uint8_t copies_tier(struct datapath *dp, uint64_t ino, struct identity *version) {
+    if (ino < 1 || ino > dp->names.entries)
+        return 0;
+    uint8_t tier = LOAD(dp->residency[ino]);
+    if (tier == 0 || tier >= MAX_TIERS || dp->tiers[tier].directory < 0 ||
+        LOAD(dp->tiers[tier].shunned))
+        return 0;
+    if (LOAD(dp->marks[ino]) & dp->unusable)
+        return 0;
+    return names_version(&dp->names, ino, version) == NAMES_YES ? tier : 0;
+}
+
+static bool is_same(const struct identity *a, const struct identity *b) {
+    return a->size == b->size && a->source_ino == b->source_ino && a->mtime_ns == b->mtime_ns &&
+           a->ctime_ns == b->ctime_ns;
+}
+
+/* splitmix64 */
+static uint64_t mixed(uint64_t z) {
+    z += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
+
+/* Whether the copy of ``ino`` is the committed one of that version: its modification time is its
+ * seal (tiers/seal.py). Other copies go to Python, which compares digests. */
+bool copies_is_sealed(const struct tier *tier, int fd, uint64_t ino,
+                      const struct identity *version) {
+    struct stat status;
+    if (fstat(fd, &status) || (uint64_t)status.st_size != version->size || !S_ISREG(status.st_mode))
+        return false;
+    uint64_t seal = mixed(ino ^ version->size);
+    seal = mixed(seal ^ (uint64_t)version->mtime_ns);
+    seal = mixed(seal ^ (uint64_t)version->ctime_ns);
+    seal = mixed(seal ^ version->source_ino);
+    return !tier->seals || ((uint64_t)status.st_mtim.tv_sec == seal >> 34 &&
+                            (uint64_t)status.st_mtim.tv_nsec == (seal & 0x3ffffffff) % 1000000000);
+}
+
+bool copies_is_current(struct datapath *dp, uint64_t ino, uint8_t tier,
+                       const struct identity *version) {
+    struct identity now;
+    return copies_tier(dp, ino, &now) == tier && is_same(&now, version);
+}

@@ -1,0 +1,44 @@
+/* The type that Python sees, and its methods that are not in _python.c. */
+#ifndef MONARCH_PYTHON_H
+#define MONARCH_PYTHON_H
+
+#define PY_SSIZE_T_CLEAN
+#include "_requests.h"
+#include <Python.h>
+
+typedef struct {
+    PyObject_HEAD struct datapath *dp;
+    Py_buffer residency, marks;
+    PyObject *blocks; /* a list of the objects that hold the published blocks */
+    PyObject *acls;   /* the tuple of the pairs to which names.acls points */
+} Datapath;
+
+/* -- _python.c -------------------------------------------------------------------------------- */
+
+PyObject *python_error(int error);
+
+/* -- _python_files.c --------------------------------------------------------------------------- */
+
+PyObject *datapath_set_objects(Datapath *self, PyObject *args);
+PyObject *datapath_know_object(Datapath *self, PyObject *args);
+PyObject *datapath_forget_object(Datapath *self, PyObject *args);
+PyObject *datapath_name_given(Datapath *self, PyObject *args);
+PyObject *datapath_name_taken(Datapath *self, PyObject *args);
+PyObject *datapath_tell_missing(Datapath *self, PyObject *args);
+PyObject *datapath_tell_attributes(Datapath *self, PyObject *args);
+PyObject *datapath_forget_attributes(Datapath *self, PyObject *args);
+PyObject *datapath_bind(Datapath *self, PyObject *args);
+PyObject *datapath_bind_written(Datapath *self, PyObject *args);
+PyObject *datapath_unbind(Datapath *self, PyObject *args);
+PyObject *datapath_rebind(Datapath *self, PyObject *args);
+PyObject *datapath_release_written(Datapath *self, PyObject *args);
+PyObject *datapath_written(Datapath *self, PyObject *args);
+PyObject *datapath_lowest(Datapath *self, PyObject *args);
+PyObject *datapath_is_open(Datapath *self, PyObject *args);
+PyObject *datapath_is_passed(Datapath *self, PyObject *args);
+PyObject *datapath_outdate(Datapath *self, PyObject *args);
+PyObject *datapath_answer(Datapath *self, PyObject *args);
+PyObject *datapath_store(Datapath *self, PyObject *args);
+PyObject *datapath_taken(Datapath *self, PyObject *args);
+
+#endif
