@@ -20,6 +20,31 @@ T = TypeVar("T")
 _WITHOUT_OBJECT = ("mkdir", "symlink", "mknod")
 
 
+class _Entries:
+    """What the source has of everything that has no object: ``made``, by inode number."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Identity] = {}
+        # What entries of an older snapshot have become by changes of the drain, by what they were:
+        # a newer snapshot numbers them differently, and may have been made before the changes.
+        self._became: dict[tuple[int, int, int], Identity] = {}
+
+    def current(self, ino: int, was: Identity | None) -> Identity | None:
+        """What the source has of an entry that the mount knew as ``was``."""
+        if ino in self.made:
+            return self.made[ino]
+        while was is not None and (now := self._became.get(_version(was))) is not None:
+            was = now
+        return was
+
+    def note(self, ino: int, before: Identity | None, now: Identity) -> None:
+        """The drain has changed an entry."""
+        self.made[ino] = now
+        if before is not None and ino < 0:
+            self._became[_version(before)] = now
+            self._became.pop(_version(now), None)
+
+
 class SourceState:
     """Belongs to the event loop, and never calls the source: the drain reports what it did there.
 
@@ -33,11 +58,7 @@ class SourceState:
         self._present: set[int] = set()
         # The last known identity of the source's file, by object.
         self._known: dict[int, Identity] = {}
-        # The same of everything that has no object, by inode number.
-        self._made: dict[int, Identity] = {}
-        # What entries of an older snapshot have become by changes of the drain, by what they were:
-        # a newer snapshot numbers them differently, and may have been made before the changes.
-        self._became: dict[tuple[int, int, int], Identity] = {}
+        self._entries = _Entries()
         # Objects of files that were made on the mount.
         self._new: set[int] = set()
         # Objects of files of the source whose "take" is still in the queue.
@@ -97,7 +118,7 @@ class SourceState:
 
     def _restore(self, known: Known) -> None:
         self._known.update(known.known)
-        self._made.update(known.made)
+        self._entries.made.update(known.made)
         self._over.update(known.over)
         for number, inos in known.ours.items():
             self._ours[number] = self._ours.get(number, frozenset()) | inos
@@ -117,11 +138,11 @@ class SourceState:
             numbers |= {op.object, op.over_object}
             inos |= {op.ino, op.over_ino}
             for ino, was in ((op.ino, op.was), (op.over_ino, op.over)):
-                if (now := self._current(ino, was)) is not None and now != was:
+                if (now := self._entries.current(ino, was)) is not None and now != was:
                     made[ino] = now
         return Known(
             known=_of(self._known, numbers),
-            made=made | _of(self._made, inos),
+            made=made | _of(self._entries.made, inos),
             over=_of(self._over, numbers),
             ours=_of(self._ours, numbers),
             new=frozenset(self._new & numbers),
@@ -160,7 +181,7 @@ class SourceState:
         """Whether a change is of something that was made on the mount and is not at the source."""
         number = op.object
         if not number:
-            return op.was is None and op.ino > 0 and op.ino not in self._made
+            return op.was is None and op.ino > 0 and op.ino not in self._entries.made
         return number in self._new and not (number in self._present or number in self._known)
 
     def is_needless(self, op: Op, is_removed: Callable[[int], bool]) -> bool:
@@ -176,14 +197,19 @@ class SourceState:
                 had = (self._present, self._known, self._over, self._ours)
                 return op.object in self._new and not any(op.object in table for table in had)
             case "unlink" | "rmdir":
-                return op.ino != 0 and op.strict and op.was is None and op.ino not in self._made
+                return (
+                    op.ino != 0
+                    and op.strict
+                    and op.was is None
+                    and op.ino not in self._entries.made
+                )
         return False
 
     def expected(self, seq: int, op: Op) -> Expected:
         """What may stand at the source where the change ``op``, number ``seq``, is made."""
         number = op.object
         if not number:
-            return Expected(seq=seq, known=self._current(op.ino, op.was))
+            return Expected(seq=seq, known=self._entries.current(op.ino, op.was))
         return Expected(
             seq=seq,
             known=self._known.get(number),
@@ -217,18 +243,10 @@ class SourceState:
 
     def _replaced(self, rename: Op) -> tuple[Identity, ...]:
         """What the source may have of the file that a rename on the mount has replaced."""
-        made = self._current(rename.over_ino, rename.over)
+        made = self._entries.current(rename.over_ino, rename.over)
         found = [rename.over, self._known.get(rename.over_object), made]
         over = (*self._over.get(rename.over_object, ()), *self._as_set(rename.over_object))
         return (*over, *(each for each in found if each))
-
-    def _current(self, ino: int, was: Identity | None) -> Identity | None:
-        """What the source has of an entry without an object that the mount knew as ``was``."""
-        if ino in self._made:
-            return self._made[ino]
-        while was is not None and (now := self._became.get(_version(was))) is not None:
-            was = now
-        return was
 
     # -- what is done ------------------------------------------------------------------------
 
@@ -248,7 +266,7 @@ class SourceState:
                 self._to_take.discard(number)
                 self._present.add(number)
                 # Attributes may have been changed here since the mount has read the identity.
-                known = self._current(op.ino, op.was)
+                known = self._entries.current(op.ino, op.was)
                 if known is not None and number not in self._known:
                     self._known[number] = known
                     self._base[number] = known.size
@@ -277,19 +295,16 @@ class SourceState:
                 self._renew(self._known.get(number), identity)
                 self._known[number] = identity
             case "rmdir":
-                self._made.pop(op.ino, None)
+                self._entries.made.pop(op.ino, None)
             case "mkdir" | "symlink" | "mknod" if identity is None and op.strict:
                 # The name belongs to something else at the source: later changes are not of that.
                 self._given_up.add(op.ino)
             case _ if identity is not None and op.ino:
-                before = self._current(op.ino, op.was)
+                before = self._entries.current(op.ino, op.was)
                 if before is not None and is_shared(before):
                     identity = shared(identity)
-                if before is not None and op.ino < 0:
-                    self._became[_version(before)] = identity
-                    self._became.pop(_version(identity), None)
                 self._renew(before, identity)
-                self._made[op.ino] = identity
+                self._entries.note(op.ino, before, identity)
 
     def _renew(self, before: Identity | None, now: Identity) -> None:
         """The drain has changed a file that may also wait to be replaced under another name."""
