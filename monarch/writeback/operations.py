@@ -28,6 +28,7 @@ from monarch.tiers.tier import Space
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import Attributes, Identity, Ino, file_now_ns
 from monarch.writeback.drain import Drain
+from monarch.writeback.file_systems import FileSystems
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.open_files import FULL, WrittenFiles
 
@@ -69,6 +70,7 @@ class WriteOperations:
         self._patterns = patterns
         self._drain = drain
         self._source_calls = source_calls
+        self._file_systems = FileSystems(source_calls.source.path)
         self._waits_for_source = waits_for_source
         self.names_max = names_max
         self._taken = taken
@@ -125,8 +127,7 @@ class WriteOperations:
 
     def has(self, ino: Ino) -> bool:
         """Whether it is a file that was made or changed here."""
-        node = self.names.node(ino)
-        return node is not None and node.is_file
+        return (node := self.names.node(ino)) is not None and node.is_file
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -239,8 +240,8 @@ class WriteOperations:
         return there.identity if there is not None and there.source_ino else None
 
     async def link(self, ino: Ino, parent: Ino, name: bytes, *, by: Credentials) -> Attributes:
-        self._require_covered(parent, name)
-        self._require_node_covered(ino)
+        to = self._require_covered(parent, name)
+        self._file_systems.require_one(self._require_node_covered(ino), to)
         self._require_memory(NAME_BYTES)
         await self.files.require_room()
         if self.names.attributes(ino).is_file:
@@ -327,11 +328,10 @@ class WriteOperations:
         self._require_journal()
         path, to = self.names.path_of(parent, name), self.names.path_of(to_parent, to_name)
         covered = self._patterns.covers(path), self._patterns.covers(to)
-        if not any(covered):
-            raise Refused(errno.EROFS)
         if not all(covered):
             # Who moves it then copies it, which may be allowed.
-            raise Refused(errno.EXDEV)
+            raise Refused(errno.EXDEV if any(covered) else errno.EROFS)
+        self._file_systems.require_one(path, to)
         ino = self._known(parent, name)
         self._require_held(ino)
         await self.files.require_room()
