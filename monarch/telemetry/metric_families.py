@@ -156,7 +156,7 @@ FAMILIES: tuple[Family, ...] = (
         "monarch_reads_total",
         "Read requests that the daemon answered, by the tier that served them. Requests that the"
         " kernel answers from its page cache are not counted. With `datapath: passthrough` only"
-        " the source's: the kernel reads copies by itself.",
+        " the source's: the kernel reads the copies.",
         _of_reads(lambda m: m.reads),
         "tier",
     ),
@@ -164,7 +164,7 @@ FAMILIES: tuple[Family, ...] = (
         "monarch_read_bytes_total",
         "Bytes that the daemon returned to readers, by the tier that served them. Bytes that the"
         " kernel returns from its page cache are not counted. With `datapath: passthrough` only"
-        " the source's: the kernel reads copies by itself.",
+        " the source's: the kernel reads the copies.",
         _of_reads(lambda m: m.read_bytes),
         "tier",
     ),
@@ -393,7 +393,7 @@ FAMILIES: tuple[Family, ...] = (
     _histogram(
         "monarch_read_seconds",
         "Time that the daemon took to answer a read request, by the tier that served it. With"
-        " `datapath: passthrough` only the source's: the kernel reads copies by itself.",
+        " `datapath: passthrough` only the source's: the kernel reads the copies.",
         _of_reads(lambda m: m.read_latency),
         "tier",
     ),
