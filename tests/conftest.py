@@ -1,4 +1,4 @@
-"""What every test may ask for: a source tree, the command line, a mount that is cleaned up.
+"""Fixtures for every test: a source tree, the command line, and a mount that is removed at the end.
 
 A mount is made by the real ``monarch`` in a process of its own, with state, home and run-time
 directories of its own. After each test nothing may be left: no mount, no process, no ``.part``

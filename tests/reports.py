@@ -1,4 +1,4 @@
-"""A status report as a daemon with two tiers gives it in its third epoch, one tier out."""
+"""A status report of a daemon with two tiers in its third epoch; one tier is out of service."""
 
 from __future__ import annotations
 

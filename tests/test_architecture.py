@@ -1,6 +1,6 @@
 """The map in docs/architecture.md, checked from the code's own imports.
 
-The checker is a function from sources to broken rules, so that it can be shown broken code too.
+The checker is a function from sources to broken rules, so that it can be tested with broken code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmark concludes from its numbers, and when it says that it cannot."""
+"""The verdicts that the benchmark derives from its numbers, and when it gives none."""
 
 from __future__ import annotations
 

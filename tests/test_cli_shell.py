@@ -1,4 +1,4 @@
-"""The shell around the verbs: help, mistakes, exit codes, completion, and what verbs print with."""
+"""The frame of all commands: help, mistakes, exit codes, completion, and output."""
 
 from __future__ import annotations
 

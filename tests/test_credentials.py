@@ -1,4 +1,4 @@
-"""The identity of one thread: what it may do, and that it comes back; the others keep theirs."""
+"""The identity of one thread: it gets a user's rights and returns; other threads keep theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data sets of tests, benchmark and demo are real, sized as asked, and always the same."""
+"""The data sets of tests, benchmark and demo are real, have the given sizes, and never change."""
 
 from __future__ import annotations
 

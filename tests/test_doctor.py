@@ -1,4 +1,4 @@
-"""`monarch doctor`: what it finds on machines of many kinds, and on this one."""
+"""`monarch doctor`: its findings on machines of many kinds, and on this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents say can be typed, loaded and found."""
+"""The commands, configurations, names and sentences of the documents are right."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ UNCLEAR = {
     r"\bwithout (an end|end|a trace)\b": "'endless', or say what is left",
     r"\b(put|puts|putting) off\b": "'postpone'",
     r"\bg(i|a)ves? way\b": "'is evicted' or 'is replaced'",
-    r"\b(make|made|making) ahead\b|\bstaged? ahead\b": "'in advance'",
+    r"\b(make|made|making) ahead\b|\bstaged? ahead\b(?! of)": "'in advance'",
     r"\b(turn|turns|turned) red\b": "'fail'",
     r"\btells?\b": "'say', 'show' or 'report'",
     r"\b(hear|hears|heard)\b": "'receive' or 'be notified'",
@@ -152,7 +152,7 @@ def test_the_readme_lists_the_exit_codes() -> None:
 
 
 def without_code(text: str) -> str:
-    return re.sub(r"```.*?```|`[^`]*`", "CODE", text, flags=re.DOTALL)
+    return re.sub(r"```.*?```|(`+)[^`]*\1", "CODE", text, flags=re.DOTALL)
 
 
 def phrases(text: str, forbidden: Mapping[str, str] = FORBIDDEN) -> list[str]:
@@ -206,6 +206,15 @@ def test_a_reader_who_has_never_seen_the_project_understands_each_sentence(path:
 )
 def test_a_phrase_that_is_clear_only_to_the_authors_is_found(text: str) -> None:
     assert phrases(text, UNCLEAR) != []
+
+
+def test_each_module_of_the_tests_says_in_plain_words_what_it_is_for() -> None:
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if complaints := phrases(docstring, {**FORBIDDEN, **UNCLEAR}):
+            found[str(path.relative_to(ROOT))] = complaints
+    assert found == {}
 
 
 def test_a_long_sentence_is_found_in_a_paragraph_and_in_a_table() -> None:

@@ -1,4 +1,4 @@
-"""Who waits for a daemon's end: as long as it gets on, and told by what it is held up."""
+"""Waiting for the end of a daemon: as long as there is progress, and with the reason of a delay."""
 
 from __future__ import annotations
 

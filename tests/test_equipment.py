@@ -1,4 +1,4 @@
-"""The test equipment itself: what it counts, delays and fails is what it was told to."""
+"""The test equipment itself counts, delays and fails as its rules say."""
 
 from __future__ import annotations
 

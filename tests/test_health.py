@@ -1,4 +1,4 @@
-"""The word for a mount's health: what problems add up to, since when, and when they are over."""
+"""The health of a mount: the word that follows from the problems, their start and their end."""
 
 from __future__ import annotations
 

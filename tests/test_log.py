@@ -1,4 +1,4 @@
-"""The log: private, bounded, in lines that nobody forges, and no flood of one fault."""
+"""The log: private, of limited size, with lines that cannot be forged, and without floods."""
 
 from __future__ import annotations
 

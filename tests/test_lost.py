@@ -1,4 +1,4 @@
-"""What was lost is remembered, whatever happens to the daemon, until somebody knows."""
+"""Lost files are remembered over the death of the daemon, until a user acknowledges the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counters add up, and what Prometheus and `status` are shown is what was counted."""
+"""The counters add up, and Prometheus and `status` show their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way reads take: on machines of many kinds, and on this one."""
+"""The way that reads take: on machines of many kinds, and on this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shipped: wheel, sdist, container, systemd unit and Slurm scripts."""
+"""The shipped files: wheel, sdist, container, systemd unit and Slurm scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of this user's mounts: what a killed daemon, a vandal or an odd name leaves in it."""
+"""The list of a user's mounts after a killed daemon, after damage, and with unusual names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laying out for a terminal: nothing is broken inside a word, and nothing is wider than it."""
+"""Layout for a terminal: no word is broken, and no line is wider than the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of ``scripts/``: thin launchers, packages without cycles, and nothing written twice."""
+"""The rules of ``scripts/``: thin launchers, packages without cycles, and no duplicate code."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How large a file, a class, a constructor and a function may be, and what is still too large.
+"""The greatest size of a file, a class, a constructor and a function, and the exceptions.
 
-``FLAT`` are tables of requests or settings, which a division would not make easier to read, and
-what else may stay. What stands in ``TO_BE_SPLIT`` may not: its number is the size that it had when
-it was last looked at, and may only fall. An entry that nothing needs any more fails, so that
-nothing grows back. ``python -m tests.test_sizes`` lists what is too large now.
+``FLAT`` lists permanent exceptions: tables of requests or settings, which a division would not make
+easier to read, and a few others. ``TO_BE_SPLIT`` lists temporary exceptions: the number of an entry
+is its size at the last change of the list, and may only fall. An entry that is not needed any more
+fails the test, so that no size grows again. ``python -m tests.test_sizes`` prints all exceptions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The soak notices what it is there for: a wrong byte, an error without a reason, what grows."""
+"""The soak detects a wrong byte, an error without a reason, and growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes and durations, and text that hostile names cannot break out of."""
+"""Sizes and durations, and escaped text that hostile names cannot break."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What people run over a mount, unchanged: frameworks, formats, tools and system calls."""
+"""Programs that people run over a mount, unchanged: frameworks, formats, tools and system calls."""

@@ -1,4 +1,4 @@
-"""Data sets, clients in processes of their own, and what each client must see over three epochs."""
+"""Data sets, clients in processes of their own, and the expected results of three epochs."""
 
 from __future__ import annotations
 

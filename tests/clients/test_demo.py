@@ -1,4 +1,4 @@
-"""The demo that the front page sends people to."""
+"""The demo that README.md recommends."""
 
 from __future__ import annotations
 

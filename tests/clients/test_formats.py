@@ -1,4 +1,4 @@
-"""Formats that keep a data set in one file, small or large, by their own libraries."""
+"""Data sets in a single file, small and large, read by the libraries of their formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training frameworks over a mount: the source's bytes, and one look at the source."""
+"""Training frameworks over a mount get the source's bytes and open each source file once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real programs that save, killed with the daemon at any moment: what they were told is there."""
+"""Real programs save while they and the daemon are killed: acknowledged data must be there."""
 
 from __future__ import annotations
 

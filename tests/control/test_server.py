@@ -1,4 +1,4 @@
-"""The control socket: what it answers, and that nobody who connects disturbs it (faults I3)."""
+"""The control socket: its answers, and that no client disturbs the daemon (faults I3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`monarch status`, `warm` and `evict` against a real socket, and against daemons that are gone."""
+"""`monarch status`, `warm` and `evict` with a real socket, and with dead daemons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wall clock that jumps as told, for the processes that are started by it (``clock.c``)."""
+"""A wall clock that a test can make jump, for the processes that it starts (``clock.c``)."""
 
 from __future__ import annotations
 

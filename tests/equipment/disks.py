@@ -1,8 +1,8 @@
-"""A disk in a file: mounted as a file system of its own, and cut off from its power.
+"""A disk in a file: mounted as a file system of its own; a test can cut its power.
 
-What a program has written lies in the memory of the mounted file system until the kernel writes it
-out, so the file behind the disk never holds it before. A copy of that file is what a machine whose
-power fails at this moment finds when it starts again.
+Written data is in the memory of the mounted file system until the kernel writes it to the disk, so
+the file behind the disk does not have it before. A copy of that file is the disk that a machine
+finds when it starts after a power cut at this moment.
 """
 
 from __future__ import annotations

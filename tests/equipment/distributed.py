@@ -3,7 +3,7 @@
 There is no management daemon: each brick is a server process that a test may stop, continue, kill
 and start again, and the client is a FUSE mount like that of any compute node. With one brick a
 dead server is ENOTCONN. With two, names are spread over both, and the client answers ENOENT for
-those of a dead one, though they exist.
+names of a dead server, although they exist.
 """
 
 from __future__ import annotations

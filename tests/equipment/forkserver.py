@@ -1,9 +1,9 @@
 """A process that has imported Monarch once and forks for each ``monarch`` that a test runs.
 
-To start Python and import what ``monarch mount`` needs takes most of a second of processor time,
-and the tests do it thousands of times. The forked process is what a fresh one would be: its
+Starting Python and importing the modules of ``monarch mount`` takes most of a second of processor
+time, and the tests do it thousands of times. The forked process equals a new process: its
 arguments, environment, directory, umask, limits and the three standard descriptors are the
-caller's. Tests of the start itself do without it.
+caller's. Tests of the start itself do not use it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which modules import which, read from their texts."""
+"""Which modules import which others, found by parsing their sources."""
 
 from __future__ import annotations
 

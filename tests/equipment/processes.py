@@ -1,4 +1,4 @@
-"""What the kernel tells of processes: memory, threads, processor time."""
+"""Memory, threads and processor time of processes, as the kernel reports them."""
 
 from __future__ import annotations
 

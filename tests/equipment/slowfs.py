@@ -1,7 +1,7 @@
-"""A source or a tier that behaves as told: latencies, errors, hangs, wrong bytes, and counters.
+"""A source or a tier that follows rules: latencies, errors, hangs, wrong bytes, and counters.
 
 The file system is ``slowfs.c``, a loopback over a directory; the comment at its top lists the
-rules. What it counts is what arrived there; nothing that is under test can change it.
+rules. It counts the calls that it receives; no code under test can change the counters.
 """
 
 from __future__ import annotations

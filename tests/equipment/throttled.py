@@ -1,9 +1,9 @@
 """A directory on a real ext4 whose disk is capped: the bandwidth of a busy parallel file system.
 
-A loop device under cgroup v1 blkio. The cap holds for every process that joins, buffered or
-direct, and is exact to a few per cent over a second. The process that *submits* a read pays: start
-the daemon inside the group, and with kernel passthrough the reader too. Metadata that is in memory
-costs nothing; for latency per call use ``slowfs``.
+A loop device under cgroup v1 blkio. The cap holds for every process that joins, buffered or direct,
+and is exact to a few per cent over a second. The cap applies to the process that *submits* a read:
+start the daemon inside the group, and with kernel passthrough also the reader. Metadata in memory
+is not delayed; for latency per call use ``slowfs``.
 """
 
 from __future__ import annotations

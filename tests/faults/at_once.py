@@ -1,11 +1,11 @@
 """``python -m tests.faults.at_once DIRECTORY READERS [HOW] < TREE``: reads all files at once.
 
-TREE is a JSON object from names below DIRECTORY to sizes; what a file of a name holds is told by
-``contents``. Writes a JSON object: how many files came out "right", "wrong", or with which error.
-HOW is ``--until-gone``: list and read until something is not as it should be, and tell that; or
-``--amid-kills``: read half of it while other processes that read all are killed.
+TREE is a JSON object from names below DIRECTORY to sizes; ``contents`` computes the bytes of a file
+from its name. Writes a JSON object with the number of files that were "right", "wrong", or failed
+with an error. HOW is ``--until-gone``: list and read until a result is wrong, and print it; or
+``--amid-kills``: read half of the files while other processes that read all files are killed.
 
-A process of its own, so that a test can end it whatever it waits for.
+It is a process of its own, so that a test can kill it at any time.
 """
 
 from __future__ import annotations

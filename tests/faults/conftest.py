@@ -1,4 +1,4 @@
-"""A source that can be slow, fail and hang, below a mount; tiers on disks of their own."""
+"""A source below a mount that can be slow, fail and hang; tiers on disks of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control groups that take memory or threads from a process, whatever user it has."""
+"""Control groups that limit the memory or threads of a process of any user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies that somebody, or the disk, has changed: whatever lies in a tier, its bytes are right."""
+"""Copies that a user or the disk has changed: reads always return the right bytes."""
 
 from __future__ import annotations
 

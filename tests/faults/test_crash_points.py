@@ -1,7 +1,7 @@
 """A daemon killed at every named point of its work: the next mount finds all that was committed.
 
-The points are in code that every mode of reading shares, so each is passed in the mode that this
-machine would choose by itself.
+The points are in code that all modes of reading share, so the tests run in the mode that a mount
+chooses on this machine by default.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``status`` says while a real fault lasts: the word, the kind, since when; then ok again."""
+"""The output of ``status`` during a real fault (word, kind, start time), and ``ok`` after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is said to Monarch, in a file, on the command line or at the control socket."""
+"""Wrong input: in a file, on the command line and at the control socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine under the daemon runs short, stops, jumps or kills: readers go on, or are told."""
+"""The machine runs short, stops, jumps in time or kills: reads continue, or fail with an errno."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A daemon of root writes for several users: each change is made with the rights of its user.
 
-Everything that is tried here is a case of one user who tries to get at another's files through the
-daemon. The same on a plain directory is refused by the kernel, and so it must be here.
+In each test one user tries to reach another user's files through the daemon. The kernel refuses the
+same call on a plain directory, and the daemon must refuse it as well.
 """
 
 from __future__ import annotations

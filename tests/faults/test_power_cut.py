@@ -1,8 +1,9 @@
-"""The power fails under a mount: what the disk holds then is never served wrong, nor in the way.
+"""The power fails under a mount: wrong bytes on the disk are never served, and block no mount.
 
-Tier and state are on a disk of their own. A cut is a copy of what the disk holds at that moment,
-without all that was only in the memory of its file system; that copy is mounted, and Monarch on it.
-It is ext4 as it loses most: names and sizes reach the disk before bytes do.
+Tier and state are on a disk of their own. A cut is a copy of the disk at that moment, without
+the data that was only in the memory of its file system. The copy is mounted, and Monarch uses it.
+The file system is ext4 with the options that lose most: names and sizes reach the disk before bytes
+do.
 """
 
 from __future__ import annotations

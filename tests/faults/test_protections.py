@@ -1,4 +1,4 @@
-"""Every row of the table of faults, and every promise, has tests; each protection is there."""
+"""Each row of faults.md and each promise has tests; the text of each protection exists."""
 
 from __future__ import annotations
 

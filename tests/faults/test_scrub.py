@@ -1,4 +1,4 @@
-"""The scrub finds copies that nobody has damaged knowingly, before the job reads them."""
+"""The scrub finds damaged copies before the job reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one user may not read at the source, he reads nowhere; what he plants, leads nowhere."""
+"""A user finds no data that the source denies; links that the user plants are not followed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""State that others hold, that another version wrote, or that is damaged: refused, or made anew.
+"""State that is locked, damaged or of another version: refused or made anew.
 
-Whichever it is, a line says so, and nothing of it is served. How reads are served is no part of it.
+In both cases a line reports it, and nothing of the old state is served. The tests do not depend on
+the way of reading.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiers that fill up, fail, vanish, hang or crawl: nobody who reads notices, and they come back."""
+"""Tiers that fill up, fail, vanish, hang or are slow: reads succeed, and the tiers recover."""
 
 from __future__ import annotations
 

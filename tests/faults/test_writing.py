@@ -1,4 +1,4 @@
-"""What is written through a mount while the tier, the source, the daemon or the machine fails."""
+"""Written files while the tier, the source, the daemon or the machine fails."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kills a trainer at every call that its checkpoints make: ``python crashing.py DIRECTORY``.
 
-For each call a child of its own saves three checkpoints and dies there; then the directory is taken
-up again. Prints how many calls there were; an exit code other than 0 says what did not hold.
+For each call one child process saves three checkpoints and dies at the call. Then a new trainer
+continues with the directory. Prints the number of calls; an exit code other than 0 is a failure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ranks of a real job, over gloo: forked off one process that has imported PyTorch.
+"""Ranks of a real job, over gloo: forks of one process that has imported PyTorch.
 
 Each line of standard input is a job, JSON: ``work``, the name of a function here, and the arguments
-of each rank. A line comes back, with what each rank returned, or how it ended.
+of each rank. The reply is a line with the result of each rank, or with the way in which it ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer with a Checkpointer: the gate, what is saved, and what is told when storage fails."""
+"""A trainer with a Checkpointer: the gate, the saved state, and the reports of failing storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a run's state is made of comes back bit for bit, or is refused by its place."""
+"""Each part of a run's state is restored bit for bit, or refused with its place in the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks save the same steps, and restore only what every one of them has."""
+"""Several ranks save the same steps, and restore only steps that every rank has."""
 
 from __future__ import annotations
 

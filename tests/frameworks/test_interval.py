@@ -1,7 +1,8 @@
 """How often checkpoints are taken: CheckFreq's formula, and a run in virtual time.
 
-The run is the one by which the rules were once compared: 1,200 iterations of 44 ms, a state that is
-copied in 2 ms and written in 336, and storage that is four times slower from iteration 100 to 600.
+The run is the one that was used to choose between the rules: 1,200 iterations of 44 ms, a state
+that is copied in 2 ms and written in 336, and storage that is four times slower from iteration 100
+to 600.
 """
 
 from __future__ import annotations

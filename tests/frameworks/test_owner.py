@@ -1,4 +1,4 @@
-"""One trainer writes into a directory, whatever node it is on; one that died holds nobody up."""
+"""One trainer writes into a directory, on any node; a dead trainer blocks no other for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of samples is the same for ever, and each sample is used once, whatever crashes."""
+"""The order of samples never changes, and each sample is used once, even after crashes."""
 
 from __future__ import annotations
 

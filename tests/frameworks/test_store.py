@@ -1,4 +1,4 @@
-"""A directory of checkpoints: no crash and no full disk leaves a torn one, or none."""
+"""A directory of checkpoints after a crash or on a full disk has whole checkpoints only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training run that is killed again and again ends with the weights of one that never was."""
+"""A training run that is killed again and again ends with the weights of an undisturbed run."""
 
 from __future__ import annotations
 

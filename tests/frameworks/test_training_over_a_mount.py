@@ -1,4 +1,4 @@
-"""Training over a mount, of which the trainer and the daemon are killed again and again."""
+"""Training over a mount while the trainer and the daemon are killed again and again."""
 
 from __future__ import annotations
 

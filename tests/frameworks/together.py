@@ -1,4 +1,4 @@
-"""Several ranks in one process: threads that tell each other what real ones send."""
+"""Several ranks in one process: threads that exchange the messages of real ranks."""
 
 from __future__ import annotations
 

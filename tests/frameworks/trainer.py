@@ -4,11 +4,12 @@
 
 DATA has a directory of images for each class. When the run is over, RESULT has the weights, the
 optimizer's state and how often each sample was used in each epoch; that count is part of the
-checkpointed state, so it tells what led to these weights, whatever was killed in between. Each
-update is told on standard output as ``update STEP``.
+checkpointed state, so it shows which samples led to these weights, also after kills. Each update
+prints a line ``update STEP``.
 
-With ``--serve`` the arguments of runs come as lines of JSON on standard input. Each run is forked
-off, which spares it the import of PyTorch: its pid is told, its updates, and ``ended CODE``.
+With ``--serve`` the arguments of runs are lines of JSON on standard input. Each run is a fork,
+which spares it the import of PyTorch. The server prints the pid of the run, its updates, and
+``ended CODE``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``python -m tests.fuse.fuzzing DIRECTORY SECONDS [SEED]``: random messages from both sides.
 
-The kernel sends requests of all kinds, whole and mangled; pyfuse3 answers some right, some wrong,
-and some twice; copies come, go and are damaged. Each request must get exactly one answer, and the
-next sane one the right answer. A failure names the seed that repeats it, as far as threads do.
+The kernel sends requests of all kinds, whole and mangled. pyfuse3 answers some right, some wrong,
+and some twice. Copies are made, removed and damaged. Each request must get exactly one answer, and
+the next sane one the right answer. A failure names the seed that repeats it, as far as threads do.
 """
 
 from __future__ import annotations

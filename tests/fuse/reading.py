@@ -1,7 +1,7 @@
 """``python -m tests.fuse.reading DIRECTORY SECONDS SEED TREE``: reads files in all ways.
 
-TREE is a JSON object, from names below DIRECTORY to sizes; what a file of a name holds is told by
-``contents``. An error, or a wrong byte, ends it with 1 and one line.
+TREE is a JSON object from names below DIRECTORY to sizes; ``contents`` computes the bytes of a file
+from its name. An error, or a wrong byte, ends it with exit code 1 and one line.
 """
 
 from __future__ import annotations

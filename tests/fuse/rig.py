@@ -1,4 +1,4 @@
-"""The datapath between a kernel and a pyfuse3 that are the test, over real tables and copies."""
+"""The datapath over real tables and copies; the test plays the kernel and pyfuse3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel is told of its caches, with and without a session."""
+"""The notifications to the kernel about its caches, with and without a session."""
 
 from __future__ import annotations
 

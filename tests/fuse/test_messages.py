@@ -1,6 +1,6 @@
-"""What the datapath answers by itself, what it leaves to Python, and that nothing sent to it harms.
+"""Which messages the datapath answers and which it passes to Python; no message harms it.
 
-The test is the kernel on one side and pyfuse3 on the other (``rig``). A device that is a socket
+The test plays the kernel on one side and pyfuse3 on the other (``rig``). A device that is a socket
 takes no backing files, so opens are relayed here.
 """
 

@@ -1,6 +1,6 @@
-"""Names that are missing where names are made through the mount: which Python is asked for.
+"""Missing names in writable directories: for which of them the datapath asks Python.
 
-As in ``test_messages`` the test is the kernel and pyfuse3.
+As in ``test_messages`` the test plays the kernel and pyfuse3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Many requests that wait for a source that hangs: what they hold up, and that they can be let go.
+"""Many requests wait for a source that hangs: they delay no other request, and can be ended.
 
 The source is a file system in user space whose calls hang until a rule is taken away.
 """

@@ -1,6 +1,6 @@
-"""Written files through the datapath, message by message: what it does, and what Python hears.
+"""Written files through the datapath, message by message: its actions, and its events for Python.
 
-As in ``test_messages`` the test is the kernel and pyfuse3; the files are real ones.
+As in ``test_messages`` the test plays the kernel and pyfuse3; the files are real ones.
 """
 
 from __future__ import annotations

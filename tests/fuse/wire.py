@@ -1,4 +1,4 @@
-"""The kernel's side of the FUSE protocol: what it sends, and how to read what it gets."""
+"""The kernel's side of the FUSE protocol: makes its requests, and parses the replies."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 All modules are loaded once; each command then runs in a fork of this process, from the same entry
 and with a daemon of its own, as ``monarch ARGUMENTS`` would. A command is a line of JSON,
-``{"arguments": [...], "environment": {...}}``, its answer another, ``{"code": 0, "told": "..."}``.
+``{"arguments": [...], "environment": {...}}``, and so is the reply, ``{"code": 0, "told": "..."}``.
 """
 
 from __future__ import annotations

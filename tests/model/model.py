@@ -1,8 +1,8 @@
 """What a reader may see: the versions of each file, and which of them a mount may serve now.
 
-The rules are those of docs/semantics.md, by their numbers. Nothing here looks at a file system: the
-model is told what was done at the source and what readers got, and raises Wrong where a promise
-was broken. ``before`` is always what was known when the operation began: its current version is
+The rules are those of docs/semantics.md, by their numbers. The model accesses no file system. It is
+called with each change at the source and each result of a reader, and raises Wrong if a promise
+was broken. ``before`` is always the state when the operation began: its current version is
 older than the file's if the file was changed meanwhile.
 """
 

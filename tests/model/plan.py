@@ -1,7 +1,7 @@
 """Plans: the settings of a mount and plain operations, made from a seed, kept as lines of JSON.
 
-Every operation can be carried out, or passed over, whatever came before it, so that a plan of which
-some are taken away is a plan again. They are tuples, a name and its arguments:
+Every operation can be carried out or skipped after any other operations, so that a plan without
+some of its operations is a plan, too. An operation is a tuple, a name and its arguments:
 
     readers     ("read", reader, file)  ("open", reader, slot, file)  ("close", reader, slot)
                 ("readall", reader, slot)  ("pread", reader, slot, offset, size)
@@ -10,8 +10,8 @@ some are taken away is a plan again. They are tuples, a name and its arguments:
                 ("ask", file): the extended attributes
     together    ("together", (operation, ...)): all at once, one of them no reader's
     mount       ("evict", file, ...)  ("warm", file, ...): without files all
-                ("settle",): wait until nothing is copied  ("look",): wait for two looks of a ttl
-                ("idle",): nothing is asked for so long that the mount lets go of what was read
+                ("settle",): wait until nothing is copied  ("look",): two comparisons of a ttl
+                ("idle",): no request until the mount has released what it had cached
                 ("quiet", evict): close all, compare the accounts; with ``evict`` drop all copies
                 ("end", "clean" or "kill")  ("mount", refresh)
     source      ("change", kind, file, size), kind one of CHANGES

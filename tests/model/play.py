@@ -1,4 +1,4 @@
-"""Plays a plan: carries its operations out on the rig and holds what readers get to the model."""
+"""Plays a plan: carries out its operations on the rig and compares the reads with the model."""
 
 from __future__ import annotations
 

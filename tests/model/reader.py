@@ -1,4 +1,4 @@
-"""A process that reads as it is told: ``python -S reader.py PIECE`` with commands on its input.
+"""A process that reads on command: ``python -S reader.py PIECE`` gets commands on standard input.
 
 Commands and answers are values of ``marshal``, each behind its length in four bytes. It imports
 next to nothing, so that one starts within milliseconds. PIECE is the size of its read calls.

@@ -1,4 +1,4 @@
-"""``python -m tests.model.replay FILE``: plays a plan again and tells each operation."""
+"""``python -m tests.model.replay FILE``: plays a plan again and prints each operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a plan that fails short: operations are taken away as long as it goes on to fail."""
+"""Shortens a plan that fails: removes operations while the plan still fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, readers see what docs/semantics.md says, and nothing else.
+"""Random operations in random order: reads return only what docs/semantics.md allows.
 
 ``python -m tests.model SEED COUNT`` plays many more plans.
 """

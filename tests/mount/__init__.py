@@ -1,1 +1,1 @@
-"""What a mount shows and promises, asked through the kernel and compared with the source."""
+"""The contents and promises of a mount, read through the kernel and compared with the source."""

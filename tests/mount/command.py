@@ -1,4 +1,4 @@
-"""What the tests of the command line share: one clear line, nothing left, another user."""
+"""Helpers for tests of the command line: one clear line, nothing left behind, another user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source that can be slow, fail and hang, below a mount."""
+"""A source below a mount that can be slow, fail and hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test does with a mount and sees of it: epochs, copies, the daemon's own account."""
+"""Helpers to use and observe a mount: epochs, copies, and the counters of the daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access control lists of the source: the kernel decides with them as it does at the source."""
+"""Access control lists of the source: the kernel uses them on the mount as at the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes, kinds and odd files: what lstat tells at the source, lstat tells at the mount."""
+"""Attributes, kinds and unusual files: lstat returns the same on the mount as at the source."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A source that changes under a mount: fresh bytes or an error at once, never a hang or a mixture.
+"""A source that changes under a mount: new bytes or an immediate error, never a hang or a mixture.
 
-Each warning that the daemon owes its operator is announced with ``expects_log``.
+Each warning that the daemon must log is announced with ``expects_log``.
 """
 
 from __future__ import annotations

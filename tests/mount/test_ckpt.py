@@ -1,4 +1,4 @@
-"""What was written, as a person sees it: ``ckpt``, ``status``, and what ``umount`` waits for."""
+"""Written files as ``ckpt`` and ``status`` show them, and as ``umount`` waits for them."""
 
 from __future__ import annotations
 

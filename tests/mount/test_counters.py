@@ -1,4 +1,4 @@
-"""The daemon's account is the truth: compared with what the test did and what the source saw."""
+"""The daemon's counters equal the calls of the test and the events at the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mount from its first answer to its end, however it ends: by command, by signal, by death."""
+"""A mount from its first answer to its end by command, by signal or by SIGKILL."""
 
 from __future__ import annotations
 

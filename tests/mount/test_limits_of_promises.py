@@ -1,4 +1,4 @@
-"""What the mount does not keep, look at or notice, and says so."""
+"""The things that a mount does not keep, check or notice, and that it says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be mounted: one clear line, the documented exit code, and nothing left behind."""
+"""Impossible mounts: one clear line, the documented exit code, and nothing left behind."""
 
 from __future__ import annotations
 

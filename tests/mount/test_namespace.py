@@ -1,4 +1,4 @@
-"""Any tree of names is shown as it is at the source, and asks the source nothing."""
+"""Any tree of names is shown as it is at the source, without a call to the source."""
 
 from __future__ import annotations
 

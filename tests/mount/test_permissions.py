@@ -1,4 +1,4 @@
-"""Another user sees through the mount what the modes let him see, and nothing beside it."""
+"""Another user sees through the mount only the files that the modes allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files end up in which tier, and that no tier ever holds a byte too much."""
+"""The tier of each file, and that no tier ever holds more bytes than its capacity."""
 
 from __future__ import annotations
 

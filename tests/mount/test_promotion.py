@@ -1,4 +1,4 @@
-"""From the source to a tier: what is read, how often, and what readers see meanwhile."""
+"""Copying from the source to a tier: the number of source reads, and the readers' bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every attempt to change something through the mount is EROFS, and changes nothing."""
+"""Every attempt to change something through the mount fails with EROFS and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mounts over what earlier ones have left: nothing that was written is hidden, dropped or stuck."""
+"""Mounts over the state of earlier mounts: no written file is hidden, dropped or stuck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mount finds again: the copies of the one before, however that one ended."""
+"""A mount finds the copies of the previous mount, after a clean end or a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tier path for several mounts: each keeps its own copies, and nothing else is touched."""
+"""One tier path for several mounts: each keeps its own copies and touches no other files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source that fails or hangs: who needs it learns so, and nobody else."""
+"""A source that fails or hangs: only the processes that need it get the error or wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source that refuses root, as with root squash: who reads a file there opens it.
+"""A source that refuses root, as with root squash: files are opened with the reader's identity.
 
 The daemon runs as root without the capabilities that let root read everything, so that files that
 are closed to root are.

@@ -1,4 +1,4 @@
-"""The command line in a real terminal: watched, resized, completed by bash, and left by nohup."""
+"""The command line in a real terminal: ``--watch``, resizing, completion by bash, and nohup."""
 
 from __future__ import annotations
 

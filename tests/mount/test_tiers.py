@@ -1,4 +1,4 @@
-"""Tiers that are full, cannot be written, vanish or lie: the readers never notice."""
+"""Tiers that are full, read-only, missing or return wrong bytes: the readers never notice."""
 
 from __future__ import annotations
 

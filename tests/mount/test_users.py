@@ -1,4 +1,4 @@
-"""An ordinary user mounts for himself, through the set-uid fusermount3."""
+"""An ordinary user mounts through the set-uid fusermount3, for that user alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written through a mount: seen at once, safe when said so, drained, never lost."""
+"""Files written through a mount: visible at once, safe after fsync, drained, never lost."""
 
 from __future__ import annotations
 

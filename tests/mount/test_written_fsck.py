@@ -1,4 +1,4 @@
-"""``fsck`` and ``doctor`` of a mount that was written: what they find, mend, and leave alone."""
+"""``fsck`` and ``doctor`` of a mount with written files: what they find, repair and leave alone."""
 
 from __future__ import annotations
 

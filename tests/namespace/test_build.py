@@ -1,4 +1,4 @@
-"""A snapshot tells what ``lstat`` and ``readlink`` tell, whatever is in the tree."""
+"""A snapshot has the results of ``lstat`` and ``readlink`` for each entry of any tree."""
 
 from __future__ import annotations
 

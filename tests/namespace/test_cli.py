@@ -1,4 +1,4 @@
-"""``monarch snapshot`` as a person and a script use it."""
+"""``monarch snapshot`` used by a person and by a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify`` and ``diff`` find each change, and nothing where nothing changed."""
+"""``verify`` and ``diff`` find each change, and report none for equal trees."""
 
 from __future__ import annotations
 

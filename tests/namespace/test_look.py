@@ -1,4 +1,4 @@
-"""A look at the entries of a directory tells the same with the extension and without it."""
+"""Reading the entries of a directory gives the same with the C extension and without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the mount shows follows the source entry by entry, over a snapshot that stays as it is."""
+"""The mount's names follow the source entry by entry, over a snapshot that does not change."""
 
 from __future__ import annotations
 

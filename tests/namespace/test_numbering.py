@@ -1,4 +1,4 @@
-"""Numbers of a scan, without a source: what is given in which order, and what is an alias."""
+"""Inode numbers of a scan, without a source: their order, and which entries are aliases."""
 
 from __future__ import annotations
 

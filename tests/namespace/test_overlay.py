@@ -1,5 +1,4 @@
-"""What is made, changed and removed through the mount is one tree with the snapshot, and does to
-every call what a local file system does."""
+"""The overlay and the snapshot form one tree, which behaves like a local file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refreshed snapshot is what a new one would be; ``quick`` misses only what it says it does."""
+"""A refreshed snapshot equals a new one; ``quick`` misses only the documented changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot that is damaged is refused in words; one that is whole answers cheaply."""
+"""A damaged snapshot is refused with a message; a whole one answers at low cost."""
 
 from __future__ import annotations
 

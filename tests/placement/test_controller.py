@@ -1,4 +1,4 @@
-"""Promotion, deferral, failure: what is held meanwhile, and what is never lost."""
+"""Promotion, deferral and failure: the space held meanwhile, and that no file is forgotten."""
 
 from __future__ import annotations
 

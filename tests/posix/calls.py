@@ -1,4 +1,4 @@
-"""System calls that Python has no name for, errors that are expected, and other processes."""
+"""System calls that Python does not offer, expected errors, and other processes."""
 
 from __future__ import annotations
 

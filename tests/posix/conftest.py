@@ -1,9 +1,9 @@
-"""The place that is written to: a mount with ``write: absorb``, or a plain directory to compare.
+"""The directory that the tests write to: a mount with ``write: absorb``, or a plain directory.
 
-``--modes native`` runs all of this on the file system of pytest's own directory, which shows that
-what is expected of a mount is what a disk does. One mount serves all tests of a mode, each in a
-directory of its own that was in the source before; when the last is over it is unmounted, and the
-source has to have exactly the tree that the mount had.
+``--modes native`` runs all tests on the file system of pytest's own directory, which shows that the
+tests expect of a mount only the behaviour of a disk. One mount serves all tests of a mode, each in
+a directory of its own that was in the source before. After the last test it is unmounted, and the
+source must have exactly the tree that the mount had.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random sequences of calls, played in two directories in lockstep.
 
-A sequence comes from its seed and from what the first directory looks like meanwhile. Each call has
-the same outcome in both: what it returns, what stat tells, what is read and listed, or its errno.
+A sequence depends on its seed and on the state of the first directory. Each call must have the same
+outcome in both directories: its result, the attributes, the bytes read, the listing, or its errno.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modes, owners, times and extended attributes: who may change them, and what changes with them."""
+"""Modes, owners, times and extended attributes: the rights to change them, and the side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes: written anywhere, cut, left out, mapped and copied, and what each reader of them sees."""
+"""Bytes that are written anywhere, truncated, left out, mapped and copied, and their readers."""
 
 from __future__ import annotations
 

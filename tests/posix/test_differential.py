@@ -1,4 +1,4 @@
-"""Whatever is called in whatever order, a mount does what a disk does."""
+"""Random calls in random order have the same result on a mount and on a disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names: rename in all its cases, links, removal while open, directories, what a name may hold."""
+"""Names: rename in all its cases, links, removal of open files, directories, unusual names."""
 
 from __future__ import annotations
 

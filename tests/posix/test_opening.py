@@ -1,4 +1,4 @@
-"""Opening and making files: what each flag promises, and the modes that come of it."""
+"""Opening and creating files: the effect of each flag, and the resulting modes."""
 
 from __future__ import annotations
 

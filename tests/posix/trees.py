@@ -1,4 +1,4 @@
-"""A tree as it is told by a file system, and how two of them differ, in words."""
+"""Reads a tree from a file system, and describes the differences of two trees in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is young by the source's own clock, wherever that is, and when it is looked at again."""
+"""Which files are young by the source's own clock, and when they are checked again."""
 
 from __future__ import annotations
 

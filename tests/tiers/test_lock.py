@@ -1,4 +1,4 @@
-"""The lock of a state or tier directory: one daemon, and a dead one's is free."""
+"""The lock of a state or tier directory: one daemon holds it, and a dead daemon's lock is free."""
 
 from __future__ import annotations
 

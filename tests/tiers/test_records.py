@@ -1,4 +1,4 @@
-"""The residency records: what is written is found again, what is torn is no record."""
+"""The residency records: a written record is found again, a torn record does not count."""
 
 from __future__ import annotations
 

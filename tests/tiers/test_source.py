@@ -1,4 +1,4 @@
-"""The source: regular files beneath its root, and nothing else, are opened and read."""
+"""The source opens and reads only regular files beneath its root."""
 
 from __future__ import annotations
 

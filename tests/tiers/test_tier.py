@@ -1,4 +1,4 @@
-"""One tier on a real file system: staging, committing, removing, and whom it lets in."""
+"""One tier on a real file system: staging, committing, removing, and access."""
 
 from __future__ import annotations
 

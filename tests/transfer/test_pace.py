@@ -1,4 +1,4 @@
-"""What copies take of a source beside its readers, in virtual time."""
+"""The share of a source that copies take while readers use it, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of copies, without an engine: what waits, what is held in memory, and how it ends."""
+"""The queue of copies, without an engine: its order, the memory that it holds, and its end."""
 
 from __future__ import annotations
 

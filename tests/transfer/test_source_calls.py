@@ -1,4 +1,4 @@
-"""What is said of the source while it fails, and when that ends; the clock is the test's."""
+"""The reports about a source that fails, and their end; the test sets the clock."""
 
 from __future__ import annotations
 

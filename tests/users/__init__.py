@@ -1,5 +1,5 @@
-"""Hostile users: what one user may not do to another at the source, the mount must not do either.
+"""Hostile users: the mount must not allow one user more against another than the source allows.
 
-``calls.py`` has the system calls and the processes of the users that make them, ``trees.py`` what a
-directory looks like afterwards, ``history.py`` the random histories and their judgement.
+``calls.py`` has the system calls and the processes of the users that make them, ``trees.py`` the
+contents of a directory afterwards, ``history.py`` the random histories and the check of them.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.users SEED [COUNT]``: play histories again, one mount each, and tell all."""
+"""``python -m tests.users SEED [COUNT]``: plays histories again and prints all calls."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """System calls that users make, and the process that makes them.
 
-The kernel judges a process by its effective ids and its capabilities. One process is forked, takes
-the ids of a user for each call, which leaves it no capability, and is told one call after the other
-over a pipe.
+The kernel judges a process by its effective ids and its capabilities. One process is forked. It
+gets one call after the other over a pipe and takes the ids of a user for each, which removes all
+capabilities.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where histories take place: a source with its mount, and copies in which nothing is mounted."""
+"""The places of histories: a source with its mount, and copies of the source without a mount."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Histories of hostile users, each from its seed alone, and the judgement of what came of one.
+"""Histories of hostile users, each made from its seed alone, and the check of their results.
 
 A history has rounds. In a round two ordinary users and root make calls, each at the source or on
-the mount, while the drain is held; then everything is drained. The directory at the source before
-the drain is copied, and there the calls of the mount are made again, by the same users: what came
-of the drain must be what came of these, or what was there before. A call that was about one inode
-and would meet another is not made again: its user did not mean that one.
+the mount, while the drain is held; then everything is drained. Before the drain the directory at
+the source is copied. In the copy the same users repeat the calls that they made on the mount. After
+the drain each file must have the state of the copy, or its state before the drain. A call that
+concerned one inode and would now meet another is not repeated: its user did not mean the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two users who do to each other whatever they can, below and through a mount that root serves.
+"""Two users attack each other's files at the source and through a mount of root.
 
 ``python -m tests.users SEED`` plays one history again and prints each call.
 """

@@ -1,4 +1,4 @@
-"""What a directory holds: owners, modes and bytes by path; and a copy of it with all of these."""
+"""The contents of a directory: owners, modes and bytes by path; and a copy with all of them."""
 
 from __future__ import annotations
 

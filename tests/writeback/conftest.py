@@ -1,4 +1,4 @@
-"""A world over a small source, and a clock that jumps when all wait."""
+"""A world over a small source, and a clock that jumps ahead when all tasks wait."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Random histories of mounts that end anywhere and are mounted again in every way.
 
 A history is a few lives of a mount. Between two of them others may act at the source, the tier may
-be filled, the machine may start again. What was acknowledged must be shown, come to the source, or
-be named: ``Story`` holds the mount and the source against it.
+be filled, the machine may start again. Each acknowledged change must be shown, reach the source, or
+be named: ``Story`` compares the mount and the source with these changes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Mounts without a kernel: all that a mount does with what is written, ended and begun anew.
+"""Mounts without a kernel: the write side of a mount, ended and begun anew.
 
-``Ground`` is what outlives a mount. ``Life`` is one mount: the real tree, journal, objects and
-drain, wired as the daemon wires them, with threads that are at rest when it is over.
+``Ground`` has everything that outlives a mount. ``Life`` is one mount: the real tree, journal,
+objects and drain, wired as the daemon wires them, with threads that are idle when it is over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Somebody who absorbs writes as the mount does, in memory, over real objects and a real source.
+"""A model of a mount that absorbs writes: names in memory, real objects and a real source.
 
-``World`` knows what each name holds, which contents of a file were whole, and checks the source
-against both. ``shown`` reads the tree from nothing but the journal's changes.
+``World`` knows the bytes of each name and which contents of a file were whole, and compares the
+source with both. ``shown`` builds the tree from the journal's changes alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that went to the source directly, as the tier is full, when that takes nothing either."""
+"""Files that are written through to the source while both the tier and the source are full."""
 
 from __future__ import annotations
 

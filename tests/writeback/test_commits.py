@@ -1,4 +1,4 @@
-"""What nobody fsyncs is on the tier's disk after a commit, and no more is said to be there."""
+"""Files without an fsync are on the tier's disk after a commit, and no file is reported safer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paths of pending changes: which names of a directory must be left alone."""
+"""The paths of pending changes: which names of a directory must not be changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which contents are brought and which come with a later one, in virtual time."""
+"""Which contents are drained, and which only as a part of a later one, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the drain lets others go first, in virtual time."""
+"""The drain gives readers of the source, and processes that write, priority, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a power cut has left of files that were never synced is kept, and is nobody's else."""
+"""The rests of never synced files after a power cut are kept, and served as no other file."""
 
 from __future__ import annotations
 

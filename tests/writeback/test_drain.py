@@ -1,4 +1,4 @@
-"""The drain between real objects and a real source that fails, hangs, is full or is not ours."""
+"""The drain between real objects and a real source that fails, hangs, is full or was changed."""
 
 from __future__ import annotations
 

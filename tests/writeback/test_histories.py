@@ -1,4 +1,4 @@
-"""Seeded random histories of a mount, killed anywhere: in the end the source is what it was."""
+"""Seeded random histories of a mount, killed anywhere: in the end the source equals the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal on a real disk: what it keeps, what it refuses, and what a power cut leaves of it."""
+"""The journal on a real disk: its records, its refusals, and its state after a power cut."""
 
 from __future__ import annotations
 

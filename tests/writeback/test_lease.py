@@ -1,4 +1,4 @@
-"""Leases at the source: who sees whom, what a stranger's file may do, and what is stale."""
+"""Leases at the source: how mounts notice each other, hostile lease files, and expired leases."""
 
 from __future__ import annotations
 

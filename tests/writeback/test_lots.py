@@ -1,4 +1,4 @@
-"""Small files that come to the source together: few hops to a thread, few waits for disks."""
+"""Small files that are drained together: few hops to a thread, few waits for disks."""
 
 from __future__ import annotations
 

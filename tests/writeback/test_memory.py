@@ -1,4 +1,4 @@
-"""What a written file takes of the daemon's memory once it is drained, and once it is removed."""
+"""The daemon's memory for a written file after it is drained, and after it is removed."""
 
 from __future__ import annotations
 

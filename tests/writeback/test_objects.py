@@ -1,4 +1,4 @@
-"""Objects whose disk does not take what is written to them."""
+"""Objects on a disk that does not accept their bytes."""
 
 from __future__ import annotations
 

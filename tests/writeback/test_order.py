@@ -1,4 +1,4 @@
-"""In which order what was written again and again comes to the source, and at whose expense."""
+"""The order in which repeatedly written files reach the source, and which files wait for it."""
 
 from __future__ import annotations
 

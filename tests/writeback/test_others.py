@@ -1,4 +1,4 @@
-"""The drain among other users, below the kernel: whose rights, whose files, and whose turn."""
+"""The drain among several users, below the kernel: their rights, their files, and their turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drain has brought is known as its own after a power cut: no conflict, nothing left."""
+"""Drained files are recognised after a power cut: no conflict, and no leftover."""
 
 from __future__ import annotations
 

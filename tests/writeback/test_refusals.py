@@ -1,4 +1,4 @@
-"""What a person decides about changes that the source refuses: retry, set-aside and discard."""
+"""The user's decisions about refused changes: retry, set-aside and discard."""
 
 from __future__ import annotations
 

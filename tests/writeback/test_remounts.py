@@ -1,5 +1,5 @@
-"""Mounts that are ended anywhere and mounted again in every way: what was acknowledged is shown,
-comes to the source, or is named."""
+"""Mounts that end anywhere and are mounted again in every way: each acknowledged change is shown,
+reaches the source, or is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is full: what must be said is said, what takes room is refused before."""
+"""A full disk: necessary records are written, and calls that need room are refused."""
 
 from __future__ import annotations
 

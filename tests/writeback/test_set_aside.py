@@ -1,4 +1,4 @@
-"""Changes that the source refuses for long: what waits with them, and what does not."""
+"""Changes that the source refuses for long, and the other changes that wait with them."""
 
 from __future__ import annotations
 

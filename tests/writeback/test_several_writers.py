@@ -1,8 +1,8 @@
 """Two and three mounts that absorb writes for the same paths of one source, in random histories.
 
-None of them sees what the others write, as with ``writeback.shared`` on several nodes. In the end
-every file that one of them shows with bytes of its own has these bytes at the source: under its
-name, or beside it as a named conflict, or it waits for a change that the source refuses.
+No mount sees the files of the others, as with ``writeback.shared`` on several nodes. In the end
+the source has the bytes of every file that a mount has written: under its name, or beside it as a
+named conflict; or the file waits for a change that the source refuses.
 """
 
 from __future__ import annotations

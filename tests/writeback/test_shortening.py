@@ -1,4 +1,4 @@
-"""The journal stays short while it is mounted, and nothing that matters is left out of it."""
+"""The journal stays short while it is mounted, and keeps every record that is needed."""
 
 from __future__ import annotations
 

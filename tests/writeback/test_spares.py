@@ -1,4 +1,4 @@
-"""Objects that are made ahead of the files that need them."""
+"""Objects that are made in advance for new files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files with holes come to the source in the time of their data."""
+"""Draining a file with holes takes the time of its data."""
 
 from __future__ import annotations
 

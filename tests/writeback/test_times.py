@@ -1,4 +1,4 @@
-"""Times that are set while the file is looked at, closed, opened or let go of."""
+"""Times that are set while the file is being checked, closed, opened or released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a client program is driven: a line of JSON in names the epoch, a line out has its digests."""
+"""The protocol of a client program: each line of JSON names an epoch; the reply has digests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any program: reads every file in an order that its epoch's number decides."""
+"""Reads every file in an order that depends on the number of the epoch."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
     python saving.py    then a line of JSON for each order: ``do`` (``work`` or ``check``),
                         ``program``, ``directory``, ``acks``
 
-``work`` saves into the directory for ever, in a process group of its own, whose number is answered;
-a line of the file ``acks`` follows whatever was acknowledged. ``check`` answers what is missing of
-it, or an empty text. PyTorch is imported once, and each job forked off.
+``work`` saves into the directory again and again, in a process group of its own, and replies with
+the number of the group. After each acknowledged save it appends a line to the file ``acks``.
+``check`` replies with the acknowledged data that is missing, or with an empty text. PyTorch is
+imported once, and each job is a fork.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The protections against faults: which text of which file each is, and the tests that need it.
+"""The protections against faults: the file and the text of each, and the tests that need it.
 
-``*.toml`` beside this file list them by area. ``scripts/prove`` removes one at a time and demands
-that its tests turn red.
+``*.toml`` beside this file list them by area. ``scripts/prove`` removes one at a time and requires
+that its tests fail.
 """
 
 from __future__ import annotations
