@@ -301,7 +301,7 @@ class Mount:
             await self._transfer.engine.finish()
         if self._write_back is not None:
             with ending.step("written"):
-                self._write_back.files.close()
+                self._write_back.front.files.close()
                 await self._write_back.finish()
 
     def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:

@@ -13,8 +13,8 @@ from monarch.telemetry.report import WritingReport
 from monarch.text import counted
 from monarch.units import format_bytes
 from monarch.writeback.drain import Drain
+from monarch.writeback.front import WriteFront
 from monarch.writeback.lease import Lease
-from monarch.writeback.operations import WriteOperations
 from monarch.writeback.setup import WriteBack
 
 # A refused write leaves no trace: it is reported for this long after its last occurrence.
@@ -60,8 +60,8 @@ class WriteStatus:
             held=write_back.object_table.bytes + write_back.place.doubtful.held,
             lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
             in_memory=write_back.place.tier.in_memory,
-            names=write_back.writing.names_held,
-            names_max=write_back.writing.names_max,
+            names=write_back.front.gate.names_held,
+            names_max=write_back.front.gate.names_max,
             aside=[os.fsdecode(refusal.path) for refusal in backlog.aside[:_NAMED]],
             aside_operations=backlog.aside_ops,
         )
@@ -83,7 +83,7 @@ class WriteStatus:
                 f"their bytes are written to the source: `monarch ckpt wait {self._mountpoint}`,"
                 f" then mount again; `monarch ckpt lost {self._mountpoint}` lists all",
             )
-        yield from self._of_names(write_back.writing)
+        yield from self._of_names(write_back.front)
         if write_back.lease is not None:
             yield from self._of_other_writers(write_back.lease)
         yield from self._of_source(write_back.drain)
@@ -105,20 +105,20 @@ class WriteStatus:
         )
 
     def _of_disk(self, write_back: WriteBack) -> Iterator[Problem]:
-        place, files = write_back.place, write_back.files
+        place, objects = write_back.place, write_back.front.objects
         is_refused = self._refused.goes_on(
-            files.failures, now_s=time.monotonic(), wall_ns=time.time_ns()
+            objects.failures, now_s=time.monotonic(), wall_ns=time.time_ns()
         )
         if is_refused or place.journal.failed:
             yield Problem(
                 "writes-refused",
-                f"writes are refused: {place.journal.failed or files.failure}",
+                f"writes are refused: {place.journal.failed or objects.failure}",
                 0,
                 f"check the disk of tier {place.tier.name} (`df {place.directory}`, `dmesg`) and,"
                 " if it is full, the disk of the source; fsynced data is safe, and writing"
                 " continues when one of them has space",
             )
-        if unsynced := files.unsynced():
+        if unsynced := write_back.front.failures.paths():
             yield Problem(
                 "fsync-failed",
                 f"{counted(len(unsynced), 'file', 'files')} could not be synced:"
@@ -129,9 +129,9 @@ class WriteStatus:
                 " from memory, or read from the source. `dmesg` shows what is wrong with the disk",
             )
 
-    def _of_names(self, writing: WriteOperations) -> Iterator[Problem]:
-        if not writing.names_free:
-            held, most = writing.names_held, writing.names_max
+    def _of_names(self, front: WriteFront) -> Iterator[Problem]:
+        if not front.gate.names_free:
+            held, most = front.gate.names_held, front.gate.names_max
             yield Problem(
                 "written-names",
                 f"the names created and changed through the mount use the memory of {held:,} of"
@@ -142,7 +142,7 @@ class WriteStatus:
                 " snapshot has the names; or raise `writeback.names_max`, which takes 3 KiB of"
                 " memory a name",
             )
-        if failure := writing.names.put_away_failure:
+        if failure := front.names.put_away_failure:
             yield Problem(
                 "names-unreadable",
                 f"names of written files cannot be read from the state directory {failure}",

@@ -77,8 +77,8 @@ class WrittenVerbs:
         room = _PART_BYTES
         for count, (node, path) in enumerate(self._nodes(below)):
             assert write_back is not None
-            durable = write_back.files.durable(node).decode()
-            write_back.files.status(node)
+            durable = write_back.front.drained.durable(node).decode()
+            write_back.front.files.status(node)
             told = WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
             files, size = files + 1, size + node.size
             if durable == "source":
@@ -138,7 +138,7 @@ class WrittenVerbs:
         for ino in pending:
             node = self._names.node(ino)
             if node is not None:
-                write_back.files.record(node)
+                write_back.front.recorder.record(node)
 
     def _waited(self, write_back: WriteBack, below: list[bytes] | None) -> _Waited:
         """The changes to wait for: all so far, or those of contents beneath some paths."""

@@ -31,7 +31,7 @@ from monarch.text import errno_words
 from monarch.transfer.source_calls import CALLER, Caller
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
-from monarch.writeback.operations import WriteOperations
+from monarch.writeback.front import WriteFront
 from monarch.writeback.others import LOOK_S
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         by = _caller(ctx)
-        made = await self._writing.create(Ino(parent_inode), name, mode=mode, by=by)
+        made = await self._writing.operations.create(Ino(parent_inode), name, mode=mode, by=by)
         self._tell_attributes(parent_inode)
         direct_io = self._is_direct(flags, made.mode)
         return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
@@ -282,18 +282,18 @@ class Operations(pyfuse3.Operations):
         ino, is_synced = split_write_handle(fh)
         written = await self._writing.files.write(ino, off, buf)
         if is_synced:
-            await self._writing.sync(ino, None)
+            await self._writing.fsyncs.sync(ino, None)
         return written
 
     @_answered
     async def fsync(self, fh: int, datasync: bool) -> None:
         ino, asks = self._who_syncs(fh)
-        await self._writing.sync(ino, asks)
+        await self._writing.fsyncs.sync(ino, asks)
 
     @_answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         ino, asks = self._who_syncs(fh)
-        await self._writing.sync_directory(ino, asks)
+        await self._writing.fsyncs.sync_directory(ino, asks)
 
     def _who_syncs(self, fh: int) -> tuple[Ino, int | None]:
         """The inode, and the low bits of the number of the calling user, None if unknown."""
@@ -302,7 +302,7 @@ class Operations(pyfuse3.Operations):
     # -- changes of names --------------------------------------------------------------------------
 
     @property
-    def _writing(self) -> WriteOperations:
+    def _writing(self) -> WriteFront:
         writing = self._filesystem.writing
         if writing is None:
             raise FUSEError(errno.EROFS)
@@ -314,9 +314,9 @@ class Operations(pyfuse3.Operations):
     ) -> EntryAttributes:
         parent, by = Ino(parent_inode), _caller(ctx)
         if stat.S_IFMT(mode) in (0, stat.S_IFREG):
-            made = await self._writing.make_file(parent, name, mode=mode, by=by)
+            made = await self._writing.operations.make_file(parent, name, mode=mode, by=by)
         else:
-            made = await self._writing.make(parent, name, mode=mode, by=by, rdev=rdev)
+            made = await self._writing.operations.make(parent, name, mode=mode, by=by, rdev=rdev)
         self._tell_attributes(parent)
         return _entry(made)
 
@@ -325,7 +325,9 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
         mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        made = await self._writing.make(Ino(parent_inode), name, mode=mode, by=_caller(ctx))
+        made = await self._writing.operations.make(
+            Ino(parent_inode), name, mode=mode, by=_caller(ctx)
+        )
         self._tell_attributes(parent_inode)
         return _entry(made)
 
@@ -334,7 +336,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext
     ) -> EntryAttributes:
         mode = stat.S_IFLNK | 0o777
-        made = await self._writing.make(
+        made = await self._writing.operations.make(
             Ino(parent_inode), name, mode=mode, by=_caller(ctx), target=target
         )
         self._tell_attributes(parent_inode)
@@ -345,13 +347,13 @@ class Operations(pyfuse3.Operations):
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext
     ) -> EntryAttributes:
         parent, by = Ino(new_parent_inode), _caller(ctx)
-        linked = await self._writing.link(Ino(inode), parent, new_name, by=by)
+        linked = await self._writing.operations.link(Ino(inode), parent, new_name, by=by)
         self._tell_attributes(parent)
         return _entry(linked)
 
     @_answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
-        self._writing.unlink(Ino(parent_inode), name, by=_caller(ctx))
+        self._writing.operations.unlink(Ino(parent_inode), name, by=_caller(ctx))
         self._tell_attributes(parent_inode)
 
     @_answered
@@ -360,7 +362,7 @@ class Operations(pyfuse3.Operations):
         ino = self._names.lookup(parent, name)
         if others is not None and ino is not None:
             await others.listed(ino)
-        self._writing.rmdir(parent, name, by=_caller(ctx))
+        self._writing.operations.rmdir(parent, name, by=_caller(ctx))
         self._tell_attributes(parent)
 
     @_answered
@@ -373,7 +375,7 @@ class Operations(pyfuse3.Operations):
         flags: int,
         ctx: RequestContext,
     ) -> None:
-        await self._writing.rename(
+        await self._writing.operations.rename(
             Ino(parent_inode_old),
             name_old,
             Ino(parent_inode_new),
@@ -403,7 +405,7 @@ class Operations(pyfuse3.Operations):
         fh: int | None,
         ctx: RequestContext,
     ) -> EntryAttributes:
-        changed = await self._writing.change(
+        changed = await self._writing.attributes.change(
             Ino(inode),
             by=_caller(ctx),
             mode=attr.st_mode if fields.update_mode else None,
@@ -417,11 +419,11 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
-        await self._writing.set_xattr(Ino(inode), name, value, by=_caller(ctx))
+        await self._writing.attributes.set_xattr(Ino(inode), name, value, by=_caller(ctx))
 
     @_answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
-        await self._writing.set_xattr(Ino(inode), name, None, by=_caller(ctx))
+        await self._writing.attributes.set_xattr(Ino(inode), name, None, by=_caller(ctx))
 
     @_answered
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
@@ -434,9 +436,9 @@ class Operations(pyfuse3.Operations):
             told.f_blocks = max(told.f_blocks, room.total // _BLOCK)
             told.f_bfree = told.f_bavail = room.available // _BLOCK
             # New names are kept in memory, which is limited.
-            writing = self._writing
-            told.f_ffree = told.f_favail = writing.names_free
-            told.f_files += writing.names_held + writing.names_free
+            gate = self._writing.gate
+            told.f_ffree = told.f_favail = gate.names_free
+            told.f_files += gate.names_held + gate.names_free
         return told
 
     @_answered

@@ -24,7 +24,7 @@ from monarch.vfs.opens import Opens
 from monarch.vfs.reads import Reads
 from monarch.vfs.revalidation import Revalidation
 from monarch.vfs.xattrs import ExtendedAttributes
-from monarch.writeback.operations import WriteOperations
+from monarch.writeback.front import WriteFront
 from monarch.writeback.others import Others
 
 
@@ -46,7 +46,7 @@ class FileSystem:
         revalidation: Revalidation,
         kernel: KernelView,
         counts: OpenCounts,
-        writing: WriteOperations | None,
+        writing: WriteFront | None,
         others: Others | None,
     ) -> None:
         self.names = names
@@ -71,7 +71,7 @@ class FileSystem:
         if self.names.is_forgotten(ino):
             # The caller looks the name up again: another file may have it.
             raise Refused(errno.ESTALE)
-        is_written = self.writing is not None and self.writing.has(ino)
+        is_written = self.writing is not None and self.writing.operations.has(ino)
         if is_written or flags & (os.O_ACCMODE | os.O_TRUNC):
             return await self._open_written(ino, flags, by, is_written=is_written)
         started = time.perf_counter()
@@ -90,7 +90,7 @@ class FileSystem:
         if (is_bound and not is_written) or self.bindings.is_read_by_kernel(ino):
             # Its readers read a copy, or the source, and would not see the written bytes.
             raise Refused(errno.ETXTBSY)
-        await self.writing.open(ino, flags, by)
+        await self.writing.operations.open(ino, flags, by)
         return not self.writing.files.is_outdated(ino)
 
     def read(self, ino: Ino, offset: int, size: int) -> Awaitable[bytes | bytearray | memoryview]:
@@ -117,12 +117,12 @@ class FileSystem:
     def latest(self, attributes: Attributes) -> Attributes:
         """The same, with the present size and times of a file that is being written."""
         if self.writing is not None and self.writing.files.is_open(attributes.ino):
-            return self.writing.attributes(attributes.ino)
+            return self.writing.attributes.of(attributes.ino)
         return attributes
 
     def room(self) -> Space | None:
         """The space for new data; None if the mount is read-only."""
-        return self.writing.room() if self.writing is not None else None
+        return self.writing.space.statfs() if self.writing is not None else None
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """The background tasks by name."""

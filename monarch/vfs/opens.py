@@ -17,7 +17,7 @@ from monarch.vfs.kernel_view import KernelView
 from monarch.vfs.promotions import Promotions
 from monarch.vfs.revalidation import Revalidation
 from monarch.vfs.source_files import SourceFiles
-from monarch.writeback.open_files import WrittenFiles
+from monarch.writeback.front import WriteFront
 
 # How often an open begins again when the source changes meanwhile. A file that changes faster than
 # it can be read is being written: its reader gets ESTALE.
@@ -38,7 +38,7 @@ class Opens:
         revalidation: Revalidation,
         kernel: KernelView,
         limits: LimitSettings,
-        written: WrittenFiles | None,
+        written: WriteFront | None,
     ) -> None:
         self._names = names
         self._bindings = bindings
@@ -79,8 +79,8 @@ class Opens:
 
     def release(self, ino: Ino) -> None:
         """Ends one open of a file, whether it was written or not."""
-        if self._written is not None and self._written.is_open(ino):
-            self._written.release(ino)
+        if self._written is not None and self._written.files.is_open(ino):
+            self._written.files.release(ino)
         else:
             self.leave(ino)
 
@@ -94,7 +94,7 @@ class Opens:
         if ino >= WRITTEN_INO:
             # It has no copy.
             if self._written is not None:
-                self._written.read_past(ino)
+                self._written.unlinked.read_past(ino)
             return
         self._promotions.forget_copy(ino)
         if self._kernel.sends_opens:

@@ -131,7 +131,7 @@ def build_read_side(
 
 def build_file_system(read: ReadSide, epochs: Epochs, write_back: WriteBack | None) -> FileSystem:
     """``write_back`` is None if the mount is read-only and has nothing to drain."""
-    writing = write_back.writing if write_back is not None else None
+    writing = write_back.front if write_back is not None else None
     opens = Opens(
         names=read.names,
         bindings=read.bindings,
@@ -141,7 +141,7 @@ def build_file_system(read: ReadSide, epochs: Epochs, write_back: WriteBack | No
         revalidation=read.revalidation,
         kernel=read.kernel,
         limits=read.limits,
-        written=writing.files if writing is not None else None,
+        written=writing,
     )
     counts = OpenCounts(
         read.fast, opens=opens, promotions=read.promotions, epochs=epochs, metrics=read.metrics
@@ -164,7 +164,7 @@ def build_file_system(read: ReadSide, epochs: Epochs, write_back: WriteBack | No
         records=read.records,
         counts=counts,
         metrics=read.metrics,
-        writing=writing,
+        writing=writing.attributes if writing is not None else None,
     )
     return FileSystem(
         names=read.names,

@@ -9,7 +9,7 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.records import Records
 from monarch.types import Ino
 from monarch.vfs.open_counts import OpenCounts
-from monarch.writeback.operations import XATTR_DURABLE, WriteOperations
+from monarch.writeback.attributes import XATTR_DURABLE, WrittenAttributes
 
 _OURS = b"user.monarch."
 XATTR_TIER = b"user.monarch.tier"
@@ -28,7 +28,7 @@ class ExtendedAttributes:
         records: Records,
         counts: OpenCounts,
         metrics: Metrics,
-        writing: WriteOperations | None,
+        writing: WrittenAttributes | None,
     ) -> None:
         self._names = names
         self._residency = residency

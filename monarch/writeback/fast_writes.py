@@ -6,6 +6,9 @@ from typing import Protocol
 
 from monarch.types import Ino
 
+# An offset that no file has.
+UNTOUCHED = 2**64 - 1
+
 
 class FastWrites(Protocol):
     """What a datapath does for written files: it reads and writes a duplicate of ``fd``, and opens
@@ -31,3 +34,25 @@ class FastWrites(Protocol):
     def release_written(self, ino: Ino) -> None: ...
     def unbind(self, ino: Ino) -> bool: ...
     def rebind(self, ino: Ino, fd: int, *, tier: int) -> bool: ...
+
+
+class _NoFastWrites:
+    """Where there is no datapath: Python does all."""
+
+    def _no(self, *args: object, **options: object) -> bool:
+        return False
+
+    def _nothing(self, *args: object, **options: object) -> None: ...
+
+    def written(self, ino: Ino) -> int:
+        return 0
+
+    def lowest(self, ino: Ino, *, forget: bool) -> int:
+        return UNTOUCHED
+
+    bind = bind_written = know_object = is_open = outdate = unbind = rebind = _no
+    set_objects = forget_object = release_written = _nothing
+    name_given = name_taken = forget_attributes = tell_missing = _nothing
+
+
+NO_FAST_WRITES: FastWrites = _NoFastWrites()

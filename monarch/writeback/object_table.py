@@ -13,96 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import trio
-
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
-from monarch.posix.credentials import Credentials
-from monarch.tiers.source import SourceFile
 from monarch.types import ROOT_INO, Identity, Ino
 from monarch.writeback.crash_losses import names_of
-from monarch.writeback.fast_writes import FastWrites
+from monarch.writeback.fast_writes import UNTOUCHED
 from monarch.writeback.op import Op
+from monarch.writeback.open_file import OpenFile
 
 log = logging.getLogger(__name__)
 
 _BLOCK = 512
-# An offset that no file has.
-UNTOUCHED = 2**64 - 1
-
-
-class WrittenFile:
-    """One that is open. ``users`` are opens not released.
-
-    ``home`` is the file at the source that is read, if its object was let go of.
-    ``is_write_through``: the tier was full, ``fd`` is of its staged file at the source.
-    ``is_left_out``: its last content was not published, there must be another. ``changes`` counts
-    those to its bytes made beside the fast path; ``recorded`` is how many there were in all when
-    its content was recorded last. Who changes bytes beside the fast path holds ``turn``.
-    ``touched_from`` is the lowest offset that they have changed since then.
-    """
-
-    __slots__ = (
-        *(
-            "_fast",
-            "changes",
-            "fd",
-            "at_source",
-            "ino",
-            "is_left_out",
-            "is_write_through",
-            "left_fd",
-            "node",
-            "object",
-        ),
-        *("quiet_s", "recorded", "seen", "touched_from", "turn", "users", "writers"),
-    )
-
-    def __init__(
-        self, node: Node, fd: int, *, fast: FastWrites | None, at_source: SourceFile | None = None
-    ) -> None:
-        self.node = node
-        self.ino = node.ino
-        self.object = node.object
-        self.fd = fd
-        self.at_source = at_source
-        self.is_write_through = False
-        self.is_left_out = False
-        # Of the object that it had before: a read may still be using it.
-        self.left_fd = -1
-        self.turn = trio.Lock()
-        self.users = 1
-        # The users who have opened it for writing, the first one first.
-        self.writers: dict[Credentials, None] = {}
-        self.changes = 0
-        self.touched_from = UNTOUCHED
-        self.recorded = 0
-        self.seen = 0
-        self.quiet_s = 0.0
-        self._fast = fast
-
-    def count(self) -> int:
-        """How often its bytes were changed since it was opened."""
-        return self.changes + (self._fast.written(self.ino) if self._fast is not None else 0)
-
-    def touch(self, offset: int) -> None:
-        """Bytes from there on are about to be changed beside the fast path, or were."""
-        self.touched_from = min(self.touched_from, offset)
-
-    def lowest(self, *, forget: bool = False) -> int:
-        """The lowest offset at which its bytes were changed since this was asked with ``forget``,
-        as it is when its content is recorded."""
-        lowest = self.touched_from
-        if self._fast is not None:
-            lowest = min(lowest, self._fast.lowest(self.ino, forget=forget))
-        if forget:
-            self.touched_from = UNTOUCHED
-        return lowest
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether there is something new since its content was recorded."""
-        return self.count() != self.recorded
 
 
 class ObjectTable:
@@ -111,7 +32,7 @@ class ObjectTable:
 
     def __init__(self, names: Namespace) -> None:
         self._names = names
-        self.open: dict[int, WrittenFile] = {}
+        self.open: dict[int, OpenFile] = {}
         self._inos: dict[int, Ino] = {}
         self._sizes: dict[int, int] = {}
         # The last content of each object: its number in the journal, and whether it was synced.
@@ -122,6 +43,8 @@ class ObjectTable:
         self._last: dict[int, int] = {}
         # Those that had no room here any more: beside which path they are staged at the source.
         self._through: dict[int, bytes] = {}
+        # The source's numbers of these staged files.
+        self.staged_inos: dict[int, int] = {}
         # Those of which bytes were synced that the source has not got.
         self._safe_only_here: set[int] = set()
         # Those that are at the source as they are here, and as what, the longest there first.
@@ -330,6 +253,7 @@ class ObjectTable:
         self._unsynced.pop(number, None)
         self._last.pop(number, None)
         self._through.pop(number, None)
+        self.staged_inos.pop(number, None)
         self._safe_only_here.discard(number)
         self._inos.pop(number, None)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import trio
 
-from monarch.config.write_patterns import WritePatterns, is_staged
+from monarch.config.write_patterns import is_staged
 from monarch.errors import MonarchError, Refused, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES
@@ -34,9 +34,8 @@ from monarch.tiers.source import Source
 from monarch.types import Ino, KernelCaches, attributes_of, kept_ns
 from monarch.writeback.conflicts import PendingWatch
 from monarch.writeback.drain import Drain
+from monarch.writeback.front import WriteFront
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.open_files import WrittenFiles
-from monarch.writeback.operations import WriteOperations
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +88,7 @@ class Others:
     def __init__(
         self,
         *,
-        writing: WriteOperations,
-        patterns: WritePatterns,
+        front: WriteFront,
         object_table: ObjectTable,
         drain: Drain,
         source: Source,
@@ -98,10 +96,9 @@ class Others:
         is_open: Callable[[Ino], bool],
     ) -> None:
         self._is_open = is_open
-        self._writing = writing
-        self._names: Namespace = writing.names
-        self._files: WrittenFiles = writing.files
-        self._patterns = patterns
+        self._front = front
+        self._names: Namespace = front.names
+        self._patterns = front.gate.patterns
         self._object_table = object_table
         self._drain = drain
         self._source = source
@@ -319,7 +316,7 @@ class Others:
         names = self._names
         if names.lookup(directory, name) is not None:
             return False
-        if names.held_bytes + NAME_BYTES > self._writing.names_max * NAME_BYTES:
+        if names.held_bytes + NAME_BYTES > self._front.gate.names_max * NAME_BYTES:
             self._limiter.warning(
                 log, "room", "names that others have made are not shown: `writeback.names_max`"
             )
@@ -357,11 +354,11 @@ class Others:
         node = self._names.node(ino)
         if node is not None and self._is_busy(ino):
             return False
-        if node is not None and node.object and not self._files.release_object(node):
+        if node is not None and node.object and not self._front.drained.release_if_clean(node):
             return False
         # A file that was removed meanwhile is noticed at the next comparison.
         with suppress(Refused, SourceError):
-            await self._files.look_again(ino)
+            await self._front.source.look_again(ino)
         self._kernel.invalidate_attributes(ino)
         return True
 
@@ -370,9 +367,9 @@ class Others:
         if not self._names.attributes(ino).is_file:
             return False
         node = self._names.node(ino)
-        if node is not None and node.object and not self._files.is_clean(node):
+        if node is not None and node.object and not self._front.drained.is_clean(node):
             return True
-        return self._is_open(ino) or self._files.is_in_use(ino)
+        return self._is_open(ino) or self._front.opens.is_in_use(ino)
 
     async def _hide(self, directory: Ino, name: bytes, ino: Ino) -> bool:
         """Hides a name that others have removed; returns whether that was possible."""
@@ -385,7 +382,7 @@ class Others:
                     await self._look(ino, is_gone=True)
             if self._has_more(ino) or names.lookup(directory, name) != ino:
                 return False
-        self._writing.take_away(directory, name, by=None)
+        self._front.operations.take_away(directory, name, by=None)
         self._kernel.invalidate_attributes(ino)
         return True
 

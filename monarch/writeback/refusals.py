@@ -15,10 +15,10 @@ from monarch.namespace.overlay import Node
 from monarch.posix.credentials import ROOT
 from monarch.types import ROOT_INO, WRITTEN_INO, Ino, KernelCaches
 from monarch.writeback.drain import Drain
+from monarch.writeback.front import WriteFront
 from monarch.writeback.held import Refusal
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op, above
-from monarch.writeback.operations import WriteOperations
 
 
 class _Plan:
@@ -43,14 +43,13 @@ class Refusals:
     def __init__(
         self,
         *,
-        writing: WriteOperations,
+        front: WriteFront,
         object_table: ObjectTable,
         drain: Drain,
         kernel: KernelCaches,
     ) -> None:
-        self._writing = writing
-        self._names = writing.names
-        self._files = writing.files
+        self._front = front
+        self._names = front.names
         self._object_table = object_table
         self._drain = drain
         self._kernel = kernel
@@ -109,10 +108,10 @@ class Refusals:
         for node in plan.anew.values():
             if node.names and node.object:
                 self._drain.state.forget(node.object)
-                self._files.record_anew(node)
+                self._front.recorder.record_anew(node)
         for node in plan.back.values():
             if node.names and node.object:
-                await self._files.give_back(node)
+                await self._front.source.give_back(node)
                 self._kernel.invalidate_attributes(node.ino)
         return removed
 
@@ -158,7 +157,7 @@ class Refusals:
         for ino in plan.anew:
             plan.back.pop(ino, None)
         for node in plan.back.values():
-            if self._files.is_open(node.ino):
+            if self._front.files.is_open(node.ino):
                 path_text = os.fsdecode(self._names.visible_path(node.ino))
                 raise BusyError(
                     f"{path_text!r} is open; nothing was given up", hint="close it first"
@@ -196,7 +195,7 @@ class Refusals:
         if parent is None:
             return
         before = self._names.attributes(ino).parent
-        self._writing.put_back(ino, parent, name, by=ROOT)
+        self._front.operations.put_back(ino, parent, name, by=ROOT)
         for changed in {before, parent}:
             self._kernel.invalidate_listing(changed)
         self._kernel.invalidate_attributes(ino)
@@ -216,7 +215,7 @@ class Refusals:
         for path in sorted({*paths, *plan.names}, key=lambda path: path.count(b"/"), reverse=True):
             directory, _, name = path.rpartition(b"/")
             parent = self._names.resolve(directory) or ROOT_INO
-            ino = self._writing.take_away(parent, name, by=ROOT)
+            ino = self._front.operations.take_away(parent, name, by=ROOT)
             self._kernel.invalidate_listing(parent)
             self._kernel.invalidate_attributes(ino)
             yield path

@@ -10,10 +10,8 @@ from functools import partial
 import trio
 
 from monarch.config.settings import MountSettings
-from monarch.config.write_patterns import WritePatterns
 from monarch.errors import TierError
 from monarch.namespace.namespace import Namespace
-from monarch.namespace.overlay import NAME_BYTES
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
@@ -28,17 +26,18 @@ from monarch.writeback.crash_losses import Numbered
 from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import renumbered, unfinished
 from monarch.writeback.fast_writes import FastWrites
+from monarch.writeback.front import build_front
 from monarch.writeback.journal import Replay
 from monarch.writeback.lease import RENEW_S, Lease
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.open_files import WrittenFiles
-from monarch.writeback.operations import WriteOperations
+from monarch.writeback.open_file import OpenTable
 from monarch.writeback.others import Others
 from monarch.writeback.refusals import Refusals
 from monarch.writeback.replay import replay
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.space import SpaceReclaimer
 from monarch.writeback.store import WriteStore, know_snapshot, snapshot_known
+from monarch.writeback.tier_objects import TierObjects
 
 log = logging.getLogger(__name__)
 
@@ -126,58 +125,46 @@ class WriteBack:
             busy=source_load.busy,
             demand=self._is_pressed,
         )
-        self.files = WrittenFiles(
+        opens = OpenTable(fast, place.tier.number)
+        sync_threads = ThreadPool(_SYNC_THREADS, "fsync", abandon=True)
+        objects = TierObjects(place.objects, self._threads, sync_threads, place.found.next_object)
+        front = self.front = build_front(
+            settings=settings,
             names=names,
             object_table=object_table,
+            opens=opens,
+            objects=objects,
             journal=place.journal,
-            objects=place.objects,
             drain=self.drain,
             writer=writer,
             source_calls=source_calls,
-            make_room=self._make_room,
-            threads=self._threads,
-            sync_threads=ThreadPool(_SYNC_THREADS, "fsync", abandon=True),
-            tier=place.tier.number,
-            fast=fast,
-            look_again=look_again,
-            next_object=place.found.next_object,
+            revalidate=look_again,
+            taken=taken,
+            make_space=lambda drained: SpaceReclaimer(
+                tier=place.tier,
+                reserve=settings.writeback.reserve,
+                drained=drained,
+                object_table=object_table,
+                ledger=ledger,
+                residency=residency,
+                look=self._look,
+                evict=evict,
+                evicted=evicted,
+                kept=lambda: place.doubtful.held,
+            ),
         )
-        self.reclaimer = SpaceReclaimer(
-            tier=place.tier,
-            reserve=settings.writeback.reserve,
-            files=self.files,
-            object_table=object_table,
-            ledger=ledger,
-            residency=residency,
-            look=self._look,
-            evict=evict,
-            evicted=evicted,
-            kept=lambda: place.doubtful.held,
-        )
+        self.reclaimer = front.space
         is_new = snapshot_known(place.directory) != snapshot_id
         found = renumbered(place.found) if is_new else place.found
         self.drain.load(found)
         ops = self._unfinished(found, snapshot_id) if is_new else list(found.ops)
-        patterns = WritePatterns(settings.absorbs)
-        self.writing = WriteOperations(
-            names=names,
-            patterns=patterns,
-            drain=self.drain,
-            files=self.files,
-            source_calls=source_calls,
-            waits_for_source=settings.writeback.fsync == "source",
-            names_max=settings.writeback.names_within(0, each=NAME_BYTES),
-            taken=taken,
-            space=self.reclaimer.statfs,
-        )
         self._take_up(found, ops)
         place.found = found.without_history()
         place.journal.taken_up()
         # Where the source never changes there is nothing to look for.
         self.others = (
             Others(
-                writing=self.writing,
-                patterns=patterns,
+                front=front,
                 object_table=object_table,
                 drain=self.drain,
                 source=source_calls.source,
@@ -188,7 +175,7 @@ class WriteBack:
             else None
         )
         self.refusals = Refusals(
-            writing=self.writing,
+            front=front,
             object_table=object_table,
             drain=self.drain,
             kernel=kernel,
@@ -231,9 +218,11 @@ class WriteBack:
                 counted(len(waiting), "operation", "operations"),
                 "is" if len(waiting) == 1 else "are",
             )
-        self.files.take_up(ops, found.done)
+        for node in self.front.recorder.take_up(ops, found.done, place.objects):
+            # The daemon was killed before it could remove the object of an unlinked file.
+            self.front.unlinked.leave(node)
         place.objects.sweep({op.object for _, op in ops} | found.doubted.keys())
-        self.files.record_unrecorded(found)
+        self.front.recorder.record_unrecorded(found)
 
     def hidden(self) -> list[bytes]:
         """Paths of files that earlier mounts have written, and that have no place in this one's
@@ -248,9 +237,6 @@ class WriteBack:
     def _is_pressed(self) -> bool:
         """Whether what waits takes so much that it goes before readers of the source."""
         return self.drain.queue.waiting_bytes > self.reclaimer.reserve / 2
-
-    async def _make_room(self, size: int) -> bool:
-        return await self.reclaimer.make(size)
 
     async def _look(self) -> Space:
         return await self._threads.run(self.place.space)
@@ -284,8 +270,8 @@ class WriteBack:
         """What goes on beside the answers."""
         tasks = {
             "drain": self.drain.run,
-            "writing": self.files.run,
-            "mending": self.files.mend,
+            "writing": self.front.run,
+            "mending": self.front.failures.run,
             "commits": self._commits.run,
             "room": self.reclaimer.run,
             "journal": self._keep_journal_short,

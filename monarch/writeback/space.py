@@ -17,8 +17,8 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.tiers.tier import Space, Tier
 from monarch.types import Ino
+from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.open_files import WrittenFiles
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class SpaceReclaimer:
         *,
         tier: Tier,
         reserve: int | None,
-        files: WrittenFiles,
+        drained: DrainedObjects,
         object_table: ObjectTable,
         ledger: Ledger,
         residency: Residency,
@@ -61,7 +61,7 @@ class SpaceReclaimer:
     ) -> None:
         self._tier = tier
         self._reserve = reserve
-        self._files = files
+        self._drained = drained
         self._object_table = object_table
         self._ledger = ledger
         self._residency = residency
@@ -96,7 +96,7 @@ class SpaceReclaimer:
         """Releases drained objects that do not fit into the reserve, and evicts copies as far as
         written files need their room."""
         number, reserve = self._tier.number, self.reserve
-        self._files.release_drained(
+        self._drained.release_oldest(
             self._object_table.drained_bytes - reserve,
             count=self._object_table.drained_count - _MOST_DRAINED,
         )
@@ -107,7 +107,7 @@ class SpaceReclaimer:
 
     async def make(self, size: int) -> bool:
         """Makes room for ``size`` bytes now; returns whether any room was released."""
-        freed = self._files.release_drained(size)
+        freed = self._drained.release_oldest(size)
         if not (await self._drop_copies(size - freed) or freed > 0):
             return False
         # A released object is removed only when its record is in the journal.

@@ -190,7 +190,8 @@ class Life:
             is_open=lambda ino: False,
         )
         self.seconds = time.perf_counter() - begun
-        self.writing = self.write_back.writing
+        self.front = self.write_back.front
+
         self.journal = place.journal
 
     @property
@@ -210,14 +211,14 @@ class Life:
 
     async def write(self, path: bytes, content: bytes) -> None:
         """A new file, fsynced."""
-        made = await self.writing.create(*self.at(path), mode=0o644, by=ROOT)
-        await self.writing.files.write(made.ino, 0, content)
-        await self.writing.sync(made.ino, None)
-        self.writing.files.release(made.ino)
+        made = await self.front.operations.create(*self.at(path), mode=0o644, by=ROOT)
+        await self.front.files.write(made.ino, 0, content)
+        await self.front.fsyncs.sync(made.ino, None)
+        self.front.files.release(made.ino)
 
     async def save(self, number: int, content: bytes) -> None:
         """Save one checkpoint, and remove the one that is too old."""
-        writing, path = self.writing, b"ckpt-%d" % number
+        writing, path = self.front.operations, b"ckpt-%d" % number
         part = path + b".tmp"
         await writing.make(*self.at(part), mode=stat.S_IFDIR | 0o755, by=ROOT)
         for index in range(FILES):
@@ -304,8 +305,8 @@ class Month:
                 nursery.cancel_scope.cancel()
 
     async def _job(self, life: Life, stop_draining: Callable[[], None]) -> None:
-        writing, content = life.writing, os.urandom(FILE_BYTES)
-        log = await writing.create(*life.at(LOG), mode=0o644, by=ROOT)
+        front, content = life.front, os.urandom(FILE_BYTES)
+        log = await front.operations.create(*life.at(LOG), mode=0o644, by=ROOT)
         every = max(1, self.lines // max(1, self.checkpoints))
         part = max(1, self.lines // PARTS)
         saved, largest, begun_bytes, base = 0, 0, 0, 0.0
@@ -318,8 +319,8 @@ class Month:
                 1 + 1 / (1 + number),
                 number,
             )
-            await writing.files.write(log.ino, self.logged, line)
-            await writing.sync(log.ino, None)
+            await front.files.write(log.ino, self.logged, line)
+            await front.fsyncs.sync(log.ino, None)
             self.logged += len(line)
             if number % every == every - 1 and saved < self.checkpoints:
                 await life.save(saved, content)

@@ -94,7 +94,7 @@ class Walk:
         beside, path = self._free(life), self._any(life, "file")
         await life.write(beside, self._bytes(), synced=True)
         await self._rename_to(life, beside, path)
-        await life.files.sync_journal()
+        await life.front.changes.sync()
 
     async def _come_and_go(self, life: Life) -> None:
         path = self._free(life)
@@ -112,7 +112,7 @@ class Walk:
 
     async def _sync(self, life: Life) -> None:
         for ino in [*self._open.values()][:1]:
-            await life.writing.sync(ino, None)
+            await life.front.fsyncs.sync(ino, None)
 
     async def _close(self, life: Life) -> None:
         for path in [*self._open][:1]:

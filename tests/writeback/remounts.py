@@ -47,6 +47,7 @@ from monarch.vfs.revalidation import Revalidation
 from monarch.writeback import journal_found
 from monarch.writeback import setup as absorbing_module
 from monarch.writeback.inspect import Inspection, inspect
+from monarch.writeback.open_file import SourceBytes
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import WriteStore, directory_of, make_room, open_write_store
 
@@ -332,8 +333,9 @@ class Life:
             kernel=NoKernel(),
             is_open=lambda ino: ino in self.read,
         )
-        self.writing = self.write_back.writing
-        self.files = self.write_back.files
+        self.front = self.write_back.front
+        self.writing = self.front.operations
+        self.files = self.front.files
         # There is neither a kernel to be told nor a copy to be dropped.
         bindings = Bindings(None)
         kernel = KernelView(
@@ -371,13 +373,13 @@ class Life:
 
     def let_go(self) -> None:
         """The descriptors of a killed daemon."""
-        for file in self.files._open.values():
-            for fd in (file.fd, file.left_fd):
-                if fd >= 0 and file.at_source is None:
-                    with suppress(OSError):
-                        os.close(fd)
-            if file.at_source is not None:
-                file.at_source.release()
+        for file in self.front.opens.files.values():
+            if isinstance(file.place, SourceBytes):
+                file.place.close()
+                continue
+            for fd in (file.place.fd, getattr(file.place, "_before", -1)):
+                with suppress(OSError):
+                    os.close(fd)
 
     async def end(self, *, abandoned: bool = False) -> None:
         """A clean end; if not ``abandoned``, all that was written is at the source then."""
@@ -418,7 +420,7 @@ class Life:
         try:
             await self.files.write(ino, 0, content)
             if synced:
-                await self.writing.sync(ino, None)
+                await self.front.fsyncs.sync(ino, None)
         finally:
             self.files.release(ino)
 
@@ -444,13 +446,13 @@ class Life:
         await self.writing.make(*self.at(path), mode=stat.S_IFIFO | 0o600, by=ROOT)
 
     async def chmod(self, path: bytes, mode: int) -> None:
-        await self.writing.change(self.ino(path), mode=mode, by=ROOT)
+        await self.front.attributes.change(self.ino(path), mode=mode, by=ROOT)
 
     async def utime(self, path: bytes, mtime_ns: int) -> None:
-        await self.writing.change(self.ino(path), mtime_ns=mtime_ns, by=ROOT)
+        await self.front.attributes.change(self.ino(path), mtime_ns=mtime_ns, by=ROOT)
 
     async def setxattr(self, path: bytes, name: bytes, value: bytes | None) -> None:
-        await self.writing.set_xattr(self.ino(path), name, value, by=ROOT)
+        await self.front.attributes.set_xattr(self.ino(path), name, value, by=ROOT)
 
     async def drained(self) -> None:
         """All that was recorded is at the source."""
@@ -492,15 +494,15 @@ class Life:
             return Shown(kind, mode, ino=ino)
         content = self._content(path, ino)
         xattrs: Mapping[bytes, bytes] = node.xattrs if node is not None else {}
-        safety = self.files.durable(node).decode() if node is not None else ""
+        safety = self.front.drained.durable(node).decode() if node is not None else ""
         number = node.object if node is not None else 0
         return Shown(kind, mode, content, b"", tuple(sorted(xattrs.items())), safety, number, ino)
 
     def _content(self, path: bytes, ino: Ino) -> bytes:
         node = self.names.node(ino)
-        file = self.files._open.get(ino)
+        file = self.front.opens.files.get(ino)
         if file is not None:
-            return os.pread(file.fd, 1 << 20, 0)
+            return os.pread(file.place.fd, 1 << 20, 0)
         if (
             node is not None
             and node.object

@@ -26,8 +26,8 @@ from monarch.types import Identity
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import unfinished
+from monarch.writeback.fast_writes import UNTOUCHED
 from monarch.writeback.journal import Journal, Op, Replay
-from monarch.writeback.object_table import UNTOUCHED
 from monarch.writeback.objects import Objects
 from monarch.writeback.source_writer import SourceWriter
 

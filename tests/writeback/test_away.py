@@ -47,7 +47,7 @@ async def require_read(life: Life, path: bytes) -> None:
 async def written(life: Life, path: bytes) -> None:
     await life.write(path, b"new", synced=True)
     node = life.names.node(life.ino(path))
-    assert node is not None and life.files.is_away(node)
+    assert node is not None and life.front.drained.is_away(node)
 
 
 async def require_refused(life: Life, path: bytes) -> None:

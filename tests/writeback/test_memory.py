@@ -41,12 +41,13 @@ def tables(*of: object) -> int:
 
 def in_memory(life: Life) -> int:
     """How many entries everything has that is kept of written files."""
-    write_back, names = life.write_back, life.names
+    write_back, front, names = life.write_back, life.front, life.names
     owners = (
         write_back.object_table,
         write_back.drain,
         write_back.place.journal,
-        write_back.files,
+        *(front.opens, front.objects, front.changes, front.recorder, front.unlinked),
+        *(front.drained, front.source, front.failures, front.files),
         write_back.place.objects,
     )
     listings = sum(map(len, names._listings._listings.values()))
@@ -154,7 +155,7 @@ async def test_what_is_removed_gives_its_memory_back(ground: Ground, clock: Cloc
             life.unlink(b"d/link")
             await trio.sleep(5)
             await at_rest(life)
-        life.files.forget_unlinked()
+        life.front.unlinked.forget_all()
         await at_rest(life)
         assert in_memory(life) < FEW
         spill = life.names._overlay._spill
@@ -323,7 +324,7 @@ async def test_a_damaged_file_of_names_is_a_problem_of_its_own_and_the_next_moun
         for index in range(8):
             life.names.node(life.ino(b"d/%d" % index))
         await trio.sleep(0.6)
-        assert gone in life.files._unlinked and gone not in life.names._overlay._nodes
+        assert gone in life.front.unlinked._since and gone not in life.names._overlay._nodes
         damage(life, whole=whole)
         readable, refused = 0, 0
         for index in range(FILES):

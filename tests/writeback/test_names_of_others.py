@@ -268,9 +268,9 @@ async def test_a_file_that_a_process_reads_stays_as_it_was_opened(
         use(life, b"d")
         await looked(life)
         if name == "d/let go of":
-            assert life.files.release_drained(1 << 30)
+            assert life.front.drained.release_oldest(1 << 30)
         if name != "d/theirs":
-            monkeypatch.setattr(life.files, "_fast", Readers(life.read))
+            monkeypatch.setattr(life.front.opens, "fast", Readers(life.read))
         ino = life.ino(path)
         was = life.names.attributes(ino)
         life.read.add(ino)
@@ -295,12 +295,12 @@ async def test_a_file_that_is_given_up_is_read_to_its_end(
     async with ground.mount() as life:
         await life.write(b"d/mine", b"mine")
         ino = life.ino(b"d/mine")
-        monkeypatch.setattr(life.files, "_fast", Readers(life.read))
+        monkeypatch.setattr(life.front.opens, "fast", Readers(life.read))
         life.read.add(ino)
         life.writing.take_away(*life.at(b"d/mine"), by=ROOT)
         assert life.names.attributes(ino).size == 4
         life.read.clear()
-        life.files.read_past(ino)
+        life.front.unlinked.read_past(ino)
         await until(lambda: life.names.is_forgotten(ino))
 
 
@@ -460,12 +460,12 @@ async def test_a_file_whose_times_were_set_here_is_no_file_of_others(
             life.kill()
         else:
             # The source's file is what the mount knows of it from now on.
-            assert life.files.release_drained(1 << 30)
+            assert life.front.drained.release_oldest(1 << 30)
             life.unlink(b"x")
             await life.drained()
     if is_killed:
         async with ground.mount(freshness="never") as life:
-            assert life.files.release_drained(1 << 30)
+            assert life.front.drained.release_oldest(1 << 30)
             life.unlink(b"x")
             await life.drained()
     assert not (ground.source / "x").exists()

@@ -132,7 +132,7 @@ async def test_a_file_of_the_source_is_shown_as_it_is_there_when_its_change_is_g
         # By then that user may not write it any more.
         (ground.source / "kept").chmod(0o600)
         await life.files.write(ino, 0, b"written here!")
-        life.files.record(life.names.copy_up(ino))
+        life.front.recorder.record(life.names.copy_up(ino))
         await until(lambda: paths(life) == [b"kept"])
         with pytest.raises(BusyError, match="'kept' is open"):
             await life.write_back.refusals.discard(b"kept")

@@ -147,7 +147,7 @@ async def test_a_sparse_file_of_the_mount_is_drained_in_the_time_of_its_data(
     ground = Ground(tmp_path, monkeypatch)
     async with ground.mount() as life:
         ino = await life.open(b"sparse")
-        await life.writing.change(ino, size=SIZE, by=ROOT)
+        await life.front.attributes.change(ino, size=SIZE, by=ROOT)
         for place in PLACES:
             await life.files.write(ino, place, b"ab")
         life.files.release(ino)

@@ -31,29 +31,29 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
 
 async def closed(life: Life, ino: Ino) -> None:
     """The last close, of which the kernel tells after the program has set the times."""
-    life.writing.attributes(ino)
+    life.front.attributes.of(ino)
     life.files.release(ino)
 
 
 async def reopened(life: Life, ino: Ino) -> None:
     life.files.release(ino)
     await life.files.open(life.names.copy_up(ino))
-    life.writing.attributes(ino)
+    life.front.attributes.of(ino)
     life.files.release(ino)
 
 
 async def looked_at(life: Life, ino: Ino) -> None:
     await life.files.open(life.names.copy_up(ino))
-    life.writing.attributes(ino)
+    life.front.attributes.of(ino)
     life.files.release(ino)
 
 
 async def let_go(life: Life, ino: Ino) -> None:
     number = life.names.copy_up(ino).object
-    life.files.release_drained(1 << 30)
+    life.front.drained.release_oldest(1 << 30)
     assert not life.names.copy_up(ino).object
     with suppress(OSError), trio.fail_after(10_000):
-        while life.files._objects.status(number):
+        while life.front.objects.on_disk.status(number):
             await trio.sleep(0.1)
 
 
@@ -85,7 +85,7 @@ async def test_the_times_that_were_set_are_shown_whatever_is_done_while_they_are
             monkeypatch.setattr(open_files, name, slow(getattr(open_files, name)))
 
         async def set_times() -> None:
-            await life.writing.change(made.ino, by=ROOT, atime_ns=SET_NS, mtime_ns=SET_NS)
+            await life.front.attributes.change(made.ino, by=ROOT, atime_ns=SET_NS, mtime_ns=SET_NS)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(set_times)
@@ -96,12 +96,12 @@ async def test_the_times_that_were_set_are_shown_whatever_is_done_while_they_are
             finally:
                 go_on.set()
         assert not life.files.is_open(made.ino)
-        assert life.writing.attributes(made.ino).mtime_ns == SET_NS
+        assert life.front.attributes.of(made.ino).mtime_ns == SET_NS
         await life.drained()
-        assert life.writing.attributes(made.ino).mtime_ns == SET_NS
+        assert life.front.attributes.of(made.ino).mtime_ns == SET_NS
     assert (ground.source / "new").stat().st_mtime_ns == SET_NS
     async with ground.mount() as life:
-        assert life.writing.attributes(life.ino(b"new")).mtime_ns == SET_NS
+        assert life.front.attributes.of(life.ino(b"new")).mtime_ns == SET_NS
 
 
 async def test_times_that_cannot_be_set_are_not_shown(
@@ -113,9 +113,9 @@ async def test_times_that_cannot_be_set_are_not_shown(
     async with ground.mount() as life:
         made = await life.writing.create(*life.at(b"new"), mode=0o644, by=ROOT)
         life.files.release(made.ino)
-        before = life.writing.attributes(made.ino)
+        before = life.front.attributes.of(made.ino)
         with monkeypatch.context() as context:
             context.setattr(os, "utime", refuse)
             with pytest.raises(Refused):
-                await life.writing.change(made.ino, by=ROOT, mtime_ns=SET_NS)
-        assert life.writing.attributes(made.ino) == before
+                await life.front.attributes.change(made.ino, by=ROOT, mtime_ns=SET_NS)
+        assert life.front.attributes.of(made.ino) == before

@@ -1,0 +1,218 @@
+"""Attributes of what was written: modes, owners, times, sizes, and extended attributes."""
+
+from __future__ import annotations
+
+import errno
+import stat
+from dataclasses import dataclass
+
+from monarch.errors import Refused, SourceChanged
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.placement.residency import SOURCE
+from monarch.posix.credentials import Credentials
+from monarch.transfer.source_calls import SourceCalls
+from monarch.types import Attributes, Ino, file_now_ns
+from monarch.writeback.change_log import ChangeLog
+from monarch.writeback.copy_up import CopyUp, known_at_source
+from monarch.writeback.drained import DrainedObjects
+from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.op import Op
+from monarch.writeback.open_files import WrittenFiles
+from monarch.writeback.recorder import Recorder
+from monarch.writeback.write_gate import WriteGate
+
+XATTR_DURABLE = b"user.monarch.durable"
+_OURS = b"user.monarch."
+# The namespaces that the source could keep as well. Others mean rights, which are not ours to give.
+_KEPT = (b"user.", b"trusted.")
+_LARGEST_XATTR = 64 * 1024
+
+
+@dataclass(eq=False, repr=False)
+class WrittenAttributes:
+    """Belongs to the event loop. Changes raise Refused, and SourceError where a file of the source
+    is copied up. ``tier`` is the number of the absorbing tier."""
+
+    _names: Namespace
+    _gate: WriteGate
+    _files: WrittenFiles
+    _copies: CopyUp
+    _changes: ChangeLog
+    _recorder: Recorder
+    _drained: DrainedObjects
+    _object_table: ObjectTable
+    _source_calls: SourceCalls
+    _tier: int
+
+    def of(self, ino: Ino) -> Attributes:
+        """The attributes of an inode, with those that an open file has now."""
+        node = self._names.node(ino)
+        if node is not None:
+            self._files.status(node)
+        return self._names.attributes(ino)
+
+    def tier_of(self, ino: Ino) -> int:
+        """The tier that has the bytes of a file that was made or changed here."""
+        node = self._names.node(ino)
+        if node is None or not node.object or self._object_table.is_write_through(node.object):
+            return SOURCE
+        return self._tier
+
+    async def change(
+        self,
+        ino: Ino,
+        *,
+        by: Credentials,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        size: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+    ) -> Attributes:
+        """Change what is not None."""
+        node = self._names.node(ino)
+        if node is None or node.names:
+            self._gate.require_node_covered(ino)
+        if self._names.attributes(ino).is_file:
+            node = await self._copies.copy_up(ino, empty=size == 0, by=by)
+            if size is not None:
+                await self._files.truncate(node, size, by=by)
+            self._files.status(node)
+        elif size is not None:
+            raise Refused(errno.EINVAL)
+        if mode is None and uid is None and gid is None and atime_ns is None and mtime_ns is None:
+            return self._names.attributes(ino)
+        self._gate.require_held(ino)
+        await self._gate.require_room()
+        was = known_at_source(self._names, ino)
+        # Only owners change modes. For other users the kernel does: it takes the set-ID bits from a
+        # program into which they write.
+        now = self._names.attributes(ino)
+        owner = Credentials(now.uid, now.gid)
+        if node is not None and node.object > 0 and (atime_ns is not None or mtime_ns is not None):
+            # Before the node has them: a stat meanwhile takes over the times of the object.
+            await self._files.set_times(
+                node,
+                atime_ns=node.atime_ns if atime_ns is None else atime_ns,
+                mtime_ns=node.mtime_ns if mtime_ns is None else mtime_ns,
+            )
+        node = self._names.change(
+            ino,
+            mode=mode,
+            uid=uid,
+            gid=gid,
+            atime_ns=atime_ns,
+            mtime_ns=mtime_ns,
+            now_ns=file_now_ns(),
+        )
+        if node.names:
+            self._changes.note(
+                Op(
+                    kind="attr",
+                    path=self._names.visible_path(ino),
+                    paths=self._paths_of(node),
+                    object=node.object,
+                    mode=None if mode is None else stat.S_IMODE(mode),
+                    uid=uid,
+                    gid=gid,
+                    atime_ns=atime_ns,
+                    mtime_ns=mtime_ns,
+                    same=mtime_ns is not None and self._recorder.is_recorded(node),
+                    ino=ino,
+                    by=owner if mode is not None and by.uid not in (0, owner.uid) else by,
+                    was=was,
+                )
+            )
+        return self._names.attributes(ino)
+
+    def _paths_of(self, node: Node) -> tuple[bytes, ...]:
+        """All paths of a file that has several: others may take the first one at the source."""
+        return tuple(self._names.visible_paths(node.ino)) if len(node.names) > 1 else ()
+
+    # -- extended attributes -----------------------------------------------------------------------
+
+    def xattr(self, ino: Ino, name: bytes) -> bytes | None:
+        """The value of an extended attribute, None where there is none."""
+        node = self._names.node(ino)
+        if node is None:
+            return None
+        if name == XATTR_DURABLE and node.is_file:
+            return self._drained.durable(node)
+        return node.xattrs.get(name)
+
+    def xattrs(self, ino: Ino) -> list[bytes]:
+        """The names of the extended attributes of an inode."""
+        node = self._names.node(ino)
+        return list(node.xattrs) if node is not None else []
+
+    async def xattrs_elsewhere(self, ino: Ino) -> dict[bytes, bytes] | None:
+        """The source's extended attributes of what is read from there and may have been written
+        through a mount; None where those known here are shown. Raises SourceError."""
+        node, now = self._names.node(ino), self._names.attributes(ino)
+        if node is not None and (node.object or node.has_source_xattrs):
+            return None
+        if self._names.at_source(ino) is None or not (now.is_file or now.is_dir):
+            return None
+        path = self._names.path(ino)
+        if self._gate.patterns and not self._gate.patterns.covers(path):
+            return None
+        try:
+            found = await self._source_calls.call(ino, self._source_calls.source.xattrs, path)
+        except SourceChanged:
+            return None
+        return {name: value for name, value in found.items() if not name.startswith(_OURS)}
+
+    async def set_xattr(
+        self, ino: Ino, name: bytes, value: bytes | None, *, by: Credentials
+    ) -> None:
+        """Set an extended attribute, or remove it: None."""
+        path = self._gate.require_node_covered(ino)
+        if name.startswith(_OURS):
+            raise Refused(errno.EPERM)
+        if not name.startswith(_KEPT):
+            raise Refused(errno.EOPNOTSUPP)
+        if self._names.attributes(ino).is_file:
+            await self._copies.copy_up(ino, empty=False, by=by)
+        elif self._names.attributes(ino).is_dir:
+            await self._know_xattrs_of_source(ino, path)
+        # It, or a directory above, may have got another name meanwhile.
+        path = self._names.visible_path(ino)
+        if value is not None and len(value) > _LARGEST_XATTR:
+            raise Refused(errno.E2BIG)
+        self._gate.require_held(ino)
+        if value is not None:
+            self._gate.require_memory(self._names.more_for_xattr(ino, name, value))
+            await self._gate.require_room()
+        now_ns, was = file_now_ns(), known_at_source(self._names, ino)
+        node = self._names.set_xattr(ino, name, value, now_ns=now_ns)
+        self._changes.note(
+            Op(
+                strict=True,
+                kind="xattr",
+                path=path,
+                paths=self._paths_of(node),
+                ino=ino,
+                object=node.object,
+                xattrs={name: value},
+                by=by,
+                was=was,
+            )
+        )
+
+    async def _know_xattrs_of_source(self, ino: Ino, path: bytes) -> None:
+        """Know those that the source has of a directory: an earlier mount may have set them."""
+        node = self._names.node(ino)
+        if self._names.at_source(ino) is None or (node is not None and node.has_source_xattrs):
+            return
+        try:
+            found = await self._source_calls.call(ino, self._source_calls.source.xattrs, path)
+        except SourceChanged:
+            # It has another name there, or is gone.
+            found = {}
+        self._gate.require_held(ino)
+        node = self._names.copy_up(ino)
+        if not node.has_source_xattrs:
+            node.has_source_xattrs = True
+            self._names.have_xattrs(node, found | node.xattrs)

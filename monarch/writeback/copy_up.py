@@ -1,0 +1,187 @@
+"""Copy up: a file of the source gets an object with its bytes before its first change.
+
+The bytes are read once. If the tier has no room for them, they go to a staged file at the source.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import trio
+
+from monarch.errors import SourceChanged
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.posix.credentials import Credentials
+from monarch.posix.sparse import copy_data
+from monarch.tiers.source import Source, identity_of
+from monarch.types import Identity, Ino
+from monarch.writeback.change_log import ChangeLog
+from monarch.writeback.drained import DrainedObjects
+from monarch.writeback.op import Op
+from monarch.writeback.open_files import WrittenFiles
+from monarch.writeback.recorder import Recorder
+from monarch.writeback.source_files import SourceFiles
+from monarch.writeback.tier_objects import FULL, TierObjects
+from monarch.writeback.unlinked import UnlinkedFiles
+from monarch.writeback.write_gate import WriteGate
+
+# How often a file that changes at the source is copied.
+_ATTEMPTS = 3
+
+
+@dataclass(eq=False, repr=False)
+class CopyUp:
+    """Belongs to the event loop. ``copied`` is called with each inode that has got an object."""
+
+    _names: Namespace
+    _gate: WriteGate
+    _files: WrittenFiles
+    _objects: TierObjects
+    _changes: ChangeLog
+    _recorder: Recorder
+    _source: SourceFiles
+    _drained: DrainedObjects
+    _unlinked: UnlinkedFiles
+    _copied: Callable[[Ino], None]
+    # Files that are being copied: other tasks that need them wait.
+    _copying: dict[Ino, trio.Event] = field(default_factory=dict, init=False)
+
+    async def copy_up(self, ino: Ino, *, empty: bool, by: Credentials, keep: bool = False) -> Node:
+        """Have the bytes of a file in an object; ``empty``: they are not needed.
+
+        With ``keep`` it is then open for one more user. Raises Refused and SourceError.
+        """
+        while True:
+            node = self._names.node(ino)
+            if node is not None and node.object:
+                if not self._drained.is_away(node):
+                    if keep:
+                        await self._files.open(node, by=by)
+                    return node
+                await self._drained.arrive(node)
+            copying = self._copying.get(ino)
+            if copying is None:
+                break
+            await copying.wait()
+        copying = self._copying[ino] = trio.Event()
+        try:
+            return await self._copy_up(ino, empty=empty, keep=keep, by=by)
+        finally:
+            del self._copying[ino]
+            copying.set()
+
+    async def _copy_up(self, ino: Ino, *, empty: bool, keep: bool, by: Credentials) -> Node:
+        self._gate.require_held(ino)
+        await self._gate.require_room()
+        number, fd = await self._files.create()
+        staged = -1
+        try:
+            try:
+                xattrs = await self._copy(ino, fd, empty=empty)
+            except _NoRoomError:
+                path = self._names.visible_path(ino)
+                staged = await self._source.stage(path, number, by=(by,), is_new=False)
+                xattrs = await self._copy(ino, staged, empty=empty)
+            if staged < 0 and not empty:
+                await self._objects.sync(number, fd)
+        except BaseException:
+            self._unlinked.abandon_object(number, fd, staged)
+            raise
+        path, was = self._names.visible_path(ino), known_at_source(self._names, ino)
+        node = self._names.copy_up(ino)
+        node.object = number
+        if not node.xattrs:
+            self._names.have_xattrs(node, xattrs)
+        paths = tuple(self._names.visible_paths(ino))
+        self._changes.note(
+            Op(
+                strict=True,
+                kind="take",
+                path=path,
+                paths=paths if len(paths) > 1 else (),
+                ino=ino,
+                object=number,
+                mode=node.mode,
+                xattrs=dict(node.xattrs),
+                by=by,
+                was=was,
+            )
+        )
+        self._copied(ino)
+        self._recorder.copied_up(number, by)
+        self._files.opened(node, fd, created=False, by=by if keep else None)
+        if staged >= 0:
+            await self._files.go_on_there(node, staged)
+        if not keep:
+            self._files.release(ino)
+        return node
+
+    async def _copy(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:
+        calls, names, attempts = self._source.calls, self._names, 0
+        while True:
+            attempts += 1
+            identity = (names.at_source(ino) or names.attributes(ino)).identity
+            path = names.visible_path(ino) if names.is_written(ino) else names.path(ino)
+            try:
+                return await calls.call(ino, _copied, calls.source, path, identity, fd, empty)
+            except SourceChanged:
+                if attempts == _ATTEMPTS:
+                    raise
+            await self._source.look_again(ino)
+
+
+def object_of(names: Namespace, ino: Ino) -> int:
+    """The object of a file, 0 if it has none."""
+    node = names.node(ino)
+    return node.object if node is not None else 0
+
+
+def known_at_source(names: Namespace, ino: Ino | None) -> Identity | None:
+    """What the source is known to have of a file or directory that has no object."""
+    if ino is None or object_of(names, ino):
+        return None
+    there = names.at_source(ino)
+    return there.identity if there is not None and there.source_ino else None
+
+
+class _NoRoomError(Exception):
+    """The tier is full."""
+
+
+def _copied(
+    source: Source, path: bytes, identity: Identity, fd: int, empty: bool
+) -> dict[bytes, bytes]:
+    """Copy a whole file of the source into ``fd``; its attributes in the namespace "user".
+
+    With ``empty`` the bytes are not copied. Raises OSError, and SourceChanged if it is not that
+    version, or no longer.
+    """
+    file = source.open(path)
+    try:
+        if identity_of(file.status) != identity:
+            raise SourceChanged("not the version of the snapshot")
+        os.ftruncate(fd, 0)
+        offset = 0
+        try:
+            if not empty:
+                offset = copy_data(file.fd, fd, identity.size)
+        except OSError as error:
+            if error.errno in FULL:
+                raise _NoRoomError from error
+            raise
+        if (offset != identity.size and not empty) or identity_of(os.fstat(file.fd)) != identity:
+            raise SourceChanged("changed while it was copied")
+        # It is the same file as before.
+        os.utime(fd, ns=(identity.mtime_ns, identity.mtime_ns))
+        xattrs = {}
+        with suppress(OSError):
+            for name in os.listxattr(file.fd):
+                if name.startswith("user."):
+                    xattrs[os.fsencode(name)] = os.getxattr(file.fd, name)
+        return xattrs
+    finally:
+        file.release()

@@ -1,0 +1,264 @@
+"""A written file that is open: its counts, and the place of its bytes.
+
+The bytes are in an object of the tier (``ObjectBytes``), in a staged file at the source
+(``StagedBytes``), or under the file's name at the source (``SourceBytes``). The three have the same
+methods, so that no caller asks which of them it is.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import trio
+from typing_extensions import TypeVarTuple, Unpack
+
+from monarch.errors import Refused
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.posix.credentials import Credentials
+from monarch.tiers.source import SourceFile
+from monarch.transfer.source_calls import SourceCalls
+from monarch.types import Ino, file_now_ns
+from monarch.writeback.fast_writes import NO_FAST_WRITES, UNTOUCHED, FastWrites
+from monarch.writeback.tier_objects import TierObjects
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
+
+
+class FileBytes(ABC):
+    """Where the bytes of an open file are; ``fd`` is open there. Raises Refused or SourceError."""
+
+    __slots__ = ("fd",)
+    fd: int
+    is_write_through = is_from_source = False
+
+    @abstractmethod
+    async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        """``function(fd, *args)`` in a thread."""
+
+    @abstractmethod
+    async def sync(self, node: Node) -> int:
+        """Make the bytes safe; their number before. Once that has failed it fails again."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def keep_status(self, node: Node) -> bool:
+        """Take over size, blocks and times; whether this place tells them."""
+        return False
+
+    def grown(self, node: Node, size: int) -> bool:
+        """The file was written up to ``size``; whether that had to be noted."""
+        return False
+
+
+class ObjectBytes(FileBytes):
+    """In an object of the absorbing tier."""
+
+    __slots__ = ("_number", "_objects")
+
+    def __init__(self, fd: int, number: int, objects: TierObjects) -> None:
+        self.fd = fd
+        self._number = number
+        self._objects = objects
+
+    async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        return await self._objects.run(function, self.fd, *args)
+
+    async def sync(self, node: Node) -> int:
+        size = os.fstat(self.fd).st_size
+        await self._objects.sync(self._number, self.fd)
+        return size
+
+    def keep_status(self, node: Node) -> bool:
+        status = os.fstat(self.fd)
+        node.size, node.blocks = status.st_size, status.st_blocks
+        if status.st_mtime_ns != node.mtime_ns:
+            node.mtime_ns = status.st_mtime_ns
+            node.ctime_ns = max(node.ctime_ns, status.st_mtime_ns)
+        return True
+
+    def close(self) -> None:
+        self._objects.close_soon(self.fd)
+
+
+class StagedBytes(FileBytes):
+    """In a staged file at the source, since the tier was full.
+
+    ``before`` is the descriptor of the object that had them: a read may still be using it.
+    """
+
+    __slots__ = ("_before", "_calls", "_ino", "_number", "_objects")
+    is_write_through = True
+
+    def __init__(
+        self, fd: int, node: Node, objects: TierObjects, calls: SourceCalls, *, before: int
+    ) -> None:
+        self.fd = fd
+        self._ino = node.ino
+        self._number = node.object
+        self._objects = objects
+        self._calls = calls
+        self._before = before
+
+    async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        return await self._calls.call(self._ino, function, self.fd, *args)
+
+    async def sync(self, node: Node) -> int:
+        if failure := self._objects.on_disk.failure(self._number):
+            raise Refused(failure)
+        size = node.size
+        await self.run(os.fsync)
+        return size
+
+    def grown(self, node: Node, size: int) -> bool:
+        node.size = max(node.size, size)
+        node.touch(file_now_ns())
+        return True
+
+    def close(self) -> None:
+        for fd in (self.fd, self._before):
+            if fd >= 0:
+                self._objects.close_soon(fd)
+
+
+class SourceBytes(FileBytes):
+    """Under the name of a file at the source, whose object was released: they are only read."""
+
+    __slots__ = ("_calls", "_file", "_ino", "_names")
+    is_from_source = True
+
+    def __init__(self, file: SourceFile, ino: Ino, names: Namespace, calls: SourceCalls) -> None:
+        self.fd = file.fd
+        self._file = file
+        self._ino = ino
+        self._names = names
+        self._calls = calls
+
+    async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
+        path, on = self._names.visible_path(self._ino), self._calls.source.on
+        return await self._calls.call(self._ino, on, self._file, path, function, *args)
+
+    async def sync(self, node: Node) -> int:
+        return node.size
+
+    def close(self) -> None:
+        self._file.release()
+
+
+class OpenFile:
+    """A written file that is open. ``users`` are the opens that were not released.
+
+    ``is_left_out``: its last content was not published, so there must be another. ``changes``
+    counts the changes of its bytes that Python made; ``recorded`` is how many there were in all
+    when its content was last recorded. A task that changes bytes in Python holds ``turn``.
+    ``touched_from`` is the lowest offset that Python has changed since then. ``writers`` are the
+    users who have opened it for writing, the first one first.
+    """
+
+    __slots__ = (
+        *("_fast", "changes", "ino", "is_left_out", "node", "object", "place", "quiet_s"),
+        *("recorded", "seen", "touched_from", "turn", "users", "writers"),
+    )
+
+    def __init__(self, node: Node, place: FileBytes, *, fast: FastWrites) -> None:
+        self.node = node
+        self.ino = node.ino
+        self.object = node.object
+        self.place = place
+        self.is_left_out = False
+        self.turn = trio.Lock()
+        self.users = 1
+        self.writers: dict[Credentials, None] = {}
+        self.changes = 0
+        self.touched_from = UNTOUCHED
+        self.recorded = 0
+        self.seen = 0
+        self.quiet_s = 0.0
+        self._fast = fast
+
+    @property
+    def is_write_through(self) -> bool:
+        return self.place.is_write_through
+
+    def count(self) -> int:
+        """How often its bytes were changed since it was opened."""
+        return self.changes + self._fast.written(self.ino)
+
+    def touch(self, offset: int) -> None:
+        """Bytes from ``offset`` on are about to be changed in Python, or were."""
+        self.touched_from = min(self.touched_from, offset)
+        self.changes += 1
+
+    def lowest(self, *, forget: bool = False) -> int:
+        """The lowest offset at which its bytes were changed since the last call with ``forget``,
+        which the recording of its content makes."""
+        lowest = min(self.touched_from, self._fast.lowest(self.ino, forget=forget))
+        if forget:
+            self.touched_from = UNTOUCHED
+        return lowest
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its bytes were changed since its content was recorded."""
+        return self.count() != self.recorded
+
+
+class OpenTable:
+    """Written files that are open, by inode, and how the datapath serves them.
+
+    ``outdated`` are files of which the kernel may have pages of another version than the source.
+    Readers may have files open without Python: those of a closed file whose object the datapath
+    knows.
+    """
+
+    def __init__(self, fast: FastWrites | None, tier: int) -> None:
+        self.files: dict[Ino, OpenFile] = {}
+        self._opening: dict[Ino, trio.Event] = {}
+        self.outdated: set[Ino] = set()
+        self.has_datapath = fast is not None
+        self.fast: FastWrites = NO_FAST_WRITES if fast is None else fast
+        self.tier = tier
+
+    @contextmanager
+    def opening(self, ino: Ino) -> Iterator[None]:
+        """While a file is being opened, or must not be: other opens of it wait."""
+        done = self._opening[ino] = trio.Event()
+        self.fast.forget_object(ino)
+        try:
+            yield
+        finally:
+            del self._opening[ino]
+            done.set()
+
+    async def get(self, ino: Ino) -> OpenFile | None:
+        """The open file of an inode, once no task is opening it."""
+        while (file := self.files.get(ino)) is None and ino in self._opening:
+            await self._opening[ino].wait()
+        return file
+
+    def is_open(self, ino: Ino) -> bool:
+        """Whether Python has a file open, or is about to."""
+        return ino in self.files or ino in self._opening
+
+    def busy(self) -> set[Ino]:
+        """The files of which ``is_open`` is true."""
+        return self.files.keys() | self._opening.keys()
+
+    def is_in_use(self, ino: Ino) -> bool:
+        """Whether a process has a file open, or is about to. If not, all opens come to Python."""
+        if self.is_open(ino):
+            return True
+        if not self.fast.is_open(ino):
+            self.fast.forget_object(ino)
+        # A reader may have come without Python in between.
+        return self.fast.is_open(ino)
+
+    def bind(self, file: OpenFile, *, created: bool = False) -> None:
+        """Have the datapath serve one more open of a file whose bytes were written."""
+        self.fast.bind_written(file.ino, file.place.fd, tier=self.tier, create=created)

@@ -1,0 +1,213 @@
+"""Contents: what the journal is to know of the bytes of written files, and when.
+
+A content is recorded at fsync, at the last close, before the file gets a name, and when an open
+file was not written for a while.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from monarch.errors import Refused
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.posix.credentials import Credentials
+from monarch.types import Identity, Ino
+from monarch.writeback.change_log import ChangeLog
+from monarch.writeback.journal import Replay
+from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.objects import Objects
+from monarch.writeback.op import Op
+from monarch.writeback.open_file import OpenFile
+from monarch.writeback.tier_objects import FULL
+
+# How long an open file was not written when it is recorded as it is, in seconds.
+_QUIET_S = 2.0
+
+
+@dataclass(eq=False, repr=False)
+class Recorder:
+    """Belongs to the event loop. Raises Refused where the journal takes nothing."""
+
+    _names: Namespace
+    _object_table: ObjectTable
+    _changes: ChangeLog
+    # The user who has last written the file of each object, or caused its copy up.
+    _writers: dict[int, Credentials] = field(default_factory=dict, init=False)
+    # Objects that were not opened for writing since the file was copied up.
+    _unwritten: set[int] = field(default_factory=set, init=False)
+    # Files whose content did not fit into the journal.
+    _delayed: dict[Ino, None] = field(default_factory=dict, init=False)
+
+    def copied_up(self, number: int, by: Credentials) -> None:
+        """An object has the bytes of a file of the source, on behalf of ``by``."""
+        self._writers[number] = by
+        self._unwritten.add(number)
+
+    def may_write(self, file: OpenFile, by: Credentials) -> None:
+        """A user has opened a file for writing."""
+        file.writers[by] = None
+        self._unwritten.discard(file.object)
+
+    def forget(self, number: int) -> None:
+        """An object is gone."""
+        self._writers.pop(number, None)
+        self._unwritten.discard(number)
+
+    def keep_status(self, file: OpenFile) -> None:
+        """Take over size, blocks and times of an open file."""
+        if file.place.keep_status(file.node):
+            self._object_table.own(file.node)
+
+    def is_recorded(self, node: Node) -> bool:
+        """Whether the last content that was recorded of a file has all bytes that it has now."""
+        file = self._object_table.open.get(node.object)
+        return file is None or not (file.is_changed or file.is_left_out)
+
+    def record(self, node: Node) -> None:
+        """Record what is new in an open file that has a name; that an empty file is new counts."""
+        file = self._object_table.open.get(node.object)
+        if file is None or not node.names:
+            return
+        is_new = self._object_table.content(file.object)[0] == 0
+        if file.is_changed or file.is_left_out or is_new:
+            self._record_open(file)
+
+    def record_if_quiet(self, file: OpenFile, passed_s: float) -> None:
+        """Record an open file that was not written for a while; the last look was ``passed_s``
+        ago."""
+        count = file.count()
+        if count != file.seen:
+            file.seen, file.quiet_s = count, 0.0
+        elif count != file.recorded or file.is_left_out:
+            file.quiet_s += passed_s
+            if file.quiet_s >= _QUIET_S and file.node.names:
+                with suppress(Refused):
+                    self._record_open(file)
+
+    def _record_open(self, file: OpenFile) -> None:
+        self.record_synced(file, file.count(), None)
+
+    def record_synced(self, file: OpenFile, count: int, size: int | None) -> int:
+        """Record an open file after ``count`` changes; its number in the journal. ``size`` is the
+        number of bytes that were synced, None if none were."""
+        file.recorded = count
+        file.is_left_out = False
+        self.keep_status(file)
+        node = file.node
+        return self._record(node, size=node.size if size is None else size, synced=size is not None)
+
+    def record_anew(self, node: Node) -> None:
+        """Have the source get all of a file under the names that it has now."""
+        self._unwritten.discard(node.object)
+        with suppress(Refused):
+            self._record(node, size=node.size)
+
+    def record_delayed(self) -> None:
+        """Record the contents for which the journal had no room, as far as it has now."""
+        while self._delayed and self._changes.has_room():
+            ino = next(iter(self._delayed))
+            node = self._names.node(ino)
+            try:
+                if node is not None and node.object and node.names:
+                    file = self._object_table.open.get(node.object)
+                    if file is not None:
+                        self._record_open(file)
+                    else:
+                        self._record(node, size=node.size)
+            except Refused:
+                return
+            del self._delayed[ino]
+
+    def _record(self, node: Node, *, size: int, synced: bool = False) -> int:
+        table, number = self._object_table, node.object
+        file = table.open.get(number)
+        writers = tuple(file.writers) if file is not None else ()
+        if writers:
+            self._writers[number] = writers[-1]
+        try:
+            paths = tuple(self._names.visible_paths(node.ino))
+            path = self._names.visible_path(node.ino)
+        except Refused:
+            self._delayed[node.ino] = None
+            raise
+        # A file that was open when its daemon was killed may have been changed anywhere.
+        intact = min(file.lowest(forget=True), size) if file is not None else 0
+        is_through = table.is_write_through(number)
+        op = Op(
+            strict=True,
+            kind="content",
+            path=path,
+            object=number,
+            mode=stat.S_IMODE(node.mode),
+            uid=node.uid,
+            gid=node.gid,
+            atime_ns=node.atime_ns,
+            mtime_ns=node.mtime_ns,
+            size=size,
+            intact=intact,
+            paths=paths,
+            xattrs=dict(node.xattrs),
+            synced=synced,
+            through=is_through,
+            ino=node.ino,
+            by=self._writers.get(number),
+            also=writers[:-1],
+            same=number in self._unwritten and not is_through,
+        )
+        try:
+            seq = self._changes.note(op)
+        except Refused as error:
+            if error.errno in FULL:
+                self._delayed[node.ino] = None
+            raise
+        table.record(number, seq, synced=synced)
+        return seq
+
+    # -- earlier mounts ----------------------------------------------------------------------------
+
+    def take_up(
+        self,
+        ops: Iterable[tuple[int, Op]],
+        done: Mapping[int, Identity | None],
+        objects: Objects,
+    ) -> list[Node]:
+        """Take over the objects of earlier mounts, which ``ops`` are about; the files among them
+        that no name leads to. ``done`` is what the source has of the changes that were drained."""
+        ops = list(ops)
+        copied: dict[int, Identity] = {}
+        for _, op in ops:
+            if op.by is not None and op.kind in ("create", "take", "content"):
+                self._writers[op.object] = op.by
+            if op.kind == "take" and op.was is not None:
+                copied[op.object] = op.was
+            elif op.kind == "content" and not op.same:
+                copied.pop(op.object, None)
+        found = self._object_table.take_up(ops, done)
+        numbers = {node.object for node in found}
+        self._writers = {number: by for number, by in self._writers.items() if number in numbers}
+        for node in found:
+            # The drain reports one that is missing.
+            with suppress(OSError):
+                status = objects.status(node.object)
+                node.size, node.blocks = status.st_size, status.st_blocks
+                node.mtime_ns = status.st_mtime_ns
+                was = copied.get(node.object)
+                if was is not None and (was.size, was.mtime_ns) == (node.size, node.mtime_ns):
+                    self._unwritten.add(node.object)
+            self._object_table.own(node)
+        return [node for node in found if not node.names]
+
+    def record_unrecorded(self, found: Replay) -> None:
+        """Record the files as they are that were open when their daemon was killed."""
+        nodes = {node.object: node for node in self._names.nodes() if node.object and node.names}
+        told = found.told()
+        new = found.unpublished(nodes)
+        for number, node in nodes.items():
+            now = node.size, node.mtime_ns
+            is_told = told.get(number, now) == now
+            if number in new or not (is_told or self._object_table.is_write_through(number)):
+                self._record(node, size=node.size)

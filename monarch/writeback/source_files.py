@@ -1,0 +1,141 @@
+"""Written files whose bytes are at the source: under a name, or staged as the tier was full."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from monarch.errors import Refused, SourceChanged, SourceError
+from monarch.namespace.namespace import Namespace
+from monarch.namespace.overlay import Node
+from monarch.posix.credentials import Credentials, can_act_as_others
+from monarch.tiers.source import SourceFile, identity_of
+from monarch.transfer.source_calls import SourceCalls
+from monarch.types import ROOT_INO, Ino
+from monarch.writeback.drain import Drain
+from monarch.writeback.drained import DrainedObjects
+from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.op import Op
+from monarch.writeback.open_file import OpenTable
+from monarch.writeback.source_writer import SourceWriter
+from monarch.writeback.tier_objects import FULL
+from monarch.writeback.unlinked import UnlinkedFiles
+
+# How often a file that changes at the source is opened there.
+_ATTEMPTS = 3
+
+
+@dataclass(eq=False, repr=False)
+class SourceFiles:
+    """Belongs to the event loop. Calls of the source raise SourceError.
+
+    ``revalidate`` asks the source what a file is now, as ``Revalidation.look_again``.
+    """
+
+    _names: Namespace
+    _object_table: ObjectTable
+    _opens: OpenTable
+    _unlinked: UnlinkedFiles
+    _drained: DrainedObjects
+    _drain: Drain
+    _writer: SourceWriter
+    calls: SourceCalls
+    _revalidate: Callable[[Ino], Awaitable[None]]
+
+    async def stage(
+        self, path: bytes, number: int, *, by: tuple[Credentials, ...], is_new: bool
+    ) -> int:
+        """The descriptor of a staged file, in the place of an object that has no room; ``is_new``:
+        the source has no such file."""
+        op = Op(kind="through", path=path, object=number, through=True, by=by[0], also=by[1:])
+        if not can_act_as_others():
+            op = replace(op, by=None, also=())
+        part = partial(self._writer.open_part, op, make=True, is_new=is_new)
+        return await self.calls.call(ROOT_INO, part)
+
+    async def open_away(self, node: Node, *, to_read: bool) -> SourceFile | None:
+        """A file that went to the source directly, if it is read while it is staged there.
+
+        None if it is not such a file, or no more. Raises Refused if it cannot get its name.
+        """
+        if not self._drained.is_away(node):
+            return None
+        if to_read and (staged := await self._open_staged(node)) is not None:
+            return staged
+        # It is read where it will be: the drain has little to do for it.
+        try:
+            await self._drained.arrive(node)
+        except Refused as error:
+            if to_read and error.errno in FULL:
+                # No reader lacks room.
+                raise Refused(errno.EIO) from error
+            raise
+        return None
+
+    async def _open_staged(self, node: Node) -> SourceFile | None:
+        """A staged file, to read it; None if it has its name.
+
+        The source may have no room for the name.
+        """
+        number, source = node.object, self.calls.source
+        if self._drain.progress.is_done(self._object_table.last(number)):
+            return None
+        beside = self._object_table.staged_beside(number)
+        assert beside is not None
+        source_ino = self._object_table.staged_inos.get(number, 0)
+        with suppress(SourceChanged):
+            staged = self._writer.open_staged
+            return await self.calls.call(node.ino, staged, beside, number, source_ino)
+        # It has a name, which another change is to follow.
+        path, source_ino = self._drain.queue.path_of(number), self._object_table.source_ino(number)
+        if path is None or not source_ino:
+            return None
+        with suppress(SourceChanged):
+            return await self.calls.call(node.ino, source.open_known, path, source_ino)
+        return None
+
+    async def open(self, ino: Ino) -> SourceFile:
+        """A file whose object was released, as the version that the source has now.
+
+        Raises SourceError, and Refused, ESTALE, if others have removed it.
+        """
+        source = self.calls.source
+        for _ in range(_ATTEMPTS):
+            with suppress(SourceChanged):
+                file = await self.calls.call(ino, source.open, self._names.visible_path(ino))
+                known = self._names.at_source(ino)
+                if known is None or identity_of(file.status) == known.identity:
+                    return file
+                file.release()
+            await self.look_again(ino)
+        raise SourceChanged("changes all the time")
+
+    async def look_again(self, ino: Ino) -> None:
+        """The source has another version of a file than is known. Raises Refused, ESTALE, if it
+        has none."""
+        if self._names.is_written(ino):
+            # It, or a directory above, may have a name that the source does not know yet.
+            await self._drain.progress.settle_path(self._names.visible_path(ino))
+            self._opens.outdated.add(ino)
+        try:
+            await self._revalidate(ino)
+        except SourceError as error:
+            node = self._names.node(ino)
+            if node is not None and not node.names:
+                self._unlinked.leave(node)
+            if error.errno == errno.ENOENT:
+                # The caller looks its name up anew, and may make it.
+                raise Refused(errno.ESTALE) from error
+            raise
+
+    async def give_back(self, node: Node) -> None:
+        """Show a file that no process has open as the source has it. What was written here is given
+        up, and the drain brings no more of it."""
+        number, node.object = node.object, 0
+        self._names.have_xattrs(node, {})
+        self._unlinked.remove_object(number)
+        with suppress(Refused, SourceError):
+            await self.look_again(node.ino)
