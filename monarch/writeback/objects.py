@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import threading
+import weakref
 from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,11 +33,16 @@ def object_path(directory: Path, number: int) -> Path:
 class Objects:
     """The objects in ``directory``, which must exist.
 
-    ``unsynced`` are objects of earlier daemons whose names may not be on the disk.
+    ``unsynced`` are objects of earlier daemons whose names may not be on the disk. The directory
+    is kept open: objects are found there also when its path leads elsewhere, as after a lazy
+    unmount of the tier's disk. Raises OSError.
     """
 
     def __init__(self, directory: Path, *, unsynced: Iterable[int] = ()) -> None:
-        self._directory = os.fsencode(directory)
+        self._shown = directory
+        fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, fd)
+        self._directory = b"/proc/self/fd/%d/." % fd
         # Objects, and directories of objects, whose names may not be on the disk.
         self._new: set[int] = set(unsynced)
         self._new_buckets = {os.path.dirname(self._path(number)) for number in self._new}
@@ -164,7 +170,7 @@ class Objects:
             new, new_buckets = set(self._new), set(self._new_buckets)
         if _LIBC.syncfs(fd) != 0:
             number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), os.fsdecode(self._directory))
+            raise OSError(number, os.strerror(number), os.fspath(self._shown))
         with self._lock:
             self._new -= new
             self._new_buckets -= new_buckets

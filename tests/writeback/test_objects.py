@@ -131,3 +131,24 @@ async def test_what_could_not_be_synced_is_drained_and_not_believed(
         await drain.progress.wait(world.last_seq)
     assert (world.source / "new").read_bytes() == b"as it is read"
     assert believed == []
+
+
+@pytest.mark.promise(67)
+def test_objects_are_found_while_the_path_of_their_directory_leads_elsewhere(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "objects"
+    directory.mkdir()
+    objects = Objects(directory)
+    os.close(objects.create(1))
+    # As by a lazy unmount of their disk, and by another disk at its place.
+    directory.rename(tmp_path / "detached")
+    directory.mkdir()
+    for number in (1, 2):
+        fd = objects.open(1) if number == 1 else objects.create(2)
+        os.write(fd, b"bytes")
+        objects.sync(number, fd)
+        os.close(fd)
+    assert objects.numbers() == {1, 2}
+    assert objects.status(2).st_size == 5
+    assert not list(directory.iterdir())
