@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import trio
 
+from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE
 from monarch.tiers.source import SourceFile
 from monarch.types import Ino
@@ -115,12 +116,10 @@ class Bindings:
     def __init__(self, fast: FastPath | None) -> None:
         self._fast = fast
         self._bound: dict[Ino, Binding] = {}
+        self.get = self._bound.get
         # For each inode that is being bound, an event that is set when this has ended.
         self._opening: dict[Ino, trio.Event] = {}
         self.held_bytes = 0
-
-    def get(self, ino: Ino) -> Binding | None:
-        return self._bound.get(ino)
 
     def all(self) -> list[Binding]:
         return list(self._bound.values())
@@ -146,25 +145,18 @@ class Bindings:
         """Whether the kernel itself reads a copy that a process has open."""
         return self._fast is not None and self._fast.is_passed(ino)
 
-    async def join(self, ino: Ino) -> Binding | None:
-        """The binding of an inode, with one more user, after an open that is under way.
-
-        None if there is none: the caller must bind the inode, and must then call ``settle``.
-        """
-        while (binding := self._bound.get(ino)) is None:
-            begun = self._opening.get(ino)
-            if begun is None:
-                self._opening[ino] = trio.Event()
-                return None
-            await begun.wait()
-        binding.users += 1
-        return binding
+    def begin(self, ino: Ino) -> trio.Event | None:
+        """Called to bind an inode that is not bound. If another open is binding it, returns an
+        event that is set when this has ended; otherwise the caller must ``settle``."""
+        begun = self._opening.get(ino)
+        if begun is None:
+            self._opening[ino] = trio.Event()
+        return begun
 
     def settle(self, ino: Ino, binding: Binding | None) -> None:
-        """Ends the open that ``join`` began; without a binding, the next waiting open begins."""
+        """Ends the open that ``begin`` began; without a binding, the next waiting open begins."""
         if binding is not None:
             self._bound[ino] = binding
-            binding.users = 1
             if binding.content is not None:
                 self.held_bytes += len(binding.content)
         self._opening.pop(ino).set()
@@ -181,13 +173,13 @@ class Bindings:
         binding.close()
         return binding.outdated
 
-    def hand_over(self, binding: Binding, size: int) -> None:
+    def hand_over(self, binding: Binding, names: Namespace) -> None:
         """Lets the datapath read from the descriptor; reads without one come here."""
         if self._fast is None:
             return
         fd = binding.file.fd if binding.file is not None else binding.fd
         if fd >= 0:
-            copy = binding.copy
+            copy, size = binding.copy, names.attributes(binding.ino).size
             backing_id = copy.take_backing_id() if copy is not None else 0
             self._fast.bind(binding.ino, fd, tier=binding.tier, size=size, backing_id=backing_id)
 

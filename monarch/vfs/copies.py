@@ -35,7 +35,6 @@ class Copies:
 
     def __init__(
         self,
-        *,
         names: Namespace,
         tiers: Sequence[Tier],
         records: Records,

@@ -11,6 +11,7 @@ import errno
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
@@ -28,6 +29,7 @@ from monarch.writeback.front import WriteFront
 from monarch.writeback.others import Others
 
 
+@dataclass(eq=False, repr=False)
 class FileSystem:
     """One mount, as the FUSE handlers see it. Belongs to the event loop.
 
@@ -35,31 +37,16 @@ class FileSystem:
     other mounts and programs make at the source; both are None where they do not apply.
     """
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        bindings: Bindings,
-        opens: Opens,
-        reads: Reads,
-        xattrs: ExtendedAttributes,
-        revalidation: Revalidation,
-        kernel: KernelView,
-        counts: OpenCounts,
-        writing: WriteFront | None,
-        others: Others | None,
-    ) -> None:
-        self.names = names
-        self.bindings = bindings
-        self.xattrs = xattrs
-        self.revalidation = revalidation
-        self.counts = counts
-        self.writing = writing
-        self.others = others
-        self._opens = opens
-        self._reads = reads
-        self._kernel = kernel
-        self.release = opens.release
+    names: Namespace
+    bindings: Bindings
+    _opens: Opens
+    _reads: Reads
+    xattrs: ExtendedAttributes
+    revalidation: Revalidation
+    _kernel: KernelView
+    counts: OpenCounts
+    writing: WriteFront | None
+    others: Others | None
 
     async def open(self, ino: Ino, flags: int, by: Credentials) -> bool:
         """Opens a file for one more user. Returns whether the kernel may keep its cached pages.
@@ -92,6 +79,10 @@ class FileSystem:
             raise Refused(errno.ETXTBSY)
         await self.writing.operations.open(ino, flags, by)
         return not self.writing.files.is_outdated(ino)
+
+    def release(self, ino: Ino) -> None:
+        """Ends one open of a file."""
+        self._opens.release(ino)
 
     def read(self, ino: Ino, offset: int, size: int) -> Awaitable[bytes | bytearray | memoryview]:
         """Up to ``size`` bytes from ``offset`` on of an open file; short only at its end.

@@ -30,7 +30,6 @@ class KernelView:
     def __init__(
         self,
         caches: KernelCaches,
-        *,
         names: Namespace,
         residency: Residency,
         fast: FastPath | None,
@@ -57,11 +56,11 @@ class KernelView:
 
     def opened(self, ino: Ino) -> bool:
         """Called at an open. Returns whether the kernel may keep the pages that it has so far."""
-        keeps = self.keeps_pages(ino)
-        if not keeps:
+        if self._residency.is_changed(ino) or self._residency.is_spoiled(ino):
             self._residency.unmark_changed(ino)
             self._residency.unmark_spoiled(ino)
-        return keeps
+            return False
+        return True
 
     def drop_pages(self, ino: Ino) -> None:
         """Pages of a file may be wrong: the kernel drops them, at the next open if it sends one."""

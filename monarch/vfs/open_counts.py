@@ -24,7 +24,6 @@ class OpenCounts:
     def __init__(
         self,
         fast: FastPath | None,
-        *,
         opens: Opens,
         promotions: Promotions,
         epochs: Epochs,

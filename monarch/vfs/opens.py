@@ -6,6 +6,8 @@ for the same open. A file whose copy is being made shares the bytes or the descr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from monarch.config.settings import LimitSettings
 from monarch.errors import SourceChanged
 from monarch.namespace.namespace import Namespace
@@ -24,31 +26,19 @@ from monarch.writeback.front import WriteFront
 _ATTEMPTS = 3
 
 
+@dataclass(eq=False, repr=False)
 class Opens:
     """``written`` has the written files that are open, None if the mount is read-only."""
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        bindings: Bindings,
-        copies: Copies,
-        promotions: Promotions,
-        source_files: SourceFiles,
-        revalidation: Revalidation,
-        kernel: KernelView,
-        limits: LimitSettings,
-        written: WriteFront | None,
-    ) -> None:
-        self._names = names
-        self._bindings = bindings
-        self._copies = copies
-        self._promotions = promotions
-        self._source_files = source_files
-        self._revalidation = revalidation
-        self._kernel = kernel
-        self._limits = limits
-        self._written = written
+    _names: Namespace
+    _bindings: Bindings
+    _copies: Copies
+    _promotions: Promotions
+    _source_files: SourceFiles
+    _revalidation: Revalidation
+    _kernel: KernelView
+    _limits: LimitSettings
+    _written: WriteFront | None
 
     async def enter(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
         """The binding of an inode, with one more user. ``renew``: it may be of a newer version.
@@ -57,12 +47,17 @@ class Opens:
         read that waits has locked these pages, and storing would wait for the read for ever.
         Raises SourceError; ESTALE if the file changes all the time.
         """
-        binding = await self._bindings.join(ino)
-        if binding is None:
+        while (binding := self._bindings.get(ino)) is None:
+            begun = self._bindings.begin(ino)
+            if begun is not None:
+                await begun.wait()
+                continue
             try:
                 binding = await self._bind(ino, renew=renew, store=store)
             finally:
                 self._bindings.settle(ino, binding)
+            break
+        binding.users += 1
         return binding
 
     async def open(self, ino: Ino) -> Binding:
@@ -71,7 +66,7 @@ class Opens:
         try:
             if binding.users > 1 and binding.file is not None:
                 await self._revalidation.notice_rewriting(binding.file, ino)
-            self._bindings.hand_over(binding, self._names.attributes(ino).size)
+            self._bindings.hand_over(binding, self._names)
         except BaseException:
             self.leave(ino)
             raise

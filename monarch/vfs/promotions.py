@@ -28,7 +28,6 @@ class Promotions:
 
     def __init__(
         self,
-        *,
         names: Namespace,
         residency: Residency,
         controller: Controller,

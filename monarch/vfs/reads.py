@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import time
+from dataclasses import dataclass, field
 
 import trio
 
@@ -31,36 +32,23 @@ _VISIT_S = 1.0
 _VISIT_STEP_S = 0.25
 
 
+@dataclass(eq=False, repr=False)
 class Reads:
     """Belongs to the event loop. ``run`` ends the bindings that no open made."""
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        bindings: Bindings,
-        opens: Opens,
-        copies: Copies,
-        source_files: SourceFiles,
-        revalidation: Revalidation,
-        residency: Residency,
-        kernel: KernelView,
-        counts: OpenCounts,
-        metrics: Metrics,
-    ) -> None:
-        self._names = names
-        self._bindings = bindings
-        self._opens = opens
-        self._copies = copies
-        self._source_files = source_files
-        self._revalidation = revalidation
-        self._residency = residency
-        self._kernel = kernel
-        self._counts = counts
-        self._metrics = metrics
-        # The bindings that no open made, and when each ends.
-        self._visits: dict[Ino, float] = {}
-        self._visited = trio.Event()
+    _names: Namespace
+    _bindings: Bindings
+    _opens: Opens
+    _copies: Copies
+    _source_files: SourceFiles
+    _revalidation: Revalidation
+    _residency: Residency
+    _kernel: KernelView
+    _counts: OpenCounts
+    _metrics: Metrics
+    # The bindings that no open made, and when each ends.
+    _visits: dict[Ino, float] = field(default_factory=dict, init=False)
+    _visited: trio.Event = field(default_factory=trio.Event, init=False)
 
     async def read(self, ino: Ino, offset: int, size: int) -> bytes | bytearray | memoryview:
         """Up to ``size`` bytes from ``offset`` on; short only at the end of the file.

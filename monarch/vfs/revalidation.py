@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import stat
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from monarch.errors import SourceError
 from monarch.namespace.namespace import Namespace
@@ -30,28 +30,18 @@ from monarch.vfs.promotions import Promotions
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Revalidation:
     """Compares entries with the source. Belongs to the event loop; only coroutines wait."""
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        source_calls: SourceCalls,
-        bindings: Bindings,
-        residency: Residency,
-        promotions: Promotions,
-        kernel: KernelView,
-        metrics: Metrics,
-    ) -> None:
-        self._names = names
-        self._source_calls = source_calls
-        self._bindings = bindings
-        self._residency = residency
-        self._promotions = promotions
-        self._kernel = kernel
-        self._metrics = metrics
-        self._limiter = Limiter(60.0)
+    _names: Namespace
+    _source_calls: SourceCalls
+    _bindings: Bindings
+    _residency: Residency
+    _promotions: Promotions
+    _kernel: KernelView
+    _metrics: Metrics
+    _limiter: Limiter = field(default_factory=lambda: Limiter(60.0), init=False)
 
     async def look_again(self, ino: Ino) -> None:
         """Compares a file with the source; refreshes its entry and drops its copy if it changed.

@@ -76,54 +76,19 @@ def build_read_side(
     """``fast`` is the datapath, None if there is none. ``sends_opens`` and ``reads_copies`` are of
     KernelView."""
     bindings = Bindings(fast)
-    kernel = KernelView(
-        caches,
-        names=names,
-        residency=residency,
-        fast=fast,
-        sends_opens=sends_opens,
-        reads_copies=reads_copies,
-    )
+    kernel = KernelView(caches, names, residency, fast, sends_opens, reads_copies)
+    retry_s, verify = settings.limits.tier_probe, settings.verify
     promotions = Promotions(
-        names=names,
-        residency=residency,
-        controller=controller,
-        engine=engine,
-        bindings=bindings,
-        doubts=doubts,
-        metrics=metrics,
-        retry_s=settings.limits.tier_probe,
+        names, residency, controller, engine, bindings, doubts, metrics, retry_s
     )
     copies = Copies(
-        names=names,
-        tiers=tiers,
-        records=records,
-        residency=residency,
-        promotions=promotions,
-        tier_calls=tier_calls,
-        kernel=kernel,
-        fast=fast,
-        metrics=metrics,
-        verify=settings.verify,
+        names, tiers, records, residency, promotions, tier_calls, kernel, fast, metrics, verify
     )
     revalidation = Revalidation(
-        names=names,
-        source_calls=source_calls,
-        bindings=bindings,
-        residency=residency,
-        promotions=promotions,
-        kernel=kernel,
-        metrics=metrics,
+        names, source_calls, bindings, residency, promotions, kernel, metrics
     )
     source_files = SourceFiles(
-        names=names,
-        source_calls=source_calls,
-        source_load=source_load,
-        revalidation=revalidation,
-        residency=residency,
-        kernel=kernel,
-        doubts=doubts,
-        metrics=metrics,
+        names, source_calls, source_load, revalidation, residency, kernel, doubts, metrics
     )
     parts = bindings, kernel, promotions, revalidation, copies, source_files
     return ReadSide(*parts, names, residency, records, settings.limits, metrics, fast)
@@ -131,50 +96,27 @@ def build_read_side(
 
 def build_file_system(read: ReadSide, epochs: Epochs, write_back: WriteBack | None) -> FileSystem:
     """``write_back`` is None if the mount is read-only and has nothing to drain."""
-    writing = write_back.front if write_back is not None else None
-    opens = Opens(
-        names=read.names,
-        bindings=read.bindings,
-        copies=read.copies,
-        promotions=read.promotions,
-        source_files=read.source_files,
-        revalidation=read.revalidation,
-        kernel=read.kernel,
-        limits=read.limits,
-        written=writing,
-    )
-    counts = OpenCounts(
-        read.fast, opens=opens, promotions=read.promotions, epochs=epochs, metrics=read.metrics
-    )
+    writing = attributes = others = None
+    if write_back is not None:
+        writing, others = write_back.front, write_back.others
+        attributes = writing.attributes
+    names, bindings, kernel, metrics = read.names, read.bindings, read.kernel, read.metrics
+    places = read.copies, read.promotions, read.source_files, read.revalidation
+    opens = Opens(names, bindings, *places, kernel, read.limits, writing)
+    counts = OpenCounts(read.fast, opens, read.promotions, epochs, metrics)
     reads = Reads(
-        names=read.names,
-        bindings=read.bindings,
-        opens=opens,
-        copies=read.copies,
-        source_files=read.source_files,
-        revalidation=read.revalidation,
-        residency=read.residency,
-        kernel=read.kernel,
-        counts=counts,
-        metrics=read.metrics,
+        names,
+        bindings,
+        opens,
+        read.copies,
+        read.source_files,
+        read.revalidation,
+        read.residency,
+        kernel,
+        counts,
+        metrics,
     )
-    xattrs = ExtendedAttributes(
-        names=read.names,
-        residency=read.residency,
-        records=read.records,
-        counts=counts,
-        metrics=read.metrics,
-        writing=writing.attributes if writing is not None else None,
-    )
+    xattrs = ExtendedAttributes(names, read.residency, read.records, counts, metrics, attributes)
     return FileSystem(
-        names=read.names,
-        bindings=read.bindings,
-        opens=opens,
-        reads=reads,
-        xattrs=xattrs,
-        revalidation=read.revalidation,
-        kernel=read.kernel,
-        counts=counts,
-        writing=writing,
-        others=write_back.others if write_back is not None else None,
+        names, bindings, opens, reads, xattrs, read.revalidation, kernel, counts, writing, others
     )

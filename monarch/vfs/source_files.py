@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import trio
@@ -29,29 +30,18 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class SourceFiles:
     """Belongs to the event loop; each call of the source runs in a thread."""
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        source_calls: SourceCalls,
-        source_load: SourceLoad,
-        revalidation: Revalidation,
-        residency: Residency,
-        kernel: KernelView,
-        doubts: Doubts,
-        metrics: Metrics,
-    ) -> None:
-        self._names = names
-        self._calls = source_calls
-        self._load = source_load
-        self._revalidation = revalidation
-        self._residency = residency
-        self._kernel = kernel
-        self._doubts = doubts
-        self._metrics = metrics
+    _names: Namespace
+    _calls: SourceCalls
+    _load: SourceLoad
+    _revalidation: Revalidation
+    _residency: Residency
+    _kernel: KernelView
+    _doubts: Doubts
+    _metrics: Metrics
 
     async def open(self, attributes: Attributes) -> SourceFile:
         """Raises SourceError; SourceChanged if the source has another version."""

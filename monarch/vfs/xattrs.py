@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
 from monarch.posix import acl
@@ -17,25 +19,16 @@ XATTR_STATE = b"user.monarch.state"
 XATTR_DIGEST = b"user.monarch.digest"
 
 
+@dataclass(eq=False, repr=False)
 class ExtendedAttributes:
     """``writing`` has the attributes that were set through the mount, None if it is read-only."""
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        residency: Residency,
-        records: Records,
-        counts: OpenCounts,
-        metrics: Metrics,
-        writing: WrittenAttributes | None,
-    ) -> None:
-        self._names = names
-        self._residency = residency
-        self._records = records
-        self._counts = counts
-        self._metrics = metrics
-        self._writing = writing
+    _names: Namespace
+    _residency: Residency
+    _records: Records
+    _counts: OpenCounts
+    _metrics: Metrics
+    _writing: WrittenAttributes | None
 
     async def get(self, ino: Ino, name: bytes) -> bytes | None:
         """The value of an attribute that was set, of ``user.monarch.*`` of a regular file, or of an
