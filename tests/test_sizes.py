@@ -32,7 +32,6 @@ FLAT = {
 }
 
 TO_BE_SPLIT = {
-    "monarch/writeback/object_table.py::ObjectTable methods": 36,
     "monarch/writeback/setup.py::WriteBack arguments": 15,
     "monarch/writeback/setup.py::WriteBack handed out": 2,
     "monarch/writeback/setup.py::WriteBack.__init__ lines": 122,

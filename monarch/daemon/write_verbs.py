@@ -145,7 +145,7 @@ class WrittenVerbs:
         if below is None:
             return _Waited(write_back.drain.progress, write_back.drain.queue.last_seq, [])
         seqs = [
-            write_back.object_table.content(node.object)[0]
+            write_back.object_table.states.content(node.object)[0]
             for each in below
             for node, _ in self._nodes(each)
             if node.object

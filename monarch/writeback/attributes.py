@@ -16,7 +16,7 @@ from monarch.types import Attributes, Ino, file_now_ns
 from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.copy_up import CopyUp, known_at_source
 from monarch.writeback.drained import DrainedObjects
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import Recorder
@@ -41,7 +41,7 @@ class WrittenAttributes:
     _changes: ChangeLog
     _recorder: Recorder
     _drained: DrainedObjects
-    _object_table: ObjectTable
+    _states: ObjectStates
     _source_calls: SourceCalls
     _tier: int
 
@@ -55,7 +55,7 @@ class WrittenAttributes:
     def tier_of(self, ino: Ino) -> int:
         """The tier that has the bytes of a file that was made or changed here."""
         node = self._names.node(ino)
-        if node is None or not node.object or self._object_table.is_write_through(node.object):
+        if node is None or not node.object or self._states.is_write_through(node.object):
             return SOURCE
         return self._tier
 

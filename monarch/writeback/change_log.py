@@ -13,7 +13,7 @@ from monarch.posix.credentials import can_act_as_others
 from monarch.text import errno_words
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Journal
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.tier_objects import FULL, TierObjects
@@ -26,11 +26,11 @@ class ChangeLog:
     until the next mount."""
 
     def __init__(
-        self, journal: Journal, drain: Drain, object_table: ObjectTable, objects: TierObjects
+        self, journal: Journal, drain: Drain, states: ObjectStates, objects: TierObjects
     ) -> None:
         self._journal = journal
         self._drain = drain
-        self._object_table = object_table
+        self._states = states
         self._objects = objects
         # A daemon with one identity makes all changes as that: no record has to say whose it is.
         self._acts_as_others = can_act_as_others()
@@ -71,7 +71,7 @@ class ChangeLog:
 
     def _noted(self, seq: int, op: Op) -> int:
         if op.object and op.kind != "gone":
-            self._object_table.noted(op.object, seq)
+            self._states.noted(op.object, seq)
         self._drain.put(seq, op)
         return seq
 

@@ -32,11 +32,11 @@ class DrainedObjects:
         """How safe the bytes are: ``none``, ``local`` or ``source``."""
         if not node.object:
             return b"source"
-        seq, synced = self._object_table.content(node.object)
+        seq, synced = self._object_table.states.content(node.object)
         file = self._opens.files.get(node.ino)
         if seq == 0 or (file is not None and file.is_changed):
             return b"none"
-        is_done = self._drain.progress.is_done(self._object_table.last(node.object))
+        is_done = self._drain.progress.is_done(self._object_table.states.last(node.object))
         if is_done and not (file is not None and file.is_write_through):
             return b"source"
         if self._on_disk.failure(node.object):
@@ -49,20 +49,25 @@ class DrainedObjects:
         Later writes to it may not be safe.
         """
         number = node.object
-        if self._object_table.is_safe_only_here(number):
+        if self._object_table.states.is_safe_only_here(number):
             return True
-        is_synced = self._object_table.content(number)[1]
-        return is_synced and not self._drain.progress.is_done(self._object_table.last(number))
+        is_synced = self._object_table.states.content(number)[1]
+        return is_synced and not self._drain.progress.is_done(
+            self._object_table.states.last(number)
+        )
 
     def is_clean(self, node: Node) -> bool:
         """Whether the source has all of a file that has an object."""
-        last = self._object_table.last(node.object)
-        return self._drain.progress.is_done(last) and self._object_table.is_drained(node.object)
+        last = self._object_table.states.last(node.object)
+        return self._drain.progress.is_done(last) and self._object_table.states.is_drained(
+            node.object
+        )
 
     def is_away(self, node: Node) -> bool:
         """Whether a file went to the source directly, and no process has it open."""
         return (
-            self._object_table.is_write_through(node.object) and node.ino not in self._opens.files
+            self._object_table.states.is_write_through(node.object)
+            and node.ino not in self._opens.files
         )
 
     async def arrive(self, node: Node) -> None:
@@ -71,12 +76,12 @@ class DrainedObjects:
         Raises Refused with what the source answers to the drain, and EIO if the bytes are lost.
         """
         try:
-            await self._drain.progress.wait_or_fail(self._object_table.last(node.object))
+            await self._drain.progress.wait_or_fail(self._object_table.states.last(node.object))
         except OSError as error:
             raise Refused(error.errno or errno.EIO) from error
         if not node.object or not self.is_away(node):
             return
-        if not self._object_table.is_drained(node.object):
+        if not self._object_table.states.is_drained(node.object):
             raise Refused(errno.EIO)
         self.release(node)
 

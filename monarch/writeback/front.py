@@ -116,13 +116,13 @@ def build_front(
     the source no longer has as the mount shows it; ``make_space`` makes the reclaimer of the tier's
     room."""
     table = object_table
-    changes = ChangeLog(journal, drain, table, objects)
+    changes = ChangeLog(journal, drain, table.states, objects)
     recorder = Recorder(names, table, changes)
     unlinked = UnlinkedFiles(names, table, opens, objects, changes, recorder, writer)
     drained = DrainedObjects(table, objects.on_disk, drain, opens, changes, recorder, unlinked)
     space = make_space(drained)
     source = SourceFiles(
-        names, table, opens, unlinked, drained, drain, writer, source_calls, revalidate
+        names, table.states, opens, unlinked, drained, drain, writer, source_calls, revalidate
     )
     failures = FsyncFailures(names, table, objects, opens, drained)
     files = WrittenFiles(
@@ -154,7 +154,16 @@ def build_front(
             names, gate, files, opens, copies, changes, recorder, drained, unlinked, taken
         ),
         attributes=WrittenAttributes(
-            names, gate, files, copies, changes, recorder, drained, table, source_calls, opens.tier
+            names,
+            gate,
+            files,
+            copies,
+            changes,
+            recorder,
+            drained,
+            table.states,
+            source_calls,
+            opens.tier,
         ),
         fsyncs=Fsyncs(names, files, changes, drain, waits_for_source),
     )

@@ -82,7 +82,7 @@ class FsyncFailures:
                 node is None
                 or not node.names
                 or now < at_s
-                or self._object_table.is_write_through(number)
+                or self._object_table.states.is_write_through(number)
                 or self._opens.is_open(node.ino)
             ):
                 continue

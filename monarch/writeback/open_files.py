@@ -264,7 +264,7 @@ class WrittenFiles:
         await self._objects.run(self._opens.fast.unbind, node.ino)
         path = self._names.visible_path(node.ino)
         self._changes.note(Op(kind="through", path=path, object=node.object))
-        self._object_table.set_write_through(node.object, path)
+        self._object_table.states.set_write_through(node.object, path)
         file = self._opens.files[node.ino]
         before = file.place.fd if file.place.fd != fd else -1
         calls = self._source.calls
@@ -272,7 +272,7 @@ class WrittenFiles:
         node.blocks = 0
         self._object_table.own(node)
         # What of it was safe here is safe there.
-        self._object_table.staged_inos[node.object] = await calls.call(node.ino, _synced, fd)
+        self._object_table.states.staged_inos[node.object] = await calls.call(node.ino, _synced, fd)
         self._changes.start_removal(node.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
@@ -286,7 +286,7 @@ class WrittenFiles:
                 await file.place.run(_set_times, atime_ns, mtime_ns)
             finally:
                 self.release(ino)
-        elif not self._object_table.is_write_through(number):
+        elif not self._object_table.states.is_write_through(number):
             on_disk = self._objects.on_disk
             try:
                 await self._objects.run(_set_times_of, on_disk, number, atime_ns, mtime_ns)
@@ -320,7 +320,7 @@ class WrittenFiles:
             raise
         if not file.node.names or self._opens.files.get(ino) is not file:
             return 0
-        seq, synced = self._object_table.content(file.object)
+        seq, synced = self._object_table.states.content(file.object)
         if file.recorded == count and synced and not file.is_left_out:
             return seq
         # A later change is not safe; it is recorded at the next fsync, or at the end.

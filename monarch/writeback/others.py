@@ -35,7 +35,7 @@ from monarch.types import Ino, KernelCaches, attributes_of, kept_ns
 from monarch.writeback.conflicts import PendingWatch
 from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_states import ObjectStates
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Others:
         self,
         *,
         front: WriteFront,
-        object_table: ObjectTable,
+        states: ObjectStates,
         drain: Drain,
         source: Source,
         kernel: KernelCaches,
@@ -99,7 +99,7 @@ class Others:
         self._front = front
         self._names: Namespace = front.names
         self._patterns = front.gate.patterns
-        self._object_table = object_table
+        self._states = states
         self._drain = drain
         self._source = source
         self._kernel = kernel
@@ -294,7 +294,7 @@ class Others:
         """The inode number of a file at the source; 0 if it is not known."""
         node = self._names.node(ino)
         if node is not None and node.object:
-            return self._object_table.source_ino(node.object)
+            return self._states.source_ino(node.object)
         attributes = self._names.attributes(ino)
         return attributes.source_ino if attributes.is_file else 0
 

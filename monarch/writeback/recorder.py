@@ -72,7 +72,7 @@ class Recorder:
         file = self._object_table.open.get(node.object)
         if file is None or not node.names:
             return
-        is_new = self._object_table.content(file.object)[0] == 0
+        is_new = self._object_table.states.content(file.object)[0] == 0
         if file.is_changed or file.is_left_out or is_new:
             self._record_open(file)
 
@@ -136,7 +136,7 @@ class Recorder:
             raise
         # A file that was open when its daemon was killed may have been changed anywhere.
         intact = min(file.lowest(forget=True), size) if file is not None else 0
-        is_through = table.is_write_through(number)
+        is_through = table.states.is_write_through(number)
         op = Op(
             strict=True,
             kind="content",
@@ -164,7 +164,7 @@ class Recorder:
             if error.errno in FULL:
                 self._delayed[node.ino] = None
             raise
-        table.record(number, seq, synced=synced)
+        table.states.record(number, seq, synced=synced)
         return seq
 
     # -- earlier mounts ----------------------------------------------------------------------------
@@ -209,5 +209,5 @@ class Recorder:
         for number, node in nodes.items():
             now = node.size, node.mtime_ns
             is_told = told.get(number, now) == now
-            if number in new or not (is_told or self._object_table.is_write_through(number)):
+            if number in new or not (is_told or self._object_table.states.is_write_through(number)):
                 self._record(node, size=node.size)

@@ -144,7 +144,7 @@ class WriteBack:
                 tier=place.tier,
                 reserve=settings.writeback.reserve,
                 drained=drained,
-                object_table=object_table,
+                states=object_table.states,
                 ledger=ledger,
                 residency=residency,
                 look=self._look,
@@ -165,7 +165,7 @@ class WriteBack:
         self.others = (
             Others(
                 front=front,
-                object_table=object_table,
+                states=object_table.states,
                 drain=self.drain,
                 source=source_calls.source,
                 kernel=kernel,
@@ -231,7 +231,7 @@ class WriteBack:
         return [
             path
             for number, path in table.unshown.items()
-            if not (table.is_drained(number) and is_done(table.last(number)))
+            if not (table.states.is_drained(number) and is_done(table.states.last(number)))
         ]
 
     def _is_pressed(self) -> bool:

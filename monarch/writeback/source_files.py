@@ -17,7 +17,7 @@ from monarch.transfer.source_calls import SourceCalls
 from monarch.types import ROOT_INO, Ino
 from monarch.writeback.drain import Drain
 from monarch.writeback.drained import DrainedObjects
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import OpenTable
 from monarch.writeback.source_writer import SourceWriter
@@ -36,7 +36,7 @@ class SourceFiles:
     """
 
     _names: Namespace
-    _object_table: ObjectTable
+    _states: ObjectStates
     _opens: OpenTable
     _unlinked: UnlinkedFiles
     _drained: DrainedObjects
@@ -81,16 +81,16 @@ class SourceFiles:
         The source may have no room for the name.
         """
         number, source = node.object, self.calls.source
-        if self._drain.progress.is_done(self._object_table.last(number)):
+        if self._drain.progress.is_done(self._states.last(number)):
             return None
-        beside = self._object_table.staged_beside(number)
+        beside = self._states.staged_beside(number)
         assert beside is not None
-        source_ino = self._object_table.staged_inos.get(number, 0)
+        source_ino = self._states.staged_inos.get(number, 0)
         with suppress(SourceChanged):
             staged = self._writer.open_staged
             return await self.calls.call(node.ino, staged, beside, number, source_ino)
         # It has a name, which another change is to follow.
-        path, source_ino = self._drain.queue.path_of(number), self._object_table.source_ino(number)
+        path, source_ino = self._drain.queue.path_of(number), self._states.source_ino(number)
         if path is None or not source_ino:
             return None
         with suppress(SourceChanged):

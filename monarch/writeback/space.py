@@ -18,7 +18,7 @@ from monarch.placement.residency import Residency
 from monarch.tiers.tier import Space, Tier
 from monarch.types import Ino
 from monarch.writeback.drained import DrainedObjects
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_states import ObjectStates
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class SpaceReclaimer:
         tier: Tier,
         reserve: int | None,
         drained: DrainedObjects,
-        object_table: ObjectTable,
+        states: ObjectStates,
         ledger: Ledger,
         residency: Residency,
         look: Callable[[], Awaitable[Space]],
@@ -62,7 +62,7 @@ class SpaceReclaimer:
         self._tier = tier
         self._reserve = reserve
         self._drained = drained
-        self._object_table = object_table
+        self._states = states
         self._ledger = ledger
         self._residency = residency
         self._look = look
@@ -76,11 +76,11 @@ class SpaceReclaimer:
         if self._reserve is not None:
             return self._reserve
         share = int(self._ledger.capacity(self._tier.number) * _RESERVE_SHARE)
-        return max(share, _LARGEST_FILES * self._object_table.largest)
+        return max(share, _LARGEST_FILES * self._states.largest)
 
     def statfs(self) -> Space:
         """The room for written files: the free room, copies, and drained objects."""
-        gives_way = self._ledger.used(self._tier.number) + self._object_table.drained_bytes
+        gives_way = self._ledger.used(self._tier.number) + self._states.drained_bytes
         available = min(self.space.total, self.space.available + gives_way)
         return Space(self.space.total, available)
 
@@ -97,10 +97,10 @@ class SpaceReclaimer:
         written files need their room."""
         number, reserve = self._tier.number, self.reserve
         self._drained.release_oldest(
-            self._object_table.drained_bytes - reserve,
-            count=self._object_table.drained_count - _MOST_DRAINED,
+            self._states.drained_bytes - reserve,
+            count=len(self._states.drained) - _MOST_DRAINED,
         )
-        written = self._object_table.bytes + self._kept()
+        written = self._states.bytes + self._kept()
         self._ledger.hold(number, max(reserve, written))
         wanted = max(0, reserve - written) - self.space.available
         await self._drop_copies(max(wanted, -self._ledger.room(number)))

@@ -112,7 +112,7 @@ class UnlinkedFiles:
 
     def remove_object(self, number: int) -> None:
         """Remove an object that no file has, and what is staged of it at the source."""
-        if (path := self._object_table.staged_beside(number)) is not None:
+        if (path := self._object_table.states.staged_beside(number)) is not None:
             self._objects.start(self._writer.discard_part, path, number)
         self._object_table.forget(number)
         self._recorder.forget(number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarch.writeback.object_table import UNTOUCHED
+from monarch.writeback.fast_writes import UNTOUCHED
 
 
 class FilesInUse:

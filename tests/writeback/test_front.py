@@ -151,7 +151,7 @@ class Front:
         self.changes = ChangeLog(
             cast(Any, self.journal),
             cast(Any, SimpleNamespace(put=lambda seq, op: self.put.append(seq))),
-            self.table,
+            self.table.states,
             self.objects,
         )
         self.recorder = Recorder(names, self.table, self.changes)

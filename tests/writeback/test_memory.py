@@ -44,6 +44,7 @@ def in_memory(life: Life) -> int:
     write_back, front, names = life.write_back, life.front, life.names
     owners = (
         write_back.object_table,
+        write_back.object_table.states,
         write_back.drain,
         write_back.place.journal,
         *(front.opens, front.objects, front.changes, front.recorder, front.unlinked),
