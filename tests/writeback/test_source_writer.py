@@ -422,6 +422,10 @@ def test_a_file_is_grown_in_the_version_that_is_known_and_no_other(rig: Rig) -> 
     os.close(opened[0])
     assert rig.publishing.open_to_grow(op, expected, 3) is None
     assert rig.publishing.open_to_grow(content(b"missing"), expected, 3) is None
+
+
+@pytest.mark.promise(88)
+def test_a_program_is_not_opened_to_be_grown(rig: Rig) -> None:
     (rig.root / "p").write_bytes(b"byt")
     (rig.root / "p").chmod(0o4755)
     expected = Expected(known=rig.identity("p"), is_file=True)
