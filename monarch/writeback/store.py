@@ -173,8 +173,8 @@ def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:
 
 def snapshot_known(directory: Path) -> str:
     """The id of the snapshot that the journal changes; empty if none is known."""
-    with suppress(OSError):
-        return (directory / _SNAPSHOT).read_text().strip()
+    with suppress(OSError, UnicodeDecodeError):
+        return (directory / _SNAPSHOT).read_text(encoding="ascii").strip()
     return ""
 
 

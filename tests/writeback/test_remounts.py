@@ -169,6 +169,21 @@ async def test_a_mount_that_never_looks_shows_what_was_brought_over_another_snap
             await life.end()
 
 
+@pytest.mark.promise(129)
+async def test_a_damaged_note_of_the_snapshot_keeps_no_mount_from_coming_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        await life.write(b"d/new", b"new", synced=True)
+    (ground.directory / "snapshot").write_bytes(b"\xff\x00")
+    async with ground.mount() as life:
+        assert life.shown()[b"d/new"].content == b"new"
+        await life.drained()
+        await life.end()
+    assert (ground.source / "d/new").read_bytes() == b"new"
+
+
 @pytest.mark.promise(130)
 async def test_what_no_name_leads_to_after_a_remount_is_drained_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
