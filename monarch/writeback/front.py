@@ -32,8 +32,8 @@ from monarch.writeback.open_file import OpenTable
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.operations import WriteOperations
 from monarch.writeback.recorder import Recorder
+from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_files import SourceFiles
-from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.space import SpaceReclaimer
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -106,7 +106,7 @@ def build_front(
     objects: TierObjects,
     journal: Journal,
     drain: Drain,
-    writer: SourceWriter,
+    staged: StagedContents,
     source_calls: SourceCalls,
     revalidate: Callable[[Ino], Awaitable[None]],
     taken: Callable[[Ino], None],
@@ -118,11 +118,11 @@ def build_front(
     table = object_table
     changes = ChangeLog(journal, drain, table.states, objects)
     recorder = Recorder(names, table, changes)
-    unlinked = UnlinkedFiles(names, table, opens, objects, changes, recorder, writer)
+    unlinked = UnlinkedFiles(names, table, opens, objects, changes, recorder, staged)
     drained = DrainedObjects(table, objects.on_disk, drain, opens, changes, recorder, unlinked)
     space = make_space(drained)
     source = SourceFiles(
-        names, table.states, opens, unlinked, drained, drain, writer, source_calls, revalidate
+        names, table.states, opens, unlinked, drained, drain, staged, source_calls, revalidate
     )
     failures = FsyncFailures(names, table, objects, opens, drained)
     files = WrittenFiles(

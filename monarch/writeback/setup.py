@@ -136,7 +136,7 @@ class WriteBack:
             objects=objects,
             journal=place.journal,
             drain=self.drain,
-            writer=writer,
+            staged=writer.staged,
             source_calls=source_calls,
             revalidate=look_again,
             taken=taken,

@@ -46,9 +46,6 @@ class StagedContents:
         self._attributes = attributes
         self._temporaries = temporaries
 
-    def part_name(self, number: int, *, through: bool = False) -> bytes:
-        return self._temporaries.part(number, through=through)
-
     def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
         """A descriptor of the empty staged file of an object whose bytes go to the source directly.
 

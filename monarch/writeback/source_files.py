@@ -20,7 +20,7 @@ from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import OpenTable
-from monarch.writeback.source_writer import SourceWriter
+from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.unlinked import UnlinkedFiles
 
@@ -41,7 +41,7 @@ class SourceFiles:
     _unlinked: UnlinkedFiles
     _drained: DrainedObjects
     _drain: Drain
-    _writer: SourceWriter
+    _staged: StagedContents
     calls: SourceCalls
     _revalidate: Callable[[Ino], Awaitable[None]]
 
@@ -53,7 +53,7 @@ class SourceFiles:
         op = Op(kind="through", path=path, object=number, through=True, by=by[0], also=by[1:])
         if not can_act_as_others():
             op = replace(op, by=None, also=())
-        part = partial(self._writer.open_part, op, make=True, is_new=is_new)
+        part = partial(self._staged.open_part, op, make=True, is_new=is_new)
         return await self.calls.call(ROOT_INO, part)
 
     async def open_away(self, node: Node, *, to_read: bool) -> SourceFile | None:
@@ -87,7 +87,7 @@ class SourceFiles:
         assert beside is not None
         source_ino = self._states.staged_inos.get(number, 0)
         with suppress(SourceChanged):
-            staged = self._writer.open_staged
+            staged = self._staged.open_staged
             return await self.calls.call(node.ino, staged, beside, number, source_ino)
         # It has a name, which another change is to follow.
         path, source_ino = self._drain.queue.path_of(number), self._states.source_ino(number)

@@ -33,9 +33,8 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from monarch.posix import failpoints
-from monarch.tiers.source import Source, SourceFile
+from monarch.tiers.source import Source
 from monarch.types import Identity
-from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import SourceAttributes
 from monarch.writeback.source_changes import AttributeChanges
 from monarch.writeback.source_contents import StagedContents
@@ -99,18 +98,6 @@ class SourceWriter:
             except OSError as error:
                 return Outcome((), error)
         return Outcome(tuple(made), failure)
-
-    def open_part(self, op: Op, *, make: bool, is_new: bool) -> int:
-        return self.staged.open_part(op, make=make, is_new=is_new)
-
-    def open_staged(self, path: bytes, number: int, source_ino: int) -> SourceFile:
-        return self.staged.open_staged(path, number, source_ino)
-
-    def discard_part(self, path: bytes, number: int) -> None:
-        self.staged.discard_part(path, number)
-
-    def part_name(self, number: int, *, through: bool = False) -> bytes:
-        return self.staged.part_name(number, through=through)
 
 
 def _step_at(_root: int, step: Step, directories: OpenDirectories) -> Identity | None:

@@ -15,7 +15,7 @@ from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import OpenTable
 from monarch.writeback.recorder import Recorder
-from monarch.writeback.source_writer import SourceWriter
+from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.tier_objects import TierObjects
 
 # Grace period before an unlinked file's object is deleted: a process may have looked its name up
@@ -35,7 +35,7 @@ class UnlinkedFiles:
     _objects: TierObjects
     _changes: ChangeLog
     _recorder: Recorder
-    _writer: SourceWriter
+    _staged: StagedContents
     # Files with an object and since when, and nodes without one, the longest unlinked first.
     _since: dict[Ino, float] = field(default_factory=dict, init=False)
     _objectless: dict[Ino, None] = field(default_factory=dict, init=False)
@@ -113,7 +113,7 @@ class UnlinkedFiles:
     def remove_object(self, number: int) -> None:
         """Remove an object that no file has, and what is staged of it at the source."""
         if (path := self._object_table.states.staged_beside(number)) is not None:
-            self._objects.start(self._writer.discard_part, path, number)
+            self._objects.start(self._staged.discard_part, path, number)
         self._object_table.forget(number)
         self._recorder.forget(number)
         self._changes.remove_object(number)
