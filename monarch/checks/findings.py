@@ -62,7 +62,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         RECORD_LOST: Kind("the daemon uses a copy that is not recorded", "it is removed"),
         RECORD_UNUSED: Kind("a copy is recorded that the daemon does not use", "it is removed"),
         JOURNAL: Kind(
-            "the journal of what was written cannot be read",
+            "the journal of written data cannot be read",
             "leave the directory as it is; docs/operations.md describes how to save its files",
             mends=False,
         ),

@@ -92,7 +92,7 @@ def paragraph(text: str, width: int, *, indent: str = "", style: str = "") -> li
 
 
 def bar(fraction: float, cells: int, *, ascii_only: bool = False) -> str:
-    """A line of ``cells`` of which ``fraction`` is filled; anything above 0 shows."""
+    """A line of ``cells`` characters, filled by ``fraction``; anything above 0 shows."""
     full, empty = ("#", ".") if ascii_only else ("█", "░")
     filled = int(min(max(fraction, 0.0), 1.0) * cells)
     if fraction > 0:

@@ -163,7 +163,7 @@ class FreshnessWatch:
 
 
 class ChangedInodes:
-    """Inodes of which a copy has found another version at the source; ``run`` compares them."""
+    """Inodes with an open that has found another version at the source; ``run`` compares them."""
 
     def __init__(self) -> None:
         self._send, self._receive = trio.open_memory_channel[Ino](1024)

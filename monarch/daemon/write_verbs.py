@@ -38,10 +38,10 @@ from monarch.writeback.setup import WriteBack
 _PART_BYTES = 128 * 1024
 _STRIDE = 256
 _LOOK_S = 0.2
-# The kernel reports a last close some time after close() has returned. Seconds.
+# The kernel reports a last close some time after close() has returned, at most this in seconds.
 _CLOSING_S = 1.0
 _STEP_S = 0.02
-# Time limit for the answer of the source to a retried change. Seconds.
+# Time limit for the answer of the source to a retried change, in seconds.
 _ASKED_S = 60.0
 # An answer names at most this many lost files: a line of the protocol has a limit.
 _NAMED = 1000

@@ -102,7 +102,7 @@ class Checkpointer:
 
     Training does not wait for storage. If a checkpoint is due while ``max_in_flight`` are being
     written, it is skipped with ``every`` (the next one is due ``every`` updates later); otherwise
-    it is postponed until one of these is done, and with a ``group`` until that is so at every rank.
+    it is postponed until one of these is done, and with a ``group`` until that holds at every rank.
 
     A failed write does not harm earlier checkpoints. The next step warns (CheckpointWarning, once
     until one succeeds), ``last_error`` has the reason, and ``close()`` raises the first error.
@@ -521,7 +521,7 @@ class Checkpointer:
         capture = Capture(state, facts)
         if capture.is_sharded and self._group is None:
             raise CheckpointError(
-                "the state is one of several ranks, each of which has a part of its arrays",
+                "the state belongs to several ranks, and each has a part of its arrays",
                 hint="every rank needs a Checkpointer(..., group=monarch.frameworks.torch.group())",
             )
         return capture, checkpoint

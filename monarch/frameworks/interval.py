@@ -57,8 +57,8 @@ class Choice:
     """The place of the first copy, its cost, and the least interval by each criterion.
 
     ``visible_s``: the delay of training. ``by_write``: iterations until the checkpoint is on
-    storage, divided by the number in flight. ``by_budget``: iterations of which ``visible_s`` is
-    the accepted share.
+    storage, divided by the number in flight. ``by_budget``: iterations until ``visible_s`` is
+    the accepted share of their time.
     """
 
     mode: Literal["gpu", "cpu"]

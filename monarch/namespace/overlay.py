@@ -157,7 +157,7 @@ class Overlay:
         # How many are only in the file; those of the snapshot among them, a bit for each inode.
         self.spilled = 0
         self._spilled_old = bytearray()
-        # Inodes of which the file has an old state, and those of them that were forgotten since.
+        # Inodes with an old state in the file, and those of them that were forgotten since.
         self._outdated: set[Ino] = set()
         self._dropped: list[Ino] = []
         # The bytes of extended attributes and targets of symbolic links.

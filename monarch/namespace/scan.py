@@ -58,7 +58,7 @@ _SLOW_SECONDS = 25e-6
 # includes the thread's wait for the interpreter.
 _SECONDS_PER_THREAD = 10e-6
 
-# Limits of what is read before its turn, so that memory is bounded.
+# Limits of work that is read before its turn, so that memory is bounded.
 _DIRECTORIES_AHEAD_PER_JOB = 4
 _NAMES_AHEAD = 250_000
 
@@ -186,7 +186,7 @@ class Scan:
         return self._reused
 
     def acls_of(self, flags: int) -> Acls:
-        """The access control lists that the ``flags`` of a record tell of."""
+        """The access control lists in the ``flags`` of a record."""
         return self._numbering.acls_of(flags)
 
     @property

@@ -9,7 +9,7 @@
     "c" + block      first children: u32 each, by the rank of the directory
     "a" + block      access control lists: 2048 pairs of strings, an access and a default one
 
-A block's number is a big-endian u32. Each value begins with the xxh3 of what follows, so a flipped
+A block's number is a big-endian u32. Each value begins with the xxh3 of the other bytes: a flipped
 bit is found at the first use of a block. All numbers inside are little-endian. Behind the database
 stands a checksum of its tree (trailer.py).
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 
 _DELAY = 0.05
-# The readers' share is an average that rises quickly and falls slowly. Seconds.
+# The readers' share is an average that rises quickly and falls slowly: its time constants, in
+# seconds.
 _RISE_S = 0.1
 _FALL_S = 1.0
 # The share that is assumed for a reader that has just opened a file.

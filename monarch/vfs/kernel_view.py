@@ -80,7 +80,7 @@ class KernelView:
 
 
 class StaleSizes:
-    """The files of which a kernel that sends no opens may believe another size.
+    """The files with an outdated size in a kernel that sends no opens.
 
     ``invalidate`` makes the kernel request the attributes of an inode when it needs them.
     The kernel is not made to request them here: a process that waits for its own mount cannot be

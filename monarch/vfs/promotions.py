@@ -18,7 +18,7 @@ from monarch.vfs.binding import Binding, Bindings
 from monarch.vfs.interfaces import CopyEngine
 
 # If a copy of an open file began but did not arrive, the pause until the next offer doubles up to
-# this. Seconds.
+# this value, in seconds.
 _LONGEST_PAUSE_S = 600.0
 
 

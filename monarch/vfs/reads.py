@@ -26,8 +26,8 @@ from monarch.vfs.opens import Opens
 from monarch.vfs.revalidation import Revalidation
 from monarch.vfs.source_files import SourceFiles
 
-# How long a binding that no open made is kept after the last read, and the interval of checks.
-# Seconds.
+# How long a binding that no open made is kept after the last read, in seconds, and the interval of
+# checks.
 _VISIT_S = 1.0
 _VISIT_STEP_S = 0.25
 

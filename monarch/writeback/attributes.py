@@ -1,4 +1,4 @@
-"""Attributes of what was written: modes, owners, times, sizes, and extended attributes."""
+"""Attributes of written files: modes, owners, times, sizes, and extended attributes."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ class WrittenAttributes:
         return list(node.xattrs) if node is not None else []
 
     async def xattrs_elsewhere(self, ino: Ino) -> dict[bytes, bytes] | None:
-        """The source's extended attributes of what is read from there and may have been written
-        through a mount; None where those known here are shown. Raises SourceError."""
+        """The source's extended attributes of a file that is read from there and may have been
+        written through a mount; None where those known here are shown. Raises SourceError."""
         node, now = self._names.node(ino), self._names.attributes(ino)
         if node is not None and (node.object or node.has_source_xattrs):
             return None

@@ -57,9 +57,9 @@ from monarch.writeback.wakeups import Wakeups
 
 log = logging.getLogger(__name__)
 
-# How often the drain checks whether a process that writes many files has paused. Seconds.
+# The interval of checks whether a process that writes many files has paused, in seconds.
 _HOLD_STEP_S = 0.05
-# How long changes wait for a process that writes many files. Seconds.
+# How long changes wait for a process that writes many files, in seconds.
 _HOLD_S = 5.0
 # Changes made in one turn: the hop costs as much as a change of a fast source.
 _BATCH = 64
@@ -72,7 +72,7 @@ _REFUSALS = frozenset(
 )
 # How many times a content is staged again at once because the source has changed what it replaces.
 _RESTAGED = 3
-# A call that lasts longer is shown as trouble. Seconds.
+# A call that lasts longer than this, in seconds, is shown as trouble.
 _HANGS_S = 30.0
 
 
@@ -211,7 +211,7 @@ class Drain:
                 self.queue.append(entry)
 
     def known_of(self, ops: Iterable[tuple[int, Op]]) -> Known:
-        """What a journal that is compacted to ``ops`` must tell of the source."""
+        """The state of the source that a journal must record when it is compacted to ``ops``."""
         return self.state.known_of(ops, self.progress.is_done)
 
     def put(self, seq: int, op: Op) -> None:
@@ -238,7 +238,7 @@ class Drain:
         return [entry.seq for entry in given_up]
 
     def backlog(self) -> Backlog:
-        """What the source has not got now."""
+        """The changes that are not at the source now."""
         waiting = list(self.queue.entries())
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
         conflicts = self.writer.log.conflicts
@@ -365,8 +365,8 @@ class Drain:
         None of them is about a path of another, or of one whose mark may be lost.
         """
         touched = PathSet()
-        # What is to be done with a file that is changed in this turn is known after it. Objects,
-        # and the inode numbers of what has none.
+        # Objects and inode numbers of the entries that are changed in this turn: later changes of
+        # them depend on the result.
         changed: set[int] = set()
         changed_inos: set[int] = set()
         batch: list[tuple[Entry, Step | None]] = []

@@ -44,7 +44,7 @@ class DrainedObjects:
         return b"local" if synced else b"none"
 
     def is_only_here(self, node: Node) -> bool:
-        """Whether bytes of a file were made safe here that the source has not got under its name.
+        """Whether bytes of a file were made safe here that the source lacks under its name.
 
         Later writes to it may not be safe.
         """

@@ -1,4 +1,4 @@
-"""One change that the source has not got yet, with what the drain knows of it."""
+"""One change that is not at the source yet, with the drain's knowledge about it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import time
 from monarch.errors import Refused
 from monarch.posix.mounts import mount_table
 
-# How long the mount table is not read again. Seconds.
+# How long the mount table is not read again, in seconds.
 _FRESH_S = 1.0
 
 

@@ -42,7 +42,7 @@ from monarch.writeback.write_gate import WriteGate
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-# When names are put away again after that was not possible. Seconds.
+# The pause after names could not be put away, in seconds.
 _PUT_AWAY_PAUSE_S = 60.0
 
 

@@ -20,8 +20,8 @@ from monarch.writeback.tier_objects import TierObjects
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-# When a file whose fsync has failed is written anew, and the longest pause before the next try.
-# Seconds.
+# The pause before a file with a failed fsync is written anew, and the longest pause before the next
+# try, in seconds.
 _MEND_S = (1.0, 60.0)
 
 

@@ -69,8 +69,8 @@ class Journal:
         self._done_upto = found.done_upto
         self._done_beyond = set(found.done_beyond)
         self._aside = set(found.aside)
-        # Objects of files that are still needed: those of which a content has been synced or
-        # published, and those of which none has, which a power cut may take.
+        # Objects of files that are still needed: those with a content that was synced or published,
+        # and those without one, which a power cut may damage.
         self._durable = found.durable - {op.object for _, op in found.ops if op.kind == "gone"}
         self._doubtful: set[int] = set()
         # The changes that are not done, in order: of which object each is a content, or 0.
@@ -146,7 +146,7 @@ class Journal:
         return replay
 
     def taken_up(self) -> None:
-        """Keep nothing more of what was read at opening."""
+        """Drops the state that was read at opening."""
         self._replay = self._found = None
 
     # -- appending -------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Journal:
 
     @property
     def doubtful(self) -> frozenset[int]:
-        """Objects that are recorded and of which no record says that they have been synced."""
+        """Recorded objects without a record that they have been synced."""
         return frozenset(self._doubtful)
 
     def has_room(self) -> bool:
@@ -202,8 +202,9 @@ class Journal:
             self._doubtful.add(op.object)
 
     def mark_done(self, done: Mapping[int, Identity | None], *, upto: int | None = None) -> None:
-        """Record that the source has all of ``done``, with the identity of what was published or
-        made, and all changes up to ``upto``, by default the last of ``done``. Raises OSError."""
+        """Records that the source has all of ``done``, each with the identity of the published or
+        created entry, and all changes up to ``upto``, by default the last of ``done``. Raises
+        OSError."""
         upto = max(done) if upto is None else max(upto, self._done_upto)
         record: Record = {"done": upto}
         if at := marks(done):
@@ -264,12 +265,13 @@ class Journal:
     def compact(
         self, keep: Iterable[Numbered], *, position: int, known: Known | None = None
     ) -> None:
-        """Rewrite the journal with ``keep`` in the place of all before ``position``, which was the
-        end when that was put together, and ``known`` of what is not among them.
+        """Rewrites the journal: ``keep`` replaces all records before ``position``, and ``known``
+        has the state that the other changes have left at the source.
 
-        ``keep`` has all changes that the source has not got yet, and of the others those that still
-        lead from the snapshot to the tree, each with its seq. Raises OSError, and ValueError if a
-        change is missing that is not done.
+        ``position`` was the end of the journal when ``keep`` was collected. ``keep`` has all
+        changes that are not drained, and of the others those that still lead from the snapshot to
+        the tree, each with its sequence number. Raises OSError, and ValueError if a change is
+        missing that is not done.
         """
         kept = sorted(keep, key=lambda numbered: numbered[0])
         found = self._found_at(position)

@@ -14,9 +14,9 @@ A record is a line: 16 hex digits of the xxh3-64 of the rest, a blank, JSON, a n
     {"staged"}                  [object, source_ino, size, mtime_ns]: this daemon has staged that
                                 file at the source and is about to give it the object's name
     {"known", "made", "over", "ours", "new", "present"}
-                                in a rewritten journal: what the changes that it has no more have
-                                left at the source (``Known``), each as a list of lists or of
-                                objects
+                                in a rewritten journal: the state that the changes that it does not
+                                contain any more have left at the source (``Known``), each as a
+                                list of lists or of objects
     {"believed"}, {"lost"}      objects that have been synced though no content says so; objects
                                 whose bytes are lost
 
@@ -46,15 +46,18 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What changes that a rewritten journal has no more have left at the source.
+    """The state that changes have left at the source which a rewritten journal does not contain any
+    more.
 
-    By object: ``known`` is the source's version of its file; ``over`` the versions that a rename on
-    the mount had the file replace, and that the source still has; ``ours`` staged files that may
-    have got its name; ``new``: the file was made on the mount; ``present``: the source has it under
-    its names. ``made``: the source's version of entries without an object, by their inode number on
-    the mount. ``given_up``: inode numbers of entries that were made on the mount and are not at the
-    source under their name. ``settled``: files of the source that were copied up by then, so that
-    everything else here is newer.
+    By object: ``known`` is the source's version of its file. ``over``: files that a rename on the
+    mount has replaced by this one, and that the source still has. ``ours``: staged files that may
+    have got its name. ``new``: the file was created on the mount. ``present``: the source has it
+    under its names.
+
+    ``made``: the source's version of entries without an object, by their inode number on the mount.
+    ``given_up``: inode numbers of entries that were created on the mount and are not at the source
+    under their name. ``settled``: files of the source that were copied up before the journal was
+    rewritten, so that everything else here is newer.
     """
 
     known: Mapping[int, Identity] = field(default_factory=dict)

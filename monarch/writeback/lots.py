@@ -1,8 +1,8 @@
 """Stages many small contents together: few hops to a thread, and one wait for each disk.
 
 A file system that syncs small files one after the other writes its own journal for each. So the
-bytes of all files are given to the disk first; the first sync then writes most of what the others
-wait for. Each function runs in a worker thread, and returns for each content its own result, or the
+bytes of all files are given to the disk first; the first sync then writes most bytes of the others,
+too. Each function runs in a worker thread, and returns for each content its own result, or the
 OSError with which it failed.
 """
 

@@ -40,7 +40,7 @@ class ObjectTable:
         self.open: dict[int, OpenFile] = {}
         self._inos: dict[int, Ino] = {}
         self.unshown: dict[int, bytes] = {}
-        # The inode numbers of entries without an object of which the same is true.
+        # The inode numbers of entries without an object that are not shown either.
         self._unshown_inos: frozenset[int] = frozenset()
 
     def node(self, number: int) -> Node | None:

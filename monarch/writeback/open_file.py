@@ -212,7 +212,7 @@ class OpenFile:
 class OpenTable:
     """Written files that are open, by inode, and how the datapath serves them.
 
-    ``outdated`` are files of which the kernel may have pages of another version than the source.
+    ``outdated`` are files with pages in the kernel that may be of another version than the source's.
     Readers may have files open without Python: those of a closed file whose object the datapath
     knows.
     """
@@ -247,7 +247,7 @@ class OpenTable:
         return ino in self.files or ino in self._opening
 
     def busy(self) -> set[Ino]:
-        """The files of which ``is_open`` is true."""
+        """The files for which ``is_open`` returns True."""
         return self.files.keys() | self._opening.keys()
 
     def is_in_use(self, ino: Ino) -> bool:

@@ -200,7 +200,7 @@ class WriteBack:
                 place.journal.compact(ops, position=place.journal.position, known=known)
             except OSError as error:
                 raise TierError(
-                    f"tier {os.fspath(place.tier.path)!r}: the journal of what was written cannot"
+                    f"tier {os.fspath(place.tier.path)!r}: the journal of written data cannot"
                     f" be written anew: {error.strerror}",
                     hint="make room there: nothing that was written is lost",
                 ) from error

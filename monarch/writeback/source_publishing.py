@@ -51,10 +51,10 @@ class Publishing:
         place: Place,
         expected: Expected,
     ) -> Identity:
-        """Give the staged file all names of a content, or conflict names beside them.
+        """Gives the staged file all names of a content, or conflict names beside them.
 
         Returns the identity of the file then. Raises OSError, EAGAIN if others have changed the
-        staged file, or what it was staged for.
+        staged file, or the entry that it was to replace.
         """
         fd, name = directories.of(op.paths[0], place.by, make=True)
         part = self._temporaries.part(op.object, through=op.through)
@@ -85,7 +85,7 @@ class Publishing:
         return self._link_all(directories, op, fd, name, place, expected)
 
     def _replace(self, part: bytes, name: bytes, fd: int, op: Op, by: Credentials | None) -> None:
-        """Put a staged file in the place of another file, which is there until then."""
+        """Puts a staged file in the place of another file, which exists until then."""
         try:
             with acting_as(by or creator(op)):
                 os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
@@ -116,7 +116,7 @@ class Publishing:
         place: Place,
         expected: Expected,
     ) -> Identity:
-        """Give the file ``name`` the other names of a content; its identity then."""
+        """Gives the file ``name`` the other names of a content; returns its identity then."""
         for other in op.paths[1:]:
             to_fd, to_name = directories.of(other, place.by, make=True)
             now = status_at(to_fd, to_name)
@@ -124,11 +124,11 @@ class Publishing:
                 if now is not None and not (
                     expected.is_it(now, strict=op.strict) or _is_copy(now, expected.known)
                 ):
-                    # The bytes must have this name as well in case the first one is removed.
+                    # The bytes must get this name as well, in case the first one is removed.
                     to_name, now = self._log.conflict_name(to_name, expected.seq), None
                     why = "was changed there by others"
                     self._log.note_conflict(other, why, kept=to_name)
-                # A name of the file that was replaced leads to the new one, whichever user gave it.
+                # A name of the replaced file leads to the new one, whichever user gave it.
                 with acting_as(place.by if now is None else None):
                     self._temporaries.link_over(fd, name, to_fd, to_name, op.object)
             failpoints.failpoint("drain-linked")
@@ -190,7 +190,7 @@ class Publishing:
         return found
 
     def discard(self, directories: OpenDirectories, op: Op) -> None:
-        """Remove what may have been staged for a content that is not to be published."""
+        """Removes the staged file of a content that is not to be published, if there is one."""
         for path in op.paths:
             with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
                 fd, _ = directories.of(path, None)
@@ -203,8 +203,8 @@ class Publishing:
     ) -> Identity | None:
         """The identity of a content whose bytes the source has already; None if that has changed.
 
-        The file loses the set-ID bits that a write on the mount has taken from it since then, and
-        gets the modification time of its bytes.
+        The file loses the set-ID bits that a write on the mount has removed since then, and gets
+        the modification time of its bytes.
         """
         try:
             at, name = directories.of(op.paths[0], None)
@@ -219,7 +219,7 @@ class Publishing:
             if extra and not op.same and stat.S_ISREG(found.st_mode):
                 os.chmod(path_of(fd), stat.S_IMODE(found.st_mode) & ~extra)
             if not op.same and op.mtime_ns not in (None, found.st_mtime_ns):
-                # The bytes came to the source before an earlier change of the times was made.
+                # The bytes were drained before an earlier change of the times was made.
                 require_writable(at, name, op)
                 self._attributes.set(fd, Op(kind="attr", path=op.path, mtime_ns=op.mtime_ns))
             return identity_of(os.fstat(fd))
@@ -228,7 +228,7 @@ class Publishing:
 
 
 def _rename_over(part: bytes, name: bytes, fd: int, by: Credentials | None) -> None:
-    """Put a staged file in the place of an older version, which its users may write."""
+    """Puts a staged file in the place of an older version, which its users may write."""
     try:
         with acting_as(by):
             os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)

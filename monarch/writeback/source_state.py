@@ -1,7 +1,7 @@
-"""What the source has of each file that the drain has changed, or is about to change.
+"""The state of the source: of each file that the drain has changed, or is about to change.
 
-Files are known by the number of their object. Directories, symbolic links and other things without
-an object are known by the inode number that the mount shows.
+Files are identified by the number of their object. Directories, symbolic links and other entries
+without an object are identified by their inode number in the mount.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ _WITHOUT_OBJECT = ("mkdir", "symlink", "mknod")
 
 
 class _Entries:
-    """What the source has of everything that has no object: ``made``, by inode number."""
+    """The state of entries without an object: ``made`` has the source's identity by inode
+    number."""
 
     def __init__(self) -> None:
         self.made: dict[int, Identity] = {}
-        # What entries of an older snapshot have become by changes of the drain, by what they were:
-        # a newer snapshot numbers them differently, and may have been made before the changes.
+        # Entries of an older snapshot, by their former identity, with the identity that changes of
+        # the drain gave them. A newer snapshot numbers them differently, and may be older than the
+        # changes.
         self._became: dict[tuple[int, int, int], Identity] = {}
 
     def current(self, ino: int, was: Identity | None) -> Identity | None:
-        """What the source has of an entry that the mount knew as ``was``."""
+        """The source's identity of an entry that the mount knew as ``was``."""
         if ino in self.made:
             return self.made[ino]
         while was is not None and (now := self._became.get(_version(was))) is not None:
@@ -38,7 +40,7 @@ class _Entries:
         return was
 
     def note(self, ino: int, before: Identity | None, now: Identity) -> None:
-        """The drain has changed an entry."""
+        """Call this when the drain has changed an entry."""
         self.made[ino] = now
         if before is not None and ino < 0:
             self._became[_version(before)] = now
@@ -46,10 +48,10 @@ class _Entries:
 
 
 class SourceState:
-    """Belongs to the event loop, and never calls the source: the drain reports what it did there.
+    """Belongs to the event loop, and never calls the source: the drain reports its changes here.
 
-    The tables keep what the next change of a file is compared with (``expected``) before it
-    replaces, removes or changes something at the source.
+    The tables determine the identity that the next change of a file must find at the source
+    (``expected``) before it replaces, removes or changes an entry.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,7 @@ class SourceState:
         # The last known identity of the source's file, by object.
         self._known: dict[int, Identity] = {}
         self._entries = _Entries()
-        # Objects of files that were made on the mount.
+        # Objects of files that were created on the mount.
         self._new: set[int] = set()
         # Objects of files of the source whose "take" is still in the queue.
         self._to_take: set[int] = set()
@@ -71,28 +73,28 @@ class SourceState:
         self._set_times: dict[int, frozenset[int]] = {}
         # The version of an object that was published last.
         self._published: dict[int, Identity] = {}
-        # Growth in place: the source has this number of first bytes of an object...
+        # Growth in place: the number of first bytes of an object that the source has ...
         self._base: dict[int, int] = {}
-        # ... except for what contents that were left out have changed from this offset on.
+        # ... except for bytes from this offset on, changed by contents that were left out.
         self._intact: dict[int, int] = {}
-        # The longest content that may have been appended in place without a mark.
+        # The longest content, in bytes, that may have been appended in place without a mark.
         self._longest: dict[int, int] = {}
-        # Inode numbers of what was given up, or is at the source under another name only, and
-        # objects that were given up: no further change of them goes to the source.
+        # Entries to which no further change goes: inode numbers of entries that were given up, or
+        # that are at the source under another name only, and objects that were given up.
         self._given_up: set[int] = set()
         self._discarded: set[int] = set()
 
     # -- over a remount ----------------------------------------------------------------------
 
     def load(self, replay: Replay) -> None:
-        """Take over what the journal tells of the source. Before any other call."""
-        # What a rename that is done has replaced may have been one of these.
+        """Takes over the state in the journal. Must be called before all other methods."""
+        # A rename that is done may have replaced one of these files.
         self._ours = dict(replay.staged)
         if replay.known is not None:
             self._restore(replay.known)
         else:
-            # A journal that an older version has compacted does not say what the source had then,
-            # and has left out the records of files that were made before.
+            # A journal that an older version has compacted does not have the state of the source,
+            # and lacks the records of files that were created before.
             made = {op.object for _, op in replay.ops if op.kind in ("create", "take")}
             self._present = {op.object for _, op in replay.ops if op.object} - made
         settled = replay.known.settled if replay.known is not None else frozenset()
@@ -106,14 +108,14 @@ class SourceState:
                 if op.kind == "content":
                     self.rebase(op, replay.done[seq])
                 if op.object in replay.staged:
-                    # These were staged after what is marked as done.
+                    # These files were staged after the last change that is marked as done.
                     ours = self._ours.get(op.object, frozenset())
                     self._ours[op.object] = ours | replay.staged[op.object]
             elif op.object and op.mtime_ns is not None:
                 times = self._set_times.get(op.object, frozenset())
                 self._set_times[op.object] = times | {op.mtime_ns}
         if replay.known is not None:
-            # Contents that say which bytes were changed may be missing.
+            # Contents that show which bytes were changed may be missing.
             self._base.clear()
 
     def _restore(self, known: Known) -> None:
@@ -127,7 +129,7 @@ class SourceState:
         self._given_up |= known.given_up
 
     def known_of(self, ops: Iterable[tuple[int, Op]], is_done: Callable[[int], bool]) -> Known:
-        """What a journal that is compacted to ``ops`` must tell of the source."""
+        """The state of the source that a journal must record when it is compacted to ``ops``."""
         numbers: set[int] = set()
         inos: set[int] = set()
         settled = set()
@@ -166,7 +168,7 @@ class SourceState:
         return self._published.get(number)
 
     def has_older(self, number: int) -> bool:
-        """Whether the source has a file of an object, in whatever version, under its name."""
+        """Whether the source has a file of an object, in any version, under its name."""
         return number in self._known and number not in self._over
 
     def may_be_published(self, number: int) -> bool:
@@ -174,22 +176,21 @@ class SourceState:
         return number in self._ours
 
     def is_given_up(self, op: Op) -> bool:
-        """Whether no change of this file, directory or link goes to the source any more."""
+        """Whether no further change of this entry goes to the source."""
         return op.ino in self._given_up or op.object in self._discarded
 
     def has_nothing_of(self, op: Op) -> bool:
-        """Whether a change is of something that was made on the mount and is not at the source."""
+        """Whether a change is of an entry that was created on the mount and is not at the
+        source."""
         number = op.object
         if not number:
             return op.was is None and op.ino > 0 and op.ino not in self._entries.made
         return number in self._new and not (number in self._present or number in self._known)
 
     def is_needless(self, op: Op, is_removed: Callable[[int], bool]) -> bool:
-        """Whether the source needs no more to get a change that it refuses.
-
-        That is a change of what was removed on the mount since (``is_removed``, by inode number),
-        and the removal of what the source has never got.
-        """
+        """Whether a refused change is not needed any more: a change of an entry that was removed on
+        the mount since (``is_removed``, by inode number), or the removal of an entry that the
+        source has never had."""
         match op.kind:
             case "mkdir" | "symlink" | "mknod" | "attr" | "xattr":
                 return op.ino > 0 and is_removed(op.ino)
@@ -206,7 +207,7 @@ class SourceState:
         return False
 
     def expected(self, seq: int, op: Op) -> Expected:
-        """What may stand at the source where the change ``op``, number ``seq``, is made."""
+        """The entry that may be at the source where the change ``op``, number ``seq``, is made."""
         number = op.object
         if not number:
             return Expected(seq=seq, known=self._entries.current(op.ino, op.was))
@@ -217,7 +218,7 @@ class SourceState:
             ours=self._ours_of(number),
             over=self._over.get(number, ()),
             is_made=number in self._new,
-            # Not if a rename has taken it away there, until its content comes.
+            # Not if a rename has removed it there, until its content is drained.
             was_there=(number in self._known or number in self._to_take)
             and number not in self._over,
             longest=self._longest.get(number, 0),
@@ -225,24 +226,26 @@ class SourceState:
         )
 
     def expected_over(self, rename: Op) -> Expected:
-        """What may stand at the source under the new name of a rename."""
+        """The entry that may be at the source under the new name of a rename."""
         return Expected(over=self._replaced(rename), ours=self._ours_of(rename.over_object))
 
     def _as_set(self, number: int) -> Iterator[Identity]:
-        """What is known of an object's file, with each time that may have been set unmarked."""
+        """The known identities of an object's file, with each time that may have been set without a
+        mark."""
         if (known := self._known.get(number)) is not None:
             for mtime_ns in self._set_times.get(number, ()):
                 yield replace(known, mtime_ns=mtime_ns)
 
     def _ours_of(self, number: int) -> frozenset[Identity]:
-        """Staged files that may have an object's name, with each time that may have been set
-        unmarked."""
+        """The staged files that may have an object's name, with each time that may have been set
+        without a mark."""
         ours = self._ours.get(number, frozenset())
         times = self._set_times.get(number, ())
         return ours | {replace(each, mtime_ns=time_ns) for each in ours for time_ns in times}
 
     def _replaced(self, rename: Op) -> tuple[Identity, ...]:
-        """What the source may have of the file that a rename on the mount has replaced."""
+        """The possible identities, at the source, of the file that a rename on the mount has
+        replaced."""
         made = self._entries.current(rename.over_ino, rename.over)
         found = [rename.over, self._known.get(rename.over_object), made]
         over = (*self._over.get(rename.over_object, ()), *self._as_set(rename.over_object))
@@ -251,21 +254,21 @@ class SourceState:
     # -- what is done ------------------------------------------------------------------------
 
     def foresee(self, op: Op) -> None:
-        """Note what holds for all later changes, also before this one is made."""
+        """Records the effects on all later changes; called also before the change is made."""
         if op.kind == "create":
             self._new.add(op.object)
         elif op.kind == "take":
             self._to_take.add(op.object)
 
     def note(self, op: Op, identity: Identity | None) -> None:
-        """A change was made, and the source's file is ``identity`` now; None: it has no such file,
-        or that is not known."""
+        """Records that a change was made. ``identity`` is that of the source's file now; None if
+        there is no such file, or it is not known."""
         number = op.object
         match op.kind:
             case "take":
                 self._to_take.discard(number)
                 self._present.add(number)
-                # Attributes may have been changed here since the mount has read the identity.
+                # The drain may have changed attributes since the mount has read the identity.
                 known = self._entries.current(op.ino, op.was)
                 if known is not None and number not in self._known:
                     self._known[number] = known
@@ -285,7 +288,7 @@ class SourceState:
                 self._present.discard(number)
             case "rename" if number and (number not in self._present or identity is None):
                 self._present.discard(number)
-                # The file may have another name, at which it has replaced something else.
+                # The file may have another name, under which it has replaced another entry.
                 over = dict.fromkeys((*self._over.get(number, ()), *self._replaced(op)))
                 self._over[number] = tuple(over)
                 if ours := self._ours.get(op.over_object):
@@ -297,7 +300,7 @@ class SourceState:
             case "rmdir":
                 self._entries.made.pop(op.ino, None)
             case "mkdir" | "symlink" | "mknod" if identity is None and op.strict:
-                # The name belongs to something else at the source: later changes are not of that.
+                # The name belongs to another entry at the source: later changes are not made there.
                 self._given_up.add(op.ino)
             case _ if identity is not None and op.ino:
                 before = self._entries.current(op.ino, op.was)
@@ -307,13 +310,14 @@ class SourceState:
                 self._entries.note(op.ino, before, identity)
 
     def _renew(self, before: Identity | None, now: Identity) -> None:
-        """The drain has changed a file that may also wait to be replaced under another name."""
+        """Records that the drain has changed a file that may also wait to be replaced under another
+        name."""
         for number, over in self._over.items():
             if before in over:
                 self._over[number] = tuple(now if each == before else each for each in over)
 
     def forget(self, number: int) -> None:
-        """Know nothing of an object any more: its file is removed, or is brought anew."""
+        """Removes the state of an object: its file was removed, or will be staged anew."""
         for table in (
             self._published,
             self._known,
@@ -329,17 +333,19 @@ class SourceState:
         self._new.discard(number)
 
     def give_up(self, ops: Iterable[Op], objects: Iterable[int] = ()) -> None:
-        """The source gets no further change of ``objects``, nor of what ``ops`` make that has no
-        object."""
+        """Gives up ``objects``, and the entries without an object that ``ops`` create: the source
+        gets no further change of them."""
         self._discarded.update(objects)
         self._given_up.update(op.ino for op in ops if op.kind in _WITHOUT_OBJECT)
 
     def note_staged(self, number: int, staged: Identity) -> None:
-        """A staged file of an object is in the journal, and may get its name from now on."""
+        """Records that a staged file of an object is in the journal, and may get its name from now
+        on."""
         self._ours[number] = self._ours.get(number, frozenset()) | {staged}
 
     def note_version(self, number: int, version: Identity | None) -> None:
-        """The source has the bytes of that version of an object; None: it may not have them."""
+        """Records that the source has the bytes of this version of an object; None: it may not have
+        them."""
         if version is None:
             self._published.pop(number, None)
         else:
@@ -348,7 +354,7 @@ class SourceState:
     # -- growth in place ---------------------------------------------------------------------
 
     def rebase(self, op: Op, identity: Identity | None) -> None:
-        """A content is at the source, as ``identity``, or was left out."""
+        """Records that a content is at the source, as ``identity``, or was left out."""
         number = op.object
         if identity is not None:
             self._base[number] = identity.size
@@ -357,8 +363,8 @@ class SourceState:
             self._intact[number] = min(self._intact.get(number, op.intact), op.intact)
 
     def grows_from(self, op: Op) -> int | None:
-        """How many first bytes of a content the source has, if the rest can be appended there;
-        None if the file has to be brought whole."""
+        """The number of first bytes of a content that the source has, if the rest can be appended
+        there; None if the file must be staged as a whole."""
         number = op.object
         base = self._base.get(number)
         if base is None or op.same or op.through or not op.strict or number in self._over:
@@ -368,29 +374,30 @@ class SourceState:
         return base if is_known and 0 < base <= min(intact, op.size) else None
 
     def note_growth(self, number: int, size: int) -> None:
-        """A content of ``size`` bytes may be appended in place."""
+        """Records that a content of ``size`` bytes may be appended in place."""
         self._longest[number] = max(self._longest.get(number, 0), size)
 
     def note_grown(self, number: int, identity: Identity) -> None:
-        """Bytes were appended in place: the source's file is ``identity`` now."""
+        """Records that bytes were appended in place: the source's file is ``identity`` now."""
         self._known[number] = identity
 
     def stop_growth(self, number: int) -> None:
-        """Others have changed the file: it is to be brought whole, and theirs is a conflict."""
+        """Records that others have changed the file: it must be staged as a whole, and theirs is a
+        conflict."""
         self._base.pop(number, None)
         self._ours.pop(number, None)
 
 
 def _version(identity: Identity) -> tuple[int, int, int]:
-    """What of an identity no change of modes and names changes."""
+    """The part of an identity that changes of modes and names leave alone."""
     return identity.source_ino, identity.size, identity.mtime_ns
 
 
 def _with_bytes_of(known: Identity | None, now: Identity, op: Op) -> Identity:
-    """A file's identity after a change that was none of its bytes.
+    """The identity of a file after a change that did not concern its bytes.
 
     If others have written the file in place meanwhile, the known size and time stay: the next
-    content then meets theirs as a conflict.
+    content then finds their version as a conflict.
     """
     if known is None or known.source_ino != now.source_ino:
         return now

@@ -17,7 +17,7 @@ daemon of root makes each change with the rights of the user who made it on the 
 so that the source's own kernel decides what that user may do. A change whose record names no user
 is made with the rights of the owner of the entry.
 
-What stands at the source is compared with what the mount knew of it (``Expected``) before it is
+An entry of the source is compared with the identity that the mount knew (``Expected``) before it is
 replaced, removed or changed. A difference is a *conflict*: the entry of the source stays, and bytes
 that were written on the mount are kept beside it, under a name of their own.
 
@@ -60,7 +60,7 @@ class SourceWriter:
     ``names`` and of ``attributes``. A *step* is a change with all arguments but the directories.
 
     ``token`` of the journal is in the names of staged files, so that no file of others is taken for
-    one of them; ``node`` is in the names of what is kept beside a file that changed.
+    one of them; ``node`` is in the names of files that are kept beside a changed one.
     """
 
     def __init__(self, source: Source, token: str, node: str | None = None) -> None:

@@ -27,7 +27,7 @@ class Trouble:
         self._limiter = Limiter(60.0)
 
     async def rest(self, error: Exception, words: str, *, what: str, waiting: int) -> None:
-        """Begins a pause after an error of ``what``, with ``waiting`` changes in the queue."""
+        """Pauses after an error of ``what``, while ``waiting`` changes are in the queue."""
         self.reason = f"{what}: {words}"
         self.stops += 1
         number = error.errno if isinstance(error, OSError) else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import trio
 
-# The longest pause after a failure while a caller waits for a change. Seconds.
+# The longest pause after a failure while a caller waits for a change, in seconds.
 _WAITED_S = 5.0
 
 
