@@ -212,7 +212,7 @@ class OpenFile:
 class OpenTable:
     """Written files that are open, by inode, and how the datapath serves them.
 
-    ``outdated`` are files with pages in the kernel that may be of another version than the source's.
+    ``outdated`` are files with pages in the kernel that may be of another version than the source.
     Readers may have files open without Python: those of a closed file whose object the datapath
     knows.
     """

@@ -18,8 +18,8 @@ from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.tier_objects import TierObjects
 
-# Grace period before an unlinked file's object is deleted, in seconds: a process may have looked its
-# name up already, and be about to open it.
+# Grace period before an unlinked file's object is deleted, in seconds: a process may have looked up
+# its name already, and be about to open it.
 _GRACE_S = 1.0
 # How many directories, and files without an object, are kept when their names are gone.
 _OBJECTLESS_KEPT = 4096
