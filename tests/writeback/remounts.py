@@ -347,11 +347,11 @@ class Life:
             reads_copies=False,
         )
         revalidation = Revalidation(
-            names=self.names,
-            source_calls=self.source_calls,
-            bindings=bindings,
-            residency=residency,
-            promotions=Promotions(
+            self.names,
+            self.source_calls,
+            bindings,
+            residency,
+            Promotions(
                 names=self.names,
                 residency=residency,
                 controller=Controller(residency, ledger, FirstCome()),
@@ -361,8 +361,8 @@ class Life:
                 metrics=metrics,
                 retry_s=1.0,
             ),
-            kernel=kernel,
-            metrics=metrics,
+            kernel,
+            metrics,
         )
 
     def kill(self) -> Tree:
