@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
 import trio.testing
@@ -91,6 +93,15 @@ async def test_a_published_file_that_is_renamed_first_keeps_its_place(it: Ordere
     it.put("attr")
     it.put("rename")
     it.put(size=4)
+    assert not it.order.is_left_out(first)
+
+
+async def test_a_content_that_may_have_some_of_its_names_keeps_its_place(it: Ordered) -> None:
+    first = it.put(size=3)
+    first.op = replace(first.op, paths=(b"a", b"b"))
+    it.put(size=4)
+    first.was_tried = True
+    it.state.note_staged(1, OLD)
     assert not it.order.is_left_out(first)
 
 

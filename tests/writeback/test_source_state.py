@@ -20,9 +20,12 @@ def content(number: int, *, size: int = 5, intact: int = 0) -> Op:
 
 
 def replay(
-    *ops: tuple[int, Op], done: dict[int, Identity | None] | None = None, known: Known | None = None
+    *ops: tuple[int, Op],
+    done: dict[int, Identity | None] | None = None,
+    known: Known | None = None,
+    staged: dict[int, frozenset[Identity]] | None = None,
 ) -> Replay:
-    return Replay(ops, done or {}, 9, 99, (), {}, known=known)
+    return Replay(ops, done or {}, 9, 99, (), {}, known=known, staged=staged or {})
 
 
 @pytest.fixture
@@ -152,3 +155,10 @@ def test_a_time_that_may_have_been_set_without_a_mark_is_expected() -> None:
     done, waiting = content(1), Op(kind="attr", path=b"a", object=1, mtime_ns=77)
     state.load(replay((1, done), (2, waiting), done={1: OLD}))
     assert state.expected(2, waiting).as_set == (Identity(OLD.size, 77, 0, OLD.source_ino),)
+
+
+def test_what_was_staged_for_a_file_that_a_rename_has_replaced_since_is_expected() -> None:
+    state = SourceState()
+    rename = Op(kind="rename", path=b"b", to=b"a", object=1, over_object=2)
+    state.load(replay((1, rename), done={1: None}, staged={2: frozenset({NEW})}))
+    assert state.expected(2, content(1)).ours == {NEW}
