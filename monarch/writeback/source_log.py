@@ -54,10 +54,13 @@ class SourceLog:
         return name[: _NAME_MAX - len(ending)] + ending
 
     def note_conflict(self, path: bytes, why: str, *, kept: bytes = b"") -> None:
-        """``kept`` is the name, in the directory of ``path``, of the bytes that were written."""
+        """``kept`` is the name, in the directory of ``path``, of the bytes that were written. The
+        same bytes are reported once."""
         if kept:
             directory, slash, _ = path.rpartition(b"/")
             kept = directory + slash + kept
+        if kept and any(each.kept == kept for each in self.conflicts):
+            return
         self.conflicts.append(Conflict(path, kept, why))
         self.conflict_count += 1
         where = f"; what was written here is kept as {os.fsdecode(kept)!r}" if kept else ""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
+from functools import partial
+from io import FileIO
 
 from monarch.posix import failpoints
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.names import rename_new, status_at
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
+from monarch.units import MiB
 from monarch.writeback.expected import Expected
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
@@ -25,6 +28,8 @@ from monarch.writeback.source_places import Place, kind_of_place, require_writab
 from monarch.writeback.source_temporaries import Temporaries
 from monarch.writeback.staging import Staged
 
+# Bytes that are compared at a time.
+_BLOCK = MiB
 _TO_GROW = os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -66,8 +71,12 @@ class Publishing:
             raise OSError(CHANGED_MEANWHILE, "the source has changed what is to be replaced")
         if kind == "conflict":
             kept = self._log.conflict_name(name, expected.seq)
-            with acting_as(place.by):
-                os.rename(part, kept, src_dir_fd=fd, dst_dir_fd=fd)
+            if (earlier := _same_bytes(fd, part, kept)) is not None:
+                os.unlink(part, dir_fd=fd)
+                kept = earlier
+            else:
+                with acting_as(place.by):
+                    os.rename(part, kept, src_dir_fd=fd, dst_dir_fd=fd)
             self._log.note_conflict(op.paths[0], "was changed there by others", kept=kept)
             # The content may still have its other names.
             name = kept
@@ -238,6 +247,34 @@ def _rename_over(part: bytes, name: bytes, fd: int, by: Credentials | None) -> N
         if error.errno not in FORBIDDEN or by is None:
             raise
     os.rename(part, name, src_dir_fd=fd, dst_dir_fd=fd)
+
+
+def _same_bytes(fd: int, part: bytes, kept: bytes) -> bytes | None:
+    """The name in a directory of an earlier version that this journal has kept beside the same
+    file, if it has the bytes, owner and mode of ``part``. ``kept`` is the name for a new one."""
+    beginning = kept.rstrip(b"0123456789")
+    names: list[str] = []
+    # The daemon may lack the right to list the directory.
+    with suppress(OSError):
+        names = os.listdir(fd)
+    for name in map(os.fsencode, names):
+        if name.startswith(beginning) and name[len(beginning) :].isdigit():
+            with suppress(OSError), _open(fd, part) as new, _open(fd, name) as old:
+                if _like(new) == _like(old) and all(
+                    block == old.read(_BLOCK) for block in iter(partial(new.read, _BLOCK), b"")
+                ):
+                    return name
+    return None
+
+
+def _open(directory: int, name: bytes) -> FileIO:
+    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    return FileIO(fd)
+
+
+def _like(file: FileIO) -> tuple[int, int, int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_mode, status.st_uid, status.st_gid, status.st_size
 
 
 def _version_of(status: os.stat_result | None) -> tuple[int, int] | None:

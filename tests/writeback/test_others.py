@@ -106,6 +106,29 @@ async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: C
     assert os.fsencode(kept.name) == told.conflict.kept
 
 
+@pytest.mark.promise(79)
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_the_same_bytes_are_kept_beside_a_changed_file_once(
+    shared: World, clock: Clock, is_ours: bool
+) -> None:
+    async with draining(shared) as drain:
+        shared.begin(b"a")
+        (shared.source / "a").write_bytes(b"theirs")
+        shared.write(b"a", b"ours")
+        await drain.progress.wait(shared.last_seq)
+        [kept] = shared.source.glob("a.monarch-conflict-*")
+        if not is_ours:
+            # Another user has put the same bytes there, and may remove them.
+            os.chown(kept, 1002, 1002)
+        (shared.source / "a").write_bytes(b"theirs again")
+        shared.write(b"a", b"ours")
+        await drain.progress.wait(shared.last_seq)
+        assert drain.backlog().conflicts == (1 if is_ours else 2)
+    copies = list(shared.source.glob("a.monarch-conflict-*"))
+    assert [copy.read_bytes() for copy in copies] == (1 if is_ours else 2) * [b"ours"]
+    assert kept in copies and (shared.source / "a").read_bytes() == b"theirs again"
+
+
 @pytest.mark.finding("D9")
 async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its_own(
     shared: World, clock: Clock
