@@ -56,7 +56,7 @@ from monarch.telemetry.metrics import Metrics
 from monarch.types import WRITTEN_INO, Ino
 from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.setup import ReadSide, build_file_system, build_read_side
-from monarch.writeback.setup import WriteBack
+from monarch.writeback.setup import Reading, WriteBack, build_write_back
 from monarch.writeback.store import WriteStore, open_write_store
 
 if TYPE_CHECKING:
@@ -159,22 +159,23 @@ def _write_back(
     transfer: Transfer,
     read: ReadSide,
 ) -> WriteBack:
-    return WriteBack(
+    return build_write_back(
         store,
         settings=parts.settings,
-        snapshot_id=parts.snapshot.id,
         names=names,
         source_calls=transfer.source_calls,
         source_load=transfer.source_load,
         ledger=tiers.ledger,
         residency=tiers.residency,
         fast=door.datapath,
-        taken=read.promotions.copied_up,
-        look_again=read.revalidation.look_again,
-        evict=read.promotions.evict,
-        evicted=read.promotions.removed,
+        read=Reading(
+            copied_up=read.promotions.copied_up,
+            look_again=read.revalidation.look_again,
+            evict=read.promotions.evict,
+            evicted=read.promotions.removed,
+            is_open=read.bindings.is_open,
+        ),
         kernel=door.caches,
-        is_open=read.bindings.is_open,
     )
 
 

@@ -56,7 +56,7 @@ class WriteStatus:
             drained_bytes=backlog.drained_bytes,
             errors=backlog.failures,
             trouble=backlog.trouble or "",
-            reserve=write_back.reclaimer.reserve,
+            reserve=write_back.front.space.reserve.bytes,
             held=write_back.object_table.states.bytes + write_back.place.doubtful.held,
             lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
             in_memory=write_back.place.tier.in_memory,

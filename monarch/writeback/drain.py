@@ -124,8 +124,9 @@ class _RefusedError(Exception):
 class Drain:
     """``load`` what the journal held, ``put`` what is appended to it, and ``run``.
 
-    ``busy`` and ``demand``: as in courtesy.py. ``threads`` is where calls wait that may hang; it
-    abandons the calls of a task that is cancelled.
+    ``busy`` as in courtesy.py. ``is_urgent`` returns whether this number of waiting bytes goes
+    before readers. ``threads`` is where calls wait that may hang; it abandons the calls of a task
+    that is cancelled.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Drain:
         threads: ThreadPool,
         options: DrainOptions,
         busy: Callable[[float], bool],
-        demand: Callable[[], bool],
+        is_urgent: Callable[[int], bool],
     ) -> None:
         self._journal = journal
         self.writer = writer
@@ -156,7 +157,7 @@ class Drain:
             wakeups,
             bucket=TokenBucket(options.bandwidth, 2 * TURN_BYTES),
             busy=busy,
-            demand=demand,
+            demand=lambda: is_urgent(queue.waiting_bytes),
             hold_s=options.hold_s,
         )
         self._steps = steps = Steps(writer, state, order, contents)

@@ -36,20 +36,41 @@ _STEP_S = 0.02
 _STRIDE = 64
 
 
+class WriteReserve:
+    """The room in ``tier`` that is kept for written files. ``size`` is in bytes; None means twice
+    the largest file, at least a share of the tier."""
+
+    def __init__(self, size: int | None, tier: int, ledger: Ledger, states: ObjectStates) -> None:
+        self._size = size
+        self._tier = tier
+        self._ledger = ledger
+        self._states = states
+
+    @property
+    def bytes(self) -> int:
+        if self._size is not None:
+            return self._size
+        share = int(self._ledger.capacity(self._tier) * _RESERVE_SHARE)
+        return max(share, _LARGEST_FILES * self._states.largest)
+
+    def is_short(self, waiting_bytes: int) -> bool:
+        """Whether so much waits for the drain that it goes before readers of the source."""
+        return waiting_bytes > self.bytes / 2
+
+
 class SpaceReclaimer:
     """Keeps room for written files in ``tier``. Belongs to the event loop.
 
     ``look`` reads the tier's disk space in a thread. ``evict`` evicts a copy and returns its size;
     ``evicted`` is called after the last of several. ``kept`` returns the size of other written
-    bytes in the tier. ``reserve`` is in bytes; None means twice the largest file, at least a share
-    of the tier.
+    bytes in the tier.
     """
 
     def __init__(
         self,
         *,
         tier: Tier,
-        reserve: int | None,
+        reserve: WriteReserve,
         drained: DrainedObjects,
         states: ObjectStates,
         ledger: Ledger,
@@ -60,7 +81,7 @@ class SpaceReclaimer:
         kept: Callable[[], int],
     ) -> None:
         self._tier = tier
-        self._reserve = reserve
+        self.reserve = reserve
         self._drained = drained
         self._states = states
         self._ledger = ledger
@@ -70,13 +91,6 @@ class SpaceReclaimer:
         self._evicted = evicted
         self._kept = kept
         self.space = tier.space()
-
-    @property
-    def reserve(self) -> int:
-        if self._reserve is not None:
-            return self._reserve
-        share = int(self._ledger.capacity(self._tier.number) * _RESERVE_SHARE)
-        return max(share, _LARGEST_FILES * self._states.largest)
 
     def statfs(self) -> Space:
         """The room for written files: the free room, copies, and drained objects."""
@@ -95,7 +109,7 @@ class SpaceReclaimer:
     async def keep(self) -> None:
         """Releases drained objects that do not fit into the reserve, and evicts copies as far as
         written files need their room."""
-        number, reserve = self._tier.number, self.reserve
+        number, reserve = self._tier.number, self.reserve.bytes
         self._drained.release_oldest(
             self._states.drained_bytes - reserve,
             count=len(self._states.drained) - _MOST_DRAINED,

@@ -46,7 +46,7 @@ from monarch.types import WRITTEN_INO, Ino
 from monarch.writeback import commits, growth, stager
 from monarch.writeback import setup as wiring
 from monarch.writeback.growth import Growth
-from monarch.writeback.setup import WriteBack
+from monarch.writeback.setup import Reading, build_write_back
 from monarch.writeback.staging import Staging
 from monarch.writeback.store import directory_of, open_write_store
 from scripts.benchmark.rows import BenchError, Result, Row
@@ -172,22 +172,23 @@ class Life:
             timeout_s=None,
             datapath=NoDatapath(),
         )
-        self.write_back = WriteBack(
+        self.write_back = build_write_back(
             place,
             settings=settings,
-            snapshot_id=snapshot.id,
             names=self.names,
             source_calls=source_calls,
             source_load=SourceLoad(NoDatapath()),
             ledger=Ledger([CAPACITY]),
             residency=residency,
             fast=None,
-            taken=lambda ino: None,
-            look_again=_never,
-            evict=lambda ino: 0,
-            evicted=_nothing,
+            read=Reading(
+                copied_up=lambda ino: None,
+                look_again=_never,
+                evict=lambda ino: 0,
+                evicted=_nothing,
+                is_open=lambda ino: False,
+            ),
             kernel=NoKernel(),
-            is_open=lambda ino: False,
         )
         self.seconds = time.perf_counter() - begun
         self.front = self.write_back.front

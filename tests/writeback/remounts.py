@@ -48,7 +48,7 @@ from monarch.writeback import journal_found
 from monarch.writeback import setup as absorbing_module
 from monarch.writeback.inspect import Inspection, inspect
 from monarch.writeback.open_file import SourceBytes
-from monarch.writeback.setup import WriteBack
+from monarch.writeback.setup import Reading, build_write_back
 from monarch.writeback.store import WriteStore, directory_of, make_room, open_write_store
 
 ROOT = Credentials(os.geteuid(), os.getegid())
@@ -316,22 +316,23 @@ class Life:
             timeout_s=None,
             datapath=NoDatapath(),
         )
-        self.write_back = WriteBack(
+        self.write_back = build_write_back(
             place,
             settings=settings,
-            snapshot_id=snapshot.id,
             names=self.names,
             source_calls=self.source_calls,
             source_load=SourceLoad(NoDatapath()),
             ledger=ledger,
             residency=residency,
             fast=None,
-            taken=lambda ino: None,
-            evict=lambda ino: 0,
-            evicted=_nothing,
-            look_again=lambda ino: revalidation.look_again(ino),
+            read=Reading(
+                copied_up=lambda ino: None,
+                look_again=lambda ino: revalidation.look_again(ino),
+                evict=lambda ino: 0,
+                evicted=_nothing,
+                is_open=lambda ino: ino in self.read,
+            ),
             kernel=NoKernel(),
-            is_open=lambda ino: ino in self.read,
         )
         self.front = self.write_back.front
         self.writing = self.front.operations

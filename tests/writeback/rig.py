@@ -701,7 +701,7 @@ def drain_of(
     verify: bool = True,
     bandwidth: int = 0,
     busy: Callable[[float], bool] = lambda now: False,
-    demand: Callable[[], bool] = lambda: False,
+    is_urgent: Callable[[int], bool] = lambda waiting: False,
     hold_s: float = 0.0,
 ) -> Drain:
     """A drain that does nothing yet."""
@@ -713,7 +713,7 @@ def drain_of(
         threads=threads,
         options=DrainOptions(bandwidth=bandwidth, verify=verify, workers=workers, hold_s=hold_s),
         busy=busy,
-        demand=demand,
+        is_urgent=is_urgent,
     )
 
 
@@ -727,7 +727,7 @@ async def draining(
     verify: bool = True,
     bandwidth: int = 0,
     busy: Callable[[float], bool] = lambda now: False,
-    demand: Callable[[], bool] = lambda: False,
+    is_urgent: Callable[[int], bool] = lambda waiting: False,
     hold_s: float = 0.0,
     catch_up: bool = True,
     abandon: bool = True,
@@ -746,7 +746,7 @@ async def draining(
         verify=verify,
         bandwidth=bandwidth,
         busy=busy,
-        demand=demand,
+        is_urgent=is_urgent,
         hold_s=hold_s,
     )
     if replay is not None:

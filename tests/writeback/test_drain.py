@@ -643,7 +643,7 @@ async def test_readers_of_the_source_go_first_until_somebody_waits_or_room_runs_
     pressed = False
     world.write(b"big", bytes(20 * MiB))
     async with draining(
-        world, world.kill(), busy=lambda now: True, demand=lambda: pressed
+        world, world.kill(), busy=lambda now: True, is_urgent=lambda waiting: pressed
     ) as drain:
         await trio.sleep(3)
         assert not (world.source / "big").exists()
