@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +50,7 @@ from monarch.tiers.verify import (
     compare,
 )
 from monarch.transfer.engine import Engine
+from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino
 from monarch.vfs.copies import Copies
 from monarch.writeback.inspect import Inspection, inspect
@@ -69,50 +70,44 @@ _LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOST = "the daemon serves it, and it has no record"
 
 
-class OnlineFsck:
-    """Runs one check at a time. ``threads`` wait for the disks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a running daemon keeps, as far as fsck checks it. ``threads`` wait for the disks."""
 
-    def __init__(
-        self,
-        *,
-        state: Path,
-        mountpoint: Path,
-        hierarchy: Hierarchy,
-        names: Namespace,
-        residency: Residency,
-        ledger: Ledger,
-        engine: Engine,
-        copies: Copies,
-        writing: WriteBack | None,
-        threads: ThreadPool,
-    ) -> None:
-        self._state = state
-        self._mountpoint = mountpoint
-        self._hierarchy = hierarchy
-        self._records = hierarchy.records
-        self._names = names
-        self._residency = residency
-        self._ledger = ledger
-        self._engine = engine
-        self._copies = copies
-        self._writing = writing
-        self._threads = threads
+    state: Path
+    mountpoint: Path
+    hierarchy: Hierarchy
+    names: Namespace
+    residency: Residency
+    ledger: Ledger
+    monitor: TierMonitor
+    engine: Engine
+    copies: Copies
+    writing: WriteBack | None
+    threads: ThreadPool
+
+
+class OnlineFsck:
+    """Runs one check at a time."""
+
+    def __init__(self, checked: Checked) -> None:
+        self._checked = checked
         self._one_at_a_time = trio.Lock()
 
     async def run(self, *, digests: bool, repair: bool, tell: Tell) -> FsckReport:
-        """Check everything; ``digests``: read every copy. ``tell`` receives the progress."""
+        """Checks everything; ``digests``: reads every copy. ``tell`` receives the progress."""
         async with self._one_at_a_time:
-            check = _FsckRun(self, digests=digests, repair=repair, tell=tell)
-            return await check.run()
+            run = _FsckRun(self._checked, digests=digests, repair=repair, tell=tell)
+            return await run.run()
 
 
 class _FsckRun:
     """One running check."""
 
-    def __init__(self, of: OnlineFsck, *, digests: bool, repair: bool, tell: Tell) -> None:
+    def __init__(self, of: Checked, *, digests: bool, repair: bool, tell: Tell) -> None:
         self._of = of
-        self._records = of._records
-        self._residency = of._residency
+        self._records = of.hierarchy.records
+        self._residency = of.residency
         self._digests = digests
         self._repair = repair
         self._tell = tell
@@ -124,39 +119,39 @@ class _FsckRun:
 
     async def run(self) -> FsckReport:
         of = self._of
-        tiers = of._hierarchy.tiers
-        doors = [(STATE, of._state)]
+        tiers = of.hierarchy.tiers
+        doors = [(STATE, of.state)]
         for tier in tiers:
-            doors += await of._threads.run(list, doors_of_tier(tier.name, tier.own))
-        await of._threads.run(
+            doors += await of.threads.run(list, doors_of_tier(tier.name, tier.own))
+        await of.threads.run(
             partial(check_doors, self._findings, doors, owner=os.geteuid(), repair=self._repair)
         )
         await self._check_snapshot()
         for tier in tiers:
-            held = of._hierarchy.held(tier)
+            held = of.hierarchy.held(tier)
             self._total_files += len(held.inos)
             self._total_bytes += held.bytes if self._digests else 0
         for tier in tiers:
             await self._check_tier(tier)
             await self._check_table(tier)
         await self._check_accounts(tiers)
-        if of._writing is not None:
-            await self._check_written(of._writing)
+        if of.writing is not None:
+            await self._check_written(of.writing)
         return self._findings.report(
-            state=os.fspath(of._state), mountpoint=os.fspath(of._mountpoint), served=True
+            state=os.fspath(of.state), mountpoint=os.fspath(of.mountpoint), served=True
         )
 
     async def _check_snapshot(self) -> None:
-        served = self._of._names.snapshot
+        served = self._of.names.snapshot
         try:
             # The served snapshot may be in memory; the next mount reads the file, so it is checked.
-            snapshot = await self._of._threads.run(served.opened_again)
+            snapshot = await self._of.threads.run(served.opened_again)
         except SnapshotError as error:
             self._tell_snapshot(served, str(error))
             return
         with snapshot:
             damages = snapshot.damages()
-            while (found := await self._of._threads.run(_some, damages)) is not None:
+            while (found := await self._of.threads.run(_some, damages)) is not None:
                 if found:
                     self._tell_snapshot(served, found[0])
                     return
@@ -168,14 +163,14 @@ class _FsckRun:
 
     async def _check_tier(self, tier: Tier) -> None:
         own = tier.own
-        outage = self._of._engine.out_of_service().get(tier.number)
+        outage = self._of.monitor.out_of_service().get(tier.number)
         if outage is not None and not outage.is_read:
             # A tier out of service is not read: the check would wait for its disk.
             self._findings.add("tier-gone", tier.name, os.fspath(own), outage.why, repaired=False)
             return
         root = -1
         try:
-            root = await self._of._threads.run(os.open, own, _LIST)
+            root = await self._of.threads.run(os.open, own, _LIST)
             await self._check_directory(tier, own, root)
         except OSError as error:
             words = error.strerror or "cannot be used"
@@ -185,8 +180,8 @@ class _FsckRun:
                 os.close(root)
 
     async def _check_directory(self, tier: Tier, own: Path, root: int) -> None:
-        run = self._of._threads.run
-        generation = self._of._names.snapshot.id
+        run = self._of.threads.run
+        generation = self._of.names.snapshot.id
         if not await run(_is_in_use, tier.directory, root, generation):
             what = "the daemon uses another directory, which had this name"
             self._findings.add("tier-gone", tier.name, os.fspath(own), what, repaired=False)
@@ -216,7 +211,7 @@ class _FsckRun:
             whole=self._digests,
             version_of=self._version,
         )
-        while (turn := await self._of._threads.run(_turn, steps)) is not None:
+        while (turn := await self._of.threads.run(_turn, steps)) is not None:
             for step in turn:
                 self._findings.files += step.files
                 self._findings.nbytes += step.nbytes
@@ -236,7 +231,7 @@ class _FsckRun:
         mended = False
         if self._repair:
             try:
-                await self._of._threads.run(remove, path)
+                await self._of.threads.run(remove, path)
                 mended = True
             except OSError as error:
                 what = f"{what}; repairing it failed: {error.strerror}"
@@ -244,7 +239,7 @@ class _FsckRun:
 
     def _version(self, ino: Ino) -> Identity | None:
         try:
-            return self._of._names.attributes(ino).identity
+            return self._of.names.attributes(ino).identity
         except IndexError:
             return Identity(-1, 0, 0, 0)
 
@@ -264,14 +259,14 @@ class _FsckRun:
             return self._records.is_torn(ino)
         here = self._is_resident(tier, ino) and record == suspect.record
         if suspect.kind == MISSING:
-            return here and not await self._of._threads.run(tier.has, ino)
+            return here and not await self._of.threads.run(tier.has, ino)
         return here
 
     async def _stays(self, tier: Tier, path: str) -> bool:
         """Whether a file still exists after all pending removals."""
         with trio.move_on_after(_REST_S):
-            await self._of._engine.removed()
-            return await self._of._threads.run(_is_there, tier.directory, path)
+            await self._of.engine.removed()
+            return await self._of.threads.run(_is_there, tier.directory, path)
         return False
 
     def _better_known(self, tier: Tier, suspect: Suspect) -> Suspect:
@@ -285,10 +280,10 @@ class _FsckRun:
         ino = suspect.ino
         if ino is not None:
             self._told.add(ino)
-        path = f"{Contents.PREFIX}{self._of._names.snapshot.id}/{suspect.path}"
+        path = f"{Contents.PREFIX}{self._of.names.snapshot.id}/{suspect.path}"
         path_text = os.fspath(tier.own / path)
         if ino is not None and suspect.kind != UNKNOWN and ino <= self._residency.entries:
-            path_text = os.fsdecode(self._of._names.path(ino))
+            path_text = os.fsdecode(self._of.names.path(ino))
         what, mended = suspect.what, False
         if self._repair:
             try:
@@ -302,15 +297,15 @@ class _FsckRun:
         """Seals a copy, or removes it with its record; removes other files. Raises OSError."""
         of, ino, record = self._of, suspect.ino, suspect.record
         if suspect.kind == SEAL and ino is not None and record is not None:
-            await of._threads.run(tier.verify, ino, record.identity, record.digest)
+            await of.threads.run(tier.verify, ino, record.identity, record.digest)
         elif suspect.kind == RECORD_UNUSED and ino is not None:
             self._records.clear(ino)
-            await of._threads.run(tier.remove, ino)
+            await of.threads.run(tier.remove, ino)
         elif self._is_resident(tier, ino) and ino is not None and suspect.kind != TIER:
             failure = OSError(suspect.error, f"found by fsck: {suspect.what}")
-            await of._copies.drop_damaged(ino, tier.number, failure)
+            await of.copies.drop_damaged(ino, tier.number, failure)
         else:
-            await of._threads.run(
+            await of.threads.run(
                 partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)
             )
             if suspect.kind == TORN and ino is not None:
@@ -329,7 +324,7 @@ class _FsckRun:
                 if lost and ino not in self._told and self._is_resident(tier, ino):
                     await self._note(tier, Suspect(RECORD_LOST, copy_name(ino), _LOST, ino))
             await trio.sleep(0)
-        recorded = self._of._hierarchy.held(tier).inos.tolist()
+        recorded = self._of.hierarchy.held(tier).inos.tolist()
         for batch in batches(map(Ino, recorded), _STRIDE):
             for ino in batch:
                 record = self._records.get(ino)
@@ -343,10 +338,10 @@ class _FsckRun:
         """Compares journal and objects twice, as both change: only a fault in both is real."""
         place = write_back.place
         try:
-            found = await self._of._threads.run(inspect, place.directory)
+            found = await self._of.threads.run(inspect, place.directory)
             if found.unknown or any(waiting.fault for waiting in found.waiting):
                 await trio.sleep(_REST_S)
-                before, found = found, await self._of._threads.run(inspect, place.directory)
+                before, found = found, await self._of.threads.run(inspect, place.directory)
                 found = _in_both(before, found)
         except TierError as error:
             told, what = os.fspath(place.directory), str(error.args[0])
@@ -363,15 +358,15 @@ class _FsckRun:
     async def _check_accounts(self, tiers: Sequence[Tier]) -> None:
         """Compares the ledger with the records, at a moment without running copies."""
         with trio.move_on_after(_REST_S) as patience:
-            while self._of._engine.running or self._of._engine.queued:
+            while self._of.engine.running or self._of.engine.queued:
                 await trio.sleep(_STEP_S)
         if patience.cancelled_caught:
             return
         for tier in tiers:
-            held = self._of._hierarchy.held(tier)
+            held = self._of.hierarchy.held(tier)
             counted = (
                 self._residency.resident_files(tier.number),
-                self._of._ledger.used(tier.number),
+                self._of.ledger.used(tier.number),
             )
             recorded = (len(held.inos), held.bytes)
             if counted != recorded:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from monarch.config.settings import MountSettings
 from monarch.daemon.freshness import ChangedInodes, FreshnessWatch, SecondLook
-from monarch.daemon.fsck import OnlineFsck
+from monarch.daemon.fsck import Checked, OnlineFsck
 from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
 from monarch.fuse.datapath import Datapath, DatapathOptions
@@ -269,17 +269,18 @@ def build_upkeep(
         threads=ThreadPool(1, "scrub", abandon=True),
         bandwidth=settings.limits.scrub_bandwidth,
     )
-    online_fsck = OnlineFsck(
+    checked = Checked(
         state=parts.state,
         mountpoint=settings.mountpoint,
         hierarchy=hierarchy,
         names=names,
         residency=residency,
         ledger=tiers.ledger,
+        monitor=transfer.monitor,
         engine=transfer.engine,
         copies=read.copies,
         writing=write_back,
         # More than one: a call at a hanging disk occupies its thread after its client has gone.
         threads=ThreadPool(4, "fsck", abandon=True),
     )
-    return Upkeep(watch, second_look, scrub, online_fsck)
+    return Upkeep(watch, second_look, scrub, OnlineFsck(checked))

@@ -17,7 +17,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,6 @@ from monarch.tiers.records import Records
 from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
 from monarch.transfer.copy import Content, append_all, commit, commit_contents
-from monarch.transfer.outages import Outage
 from monarch.transfer.queue import Flight, Flights, Removals
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor, tier_error
@@ -119,14 +118,6 @@ class Engine:
 
     def flight(self, ino: Ino) -> Flight | None:
         return self._flights.get(ino)
-
-    def out_of_service(self) -> Mapping[int, Outage]:
-        """The tiers that take no new copies now, by number."""
-        return self._monitor.out_of_service()
-
-    def others(self, tier: int) -> Sequence[str]:
-        """The sources of other mounts that have copies in the same tier path."""
-        return self._monitor.others(tier)
 
     async def removed(self) -> None:
         """Waits until all removed copies are deleted from the disks of all responsive tiers."""

@@ -80,6 +80,7 @@ class Rig:
     """An engine at work, and what it works with."""
 
     engine: Engine
+    monitor: TierMonitor
     controller: Controller
     residency: Residency
     ledger: Ledger
@@ -152,15 +153,16 @@ async def running(
         limits=given_limits,
         doubts=doubts,
     )
+    monitor = TierMonitor(
+        tiers=[tier],
+        keep_free=[0],
+        ledger=ledger,
+        metrics=metrics,
+        limits=given_limits,
+        datapath=NoDatapath(),
+    )
     made = Engine(
-        monitor=TierMonitor(
-            tiers=[tier],
-            keep_free=[0],
-            ledger=ledger,
-            metrics=metrics,
-            limits=given_limits,
-            datapath=NoDatapath(),
-        ),
+        monitor=monitor,
         records=records,
         names=names,
         controller=controller,
@@ -172,6 +174,7 @@ async def running(
     )
     rig = Rig(
         made,
+        monitor,
         controller,
         residency,
         ledger,
@@ -380,8 +383,8 @@ async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
         stage = tmp_path / "tier" / "monarch" / "mount" / "stage"
         stage.rmdir()
         rig.want(1)
-        await until(lambda: rig.engine.out_of_service() != {})
-        assert "No such file" in rig.engine.out_of_service()[1].why
+        await until(lambda: rig.monitor.out_of_service() != {})
+        assert "No such file" in rig.monitor.out_of_service()[1].why
         assert not rig.ledger.is_open(1)
         assert rig.ledger.reserved(1) == 0
         # Nobody tries while it is out, so nothing fails again and again.
@@ -389,7 +392,7 @@ async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
         assert rig.metrics.promotion_failures == {"ENOENT": 1}
         assert not rig.want(2)
         stage.mkdir()
-        await until(lambda: rig.engine.out_of_service() == {})
+        await until(lambda: rig.monitor.out_of_service() == {})
         assert rig.want(2)
         await until(lambda: rig.resident() == [2])
 
