@@ -263,13 +263,13 @@ def test_each_outage_of_a_tier_is_a_problem_since_its_start(outage: Outage, kind
 
 
 def test_a_snapshot_that_is_behind_is_reported_as_long_as_data_waits_and_then_as_old() -> None:
-    drain = fake(last_seq=3)
+    drain = fake(queue=fake(last_seq=3))
     check = SnapshotCheck(
         fake(changed_directories=1), fake(changes=1), MOUNTPOINT, put_off="why", drain=drain
     )
     assert kinds_of(check) == ["snapshot-behind", "files-changed", "snapshot-stale"]
     assert next(check.problems()).what == "why"
-    drain.last_seq = 0
+    drain.queue.last_seq = 0
     assert "now has all changes" in next(check.problems()).what
 
 
