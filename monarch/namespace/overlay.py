@@ -108,6 +108,28 @@ class Node:
         self.mtime_ns = self.ctime_ns = now_ns
         self.keeps_times = True
 
+    def set_object(self, number: int) -> None:
+        """The written file with this number has the bytes from now on."""
+        self.object = number
+
+    def take_object(self) -> int:
+        """The source has the bytes from now on. Returns the number of the written file, or 0."""
+        number, self.object = self.object, 0
+        return number
+
+    def set_content(
+        self, size: int, *, blocks: int | None = None, mtime_ns: int | None = None
+    ) -> None:
+        """Records what is known of the bytes; what is None stays."""
+        self.size = size
+        self.blocks = self.blocks if blocks is None else blocks
+        self.mtime_ns = self.mtime_ns if mtime_ns is None else mtime_ns
+
+    def grow(self, size: int, now_ns: int) -> None:
+        """Bytes were written at ``now_ns``, up to ``size`` at least."""
+        self.size = max(self.size, size)
+        self.touch(now_ns)
+
     def drop_privileges(self) -> None:
         """Removes the set-user-ID and set-group-ID bits, as a change by another user does."""
         drop = stat.S_ISUID
@@ -245,7 +267,11 @@ class Overlay:
             self._dropped.append(node.ino)
         self._known.drop(node.ino)
 
-    def replace_xattrs(self, node: Node, xattrs: Mapping[bytes, bytes]) -> None:
+    def replace_xattrs(
+        self, node: Node, xattrs: Mapping[bytes, bytes], *, with_source: bool = False
+    ) -> None:
+        """``with_source``: the attributes that the source had are among them."""
+        node.has_source_xattrs |= with_source
         self._value_bytes += xattr_bytes(xattrs) - xattr_bytes(node.xattrs)
         node.xattrs = dict(xattrs)
 

@@ -214,5 +214,4 @@ class WrittenAttributes:
         self._gate.require_held(ino)
         node = self._names.copy_up(ino)
         if not node.has_source_xattrs:
-            node.has_source_xattrs = True
-            self._names.have_xattrs(node, found | node.xattrs)
+            self._names.have_xattrs(node, found | node.xattrs, with_source=True)

@@ -93,7 +93,7 @@ class CopyUp:
             raise
         path, was = self._names.visible_path(ino), known_at_source(self._names, ino)
         node = self._names.copy_up(ino)
-        node.object = number
+        node.set_object(number)
         if not node.xattrs:
             self._names.have_xattrs(node, xattrs)
         paths = tuple(self._names.visible_paths(ino))

@@ -77,10 +77,9 @@ class ObjectBytes(FileBytes):
 
     def keep_status(self, node: Node) -> bool:
         status = os.fstat(self.fd)
-        node.size, node.blocks = status.st_size, status.st_blocks
         if status.st_mtime_ns != node.mtime_ns:
-            node.mtime_ns = status.st_mtime_ns
             node.ctime_ns = max(node.ctime_ns, status.st_mtime_ns)
+        node.set_content(status.st_size, blocks=status.st_blocks, mtime_ns=status.st_mtime_ns)
         return True
 
     def close(self) -> None:
@@ -117,8 +116,7 @@ class StagedBytes(FileBytes):
         return size
 
     def grown(self, node: Node, size: int) -> bool:
-        node.size = max(node.size, size)
-        node.touch(file_now_ns())
+        node.grow(size, file_now_ns())
         return True
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ class WrittenFiles:
                 if size == 0:
                     self._objects.on_disk.forget_failure(file.object)
                 if file.is_write_through:
-                    node.size = 0
+                    node.set_content(0)
                     file.place.grown(node, size)
         finally:
             self.release(node.ino)
@@ -252,7 +252,7 @@ class WrittenFiles:
         path, by = self._names.visible_path(file.ino), tuple(file.writers) or (ROOT,)
         fd = await self._source.stage(path, file.object, by=by, is_new=not node.source_ino)
         try:
-            node.size = await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd)
+            node.set_content(await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd))
         except BaseException:
             self._objects.close_later(fd)
             self._opens.fast.rebind(file.ino, file.place.fd, tier=self._opens.tier)
@@ -269,7 +269,7 @@ class WrittenFiles:
         before = file.place.fd if file.place.fd != fd else -1
         calls = self._source.calls
         file.place = StagedBytes(fd, node, self._objects, calls, before=before)
-        node.blocks = 0
+        node.set_content(node.size, blocks=0)
         self._object_table.own(node)
         # What of it was safe here is safe there.
         self._object_table.states.staged_inos[node.object] = await calls.call(node.ino, _synced, fd)

@@ -193,10 +193,10 @@ class Recorder:
             # The drain reports one that is missing.
             with suppress(OSError):
                 status = objects.status(node.object)
-                node.size, node.blocks = status.st_size, status.st_blocks
-                node.mtime_ns = status.st_mtime_ns
+                size, mtime_ns = status.st_size, status.st_mtime_ns
+                node.set_content(size, blocks=status.st_blocks, mtime_ns=mtime_ns)
                 was = copied.get(node.object)
-                if was is not None and (was.size, was.mtime_ns) == (node.size, node.mtime_ns):
+                if was is not None and (was.size, was.mtime_ns) == (size, mtime_ns):
                     self._unwritten.add(node.object)
             self._object_table.own(node)
         return [node for node in found if not node.names]

@@ -196,13 +196,11 @@ class _Replayed:
             # Others have put another kind of entry there.
             ino = None
         node = self._make(op.path) if ino is None else self._names.copy_up(ino)
-        node.object = op.object
+        node.set_object(op.object)
         if op.kind == "content" or op.xattrs:
             self._have_xattrs(node)
         if op.kind == "content":
-            node.size = op.size
-            if op.mtime_ns is not None:
-                node.mtime_ns = op.mtime_ns
+            node.set_content(op.size, mtime_ns=op.mtime_ns)
         for other in op.paths:
             self._name_again(node.ino, other)
 

@@ -134,7 +134,7 @@ class SourceFiles:
     async def give_back(self, node: Node) -> None:
         """Show a file that no process has open as the source has it. What was written here is given
         up, and the drain brings no more of it."""
-        number, node.object = node.object, 0
+        number = node.take_object()
         self._names.have_xattrs(node, {})
         self._unlinked.remove_object(number)
         with suppress(Refused, SourceError):

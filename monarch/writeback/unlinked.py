@@ -103,7 +103,7 @@ class UnlinkedFiles:
 
     def forget(self, node: Node) -> None:
         """Forget a file that no name leads to and no process has open."""
-        number, node.object = node.object, 0
+        number = node.take_object()
         self._opens.fast.forget_object(node.ino)
         self._opens.outdated.discard(node.ino)
         self._names.forget_node(node.ino)
