@@ -413,7 +413,8 @@ class Drain:
                 break
         batch = batch[: len(done)]
         for entry, step in batch:
-            if done[entry.seq] is None and entry.published and not entry.is_grown:
+            is_whole = entry.published and not (entry.is_grown or entry.op.same)
+            if done[entry.seq] is None and is_whole:
                 # The bytes came to the source, and others have the name now: no mount brings them
                 # again.
                 done[entry.seq] = self.state.identity(entry.op.object)
