@@ -301,6 +301,9 @@ class Story:
         }
         self.before.owed -= self.taken
         self.theirs |= {path for path, it in self.before.tree.items() if it.object in self.taken}
+        # A directory that others have taken away may have another name on the mount by now.
+        away = {then[path][0] for path in then.keys() - now.keys()}
+        self.theirs |= {path for path, it in self.before.tree.items() if it.source_ino in away}
         # A file that others have touched under one name is theirs under its others.
         numbers = self.numbers_of_others(self.before.tree)
         self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}

@@ -58,7 +58,8 @@ ROOT = Credentials(os.geteuid(), os.getegid())
 class Shown:
     """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
     ``user.monarch.durable`` tells it, empty at the source; ``object`` has its bytes in the tier,
-    ``ino`` is its number there."""
+    ``ino`` is its number there; ``source_ino`` that of a directory at the source, if the drain made
+    it."""
 
     kind: str
     mode: int
@@ -68,6 +69,7 @@ class Shown:
     safety: str = ""
     object: int = 0
     ino: int = 0
+    source_ino: int = 0
 
     @property
     def bare(self) -> tuple[object, ...]:
@@ -492,7 +494,8 @@ class Life:
         if kind == "link":
             return Shown(kind, 0o777, target=self.names.readlink(ino), ino=ino)
         if kind != "file":
-            return Shown(kind, mode, ino=ino)
+            made = self.write_back.drain.state._entries.made.get(ino)
+            return Shown(kind, mode, ino=ino, source_ino=made.source_ino if made else 0)
         content = self._content(path, ino)
         xattrs: Mapping[bytes, bytes] = node.xattrs if node is not None else {}
         safety = self.front.drained.durable(node).decode() if node is not None else ""
