@@ -21,8 +21,8 @@ from monarch.writeback.store import directory_of, snapshot_known
 @dataclass(frozen=True, slots=True)
 class Earlier:
     """What earlier mounts left in the tiers. ``undone``: the number of changes that the source
-    lacks; ``snapshot_id``: the snapshot that the journal of these changes, or of the drained ones
-    if there are no others. ``changed``: the paths of files that were changed in place, drained or
+    lacks; ``snapshot_id``: the snapshot that the journal of these changes, or of the last mount
+    if there are none. ``changed``: the paths of files that were changed in place, drained or
     not."""
 
     undone: int
@@ -43,7 +43,7 @@ def earlier(settings: MountSettings) -> Earlier:
             found = look(directory).replay
             changed |= changed_in_place(found.ops)
             left = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
-            if (left and not undone) or (found.ops and not snapshot_id):
+            if (left and not undone) or not snapshot_id:
                 undone, snapshot_id = len(left), snapshot_known(directory)
     return Earlier(undone, snapshot_id, frozenset(changed))
 
