@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import merge
+from itertools import chain
 from operator import itemgetter
 
 from monarch.config.settings import MountSettings
@@ -81,7 +82,8 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     renamed = {op.object for op in undone if op.kind in ("rename", "link")} - new
     names = names_of([(seq, op) for seq, op in ops if seq in found.done], new | renamed)
     first: dict[int, tuple[int, Op]] = {}
-    published: dict[int, tuple[int, Op]] = {}
+    # The last content of each file to be renamed, and the changes of attributes behind it.
+    published: dict[int, list[Numbered]] = {}
     for seq, op in ops:
         if seq not in found.done or op.object not in names:
             continue
@@ -99,8 +101,11 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
             xattrs = {name: value for name, value in known.items() if value is not None}
             first[op.object] = at, replace(made_as, **now, xattrs=xattrs)
         if op.kind == "content" and op.object in renamed:
-            published[op.object] = seq, replace(op, path=paths[0], paths=tuple(paths))
-    done = [*first.values(), *published.values()]
+            published[op.object] = []
+        if op.object in published and op.kind in ("content", "attr", "xattr"):
+            here = replace(op, path=paths[0], paths=tuple(paths))
+            published[op.object].append((seq, here))
+    done = [*first.values(), *chain.from_iterable(published.values())]
     yield from merge(sorted(done, key=itemgetter(0)), _undone(found), key=itemgetter(0))
 
 

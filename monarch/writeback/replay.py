@@ -192,8 +192,10 @@ class _Replayed:
     def _content(self) -> None:
         op = self._op
         ino = self._names.resolve(op.path)
-        if ino is not None and not self._names.attributes(ino).is_file:
-            # Others have put another kind of entry there.
+        if ino is not None and (
+            not self._names.attributes(ino).is_file or self._is_to_be_replaced(ino)
+        ):
+            # Others have put another kind of entry there, or the file is to replace that one.
             ino = None
         node = self._make(op.path) if ino is None else self._names.copy_up(ino)
         node.set_object(op.object)
@@ -203,6 +205,14 @@ class _Replayed:
             node.set_content(op.size, mtime_ns=op.mtime_ns)
         for other in op.paths:
             self._name_again(node.ino, other)
+
+    def _is_to_be_replaced(self, ino: Ino) -> bool:
+        """Whether another file with further names has the path of a file that was copied up: the
+        file takes the path only, and the further names stay those of the other one."""
+        op, there = self._op, self._names.at_source(ino)
+        if op.was is None or there is None or there.identity.source_ino == op.was.source_ino:
+            return False
+        return not {*self._names.visible_paths(ino)} <= {op.path, *op.paths}
 
     def _rename(self) -> None:
         op, names = self._op, self._names

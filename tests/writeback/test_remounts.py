@@ -3,6 +3,7 @@ reaches the source, or is named."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from monarch.namespace import scan
 from monarch.namespace.build import build
 from monarch.telemetry.report import LostReport
 from monarch.writeback import replay as replay_module
+from monarch.writeback.source_contents import StagedContents
 from tests.writeback.remount_histories import history, how, prepared
 from tests.writeback.remounts import Life, tree_of
 
@@ -309,6 +311,58 @@ async def test_a_renamed_file_that_the_source_has_is_not_brought_again_over_anot
     assert (ground.source / "h/new").stat().st_ino == before.st_ino
 
 
+@pytest.mark.promise(129)
+@pytest.mark.parametrize("change", ["rename", "link"])
+async def test_a_time_that_the_source_has_is_not_brought_again_over_another_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        await life.write(b"d/new", b"written")
+        await life.drained()
+        await life.utime(b"d/new", 10**18)
+        await life.setxattr(b"d/new", b"user.set", b"later")
+        await life.drained()
+        await getattr(life, change)(b"d/new", b"h/new")
+    async with ground.mount(**how("lost state", ground)) as life:
+        shown = life.shown()[b"h/new"]
+        assert shown.xattrs == ((b"user.set", b"later"),)
+        assert life.names.attributes(life.ino(b"h/new")).mtime_ns == 10**18
+        await life.drained()
+        await life.end()
+    async with ground.mount(refreshed=True):
+        assert not ground.put_off
+    survey = ground.survey()
+    assert survey is not None and survey.operations == 0
+
+
+@pytest.mark.promise(129)
+async def test_a_file_that_replaced_one_name_of_another_is_shown_under_that_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount(works=False) as life:
+        await life.rename(b"h/of the source", b"b")
+    shutil.rmtree(ground.source / "h")
+    with monkeypatch.context() as patched:
+        patched.setattr(StagedContents, "open_place", _full)
+        async with ground.mount() as life:
+            # The rename found no file: the content is to bring it, and the source is full.
+            while life.write_back.drain.queue.front.op.kind != "content":
+                await trio.sleep(1)
+    async with ground.mount(works=False, **how("lost state", ground)) as life:
+        shown = life.shown()
+        assert shown[b"b"].content == b"old h/of the source"
+        assert (shown[b"c"].content, shown[b"c"].safety) == (b"old b", "source")
+        before = shown
+    async with ground.mount() as life:
+        await life.drained()
+        there = tree_of(ground.source)
+        assert {path: it.bare for path, it in there.items()} == {
+            path: it.bare for path, it in before.items() if path != b"h"
+        }
+
+
 @pytest.mark.promise(128, 176)
 async def test_a_conflict_is_met_once_and_does_not_put_the_snapshot_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
@@ -364,6 +418,10 @@ async def told(life: Life) -> tuple[list[str], list[str]]:
     answer = LostReport.from_dict(await verb({}, send))
     check = WriteStatus(life.ground.settings(), life.write_back, loss_alarm)
     return answer.hidden, [problem.kind for problem in check.problems()]
+
+
+def _full(*args: object, **more: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _refused(again: object) -> None:
