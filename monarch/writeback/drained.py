@@ -63,6 +63,15 @@ class DrainedObjects:
             node.object
         )
 
+    def is_settled(self, node: Node) -> bool:
+        """Whether the source gets no more of a file that has an object.
+
+        It may lack a file that others have removed, if nothing was written here.
+        """
+        states = self._object_table.states
+        is_done = self._drain.progress.is_done(states.last(node.object))
+        return is_done and (states.is_drained(node.object) or states.is_unwritten(node.object))
+
     def is_away(self, node: Node) -> bool:
         """Whether a file went to the source directly, and no process has it open."""
         return (

@@ -26,6 +26,8 @@ class ObjectStates:
         self._contents: dict[int, tuple[int, bool]] = {}
         # The same seqs of those that were not synced.
         self._unsynced: dict[int, int] = {}
+        # Objects whose last content has the source's bytes: nothing was written here.
+        self._unwritten: set[int] = set()
         # The seq of the last change of the file of each object.
         self._last: dict[int, int] = {}
         # Objects without room in the tier: the path beside which they are staged at the source.
@@ -54,16 +56,17 @@ class ObjectStates:
         """A change of the object's file was recorded."""
         self._last[number] = seq
 
-    def record(self, number: int, seq: int, *, synced: bool) -> None:
-        """A content was recorded: the source's version is older."""
+    def record(self, number: int, seq: int, *, synced: bool, same: bool = False) -> None:
+        """A content was recorded: the source's version is older, or has the ``same`` bytes."""
         self._forget_drained(number)
-        self._hold_content(number, seq, synced=synced)
+        self._hold_content(number, seq, synced=synced, same=same)
         self._last[number] = seq
         if synced:
             self._safe_only_here.add(number)
 
-    def _hold_content(self, number: int, seq: int, *, synced: bool) -> None:
+    def _hold_content(self, number: int, seq: int, *, synced: bool, same: bool) -> None:
         self._contents[number] = (seq, synced)
+        (self._unwritten.add if same else self._unwritten.discard)(number)
         if synced:
             self._unsynced.pop(number, None)
         else:
@@ -83,7 +86,7 @@ class ObjectStates:
             if number in self._contents and number not in self.drained:
                 self._safe_only_here.add(number)
             if self._unsynced.get(number) == seq:
-                self._hold_content(number, seq, synced=True)
+                self._hold_content(number, seq, synced=True, same=number in self._unwritten)
 
     def is_safe_only_here(self, number: int) -> bool:
         """Whether bytes were synced that the source does not have, whatever was recorded since."""
@@ -136,6 +139,10 @@ class ObjectStates:
         """Whether the source has the bytes of the last content."""
         return number in self.drained or number in self._drained_unshown
 
+    def is_unwritten(self, number: int) -> bool:
+        """Whether the last content has the bytes that the source had at the copy-up."""
+        return number in self._unwritten
+
     def source_ino(self, number: int) -> int:
         """The inode number of the source's file; 0 if that is older, or missing."""
         identity = self.drained.get(number)
@@ -159,6 +166,7 @@ class ObjectStates:
         self._drained_unshown.discard(number)
         self._contents.pop(number, None)
         self._unsynced.pop(number, None)
+        self._unwritten.discard(number)
         self._last.pop(number, None)
         self._through.pop(number, None)
         self.staged_inos.pop(number, None)
@@ -177,7 +185,7 @@ class ObjectStates:
             if number:
                 self._last[number] = seq
             if op.kind == "content":
-                self._hold_content(number, seq, synced=op.synced)
+                self._hold_content(number, seq, synced=op.synced, same=op.same)
                 self.drained.pop(number, None)
                 if op.synced:
                     self._safe_only_here.add(number)

@@ -164,7 +164,7 @@ class Recorder:
             if error.errno in FULL:
                 self._delayed[node.ino] = None
             raise
-        table.states.record(number, seq, synced=synced)
+        table.states.record(number, seq, synced=synced, same=op.same)
         return seq
 
     # -- earlier mounts ----------------------------------------------------------------------------

@@ -253,13 +253,15 @@ class Ending:
 @dataclass
 class Story:
     """What is known of one history. ``theirs``: paths that others have touched at the source, with
-    all beneath; ``gone``: contents that others have taken from it. ``taken``: objects whose staged
-    files others have taken away, with all the bytes that there were."""
+    all beneath; ``gone``: contents that others have taken from it. ``left``: the paths, with these
+    contents, from which others have taken files that nothing waited for. ``taken``: objects whose
+    staged files others have taken away, with all the bytes that there were."""
 
     ground: Ground
     chance: random.Random
     theirs: set[bytes] = field(default_factory=set)
     gone: set[bytes] = field(default_factory=set)
+    left: set[tuple[bytes, bytes]] = field(default_factory=set)
     taken: set[int] = field(default_factory=set)
     before: Ending = field(init=False)
 
@@ -309,6 +311,11 @@ class Story:
         self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         self.gone |= _contents(had) - _contents(has) - owed
+        self.left |= {
+            (path, it.content)
+            for path, it in had.items()
+            if it.kind == "file" and path not in has and it.content not in owed
+        }
         # Who writes into a file changes it under all names that it has or is to have.
         self.gone |= {
             had[path].content
@@ -424,6 +431,9 @@ class Story:
             if it.kind != "file" or it.content in contents | {b"", b"ENOENT"}:
                 continue
             if self.is_of_others(it) or it.object in self.taken:
+                continue
+            if (path, it.content) in self.left and it.safety == "source":
+                # It is shown until its directory is compared with the source.
                 continue
             waits = it.safety in ("local", "none") and trouble is not None
             assert waits, f"{path!r} is nowhere but here, and that is not told: {it}, {trouble}"

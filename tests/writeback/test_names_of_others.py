@@ -194,6 +194,29 @@ async def test_a_file_that_is_open_or_was_replaced_elsewhere(
         assert b"d/open" not in life.shown()
 
 
+async def test_a_file_that_was_not_written_is_hidden_when_others_have_removed_it(
+    ground: Ground, clock: Clock
+) -> None:
+    async with ground.mount(works=False) as life:
+        await life.chmod(b"d/theirs", 0o600)
+        await life.utime(b"d/other", 10**18)
+        await life.write(b"d/new", b"new", synced=True)
+    for name in ("theirs", "other"):
+        (ground.source / "d" / name).unlink()
+    ground.lose_state()
+    async with ground.mount(works=False) as life:
+        use(life, b"d")
+        await looked(life)
+        # They wait for the drain.
+        assert {b"d/theirs", b"d/other", b"d/new"} <= life.shown().keys()
+    async with ground.mount() as life:
+        await life.drained()
+        use(life, b"d")
+        await looked(life)
+        assert life.shown().keys() == tree_of(ground.source).keys() == {b"d", b"d/new"}
+        await life.end()
+
+
 @pytest.mark.promise(133)
 async def test_a_name_that_a_file_gets_after_a_conflict_has_its_bytes(
     ground: Ground, clock: Clock
