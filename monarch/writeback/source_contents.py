@@ -117,12 +117,20 @@ class StagedContents:
         ``op``.
 
         Returns its size in bytes, and its identity if it has its names already, None if it is still
-        staged. Raises OSError, ENOENT if there is neither.
+        staged. Raises OSError, ENOENT with the name of the staged file if there is neither.
         """
+        part = self._temporaries.part(op.object, through=True)
+        try:
+            return self._finish(op, place, expected, part)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(error.errno, error.strerror, os.fsdecode(part)) from error
+
+    def _finish(
+        self, op: Op, place: Place, expected: Expected, part: bytes
+    ) -> tuple[int, Identity | None]:
         with self._directories() as directories:
             place.by = creator(op)
             directory_fd, name = directories.of(op.paths[0], None)
-            part = self._temporaries.part(op.object, through=True)
             is_staged = status_at(directory_fd, part) is not None
             if is_staged:
                 place.kind, place.target = kind_of_place(directory_fd, name, op, expected)

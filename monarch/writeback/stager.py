@@ -191,7 +191,10 @@ class Stager:
         try:
             size, identity = await self._threads.run(self._steps.finishing(entry, place))
         except FileNotFoundError as error:
-            raise _MissingError("others have removed it at the source") from error
+            raise _MissingError(
+                f"others have removed {error.filename!r} at the source, or have moved it with its"
+                " directory"
+            ) from error
         version = Identity(size, op.mtime_ns or 0, 0, 0)
         if identity is None:
             self._marks.staged([(entry, place, version)])

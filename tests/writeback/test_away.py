@@ -134,15 +134,17 @@ async def test_a_reader_sees_no_full_source_where_another_file_has_come_into_the
 
 @pytest.mark.promise(73)
 async def test_a_file_whose_staged_bytes_others_have_taken_away_cannot_be_opened_and_is_named(
-    ground: Ground, clock: trio.testing.MockClock
+    ground: Ground, clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with trio.fail_after(PATIENCE_S):
         async with ground.mount(works=False) as life:
             await written(life, b"d/x")
         (ground.source / "d").rename(ground.source / "moved")
+        (part,) = (ground.source / "moved").glob(".monarch-*-through.part")
         async with ground.mount() as life:
             await life.drained()
             assert life.write_back.drain.backlog().lost == (b"d/x",)
+            assert f"'{part.name}' at the source, or have moved it" in caplog.text
             for flags in (os.O_RDONLY, os.O_WRONLY):
                 with pytest.raises(Refused) as raised:
                     await life.open(b"d/x", flags)
