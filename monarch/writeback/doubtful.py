@@ -1,4 +1,5 @@
-"""Doubtful objects: bytes of files that were never synced before a power cut, kept for a person.
+"""Doubtful objects: bytes of files that were never synced before a power cut, and objects whose
+records a damaged journal has lost. They are kept for a person.
 
     DIRECTORY/doubtful/NUMBER.bytes     the object, unchanged
     DIRECTORY/doubtful/NUMBER.json      path, size and time as recorded in the journal
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from monarch.posix.private_directory import private_opener
 from monarch.text import errno_words
-from monarch.writeback.objects import object_path
+from monarch.writeback.objects import Objects, object_path
 from monarch.writeback.op import Op, raw, text
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,29 @@ class Doubtful:
                 )
         if moved:
             self._kept = self._found()
+
+    def keep_unrecorded(self, first: int) -> tuple[Op, ...]:
+        """Moves all objects from the number ``first`` on that have bytes to the doubtful ones: the
+        journal has lost their records. Returns them with names in place of the unknown ones. Raises
+        OSError if one cannot be moved."""
+        objects = Objects(self._objects)
+        found: dict[int, tuple[Op, int]] = {}
+        for number in sorted(number for number in objects.numbers() if number >= first):
+            status = objects.status(number)
+            if status.st_size:
+                name = b"unrecorded-%d" % number
+                op = Op(kind="content", path=name, object=number, size=status.st_size)
+                found[number] = op, status.st_mtime_ns
+        self.keep(found)
+        for number in found.keys() & objects.numbers():
+            path = os.fspath(object_path(self._objects, number))
+            raise OSError(errno.EIO, "an object without a record cannot be put aside", path)
+        return tuple(op for number, (op, _) in found.items() if number in self._kept)
+
+    @property
+    def next_number(self) -> int:
+        """The number after those of all doubtful objects."""
+        return max(self._kept, default=0) + 1
 
     def discard(self, number: int) -> None:
         """Removes a doubtful object. Removing a large file may take long. Raises OSError."""

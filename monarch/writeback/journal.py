@@ -23,6 +23,7 @@ from monarch.posix import failpoints
 from monarch.types import Identity
 from monarch.units import KiB, MiB
 from monarch.writeback.crash_losses import Numbered
+from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.journal_file import JournalFile
 from monarch.writeback.journal_found import (
     NAME,
@@ -112,7 +113,7 @@ class Journal:
 
     def _take_up(self, found: Found) -> None:
         """Continue from what was read."""
-        lost = found.lost_now(self._boot)
+        lost = found.lost_now(self._boot, self._file.path.parent)
         new: list[Record] = []
         if found.boot != self._boot:
             new.append({"boot": self._boot})
@@ -127,9 +128,11 @@ class Journal:
             if seq not in replay.done:
                 self._undone[seq] = op.object if op.kind == "content" else 0
         for op in replay.lost:
+            if op in found.unrecorded:
+                continue
             log.error(
-                "%r was never synced, and the machine has stopped since: what is left of it is kept"
-                " aside, and does not go to the source",
+                "%r was never synced, and the machine or the tier's file system has stopped since:"
+                " what is left of it is kept aside, and does not go to the source",
                 os.fsdecode(op.path),
             )
         self.sync()
@@ -323,6 +326,7 @@ def _prepared(file: JournalFile, source: bytes, boot: str) -> Found:
     is brought up to this one. Raises OSError, TierError."""
     path = file.path
     found = read_journal(file.fd, path, boot)
+    doubtful = Doubtful(path.parent)
     if found is None:
         _require_no_objects(path.parent)
         found = Found.new(source)
@@ -338,7 +342,16 @@ def _prepared(file: JournalFile, source: bytes, boot: str) -> Found:
             path,
             file.position - found.end,
         )
+        # Before the cut: a mount that is killed in between leaves them to the next.
+        found.unrecorded = doubtful.keep_unrecorded(found.next_object)
+        for op in found.unrecorded:
+            log.error(
+                "the record of an object is lost: its %d bytes are kept aside as %r",
+                op.size,
+                os.fsdecode(op.path),
+            )
         file.cut(found.end)
+    found.next_object = max(found.next_object, doubtful.next_number)
     file.remove_staged()
     if found.version < VERSION:
         file.overwrite(upgraded(file.read(found.end)))

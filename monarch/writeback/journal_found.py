@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from monarch.writeback.journal_records import (
     staged_of,
     staged_record,
 )
+from monarch.writeback.objects import object_path
 from monarch.writeback.op import Op, from_record, raw
 from monarch.writeback.shortening import objects_of, shortened
 
@@ -122,7 +124,7 @@ def look(directory: Path) -> Look:
         ) from error
     if found is None:
         found = Found.new(b"")
-    lost = found.lost_now(boot)
+    lost = found.lost_now(boot, directory)
     return Look(found.source, found.replay(lost), frozenset(found.lost | lost.keys()))
 
 
@@ -149,6 +151,8 @@ class Found:
         self.identities: dict[int, Identity] = {}
         self.durable: set[int] = set()
         self.lost: set[int] = set()
+        # Objects that were put aside since the journal has lost their records.
+        self.unrecorded: tuple[Op, ...] = ()
         self.boot = ""
         # The number of changes that were recorded before that start of the machine.
         self._before_boot = 0
@@ -249,14 +253,35 @@ class Found:
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_upto or seq in self.done_beyond
 
-    def lost_now(self, boot: str) -> dict[int, Op]:
+    def lost_now(self, boot: str, directory: Path) -> dict[int, Op]:
         """The last record of each object with a name, if no content says that it is durable and it
-        was recorded before the start ``boot`` of the machine."""
+        was recorded before the start ``boot`` of the machine, or the tier's disk has lost bytes of
+        it since. ``directory`` holds the objects."""
         durable = self.durable | self.lost
         if self.boot == boot:
-            durable |= set(_recorded(self.ops[self._before_boot :]))
+            since = set(_recorded(self.ops[self._before_boot :]))
+            durable |= since - self._cut_short(directory, since - durable)
         recorded = set(_recorded(self.ops))
         return {number: op for number, (op, _) in self.last_of(recorded - durable).items()}
+
+    def _cut_short(self, directory: Path, objects: Container[int]) -> set[int]:
+        """Those of ``objects`` that are shorter than their last record says and were not changed
+        after it: the tier's file system was stopped and mounted again without a start of the
+        machine. A file that was truncated before its daemon was killed was changed after it."""
+        last: dict[int, tuple[int, int]] = {}
+        elsewhere = {op.object for _, op in self.ops if op.kind in ("through", "gone")}
+        for seq, op in self.ops:
+            if op.kind == "content" and op.object in objects:
+                last[op.object] = op.size, self.recorded_ns[seq]
+        found = set()
+        for number, (size, recorded_ns) in last.items():
+            if number in elsewhere:
+                continue
+            with suppress(OSError):
+                status = object_path(directory, number).lstat()
+                if status.st_size < size and status.st_ctime_ns <= recorded_ns:
+                    found.add(number)
+        return found
 
     def last_of(self, objects: Collection[int]) -> dict[int, tuple[Op, int]]:
         """The last record, with its time and the last names, of each of ``objects`` that has a
@@ -286,7 +311,7 @@ class Found:
             next_object=self.next_object,
             next_ino=self.next_ino,
             # The source has the bytes of a file that was only copied up.
-            lost=tuple(op for op in lost.values() if op.kind != "take"),
+            lost=(*(op for op in lost.values() if op.kind != "take"), *self.unrecorded),
             recorded_ns={seq: self.recorded_ns[seq] for seq in undone},
             known=self.known,
             doubted=self.last_of(all_lost),

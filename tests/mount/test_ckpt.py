@@ -377,7 +377,9 @@ def of_another_start(journal: Path) -> None:
 def test_what_a_power_cut_has_left_of_a_file_can_be_recovered_or_given_up(
     monarch: MonarchCommand, run: Run, slow: SlowSource, tmp_path: Path
 ) -> None:
-    monarch.expects_log("was never synced, and the machine has stopped since")
+    monarch.expects_log(
+        "was never synced, and the machine or the tier's file system has stopped since"
+    )
     monarch.expects_log("draining to the source has stopped")
     (slow.path / "ckpt").mkdir()
     tiers, options = {"fast": "64MiB"}, (*WRITES, "writeback.commit=0")

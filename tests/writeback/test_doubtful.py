@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from monarch.types import Identity
-from monarch.writeback import inspect, journal
+from monarch.writeback import inspect, journal, journal_found
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.journal import Journal, Op, Replay
-from monarch.writeback.objects import Objects
+from monarch.writeback.objects import Objects, object_path
 
 
 @pytest.fixture
@@ -92,3 +93,54 @@ def test_what_cannot_be_put_aside_stays_for_the_next_mount(
     kept.keep(found.doubted)
     assert kept.list() == [] and 1 in Objects(directory).numbers()
     assert journal.look(directory).doubted >= {1}
+
+
+@pytest.mark.fault("T16")
+@pytest.mark.promise(68)
+@pytest.mark.promise(67)
+def test_bytes_that_the_tier_lost_without_a_start_of_the_machine_are_no_whole_file(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_found, "boot_now", lambda: "one")
+    writer = Journal.open(directory, source=b"/source", boot="one")
+    objects = Objects(directory)
+    for number, content in ((1, b""), (2, b"by"), (3, b"bytes"), (4, b"bytes")):
+        fd = objects.create(number)
+        os.write(fd, content)
+        os.close(fd)
+        name = b"%d" % number
+        writer.append(Op(kind="create", path=name, object=number))
+        writer.append(Op(kind="content", path=name, paths=(name,), object=number, size=5))
+    writer.close()
+    # A program truncates a file, and the daemon is killed before it records that.
+    time.sleep(0.02)
+    os.truncate(object_path(directory, 4), 1)
+    assert set(inspect.inspect(directory).lost) == {b"1", b"2"}
+    found = opened(directory, "one")
+    assert {op.path for op in found.lost} == {b"1", b"2"}
+    assert {op.path for _, op in found.ops} == {b"3", b"4"}
+    kept = Doubtful(directory)
+    kept.keep(found.doubted)
+    assert [(it.path, it.size, it.recorded) for it in kept.list()] == [(b"2", 2, 5)]
+    # The next mount has the same result.
+    assert {op.path for _, op in opened(directory, "one").ops} == {b"3", b"4"}
+
+
+@pytest.mark.fault("T17")
+@pytest.mark.promise(68)
+def test_files_whose_records_were_cut_off_are_kept_and_named(directory: Path) -> None:
+    filled(directory)
+    path = directory / "journal"
+    lines = path.read_bytes().splitlines(keepends=True)
+    # Only the record that makes the first file is left, and a part of the next.
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    found = opened(directory, "one")
+    assert [op.path for op in found.lost] == [b"unrecorded-3"]
+    kept = Doubtful(directory)
+    (it,) = kept.list()
+    assert (it.number, it.path, it.file.read_bytes()) == (3, b"unrecorded-3", b"bytes")
+    # While it is kept, its number is not used again.
+    assert found.next_object == opened(directory, "one").next_object == 4
+    # The object without bytes was made ahead.
+    assert Objects(directory).numbers() == {1, 2}
+    assert inspect.inspect(directory).unknown == ()

@@ -32,6 +32,7 @@ from monarch.writeback.journal_records import (
 from monarch.writeback.op import Op
 
 ONE, TWO = Identity(1, 2, 3, 4), Identity(5, 6, 7, 8)
+NOWHERE = Path("/nonexistent")
 CREATE = Op(kind="create", path=b"a", object=1, ino=1 << 33)
 CONTENT = Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5)
 
@@ -222,8 +223,8 @@ def test_numbers_that_were_used_are_not_used_again() -> None:
 def test_a_content_without_a_sync_is_lost_at_the_next_start_of_the_machine() -> None:
     records: list[Record] = [{"boot": "one"}, change(1, 10, CREATE), change(2, 20, CONTENT)]
     found = found_of(*records)
-    assert found.lost_now("one") == {}
-    lost = found.lost_now("two")
+    assert found.lost_now("one", NOWHERE) == {}
+    lost = found.lost_now("two", NOWHERE)
     assert lost == {1: CONTENT}
     assert found.last_of([1]) == {1: (CONTENT, 20)}
     replay = found.replay(lost)
@@ -231,8 +232,10 @@ def test_a_content_without_a_sync_is_lost_at_the_next_start_of_the_machine() -> 
     assert replay.doubted == {1: (CONTENT, 20)}
     assert found.replay({}).ops == ((1, CREATE), (2, CONTENT))
     for mark in ({"believed": [1]}, {"done": 2, "at": [[2, 5, 0, 0, 9]]}):
-        assert found_of(*records, mark).lost_now("two") == {}
-    assert found_of(*records, {"boot": "two"}, change(3, 30, CONTENT)).lost_now("two") == {}
+        assert found_of(*records, mark).lost_now("two", NOWHERE) == {}
+    assert (
+        found_of(*records, {"boot": "two"}, change(3, 30, CONTENT)).lost_now("two", NOWHERE) == {}
+    )
 
 
 def test_a_staged_file_is_ours_until_the_content_is_published() -> None:
