@@ -65,6 +65,9 @@ async def looked(life: Life) -> None:
     """Used directories were looked at. The threads that do so know nothing of this clock."""
     others = life.write_back.others
     assert others is not None
+    # A look that waited for a thread seems to have taken seconds of this clock, so the next one
+    # would be put off for minutes.
+    others._next_s.clear()
     for _ in range(4 * LOOK_S + 2):
         await trio.sleep(0.5)
         while (
