@@ -228,6 +228,9 @@ class Stager:
                 if await self._threads.run(staging.version) != version:
                     return None
         elif self._is_short(entry, version):
+            if self._files.is_written(op.object):
+                # A process has truncated the file since this try began.
+                return None
             raise _MissingError(f"the object has {version.size}")
         if self._state.version(op.object) == version:
             entry.published = True

@@ -166,6 +166,30 @@ async def test_bytes_that_the_tier_has_lost_are_reported_in_their_turn(
     assert (entry.skipped, "'1' is lost" in caplog.text) == (True, True)
 
 
+@pytest.mark.promise(68)
+async def test_a_file_that_is_truncated_while_its_object_is_opened_is_not_lost(
+    stage: Stage, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = stage.put(1, b"0123456789")
+    recorded_ns = entry.op.mtime_ns or 0
+    opened = Objects.open
+
+    def truncated(self: Objects, number: int) -> int:
+        fd = opened(self, number)
+        stage.files.written.add(number)
+        stage.files.lowest_of[number] = 4
+        os.ftruncate(fd, 4)
+        # Within one tick of the clock the time of modification stays the same.
+        os.utime(fd, ns=(recorded_ns, recorded_ns))
+        return fd
+
+    monkeypatch.setattr(Objects, "open", truncated)
+    await stage.stager.stage(entry, in_turn=True)
+    assert stage.order.lost == {}
+    # The close of the file records another content.
+    assert (entry.skipped, stage.files.skipped) == (True, [1])
+
+
 async def test_a_file_that_is_written_all_the_time_is_left_to_its_close(
     stage: Stage, clock: trio.testing.MockClock
 ) -> None:
