@@ -95,17 +95,23 @@ class OpenCounter:
 
     def _settle(self) -> None:
         """Take what is queued, and what still comes while it is not quiet."""
-        while select.select([self._fd], [], [], 0.05)[0]:
+        while self._has_events(0.05):
             self._drain()
         if self._overflowed:
             raise OverflowError(
                 "the inotify queue overflowed; raise fs.inotify.max_queued_events or count less"
             )
 
+    def _has_events(self, within_s: float) -> bool:
+        # Not select(), which takes no descriptor above 1,023.
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(within_s * 1000))
+
     def _keep_draining(self) -> None:
         # The kernel's queue holds 16,384 events: an epoch over a large tree is more.
         while not self._stop.is_set():
-            if select.select([self._fd], [], [], 0.1)[0]:
+            if self._has_events(0.1):
                 self._drain()
 
     def _drain(self) -> None:

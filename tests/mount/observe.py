@@ -97,14 +97,15 @@ def epoch(mounted: Mounted, content: Mapping[str, bytes], order: Iterable[str] =
 def copies(mounted: Mounted) -> dict[str, dict[int, Path]]:
     """The committed copies by tier and by inode number, as they lie on the disk."""
     owner = owner_of(mounted.state)
-    return {
-        name: {
-            int(path.name): path
-            for path in own_directory(tier, owner).glob("copies-*/*/*")
-            if path.name.isdecimal()
-        }
-        for name, tier in mounted.tiers.items()
-    }
+    found: dict[str, dict[int, Path]] = {}
+    for name, tier in mounted.tiers.items():
+        paths: list[Path] | None = None
+        while paths is None:
+            # The daemon may remove a directory while it is listed.
+            with suppress(FileNotFoundError):
+                paths = list(own_directory(tier, owner).glob("copies-*/*/*"))
+        found[name] = {int(path.name): path for path in paths if path.name.isdecimal()}
+    return found
 
 
 def copy_of(mounted: Mounted, name: str) -> Path:
