@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import trio
+
 from monarch.errors import Refused
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
@@ -19,11 +21,13 @@ _WINDOW = 512
 _MOST_STAGED = 128
 # The most small contents in one lot.
 _LOT = 32
+# How long a search waits for further contents after the first one was recorded, in seconds. A
+# process that writes many files would cause a search for each of them.
+_GATHER_S = 0.01
 
 
 class StageAhead:
-    """Stages contents ahead of their turn: ``run`` in each of ``workers`` tasks. Belongs to the
-    event loop."""
+    """Stages contents ahead of their turn, in ``workers`` tasks. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -48,25 +52,41 @@ class StageAhead:
 
     async def run(self) -> None:
         """Stages contents ahead of their turn, until cancelled."""
-        while True:
-            try:
-                lot = self.next_lot()
-            except Refused:
-                # Some names cannot be read now. The change at the front of the queue will report
-                # that.
-                lot = []
-            if not lot:
-                await self._wakeups.content()
-            elif len(lot) == 1:
-                await self._stager.stage(lot[0], in_turn=False)
-            else:
-                await self._stager.stage_lot(lot)
+        found, lots = trio.open_memory_channel[list[Entry]](0)
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._workers):
+                nursery.start_soon(self._stage, lots)
+            while True:
+                try:
+                    next_lots = self.next_lots()
+                except Refused:
+                    # Some names cannot be read now. The change at the front of the queue will
+                    # report that.
+                    next_lots = []
+                for lot in next_lots:
+                    await found.send(lot)
+                if not next_lots:
+                    await self._wakeups.content()
+                    await trio.sleep(_GATHER_S)
 
-    def next_lot(self) -> list[Entry]:
-        """Chooses what one worker stages next: one content, or a lot of small ones. Raises Refused.
+    async def _stage(self, lots: trio.MemoryReceiveChannel[list[Entry]]) -> None:
+        async for lot in lots:
+            # The drain may have made, or begun, some of them while the lot waited for this task.
+            try:
+                waiting = [it for it in lot if self._is_waiting(it) and self._may_be_staged(it)]
+            except Refused:
+                continue
+            if len(waiting) > 1:
+                await self._stager.stage_lot(waiting)
+            elif waiting:
+                await self._stager.stage(waiting[0], in_turn=False)
+
+    def next_lots(self) -> list[list[Entry]]:
+        """Chooses the contents to stage next: a large one, or up to one lot of small ones for each
+        worker. Raises Refused.
 
         A content may be staged before its turn if no earlier change of the same object, of its
-        names or of the directories above them waits. Small contents are shared among the workers.
+        names or of the directories above them waits.
         """
         if self._trouble.reason is not None or self._stager.count >= _MOST_STAGED:
             return []
@@ -86,7 +106,7 @@ class StageAhead:
                     and self._may_be_staged(entry)
                 ):
                     if not self._stager.is_small(entry):
-                        return found or [entry]
+                        return self._shared(found) if found else [[entry]]
                     found.append(entry)
                     if len(found) == _LOT * self._workers:
                         break
@@ -98,7 +118,15 @@ class StageAhead:
                 objects.add(op.object)
             if op.kind not in ("content", "attr", "xattr", "create", "take"):
                 named.update(op.names())
-        return found[: -(-len(found) // self._workers)]
+        return self._shared(found)
+
+    def _shared(self, small: list[Entry]) -> list[list[Entry]]:
+        """The lots of small contents: about the same number for each worker."""
+        size = -(-len(small) // self._workers)
+        return [small[at : at + size] for at in range(0, len(small), size)] if small else []
+
+    def _is_waiting(self, entry: Entry) -> bool:
+        return len(self._queue) > 0 and entry.seq >= self._queue.front.seq
 
     def _may_be_staged(self, entry: Entry) -> bool:
         is_idle = not (entry.is_staging or entry.is_left or entry.is_ready)

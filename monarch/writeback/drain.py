@@ -145,7 +145,6 @@ class Drain:
         self.writer = writer
         self._contents = contents
         self._threads = threads
-        self._workers = options.workers
         self._wakeups = wakeups = Wakeups()
         self._trouble = Trouble(wakeups)
         self.state = state = SourceState()
@@ -272,8 +271,7 @@ class Drain:
     async def run(self) -> None:
         """Work until cancelled. The next mount finds what is under way then, and does it again."""
         async with trio.open_nursery() as nursery:
-            for _ in range(self._workers):
-                nursery.start_soon(self._ahead.run)
+            nursery.start_soon(self._ahead.run)
             while True:
                 try:
                     self.queue.sift()

@@ -75,28 +75,28 @@ class Waiting:
         self.order.expect(seq, op)
         return entry
 
-    def next(self) -> list[int]:
-        return [entry.seq for entry in self.ahead.next_lot()]
+    def next(self) -> list[list[int]]:
+        return [[entry.seq for entry in lot] for lot in self.ahead.next_lots()]
 
 
 async def test_many_small_contents_are_shared_and_a_large_one_is_staged_alone() -> None:
     waiting = Waiting(workers=2)
     for number in range(1, 6):
         waiting.put(b"%d" % number, number)
-    assert waiting.next() == [1, 2, 3]
+    assert waiting.next() == [[1, 2, 3], [4, 5]]
     waiting = Waiting()
     waiting.put(b"large", 1, size=100)
     waiting.put(b"small", 2)
-    assert waiting.next() == [1]
+    assert waiting.next() == [[1]]
     waiting.queue.front.is_staging = True
-    assert waiting.next() == [2]
+    assert waiting.next() == [[2]]
 
 
 async def test_small_contents_before_a_large_one_are_staged_first() -> None:
     waiting = Waiting()
     waiting.put(b"small", 1)
     waiting.put(b"large", 2, size=100)
-    assert waiting.next() == [1]
+    assert waiting.next() == [[1]]
 
 
 @pytest.mark.parametrize("state", ["is_staging", "is_left", "published", "skipped", "same"])
@@ -119,7 +119,7 @@ async def test_no_content_is_staged_before_its_directory_or_its_attributes_are_t
     waiting.put(b"x", 3, kind="rename", to=b"c")
     waiting.put(b"c", 4)
     free = waiting.put(b"free", 5)
-    assert waiting.next() == [free.seq]
+    assert waiting.next() == [[free.seq]]
 
 
 async def test_a_content_of_which_a_later_one_waits_is_left_to_its_turn() -> None:
@@ -140,7 +140,7 @@ async def test_nothing_is_staged_while_the_source_takes_nothing_or_has_much_that
     waiting.stager.count = ahead._MOST_STAGED
     assert waiting.next() == []
     waiting.stager.count -= 1
-    assert waiting.next() == [1]
+    assert waiting.next() == [[1]]
 
 
 async def test_what_depends_on_a_refused_change_is_not_staged() -> None:

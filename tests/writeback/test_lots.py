@@ -143,14 +143,14 @@ async def test_who_writes_many_files_wakes_no_worker_while_the_drain_is_held(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
-    look = StageAhead.next_lot
+    look = StageAhead.next_lots
 
     def counted(ahead: StageAhead) -> Any:
         nonlocal looks
         looks += 1
         return look(ahead)
 
-    monkeypatch.setattr(StageAhead, "next_lot", counted)
+    monkeypatch.setattr(StageAhead, "next_lots", counted)
     async with draining(world, workers=4, hold_s=1000) as drain:
         world.write(b"first", b"1")
         await trio.testing.wait_all_tasks_blocked()
@@ -162,3 +162,26 @@ async def test_who_writes_many_files_wakes_no_worker_while_the_drain_is_held(
         assert looks - before <= 4
         await drain.progress.settle()
     assert len([*world.source.glob("new*")]) == 100
+
+
+async def test_a_process_that_writes_many_files_does_not_cause_a_search_for_each(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = 0
+    search = StageAhead.next_lots
+
+    def counted(ahead: StageAhead) -> Any:
+        nonlocal searches
+        searches += 1
+        return search(ahead)
+
+    monkeypatch.setattr(StageAhead, "next_lots", counted)
+    async with draining(world, workers=4) as drain:
+        await trio.testing.wait_all_tasks_blocked()
+        before = searches
+        for number in range(200):
+            world.write(b"new%d" % number, b"content")
+            await trio.lowlevel.checkpoint()
+        assert searches - before <= 5
+        await drain.progress.settle()
+    assert len([*world.source.glob("new*")]) == 200
