@@ -25,7 +25,7 @@ from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import may_replace
 from monarch.posix.signals import interruptible
-from monarch.text import escape_text
+from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
 _DIFFERENT = 1
@@ -247,7 +247,8 @@ def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, qui
         f" {report.removed:,} removed, {report.changed:,} changed"
     )
     click.echo(
-        f"{report.unlisted:,} directories not listed again, {report.reused:,} entries not checked,"
+        f"{counted(report.unlisted, 'directory', 'directories')} not listed again,"
+        f" {counted(report.reused, 'entry', 'entries')} not checked,"
         f" {report.info.scan_seconds:.1f} s"
     )
     _warn_unreadable(report.info)
@@ -282,15 +283,17 @@ def _info_as_json(file: Path, told: SnapshotSummary) -> dict[str, Any]:
 
 
 def _counts(told: SnapshotSummary) -> str:
+    directories = counted(told.directories, "directory", "directories")
     return (
-        f"{told.files:,} files, {told.directories:,} directories, {format_bytes(told.bytes_total)}"
+        f"{counted(told.files, 'file', 'files')}, {directories}, {format_bytes(told.bytes_total)}"
     )
 
 
 def _warn_unreadable(told: SnapshotSummary) -> None:
     if not told.unreadable:
         return
-    click.echo(f"{told.unreadable:,} entries could not be read; opening them fails:", err=True)
+    unread = counted(told.unreadable, "entry", "entries")
+    click.echo(f"{unread} could not be read; opening fails there:", err=True)
     for path in told.unreadable_paths:
         click.echo(f"  {path}", err=True)
     if told.unreadable > len(told.unreadable_paths):

@@ -42,6 +42,7 @@ from monarch.frameworks.store import (
     serial_of,
     verify,
 )
+from monarch.text import counted
 
 __all__ = [
     "Checkpointer",
@@ -351,7 +352,8 @@ class Checkpointer:
             newest = self.newest
             kept = f"the newest is of step {newest.step}" if newest else "there is none"
             raise CheckpointError(
-                f"{self._failed} checkpoints were not saved, the first because of: {first}; {kept}"
+                f"{counted(self._failed, 'checkpoint was', 'checkpoints were')} not saved,"
+                f" the first because of: {first}; {kept}"
             ) from first
 
     def __enter__(self) -> Checkpointer:

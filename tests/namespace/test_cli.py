@@ -37,7 +37,7 @@ def test_build_and_info(source: Path, built: Path) -> None:
     assert told["snapshot_bytes"] == built.stat().st_size
     shown = run("info", built).stdout
     assert f"source          {source}" in shown
-    assert run("build", source, "-o", built).stdout.startswith(f"{built}: 1 files, 2 directories")
+    assert run("build", source, "-o", built).stdout.startswith(f"{built}: 1 file, 2 directories")
     assert json.loads(run("build", source, "-o", built, "--json").stdout)["entries"] == 3
 
 
