@@ -12,8 +12,10 @@ import array
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import resource
 import select
 import signal
@@ -28,22 +30,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+import monarch
+
 _ROOT = Path(__file__).parents[2]
 _LONGEST = 1 << 20
 # Its value is overwritten in the memory that /proc/PID/environ shows.
 _VARIABLE = "MONARCH_TEST_CASE"
 _UNSET = "-" * 32
-# Whatever a verb would import. What cannot be imported fails in the process that needs it.
-_PRELOADED = (
-    "cli.main",
-    "cli.mount",
-    "cli.umount",
-    "cli.status",
-    "cli.status_screen",
-    "cli.evict",
-    "cli.warm",
-    "daemon",
-)
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
 
 
@@ -105,7 +98,13 @@ class ForkServer:
                         [sys.executable, "-m", "tests.equipment.forkserver", str(theirs.fileno())],
                         pass_fds=[theirs.fileno()],
                         cwd=_ROOT,
-                        env={**os.environ, "PYTHONPATH": str(_ROOT), _VARIABLE: _UNSET},
+                        env={
+                            **os.environ,
+                            "PYTHONPATH": str(_ROOT),
+                            # Its threads would not survive the fork.
+                            "OPENBLAS_NUM_THREADS": "1",
+                            _VARIABLE: _UNSET,
+                        },
                         stdin=subprocess.DEVNULL,
                     )
             return self._requests
@@ -140,16 +139,22 @@ def _read_all(pipes: Iterable[int], timeout_s: float, pid: int) -> list[str] | N
     return [bytes(data).decode(errors="backslashreplace") for data in got.values()]
 
 
+def all_modules() -> list[str]:
+    """The modules that verbs and daemons may import: all but those for training frameworks."""
+    packages = pkgutil.walk_packages(monarch.__path__, "monarch.")
+    names = [module.name for module in packages]
+    return [name for name in names if not name.startswith(("monarch.frameworks", "monarch.__"))]
+
+
 # -- the server ------------------------------------------------------------------------------------
 
 
 def _serve(requests: socket.socket) -> None:
     """Fork for each request until the other end is closed; tell each its pid and exit status."""
-    import importlib
-
-    for module in _PRELOADED:
+    for module in all_modules():
+        # What cannot be imported fails in the process that needs it.
         with contextlib.suppress(ImportError):
-            importlib.import_module(f"monarch.{module}")
+            importlib.import_module(module)
     # What is here now is never collected, so its pages stay shared.
     gc.collect()
     gc.freeze()
@@ -203,11 +208,9 @@ def _become(request: dict[str, Any], output: list[int]) -> NoReturn:
     os.environ.update(request["environment"])
     _show_in_proc(request["environment"].get(_VARIABLE, _UNSET))
     sys.argv = [str(_ROOT / "monarch/__main__.py"), *request["arguments"]]
-    import monarch.cli.main
-
     code = 1
     try:
-        code = monarch.cli.main.main()
+        code = importlib.import_module("monarch.cli.main").main()
     except BaseException:
         traceback.print_exc()
     # The interpreter's own end would touch, and so copy, each page that is shared with the server.
