@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from monarch.errors import SourceChanged
 from monarch.posix import failpoints
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import Source, SourceFile, identity_now, identity_of
 from monarch.tiers.tier import Staged, Tier
-from monarch.types import Identity, Ino
+from monarch.transfer.queue import Flight
+from monarch.types import Identity
 from monarch.units import MiB
 
 # Bytes moved in one turn of a worker thread: enough to make the hop cheap, few enough that a copy
@@ -28,32 +28,17 @@ _PIECE_BYTES = 1 * MiB
 _HOLE = bytes(_PIECE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The bytes of a small file, as read from the source.
-
-    ``young`` as in ``Records.put``. ``given_up`` tells whether the copy was given up, because its
-    tier took too long.
-    """
-
-    ino: Ino
-    identity: Identity
-    data: bytes | memoryview
-    young: bool
-    given_up: Callable[[], bool]
-
-
 def commit_contents(
-    tier: Tier, records: Records, contents: Sequence[Content]
+    tier: Tier, records: Records, flights: Sequence[Flight]
 ) -> list[OSError | None]:
-    """Commits each; returns for each None, or the error of the tier."""
+    """Commits the contents of each; returns for each None, or the error of the tier."""
     results: list[OSError | None] = []
-    for content in contents:
+    for flight in flights:
         try:
-            _require_wanted(content.given_up)
-            with tier.stage(content.ino) as staged:
-                staged.append(content.data)
-                commit(tier, records, staged, content)
+            _require_kept(flight)
+            with tier.stage(flight.ino) as staged:
+                staged.append(flight.content or b"")
+                commit(tier, records, staged, flight)
         except OSError as error:
             results.append(error)
         else:
@@ -61,37 +46,25 @@ def commit_contents(
     return results
 
 
-class Wanted(Protocol):
-    """The file version of a copy, and whether the copy is still wanted."""
-
-    @property
-    def ino(self) -> Ino: ...
-    @property
-    def identity(self) -> Identity: ...
-    @property
-    def young(self) -> bool: ...
-    @property
-    def given_up(self) -> Callable[[], bool]: ...
-
-
-def commit(tier: Tier, records: Records, staged: Staged, wanted: Wanted) -> None:
+def commit(tier: Tier, records: Records, staged: Staged, flight: Flight) -> None:
     """Renames, then records. Raises OSError, and SourceChanged if bytes are missing."""
-    ino, identity = wanted.ino, wanted.identity
+    ino, identity = flight.ino, flight.identity
     if staged.size != identity.size:
         raise SourceChanged(f"read {staged.size} bytes of {identity.size}")
     digest = staged.commit(identity)
     try:
         # Another tier may have a copy and the record by now.
-        _require_wanted(wanted.given_up)
-        records.put(ino, Record(tier.number, identity, digest), young=wanted.young)
+        _require_kept(flight)
+        records.put(ino, Record(tier.number, identity, digest), young=flight.young)
     except OSError:
         tier.remove(ino)
         raise
     failpoints.failpoint("copy-recorded")
 
 
-def _require_wanted(given_up: Callable[[], bool]) -> None:
-    if given_up():
+def _require_kept(flight: Flight) -> None:
+    """Raises OSError if the copy was given up, because its tier took too long."""
+    if flight.is_left:
         raise OSError(errno.ECANCELED, "the copy was given up")
 
 

@@ -37,7 +37,7 @@ from monarch.tiers.doubts import Doubts
 from monarch.tiers.records import Records
 from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
-from monarch.transfer.copy import Content, append_all, commit, commit_contents
+from monarch.transfer.copy import append_all, commit, commit_contents
 from monarch.transfer.queue import Flight, Flights, Removals
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor, tier_error
@@ -280,14 +280,9 @@ class Engine:
             return
         for flight in fitting:
             flight.young = self._doubts.by_bytes(flight.ino, flight.identity)
-        contents = [
-            Content(flight.ino, flight.identity, flight.content, flight.young, flight.given_up)
-            for flight in fitting
-            if flight.content is not None
-        ]
         size = sum(flight.promote.size for flight in fitting)
         results = await self._monitor.call(
-            tier, commit_contents, tier, self._records, contents, files=len(fitting), size=size
+            tier, commit_contents, tier, self._records, fitting, files=len(fitting), size=size
         )
         for flight, error in zip(fitting, results, strict=True):
             if error is None:

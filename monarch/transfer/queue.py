@@ -38,9 +38,6 @@ class Flight:
     def ino(self) -> Ino:
         return self.promote.ino
 
-    def given_up(self) -> bool:
-        return self.is_left
-
 
 class Buffer:
     """Counts the bytes in memory between the source and the tiers, at most ``most``."""

@@ -45,7 +45,7 @@ def test_what_is_under_way_to_a_tier_that_hangs_is_left_with_its_bytes() -> None
     (under_way,) = flights.contents[1].take()
     assert flights.leave(2) == 0
     assert flights.leave(1) == 1
-    assert under_way.given_up()
+    assert under_way.is_left
     assert flights.get(Ino(1)) is None
     # A worker still has them: they are free when it is done.
     assert buffer.used == 10
