@@ -11,7 +11,7 @@ import importlib
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -151,12 +151,6 @@ class Datapath:
             limits.source_concurrency,
             round((limits.source_timeout or 0) * 1e9),
         )
-        if options.ask_names:
-            self._native.ask_names()
-        if options.ask_xattrs:
-            self._native.ask_xattrs()
-        if options.as_caller:
-            self._native.fetch_as_caller()
         for tier in tiers:
             self._native.add_tier(tier.number, tier.directory, tier.seals)
         snapshot.on_load(partial(_publish, self._native))
@@ -174,13 +168,7 @@ class Datapath:
         channel = ours.detach()
         try:
             self._native.start(
-                device=device,
-                channel=channel,
-                threads=threads,
-                passthrough=self._options.passthrough,
-                no_open=self._options.no_open,
-                decide_opens=self._options.decide_opens,
-                cache_listings=self._options.cache_listings,
+                device=device, channel=channel, threads=threads, **asdict(self._options)
             )
         except BaseException:
             os.close(channel)

@@ -106,16 +106,21 @@ static uint64_t object_of(struct absorbed *absorbed, uint64_t ino) {
     return object;
 }
 
+int open_numbered(int directory, uint64_t number) {
+    char name[32];
+    snprintf(name, sizeof name, "%02x/%llu", (unsigned)(number & 0xff), (unsigned long long)number);
+    /* Updating the access time would cost every small read. O_NONBLOCK: another program may have
+     * put a fifo in the place of a copy. */
+    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
+    int fd = openat(directory, name, flags | O_NOATIME);
+    return fd < 0 && errno == EPERM ? openat(directory, name, flags) : fd;
+}
+
 int absorbed_open(struct absorbed *absorbed, uint64_t ino, uint64_t *size) {
     uint64_t object = object_of(absorbed, ino);
     if (!object)
         return -1;
-    char name[32];
-    snprintf(name, sizeof name, "%02x/%llu", (unsigned)(object & 0xff), (unsigned long long)object);
-    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
-    int fd = openat(absorbed->directory, name, flags | O_NOATIME);
-    if (fd < 0 && errno == EPERM)
-        fd = openat(absorbed->directory, name, flags);
+    int fd = open_numbered(absorbed->directory, object);
     struct stat status;
     /* Checked again: Python may have removed the entry before the object was open. */
     if (fd >= 0 &&

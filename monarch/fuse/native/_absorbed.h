@@ -18,6 +18,10 @@ struct absorbed {
     size_t count;
 };
 
+/* Opens the file of a number beneath the directory of copies or of objects, for reading; -1 on
+ * failure. */
+int open_numbered(int directory, uint64_t number);
+
 bool absorbed_prepare(struct absorbed *absorbed);
 void absorbed_free(struct absorbed *absorbed);
 /* Sets the object of an inode; false without memory for it. */

@@ -1,20 +1,11 @@
 /* Copies in the tiers: which one may be used, and whether an open file is what was committed. */
 #include "_requests.h"
 
-#include <errno.h>
-#include <fcntl.h>
-#include <stdio.h>
 #include <sys/stat.h>
 
 /* Opens the copy of ``ino`` in a tier, by the name that tiers/tier.py gives it. */
 int copies_open(struct datapath *dp, uint8_t tier, uint64_t ino) {
-    char name[32];
-    snprintf(name, sizeof name, "%02x/%llu", (unsigned)(ino & 0xff), (unsigned long long)ino);
-    /* Updating the access time would cost every small read. O_NONBLOCK: another program may have
-     * put a fifo in the place of a copy. */
-    int flags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK;
-    int fd = openat(dp->tiers[tier].directory, name, flags | O_NOATIME);
-    return fd < 0 && errno == EPERM ? openat(dp->tiers[tier].directory, name, flags) : fd;
+    return open_numbered(dp->tiers[tier].directory, ino);
 }
 
 /* The tier with a usable copy, 0 if there is none, and the version of the copy. */

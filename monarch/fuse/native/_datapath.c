@@ -70,6 +70,13 @@ static int start_thread(pthread_t *id, void *(*function)(void *), void *argument
     return error;
 }
 
+static void join_if_ended(struct thread *thread) {
+    if (LOAD(thread->state) == THREAD_ENDED) {
+        pthread_join(thread->id, NULL);
+        STORE(thread->state, THREAD_NONE);
+    }
+}
+
 /* Starts one more reader; false if that is not possible. */
 static bool spawn(struct datapath *dp) {
     bool started = false;
@@ -79,10 +86,7 @@ static bool spawn(struct datapath *dp) {
         place++;
     if (place < MAX_THREADS && !LOAD(dp->stopping)) {
         struct thread *thread = &dp->threads[place];
-        if (LOAD(thread->state) == THREAD_ENDED) {
-            pthread_join(thread->id, NULL);
-            STORE(thread->state, THREAD_NONE);
-        }
+        join_if_ended(thread);
         thread->dp = dp;
         thread->device = dp->clones[place % dp->clone_count];
         thread->shard = (unsigned)place % SHARDS;
@@ -223,10 +227,9 @@ static void answer_create(struct datapath *dp, const struct pending *what,
 static void carry_back(struct datapath *dp, struct out_header *header) {
     struct pending what;
     if (header->unique == 0) {
-        /* A notification. The kernel may not know its inode any more; such an error has no
-         * consequence. */
-        if (write(dp->device, header, header->len) < 0)
-            return;
+        if (write(dp->device, header, header->len) < 0) {
+            /* The kernel does not know the inode of this notification any more. */
+        }
         return;
     }
     if (!take_pending(dp, header->unique, &what))
@@ -364,10 +367,7 @@ void stop(struct datapath *dp) {
             pthread_kill(thread->id, WAKE_SIGNAL);
             usleep(tries < 10 ? 100 : 1000);
         }
-        if (LOAD(thread->state) == THREAD_ENDED) {
-            pthread_join(thread->id, NULL);
-            STORE(thread->state, THREAD_NONE);
-        }
+        join_if_ended(thread);
     }
     shutdown(dp->channel, SHUT_RDWR);
     pthread_join(dp->replier, NULL);
@@ -381,13 +381,8 @@ bool still_runs(struct datapath *dp) {
 }
 
 void join_ended(struct datapath *dp) {
-    for (int i = 0; i < dp->thread_count; i++) {
-        struct thread *thread = &dp->threads[i];
-        if (LOAD(thread->state) == THREAD_ENDED) {
-            pthread_join(thread->id, NULL);
-            STORE(thread->state, THREAD_NONE);
-        }
-    }
+    for (int i = 0; i < dp->thread_count; i++)
+        join_if_ended(&dp->threads[i]);
 }
 
 /* Closes the remaining descriptors. Closing a file of the source waits for the source. */

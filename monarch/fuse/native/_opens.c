@@ -24,6 +24,16 @@ static struct open_inode *find(struct opens_stripe *stripe, uint64_t ino) {
     return entry;
 }
 
+static void lock(struct opens_stripe *stripe) { pthread_mutex_lock(&stripe->lock); }
+
+static void unlock(struct opens_stripe *stripe) { pthread_mutex_unlock(&stripe->lock); }
+
+/* Locks the stripe of ``ino``; returns its entry, NULL if it has none. */
+static struct open_inode *locked(struct opens *opens, uint64_t ino) {
+    lock(stripe_of(opens, ino));
+    return find(stripe_of(opens, ino), ino);
+}
+
 bool opens_prepare(struct opens *opens, struct datapath *dp,
                    void (*close_later)(struct datapath *dp, int fd)) {
     opens->dp = dp;
@@ -99,17 +109,16 @@ static struct open_inode *take(struct opens *opens, struct opens_stripe *stripe,
 
 struct open_inode *opens_take(struct opens *opens, uint64_t ino, bool *fresh) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     struct open_inode *entry = take(opens, stripe, ino, fresh);
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
     return entry;
 }
 
 void opens_hold(struct opens *opens, struct open_inode *entry) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     entry->users++;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
     __atomic_add_fetch(&opens->users, 1, __ATOMIC_RELAXED);
 }
 
@@ -124,33 +133,30 @@ static void settle(struct open_inode *entry, enum open_kind kind, int fd, int32_
 
 bool opens_settle(struct opens *opens, struct open_inode *entry, enum open_kind kind, int fd,
                   int32_t backing_id, uint8_t tier, uint64_t size) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     bool open = entry->kind == OPEN_SETTLING;
     if (open)
         settle(entry, kind, fd, backing_id, tier, size);
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
     return open;
 }
 
 bool opens_settle_content(struct opens *opens, struct open_inode *entry, struct content *content) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     bool open = entry->kind == OPEN_SETTLING;
     if (open) {
         __atomic_store_n(&entry->content, content, __ATOMIC_RELEASE);
         settle(entry, OPEN_CONTENT, -1, 0, 0, content->size);
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
     return open;
 }
 
 struct content *opens_content(struct opens *opens, struct open_inode *entry, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     bool has = entry->ino == ino && entry->kind == OPEN_CONTENT && entry->content;
     struct content *content = has ? content_retain(entry->content) : NULL;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
     return content;
 }
 
@@ -172,61 +178,53 @@ static bool can_bind(const struct open_inode *entry) {
 }
 
 bool opens_can_bind(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    bool can = can_bind(find(stripe, ino));
-    pthread_mutex_unlock(&stripe->lock);
+    bool can = can_bind(locked(opens, ino));
+    unlock(stripe_of(opens, ino));
     return can;
 }
 
 bool opens_bind(struct opens *opens, uint64_t ino, enum open_kind kind, int fd, int32_t backing_id,
                 uint8_t tier, uint64_t size) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     bool can = can_bind(entry);
     if (can) {
         __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
         settle(entry, kind, fd, backing_id, tier, size);
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return can;
 }
 
 bool opens_resize(struct opens *opens, uint64_t ino, uint64_t size) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     bool written = entry && entry->kind == OPEN_WRITTEN;
     bool bound = entry && (written ? entry->held : entry->bound);
     if (bound && !written)
         __atomic_store_n(&entry->size, size, __ATOMIC_RELAXED);
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return bound;
 }
 
 bool opens_outdate(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     /* An entry that is being settled may become such a copy. It is marked without waiting, since
      * settling may wait for the source. */
     bool held =
         entry && (entry->tier > 0 || entry->kind == OPEN_CONTENT || entry->kind == OPEN_SETTLING);
     if (held)
         entry->outdated = true;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return held;
 }
 
 bool opens_answered(struct opens *opens, struct open_inode *entry, bool writes) {
     struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     bool written = entry->kind == OPEN_WRITTEN;
     bool bound = entry->bound && (written ? entry->held : !writes);
     if (!bound)
         entry->python_handles++;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
     return bound;
 }
 
@@ -256,7 +254,7 @@ static void forget(struct opens_stripe *stripe, struct open_inode *entry,
 bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_remains *to_close) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     *to_close = (struct open_remains){.fd = -1};
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     struct open_inode *entry = find(stripe, ino);
     bool known = entry && entry->users > entry->held && (!by_python || entry->python_handles);
     if (known) {
@@ -265,7 +263,7 @@ bool opens_drop(struct opens *opens, uint64_t ino, bool by_python, struct open_r
         if (--entry->users == 0)
             forget(stripe, entry, to_close);
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
     if (known)
         __atomic_sub_fetch(&opens->users, 1, __ATOMIC_RELAXED);
     return known;
@@ -296,7 +294,7 @@ struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd,
     bool fresh;
     if (!file)
         return NULL;
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     struct open_inode *entry = find(stripe, ino);
     /* While the kernel reads an inode by passthrough, it allows no other mode of open. */
     if (entry ? entry->kind == OPEN_PASSTHROUGH : !create)
@@ -315,7 +313,7 @@ struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd,
         __atomic_store_n(&entry->bound, true, __ATOMIC_RELEASE);
         __atomic_store_n(&entry->kind, OPEN_WRITTEN, __ATOMIC_RELEASE);
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
     content_release(content);
     if (entry && spare)
         opens_unuse(spare);
@@ -327,7 +325,7 @@ struct open_inode *opens_bind_written(struct opens *opens, uint64_t ino, int fd,
 void opens_release_written(struct opens *opens, uint64_t ino, struct open_remains *to_close) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     *to_close = (struct open_remains){.fd = -1};
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     struct open_inode *entry = find(stripe, ino);
     if (entry && entry->held) {
         /* Unanswered creations of this inode have failed. */
@@ -338,38 +336,35 @@ void opens_release_written(struct opens *opens, uint64_t ino, struct open_remain
         if (entry->users == 0)
             forget(stripe, entry, to_close);
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
 }
 
 struct open_inode *opens_created(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     if (entry && entry->creating)
         entry->creating--;
     else
         entry = NULL;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return entry;
 }
 
 struct written *opens_use(struct opens *opens, struct open_inode *entry, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     struct written *file = entry->ino == ino ? entry->written : NULL;
     if (file)
         file->users++;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
     return file;
 }
 
 void opens_unuse(struct written *file) {
     struct opens_stripe *stripe = file->stripe;
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     uint32_t users = --file->users;
     if (users == 1)
         pthread_cond_broadcast(&stripe->unused);
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
     if (users == 0)
         written_free(file);
 }
@@ -381,28 +376,25 @@ static void lower(struct open_inode *entry, uint64_t offset) {
 }
 
 void opens_changing(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     if (entry->ino == ino)
         lower(entry, offset);
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
 }
 
 void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     if (entry->ino == ino) {
         entry->changes++;
         lower(entry, offset);
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
 }
 
 uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
                      uint64_t size) {
-    struct opens_stripe *stripe = stripe_with(opens, entry);
     uint64_t run = 0;
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe_with(opens, entry));
     if (entry->ino == ino) {
         entry->changes++;
         lower(entry, offset);
@@ -415,14 +407,14 @@ uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino
         else
             run = 0;
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_with(opens, entry));
     return run;
 }
 
 bool opens_unbind(struct opens *opens, uint64_t ino) {
     struct opens_stripe *stripe = stripe_of(opens, ino);
     struct written *file = NULL;
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     struct open_inode *entry = find(stripe, ino);
     bool bound = entry && entry->held;
     if (bound && entry->written) {
@@ -438,7 +430,7 @@ bool opens_unbind(struct opens *opens, uint64_t ino) {
         while ((entry = find(stripe, ino)) && entry->held && entry->leaving)
             pthread_cond_wait(&stripe->unused, &stripe->lock);
     }
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
     if (file)
         written_free(file);
     return bound;
@@ -449,60 +441,50 @@ bool opens_rebind(struct opens *opens, uint64_t ino, int fd, uint8_t tier) {
     struct written *file = written_new(opens, stripe, fd, tier);
     if (!file)
         return false;
-    pthread_mutex_lock(&stripe->lock);
+    lock(stripe);
     struct open_inode *entry = find(stripe, ino);
     bool can = entry && entry->held && !entry->written;
     if (can)
         entry->written = file;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe);
     if (!can)
         free(file);
     return can;
 }
 
 uint64_t opens_changes(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     uint64_t changes = entry && entry->held ? entry->changes : 0;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return changes;
 }
 
 uint64_t opens_lowest(struct opens *opens, uint64_t ino, bool forget) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     uint64_t lowest = entry && entry->held ? entry->lowest : UINT64_MAX;
     if (entry && entry->held && forget)
         entry->lowest = UINT64_MAX;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return lowest;
 }
 
 bool opens_is_open(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    bool open = find(stripe, ino) != NULL;
-    pthread_mutex_unlock(&stripe->lock);
+    bool open = locked(opens, ino) != NULL;
+    unlock(stripe_of(opens, ino));
     return open;
 }
 
 bool opens_is_passed(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     bool passed = entry && entry->kind == OPEN_PASSTHROUGH;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return passed;
 }
 
 int64_t opens_reached(struct opens *opens, uint64_t ino) {
-    struct opens_stripe *stripe = stripe_of(opens, ino);
-    pthread_mutex_lock(&stripe->lock);
-    struct open_inode *entry = find(stripe, ino);
+    struct open_inode *entry = locked(opens, ino);
     int64_t reached = entry ? __atomic_load_n(&entry->reached, __ATOMIC_RELAXED) : 0;
-    pthread_mutex_unlock(&stripe->lock);
+    unlock(stripe_of(opens, ino));
     return reached;
 }
 

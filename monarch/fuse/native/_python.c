@@ -169,14 +169,26 @@ static void datapath_dealloc(Datapath *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+static int to_number(PyObject *given, long least, int *number) {
+    long found = PyLong_AsLong(given);
+    if (found == -1 && PyErr_Occurred())
+        return 0;
+    if (found < least || found >= MAX_TIERS) {
+        PyErr_SetString(PyExc_ValueError, "no such tier");
+        return 0;
+    }
+    *number = (int)found;
+    return 1;
+}
+
+int to_tier(PyObject *given, void *number) { return to_number(given, 1, number); }
+
+int to_place(PyObject *given, void *number) { return to_number(given, 0, number); }
+
 static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
     int number, directory, seals;
-    if (!PyArg_ParseTuple(args, "iip", &number, &directory, &seals))
+    if (!PyArg_ParseTuple(args, "O&ip", to_tier, &number, &directory, &seals))
         return NULL;
-    if (number < 1 || number >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
     int own = fcntl(directory, F_DUPFD_CLOEXEC, 0);
     if (own < 0)
         return python_error(errno);
@@ -189,9 +201,9 @@ static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
  * stay open. */
 static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
     int number, directory, seals, moved = -1;
-    if (!PyArg_ParseTuple(args, "iip", &number, &directory, &seals))
+    if (!PyArg_ParseTuple(args, "O&ip", to_tier, &number, &directory, &seals))
         return NULL;
-    if (number < 1 || number >= MAX_TIERS || self->dp->tiers[number].directory < 0) {
+    if (self->dp->tiers[number].directory < 0) {
         PyErr_SetString(PyExc_ValueError, "no such tier");
         return NULL;
     }
@@ -209,12 +221,8 @@ static PyObject *datapath_move_tier(Datapath *self, PyObject *args) {
 
 static PyObject *datapath_shun(Datapath *self, PyObject *args) {
     int number, shunned;
-    if (!PyArg_ParseTuple(args, "ip", &number, &shunned))
+    if (!PyArg_ParseTuple(args, "O&p", to_tier, &number, &shunned))
         return NULL;
-    if (number < 1 || number >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
     STORE(self->dp->tiers[number].shunned, shunned);
     Py_RETURN_NONE;
 }
@@ -242,24 +250,6 @@ static PyObject *datapath_set_source(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *datapath_fetch_as_caller(Datapath *self, PyObject *unused) {
-    (void)unused;
-    STORE(self->dp->as_caller, 1);
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_ask_names(Datapath *self, PyObject *unused) {
-    (void)unused;
-    self->dp->names.ask = true;
-    Py_RETURN_NONE;
-}
-
-static PyObject *datapath_ask_xattrs(Datapath *self, PyObject *unused) {
-    (void)unused;
-    self->dp->names.ask_xattrs = true;
-    Py_RETURN_NONE;
-}
-
 static PyObject *datapath_publish(Datapath *self, PyObject *args) {
     unsigned table;
     Py_ssize_t number;
@@ -283,13 +273,15 @@ static PyObject *datapath_publish(Datapath *self, PyObject *args) {
 }
 
 static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs) {
-    static char *keys[] = {"device",       "channel",        "passthrough", "no_open",
-                           "decide_opens", "cache_listings", "threads",     NULL};
+    static char *keys[] = {
+        "device",         "channel",   "threads",    "passthrough", "no_open", "decide_opens",
+        "cache_listings", "ask_names", "ask_xattrs", "as_caller",   NULL};
     struct datapath *dp = self->dp;
-    int device, channel, passthrough, no_open, decide_opens, cache_listings, threads;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iippppi", keys, &device, &channel,
+    int device, channel, threads, passthrough, no_open, decide_opens, cache_listings;
+    int ask_names, ask_xattrs, as_caller;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$iiippppppp", keys, &device, &channel, &threads,
                                      &passthrough, &no_open, &decide_opens, &cache_listings,
-                                     &threads))
+                                     &ask_names, &ask_xattrs, &as_caller))
         return NULL;
     if (dp->started || dp->device >= 0 || threads < 1 || threads > MAX_THREADS) {
         PyErr_SetString(PyExc_ValueError, "cannot be started so");
@@ -299,6 +291,9 @@ static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs
     dp->no_open = no_open;
     dp->decide_opens = decide_opens;
     dp->cache_listings = cache_listings;
+    dp->names.ask = ask_names;
+    dp->names.ask_xattrs = ask_xattrs;
+    dp->as_caller = as_caller;
     dp->idle_target = threads;
     int error = start(dp, device, channel, threads);
     if (error)
@@ -310,12 +305,8 @@ static PyObject *datapath_start(Datapath *self, PyObject *args, PyObject *kwargs
 static PyObject *datapath_register(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     int fd, tier, backing_id = 0;
-    if (!PyArg_ParseTuple(args, "ii", &fd, &tier))
+    if (!PyArg_ParseTuple(args, "iO&", &fd, to_tier, &tier))
         return NULL;
-    if (tier < 1 || tier >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
     Py_BEGIN_ALLOW_THREADS;
     if (dp->started)
         backing_id = register_backing(dp, fd, (uint8_t)tier);
@@ -443,21 +434,6 @@ static PyObject *datapath_source(Datapath *self, PyObject *Py_UNUSED(ignored)) {
         (long long)(LOAD(dp->at_source) + LOAD(dp->for_source_count)), LOAD(dp->source_waited_ns));
 }
 
-static PyObject *datapath_reached(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyLong_FromLongLong(opens_reached(&self->dp->opens, ino));
-}
-
-static PyObject *datapath_was_given(Datapath *self, PyObject *args) {
-    struct datapath *dp = self->dp;
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyBool_FromLong(ino <= dp->names.entries && LOAD(dp->given[ino >> 3]) >> (ino & 7) & 1);
-}
-
 /* The earlier of two times; 0 is none. */
 static uint64_t earlier(uint64_t a, uint64_t b) { return b && b < a ? b : a; }
 
@@ -496,18 +472,15 @@ static PyMethodDef methods[] = {
     {"move_tier", (PyCFunction)datapath_move_tier, METH_VARARGS, NULL},
     {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
     {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
-    {"ask_names", (PyCFunction)datapath_ask_names, METH_NOARGS, NULL},
-    {"ask_xattrs", (PyCFunction)datapath_ask_xattrs, METH_NOARGS, NULL},
     {"set_objects", (PyCFunction)datapath_set_objects, METH_VARARGS, NULL},
     {"know_object", (PyCFunction)datapath_know_object, METH_VARARGS, NULL},
-    {"forget_object", (PyCFunction)datapath_forget_object, METH_VARARGS, NULL},
+    {"forget_object", (PyCFunction)datapath_forget_object, METH_O, NULL},
     {"name_given", (PyCFunction)datapath_name_given, METH_VARARGS, NULL},
     {"name_taken", (PyCFunction)datapath_name_taken, METH_VARARGS, NULL},
     {"tell_missing", (PyCFunction)datapath_tell_missing, METH_VARARGS, NULL},
     {"tell_attributes", (PyCFunction)datapath_tell_attributes, METH_VARARGS, NULL},
-    {"forget_attributes", (PyCFunction)datapath_forget_attributes, METH_VARARGS, NULL},
-    {"fetch_as_caller", (PyCFunction)datapath_fetch_as_caller, METH_NOARGS, NULL},
-    {"taken", (PyCFunction)datapath_taken, METH_VARARGS, NULL},
+    {"forget_attributes", (PyCFunction)datapath_forget_attributes, METH_O, NULL},
+    {"taken", (PyCFunction)datapath_taken, METH_O, NULL},
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
     {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},
     {"register", (PyCFunction)datapath_register, METH_VARARGS, NULL},
@@ -517,18 +490,18 @@ static PyMethodDef methods[] = {
     {"release_written", (PyCFunction)datapath_release_written, METH_VARARGS, NULL},
     {"unbind", (PyCFunction)datapath_unbind, METH_VARARGS, NULL},
     {"rebind", (PyCFunction)datapath_rebind, METH_VARARGS, NULL},
-    {"written", (PyCFunction)datapath_written, METH_VARARGS, NULL},
+    {"written", (PyCFunction)datapath_written, METH_O, NULL},
     {"lowest", (PyCFunction)datapath_lowest, METH_VARARGS, NULL},
-    {"is_open", (PyCFunction)datapath_is_open, METH_VARARGS, NULL},
-    {"is_passed", (PyCFunction)datapath_is_passed, METH_VARARGS, NULL},
-    {"outdate", (PyCFunction)datapath_outdate, METH_VARARGS, NULL},
+    {"is_open", (PyCFunction)datapath_is_open, METH_O, NULL},
+    {"is_passed", (PyCFunction)datapath_is_passed, METH_O, NULL},
+    {"outdate", (PyCFunction)datapath_outdate, METH_O, NULL},
     {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},
     {"store", (PyCFunction)datapath_store, METH_VARARGS, NULL},
     {"events", (PyCFunction)datapath_events, METH_NOARGS, NULL},
     {"tallies", (PyCFunction)datapath_tallies, METH_VARARGS, NULL},
     {"source", (PyCFunction)datapath_source, METH_NOARGS, NULL},
-    {"reached", (PyCFunction)datapath_reached, METH_VARARGS, NULL},
-    {"was_given", (PyCFunction)datapath_was_given, METH_VARARGS, NULL},
+    {"reached", (PyCFunction)datapath_reached, METH_O, NULL},
+    {"was_given", (PyCFunction)datapath_was_given, METH_O, NULL},
     {"state", (PyCFunction)datapath_state, METH_NOARGS, NULL},
     {"fileno", (PyCFunction)datapath_fileno, METH_NOARGS, NULL},
     {"stop", (PyCFunction)datapath_stop, METH_NOARGS, NULL},

@@ -16,29 +16,35 @@ typedef struct {
 /* -- _python.c -------------------------------------------------------------------------------- */
 
 PyObject *python_error(int error);
+/* Converters of PyArg_ParseTuple to an int: the number of a tier, and that of a tier or 0, the
+ * source. */
+int to_tier(PyObject *given, void *number);
+int to_place(PyObject *given, void *number);
 
 /* -- _python_files.c --------------------------------------------------------------------------- */
 
 PyObject *datapath_set_objects(Datapath *self, PyObject *args);
 PyObject *datapath_know_object(Datapath *self, PyObject *args);
-PyObject *datapath_forget_object(Datapath *self, PyObject *args);
+PyObject *datapath_forget_object(Datapath *self, PyObject *number);
 PyObject *datapath_name_given(Datapath *self, PyObject *args);
 PyObject *datapath_name_taken(Datapath *self, PyObject *args);
 PyObject *datapath_tell_missing(Datapath *self, PyObject *args);
 PyObject *datapath_tell_attributes(Datapath *self, PyObject *args);
-PyObject *datapath_forget_attributes(Datapath *self, PyObject *args);
+PyObject *datapath_forget_attributes(Datapath *self, PyObject *number);
 PyObject *datapath_bind(Datapath *self, PyObject *args);
 PyObject *datapath_bind_written(Datapath *self, PyObject *args);
 PyObject *datapath_unbind(Datapath *self, PyObject *args);
 PyObject *datapath_rebind(Datapath *self, PyObject *args);
 PyObject *datapath_release_written(Datapath *self, PyObject *args);
-PyObject *datapath_written(Datapath *self, PyObject *args);
+PyObject *datapath_written(Datapath *self, PyObject *number);
 PyObject *datapath_lowest(Datapath *self, PyObject *args);
-PyObject *datapath_is_open(Datapath *self, PyObject *args);
-PyObject *datapath_is_passed(Datapath *self, PyObject *args);
-PyObject *datapath_outdate(Datapath *self, PyObject *args);
+PyObject *datapath_is_open(Datapath *self, PyObject *number);
+PyObject *datapath_is_passed(Datapath *self, PyObject *number);
+PyObject *datapath_outdate(Datapath *self, PyObject *number);
 PyObject *datapath_answer(Datapath *self, PyObject *args);
 PyObject *datapath_store(Datapath *self, PyObject *args);
-PyObject *datapath_taken(Datapath *self, PyObject *args);
+PyObject *datapath_taken(Datapath *self, PyObject *number);
+PyObject *datapath_reached(Datapath *self, PyObject *number);
+PyObject *datapath_was_given(Datapath *self, PyObject *number);
 
 #endif

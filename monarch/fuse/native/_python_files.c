@@ -6,10 +6,10 @@
 
 PyObject *datapath_set_objects(Datapath *self, PyObject *args) {
     int tier, directory;
-    if (!PyArg_ParseTuple(args, "ii", &tier, &directory))
+    if (!PyArg_ParseTuple(args, "O&i", to_tier, &tier, &directory))
         return NULL;
     struct absorbed *absorbed = &self->dp->absorbed;
-    if (tier < 1 || tier >= MAX_TIERS || absorbed->directory >= 0 || self->dp->started) {
+    if (absorbed->directory >= 0 || self->dp->started) {
         PyErr_SetString(PyExc_ValueError, "cannot be set now");
         return NULL;
     }
@@ -29,38 +29,24 @@ PyObject *datapath_know_object(Datapath *self, PyObject *args) {
     return PyBool_FromLong(kept);
 }
 
-PyObject *datapath_forget_object(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
+/* Calls ``report`` with the directory and the name in the arguments. */
+static PyObject *report_name(Datapath *self, PyObject *args,
+                             void (*report)(struct missing *, uint64_t, const char *, size_t)) {
+    unsigned long long parent;
+    const char *name;
+    Py_ssize_t length;
+    if (!PyArg_ParseTuple(args, "Ky#", &parent, &name, &length))
         return NULL;
-    absorbed_forget(&self->dp->absorbed, ino);
+    report(&self->dp->missing, parent, name, (size_t)length);
     Py_RETURN_NONE;
-}
-
-/* The directory and the name in the arguments; false with an exception set. */
-static bool take_name(PyObject *args, unsigned long long *parent, const char **name,
-                      Py_ssize_t *length) {
-    return PyArg_ParseTuple(args, "Ky#", parent, name, length);
 }
 
 PyObject *datapath_name_given(Datapath *self, PyObject *args) {
-    unsigned long long parent;
-    const char *name;
-    Py_ssize_t length;
-    if (!take_name(args, &parent, &name, &length))
-        return NULL;
-    missing_given(&self->dp->missing, parent, name, (size_t)length);
-    Py_RETURN_NONE;
+    return report_name(self, args, missing_given);
 }
 
 PyObject *datapath_name_taken(Datapath *self, PyObject *args) {
-    unsigned long long parent;
-    const char *name;
-    Py_ssize_t length;
-    if (!take_name(args, &parent, &name, &length))
-        return NULL;
-    missing_taken(&self->dp->missing, parent, name, (size_t)length);
-    Py_RETURN_NONE;
+    return report_name(self, args, missing_taken);
 }
 
 PyObject *datapath_tell_missing(Datapath *self, PyObject *args) {
@@ -97,24 +83,12 @@ PyObject *datapath_tell_attributes(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyObject *datapath_forget_attributes(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    missing_changed(&self->dp->missing, ino);
-    Py_RETURN_NONE;
-}
-
 PyObject *datapath_bind(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     unsigned long long ino, size;
     int fd, tier, backing_id;
-    if (!PyArg_ParseTuple(args, "KiiKi", &ino, &fd, &tier, &size, &backing_id))
+    if (!PyArg_ParseTuple(args, "KiO&Ki", &ino, &fd, to_place, &tier, &size, &backing_id))
         return NULL;
-    if (tier < 0 || tier >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
     /* Files of the source are relayed: so their reads are counted, and copies can follow the
      * readers. */
     int own = -1;
@@ -136,15 +110,6 @@ PyObject *datapath_bind(Datapath *self, PyObject *args) {
     return PyBool_FromLong(resized || bound);
 }
 
-/* The inode number of a written file; 0 with an exception set. */
-static uint64_t written_ino(unsigned long long ino) {
-    if (ino < 1 || ino > INO_MASK) {
-        PyErr_SetString(PyExc_ValueError, "no such inode");
-        return 0;
-    }
-    return ino;
-}
-
 /* Closes a duplicate that was not used. */
 static void close_of_tier(struct datapath *dp, int fd, uint8_t tier) {
     struct open_remains to_close = {.fd = fd, .tier = tier};
@@ -155,10 +120,10 @@ PyObject *datapath_bind_written(Datapath *self, PyObject *args) {
     struct datapath *dp = self->dp;
     unsigned long long ino;
     int fd, tier, create;
-    if (!PyArg_ParseTuple(args, "Kiip", &ino, &fd, &tier, &create) || !written_ino(ino))
+    if (!PyArg_ParseTuple(args, "KiO&p", &ino, &fd, to_place, &tier, &create))
         return NULL;
-    if (tier < 0 || tier >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
+    if (ino < 1 || ino > INO_MASK) {
+        PyErr_SetString(PyExc_ValueError, "no such inode");
         return NULL;
     }
     int own = dp->started ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
@@ -186,12 +151,8 @@ PyObject *datapath_unbind(Datapath *self, PyObject *args) {
 PyObject *datapath_rebind(Datapath *self, PyObject *args) {
     unsigned long long ino;
     int fd, tier;
-    if (!PyArg_ParseTuple(args, "Kii", &ino, &fd, &tier))
+    if (!PyArg_ParseTuple(args, "KiO&", &ino, &fd, to_place, &tier))
         return NULL;
-    if (tier < 0 || tier >= MAX_TIERS) {
-        PyErr_SetString(PyExc_ValueError, "no such tier");
-        return NULL;
-    }
     int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     bool bound = own >= 0 && opens_rebind(&self->dp->opens, ino, own, (uint8_t)tier);
     if (own >= 0 && !bound)
@@ -209,40 +170,12 @@ PyObject *datapath_release_written(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyObject *datapath_written(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyLong_FromUnsignedLongLong(opens_changes(&self->dp->opens, ino));
-}
-
 PyObject *datapath_lowest(Datapath *self, PyObject *args) {
     unsigned long long ino;
     int forget;
     if (!PyArg_ParseTuple(args, "Kp", &ino, &forget))
         return NULL;
     return PyLong_FromUnsignedLongLong(opens_lowest(&self->dp->opens, ino, forget));
-}
-
-PyObject *datapath_is_open(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyBool_FromLong(opens_is_open(&self->dp->opens, ino));
-}
-
-PyObject *datapath_is_passed(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyBool_FromLong(opens_is_passed(&self->dp->opens, ino));
-}
-
-PyObject *datapath_outdate(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    return PyBool_FromLong(opens_outdate(&self->dp->opens, ino));
 }
 
 PyObject *datapath_answer(Datapath *self, PyObject *args) {
@@ -288,11 +221,24 @@ PyObject *datapath_store(Datapath *self, PyObject *args) {
     return PyBool_FromLong(stored);
 }
 
-/* Python gets the fetched bytes with the event. */
-PyObject *datapath_taken(Datapath *self, PyObject *args) {
-    unsigned long long ino;
-    if (!PyArg_ParseTuple(args, "K", &ino))
-        return NULL;
-    drop_open(self->dp, ino, false);
-    Py_RETURN_NONE;
-}
+/* -- methods with an inode number alone -------------------------------------------------------- */
+
+/* ``result`` is evaluated for ``dp`` and ``ino``. */
+#define INODE_METHOD(name, result)                                                                 \
+    PyObject *datapath_##name(Datapath *self, PyObject *number) {                                  \
+        struct datapath *dp = self->dp;                                                            \
+        uint64_t ino = PyLong_AsUnsignedLongLongMask(number);                                      \
+        return PyErr_Occurred() ? NULL : (result);                                                 \
+    }
+
+INODE_METHOD(forget_object, (absorbed_forget(&dp->absorbed, ino), Py_NewRef(Py_None)))
+INODE_METHOD(forget_attributes, (missing_changed(&dp->missing, ino), Py_NewRef(Py_None)))
+/* Python has got the fetched bytes with the event. */
+INODE_METHOD(taken, (drop_open(dp, ino, false), Py_NewRef(Py_None)))
+INODE_METHOD(written, PyLong_FromUnsignedLongLong(opens_changes(&dp->opens, ino)))
+INODE_METHOD(reached, PyLong_FromLongLong(opens_reached(&dp->opens, ino)))
+INODE_METHOD(is_open, PyBool_FromLong(opens_is_open(&dp->opens, ino)))
+INODE_METHOD(is_passed, PyBool_FromLong(opens_is_passed(&dp->opens, ino)))
+INODE_METHOD(outdate, PyBool_FromLong(opens_outdate(&dp->opens, ino)))
+INODE_METHOD(was_given, PyBool_FromLong(ino <= dp->names.entries &&
+                                        LOAD(dp->given[ino >> 3]) >> (ino & 7) & 1))
