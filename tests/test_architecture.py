@@ -67,7 +67,7 @@ PURE = (
     "monarch.tiers.doubts",
     *("monarch.transfer.outages", "monarch.transfer.pace", "monarch.transfer.throttle"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
-    *("monarch.writeback.crash_losses", "monarch.writeback.op", "monarch.writeback.conflicts"),
+    *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
 )
 IMPURE = frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from monarch.writeback.crash_losses import Numbered
+from monarch.writeback.history import Numbered
 
 
 def changed_in_place(ops: Iterable[Numbered]) -> set[bytes]:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from monarch.config.settings import MountSettings
 from monarch.types import WRITTEN_INO
 from monarch.writeback.changed import changed_in_place
-from monarch.writeback.crash_losses import Numbered, names_of
+from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.journal import Replay, Told, look
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op

@@ -23,7 +23,6 @@ from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.copy_up import CopyUp
 from monarch.writeback.drain import Drain
 from monarch.writeback.drained import DrainedObjects
-from monarch.writeback.file_systems import FileSystems
 from monarch.writeback.fsync_failures import FsyncFailures
 from monarch.writeback.fsyncs import Fsyncs
 from monarch.writeback.journal import Journal
@@ -37,7 +36,7 @@ from monarch.writeback.source_files import SourceFiles
 from monarch.writeback.space import SpaceReclaimer
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
-from monarch.writeback.write_gate import WriteGate
+from monarch.writeback.write_gate import FileSystems, WriteGate
 
 log = logging.getLogger(__name__)
 

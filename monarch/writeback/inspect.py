@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.writeback.crash_losses import Numbered, names_of
+from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.journal import look
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
@@ -39,7 +39,7 @@ class Inspection:
 
     ``lost`` are the paths of files that were never synced before a power cut: the next mount puts
     them aside. ``unknown`` are the numbers of objects without a record, or with the record that
-    they were removed. Objects made ahead (spares.py) are not among them.
+    they were removed. Objects made ahead (``Spares``) are not among them.
     """
 
     source: bytes
@@ -90,7 +90,7 @@ def inspect(directory: Path) -> Inspection:
 
 
 def _made_ahead(objects: Objects, unknown: Iterable[int], ops: Sequence[Numbered]) -> Iterator[int]:
-    """The empty objects with numbers above those in all records (spares.py)."""
+    """The empty objects with numbers above those in all records (``Spares``)."""
     last = max((op.object for _, op in ops), default=0)
     for number in unknown:
         with suppress(OSError):

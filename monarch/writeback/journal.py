@@ -5,7 +5,7 @@
     journal_found.py      what a journal held when it was read
 
 When most of its records do not matter any more, the journal is rewritten without them
-(shortening.py). What a crash left of the last record is cut off when the journal is opened; a
+(history.py). What a crash left of the last record is cut off when the journal is opened; a
 damaged record before others is an error.
 """
 
@@ -22,8 +22,8 @@ from monarch.errors import TierError
 from monarch.posix import failpoints
 from monarch.types import Identity
 from monarch.units import KiB, MiB
-from monarch.writeback.crash_losses import Numbered
 from monarch.writeback.doubtful import Doubtful
+from monarch.writeback.history import Numbered
 from monarch.writeback.journal_file import JournalFile
 from monarch.writeback.journal_found import (
     NAME,

@@ -13,7 +13,7 @@ from pathlib import Path
 from monarch.errors import TierError
 from monarch.text import counted
 from monarch.types import Identity
-from monarch.writeback.crash_losses import Numbered, names_of, without
+from monarch.writeback.history import Numbered, names_of, shortened, without
 from monarch.writeback.journal_records import (
     VERSION,
     Known,
@@ -27,7 +27,6 @@ from monarch.writeback.journal_records import (
 )
 from monarch.writeback.objects import object_path
 from monarch.writeback.op import Op, from_record, raw
-from monarch.writeback.shortening import objects_of, shortened
 
 log = logging.getLogger(__name__)
 
@@ -330,7 +329,7 @@ class Found:
     def rewritten(self, kept: Sequence[Numbered], boot: str) -> Iterator[Record]:
         """The records that lead to this state, with the changes ``kept`` only."""
         seqs = {seq for seq, _ in kept}
-        objects = {*objects_of(kept)}
+        objects = {number for _, op in kept for number in (op.object, op.over_object)}
         yield self.header()
         if durable := self.durable & objects:
             yield {"believed": sorted(durable)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from monarch.types import Identity
-from monarch.writeback.crash_losses import Numbered
+from monarch.writeback.history import Numbered
 
 
 class ObjectStates:

@@ -16,8 +16,8 @@ from dataclasses import replace
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.types import ROOT_INO, Identity, Ino
-from monarch.writeback.crash_losses import Numbered, names_of
 from monarch.writeback.fast_writes import UNTOUCHED
+from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import OpenFile

@@ -23,11 +23,11 @@ from monarch.transfer.source_load import SourceLoad
 from monarch.types import Ino, KernelCaches, file_now_ns
 from monarch.units import format_bytes
 from monarch.writeback.commits import Commits
-from monarch.writeback.crash_losses import Numbered
 from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import renumbered, unfinished
 from monarch.writeback.fast_writes import FastWrites
 from monarch.writeback.front import WriteFront, build_front
+from monarch.writeback.history import Numbered
 from monarch.writeback.journal import Replay
 from monarch.writeback.lease import RENEW_S, Lease
 from monarch.writeback.object_table import ObjectTable

@@ -35,8 +35,8 @@ from monarch.units import format_bytes
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.inspect import inspect
 from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.journal_file import Reserve
 from monarch.writeback.objects import Objects
-from monarch.writeback.reserve import Reserve
 
 log = logging.getLogger(__name__)
 

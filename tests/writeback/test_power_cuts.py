@@ -15,8 +15,8 @@ import trio.testing
 from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
-from monarch.writeback.crash_losses import without
 from monarch.writeback.expected import Expected
+from monarch.writeback.history import without
 from monarch.writeback.journal import Op, Replay
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_places import Place

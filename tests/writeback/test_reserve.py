@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from monarch.writeback.journal import Journal, Op
-from monarch.writeback.reserve import Reserve
+from monarch.writeback.journal_file import Reserve
 from tests.equipment import disks
 from tests.equipment.disks import Disk
 from tests.writeback.test_journal import until_full

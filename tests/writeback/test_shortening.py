@@ -17,9 +17,9 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback import journal as journals
+from monarch.writeback.history import shortened
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.op import Kind
-from monarch.writeback.shortening import shortened
 from tests.writeback.rig import Killed, World, drain_of
 
 ID = Identity(5, 1, 2, 3)
