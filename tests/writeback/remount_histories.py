@@ -25,7 +25,7 @@ from monarch.errors import Refused, SourceError
 from monarch.namespace.build import build
 from monarch.posix import failpoints
 from tests.writeback.remounts import Ground, Life, Shown, Tree, tree_of
-from tests.writeback.rig import Killed, is_killed
+from tests.writeback.rig import Killed, World, is_killed
 
 FILES = [b"a", b"b", b"c", b"d/a", b"d/b", b"e/a", b"e/f/a", b"e/f/b", b"h/i/b", b"\xff\n"]
 FOLDERS = [b"d", b"e", b"e/f", b"g", b"h", b"h/i"]
@@ -483,6 +483,42 @@ async def history(
         if others and chance.random() < 0.5:
             story.others_act(kind)
     await story.ended(kind)
+
+
+async def remounts_of(
+    world: World, root: Path, monkeypatch: pytest.MonkeyPatch, number: int, *, count: int = 4
+) -> None:
+    """Mounts what a killed world has left ``count`` times, each time in another way, with changes
+    by processes and by others; at last brings all to the source. ``root`` has source and tier."""
+    chance = random.Random(number)
+    ground = Ground(root, monkeypatch)
+    (root / "boot").write_text(f"{world.boot}\n")
+    story = Story(ground, chance)
+    story.before = Ending(_as_shown(world), "kill", ground.owed())
+    others = chance.random() < 0.5
+    # What the machine's stop takes is judged by what the mount before it has shown.
+    kinds = ["same" if number % 2 else "lost state", *chance.sample(sorted(set(KINDS)), count - 1)]
+    for kind in kinds:
+        await story.lived(kind, monkeypatch)
+        if others and chance.random() < 0.5:
+            story.others_act(kind)
+    await story.ended("same")
+
+
+def _as_shown(world: World) -> Tree:
+    """What a mount shows of a world that was killed."""
+    names = {"symlink": "link"}
+    return {
+        path: Shown(
+            names.get(node.kind, node.kind),
+            0o777 if node.kind == "symlink" else node.mode,
+            node.content,
+            node.target,
+            object=node.object,
+            ino=node.ino,
+        )
+        for path, node in world.tree.items()
+    }
 
 
 def _is_beside(path: bytes) -> bool:

@@ -30,6 +30,7 @@ from monarch.writeback.fast_writes import UNTOUCHED
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.objects import Objects
 from monarch.writeback.source_writer import SourceWriter
+from monarch.writeback.store import directory_of
 
 
 class Killed(BaseException):
@@ -229,7 +230,9 @@ class World:
 
     def __init__(self, source: Path, tier: Path, *, boot: str = "boot-1") -> None:
         self.source = source
-        self.directory = tier / "absorbed"
+        # Where a mount looks for it.
+        self.directory = directory_of(tier, source)
+        self.directory.mkdir(parents=True, exist_ok=True)
         self.boot = boot
         self.on_disk: dict[int, bytes] = {}
         self.tree = read_tree(source)
@@ -251,7 +254,7 @@ class World:
 
     def open(self) -> Replay:
         """A new life: what the journal holds, for a drain that does not run yet."""
-        self.journal = Journal.open(self.directory, source=b"/source", boot=self.boot)
+        self.journal = Journal.open(self.directory, source=os.fsencode(self.source), boot=self.boot)
         self.objects = Disk(self.directory, self.on_disk)
         replay = self.journal.replay()
         self.next_object = replay.next_object

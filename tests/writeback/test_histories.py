@@ -15,6 +15,7 @@ import trio.testing
 
 from monarch.posix import failpoints
 from monarch.writeback.journal import Replay
+from tests.writeback.remount_histories import remounts_of
 from tests.writeback.rig import Killed, World, applied, described, draining, is_killed
 
 NAMES = [b"a", b"b", b"c", b"d/a", b"d/b", b"e/a", b"e/f/a", b"\xff\n"]
@@ -237,7 +238,10 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
         # And whoever reads the journal sees what the mount showed.
         ops = [op for _, op in world.kill().ops]
         assert described(applied(world.first, ops, world.objects)) == described(world.tree)
+        await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
+        world.kill()
         world.journal.close()
+        await remounts_of(world, tmp_path / str(number), monkeypatch, number)
         shutil.rmtree(tmp_path / str(number))
 
 
@@ -260,7 +264,10 @@ async def test_a_history_of_mounts_with_new_snapshots_ends_with_the_source_as_th
             world.look()
         assert not await live(world.kill(), steps=10, turn=10**9)
         world.check_all_is_there()
+        await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
+        world.kill()
         world.journal.close()
+        await remounts_of(world, tmp_path / str(number), monkeypatch, number)
         shutil.rmtree(tmp_path / str(number))
 
 
@@ -286,7 +293,10 @@ async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_goes_on(
             replay = world.cut_power(chance)
         assert not await live(replay, steps=0, turn=10**9)
         world.check_all_is_there()
+        await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
+        world.kill()
         world.journal.close()
+        await remounts_of(world, tmp_path / str(number), monkeypatch, number)
         shutil.rmtree(tmp_path / str(number))
 
 
