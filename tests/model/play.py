@@ -22,6 +22,10 @@ from tests.mount.observe import accounts_agree
 # Operations of a reader, which may be under way while something else happens.
 READERS = ("read", "open", "readall", "pread", "map", "touch", "forget", "close", "stat", "list")
 _KiB = 1 << 10
+# How a mount ends after the plan, and how the next one begins.
+_REMOUNTS = [
+    (end, begin) for end in ("clean", "kill") for begin in ("same", "refresh", "lost state")
+]
 # Longer than what was read without an open is kept.
 _IDLE_S = 1.4
 
@@ -101,15 +105,23 @@ class Player:
         self._mount(False)
 
     def _finish(self) -> None:
-        """Every file once more, from wherever it is, and then from the source."""
+        """Every file once more, from wherever it is, then from the source, then remounted."""
         self._mount(False)
-        readers = self._settings.readers
         for evict in (False, True):
             self._quiet(evict)
-            for number, name in enumerate(self._model.files):
-                self._together((("read", number % readers, name),))
+            self._read_all()
+        for end, begin in self._dice.sample(_REMOUNTS, 2):
+            self._end(end)
+            if begin == "lost state":
+                self._rig.lose_state()
+            self._mount(begin == "refresh")
+            self._read_all()
         self._quiet(True)
         self._end("clean")
+
+    def _read_all(self) -> None:
+        for number, name in enumerate(self._model.files):
+            self._together((("read", number % self._settings.readers, name),))
 
     def _mount(self, refresh: bool) -> None:
         if self._rig.is_mounted:

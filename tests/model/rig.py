@@ -231,6 +231,11 @@ class Rig:
         self.is_mounted = False
         wait_until(lambda: not is_running(self.mounted.pid), "the killed daemon ends")
 
+    def lose_state(self) -> None:
+        """The next mount has no snapshot and no records."""
+        shutil.rmtree(self.mounted.state)
+        self.inos = {}
+
     def ask(self, verb: str, **params: Any) -> dict[str, Any]:
         """The control socket. Raises MonarchError."""
         return call(self.mounted.state / "control.sock", verb, params, timeout=PATIENCE_S)
