@@ -486,23 +486,27 @@ async def history(
 
 
 async def remounts_of(
-    world: World, root: Path, monkeypatch: pytest.MonkeyPatch, number: int, *, count: int = 4
+    world: World, monkeypatch: pytest.MonkeyPatch, number: int, *, count: int = 4
 ) -> None:
     """Mounts what a killed world has left ``count`` times, each time in another way, with changes
-    by processes and by others; at last brings all to the source. ``root`` has source and tier."""
+    by processes and by others; at last brings all to the source."""
     chance = random.Random(number)
-    ground = Ground(root, monkeypatch)
-    (root / "boot").write_text(f"{world.boot}\n")
+    ground = Ground(world.source.parent, monkeypatch)
+    (ground.root / "boot").write_text(f"{world.boot}\n")
     story = Story(ground, chance)
     story.before = Ending(_as_shown(world), "kill", ground.owed())
     others = chance.random() < 0.5
     # What the machine's stop takes is judged by what the mount before it has shown.
     kinds = ["same" if number % 2 else "lost state", *chance.sample(sorted(set(KINDS)), count - 1)]
-    for kind in kinds:
-        await story.lived(kind, monkeypatch)
-        if others and chance.random() < 0.5:
-            story.others_act(kind)
-    await story.ended("same")
+    try:
+        for kind in kinds:
+            await story.lived(kind, monkeypatch)
+            if others and chance.random() < 0.5:
+                story.others_act(kind)
+        await story.ended("same")
+    except BaseException as error:
+        error.add_note(f"behind history {number}, mounted again as {kinds}")
+        raise
 
 
 def _as_shown(world: World) -> Tree:

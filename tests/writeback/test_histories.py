@@ -241,7 +241,7 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
         await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
         world.kill()
         world.journal.close()
-        await remounts_of(world, tmp_path / str(number), monkeypatch, number)
+        await remounts_of(world, monkeypatch, number)
         shutil.rmtree(tmp_path / str(number))
 
 
@@ -267,7 +267,7 @@ async def test_a_history_of_mounts_with_new_snapshots_ends_with_the_source_as_th
         await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
         world.kill()
         world.journal.close()
-        await remounts_of(world, tmp_path / str(number), monkeypatch, number)
+        await remounts_of(world, monkeypatch, number)
         shutil.rmtree(tmp_path / str(number))
 
 
@@ -296,7 +296,7 @@ async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_goes_on(
         await live(world.kill(), steps=12, turn=chance.randrange(1, 40))
         world.kill()
         world.journal.close()
-        await remounts_of(world, tmp_path / str(number), monkeypatch, number)
+        await remounts_of(world, monkeypatch, number)
         shutil.rmtree(tmp_path / str(number))
 
 
