@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch.errors import LockedError
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import errno_words
 from monarch.tiers.source import Source
@@ -234,14 +235,11 @@ class Lease:
         """Removes the lease; with ``undrained`` a file stays that says so."""
         for path in self._directories:
             with suppress(OSError):
-                directory = self._opened(path)
-                try:
+                with closing_fd(self._opened(path)) as directory:
                     if undrained:
                         _write(directory, replace(self._me, undrained=True))
                     else:
                         os.unlink(self._me.token, dir_fd=directory)
-                finally:
-                    os.close(directory)
         self._directories = ()
 
     # -- internal ------------------------------------------------------------------------------
@@ -273,14 +271,11 @@ class Lease:
         return path
 
     def _put(self, path: bytes) -> None:
-        directory = self._opened(path, make=True)
-        try:
+        with closing_fd(self._opened(path, make=True)) as directory:
             self._now_ns = _write(directory, self._me)
             if not self._me.since_ns:
                 self._me = replace(self._me, since_ns=self._now_ns)
                 _write(directory, self._me)
-        finally:
-            os.close(directory)
 
     def _opened(self, path: bytes, *, make: bool = False) -> int:
         """A descriptor of the directory of the leases in ``path``. Raises OSError."""
@@ -355,8 +350,7 @@ class Lease:
 
 
 def _open_leases(root: int, path: bytes, make: bool) -> int:
-    above = open_beneath(root, path, _FLAGS_DIRECTORY)
-    try:
+    with closing_fd(open_beneath(root, path, _FLAGS_DIRECTORY)) as above:
         try:
             return os.open(DIRECTORY, _FLAGS_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
         except FileNotFoundError:
@@ -366,21 +360,16 @@ def _open_leases(root: int, path: bytes, make: bool) -> int:
             os.mkdir(DIRECTORY, 0o700, dir_fd=above)
             _open_to_the_same(above)
         return os.open(DIRECTORY, _FLAGS_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
-    finally:
-        os.close(above)
 
 
 def _open_to_the_same(above: int) -> None:
     """Lets all users that may create files in the directory ``above`` put leases, but not change
     the leases of others."""
     like = os.fstat(above)
-    fd = os.open(DIRECTORY, _FLAGS_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
-    try:
+    with closing_fd(os.open(DIRECTORY, _FLAGS_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)) as fd:
         with suppress(OSError):
             os.fchown(fd, -1, like.st_gid)
         os.fchmod(fd, stat.S_IMODE(like.st_mode) & 0o777 | 0o700 | stat.S_ISVTX)
-    finally:
-        os.close(fd)
 
 
 def _write(directory: int, holder: Holder) -> int:
@@ -388,13 +377,10 @@ def _write(directory: int, holder: Holder) -> int:
     staged = holder.token + _NEW
     with suppress(FileNotFoundError):
         os.unlink(staged, dir_fd=directory)
-    fd = os.open(staged, _FLAGS_NEW, 0o644, dir_fd=directory)
-    try:
+    with closing_fd(os.open(staged, _FLAGS_NEW, 0o644, dir_fd=directory)) as fd:
         os.write(fd, json.dumps(_record(holder)).encode("ascii"))
         os.fchmod(fd, 0o644)
         made_ns = os.fstat(fd).st_mtime_ns
-    finally:
-        os.close(fd)
     os.rename(staged, holder.token, src_dir_fd=directory, dst_dir_fd=directory)
     return made_ns
 

@@ -18,6 +18,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import sync_path
 from monarch.units import MiB
 
@@ -140,8 +141,7 @@ class Objects:
 
         The object must not be written meanwhile. Raises OSError.
         """
-        fd = self.open(number)
-        try:
+        with closing_fd(self.open(number)) as fd:
             status = os.fstat(fd)
             offset = 0
             while offset < status.st_size:
@@ -155,8 +155,6 @@ class Objects:
                 offset += os.pwrite(fd, piece, offset)
             os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
             os.fdatasync(fd)
-        finally:
-            os.close(fd)
         self.forget_failure(number)
 
     def sync_all(self, fd: int) -> None:

@@ -22,6 +22,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.placement.residency import SOURCE
 from monarch.posix.credentials import ROOT, Credentials
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.sparse import copy_data
 from monarch.tiers.source import SourceFile
 from monarch.types import WRITTEN_INO, Ino
@@ -358,11 +359,8 @@ def _set_times(fd: int, atime_ns: int, mtime_ns: int) -> None:
 
 
 def _set_times_of(objects: Objects, number: int, atime_ns: int, mtime_ns: int) -> None:
-    fd = objects.open(number)
-    try:
+    with closing_fd(objects.open(number)) as fd:
         _set_times(fd, atime_ns, mtime_ns)
-    finally:
-        os.close(fd)
 
 
 def _copy_all(object_fd: int, part_fd: int) -> int:

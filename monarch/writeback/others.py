@@ -27,6 +27,7 @@ from monarch.errors import MonarchError, Refused, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.posix.acl import Acls, narrowed
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
@@ -396,8 +397,7 @@ def _listed(source: Source, path: bytes, known: tuple[int, int, int] | None) -> 
 
 
 def _listed_at(root: int, path: bytes, known: tuple[int, int, int] | None) -> _Listed:
-    fd = open_beneath(root, path, _DIRECTORY)
-    try:
+    with closing_fd(open_beneath(root, path, _DIRECTORY)) as fd:
         before = _seen(os.fstat(fd))
         if before == known:
             return _Listed(before, None)
@@ -408,8 +408,6 @@ def _listed_at(root: int, path: bytes, known: tuple[int, int, int] | None) -> _L
         status = os.fstat(fd)
         is_old = abs(time.time_ns() - status.st_ctime_ns) > _YOUNG_S * 1e9
         return _Listed(before if is_old and _seen(status) == before else None, names)
-    finally:
-        os.close(fd)
 
 
 def _kind(entry: os.DirEntry[str]) -> int:
@@ -439,8 +437,5 @@ def _found(source: Source, path: bytes, names: Collection[bytes]) -> dict[bytes,
 
 def _target_at(root: int, path: bytes) -> bytes:
     directory, _, name = path.rpartition(b"/")
-    fd = open_beneath(root, directory, os.O_PATH | os.O_DIRECTORY)
-    try:
+    with closing_fd(open_beneath(root, directory, os.O_PATH | os.O_DIRECTORY)) as fd:
         return os.readlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)

@@ -12,6 +12,7 @@ import stat
 from contextlib import suppress
 
 from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.descriptors import closing_fd
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
@@ -71,8 +72,7 @@ class SourceAttributes:
 
         A directory keeps a set-group-ID bit that it has from the directory above.
         """
-        fd = os.open(name, ITSELF, dir_fd=directory_fd)
-        try:
+        with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
             inherited = 0
             if op.kind == "mkdir":
                 inherited = os.fstat(fd).st_mode & (op.mode or 0) & stat.S_ISGID
@@ -84,8 +84,6 @@ class SourceAttributes:
                 os.chmod(path_of(fd), mode | stat.S_ISGID)
             sync_entry(fd)
             return identity_of(os.fstat(fd))
-        finally:
-            os.close(fd)
 
     def _set_owner(self, fd: int, op: Op) -> bool:
         """Sets owner and group; returns whether the entry has them then."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import status_at
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
@@ -37,11 +38,8 @@ class AttributeChanges:
             by = directories.user_of(op)
             op = replace(op, path=_own_path(directories, op, by, expected))
             directory_fd, name = directories.of(op.path, by)
-            fd = os.open(name, ITSELF, dir_fd=directory_fd)
-            try:
+            with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
                 return self._changed(fd, op, by, expected)
-            finally:
-                os.close(fd)
         except FileNotFoundError:
             if not will_come:
                 log.warning("source: %r is not there to be changed", os.fsdecode(op.path))

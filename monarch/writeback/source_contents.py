@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from monarch.posix.credentials import acting_as
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import status_at
 from monarch.tiers.source import Source, SourceFile, identity_of
 from monarch.types import Identity
@@ -136,8 +137,9 @@ class StagedContents:
                 place.kind, place.target = kind_of_place(directory_fd, name, op, expected)
                 if place.kind == "over":
                     require_writable(directory_fd, name, op)
-            fd = os.open(part if is_staged else name, _TO_SYNC, dir_fd=directory_fd)
-            try:
+            with closing_fd(
+                os.open(part if is_staged else name, _TO_SYNC, dir_fd=directory_fd)
+            ) as fd:
                 status = os.fstat(fd)
                 place.source_ino = status.st_ino
                 if is_staged:
@@ -148,8 +150,6 @@ class StagedContents:
                     raise FileNotFoundError(errno.ENOENT, "it is another file by now")
                 os.fsync(fd)
                 status = os.fstat(fd)
-            finally:
-                os.close(fd)
             return status.st_size, None if is_staged else identity_of(status)
 
     def discard_part(self, path: bytes, number: int) -> None:

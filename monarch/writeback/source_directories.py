@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import status_at
 from monarch.posix.openat2 import open_beneath
 from monarch.tiers.source import Source
@@ -106,12 +107,9 @@ class OpenDirectories:
             "was removed by others, or renamed; it was made again for what was written here, with"
             " the mode of the directory that it is in",
         )
-        fd = os.open(name, ITSELF, dir_fd=above_fd)
-        try:
+        with closing_fd(os.open(name, ITSELF, dir_fd=above_fd)) as fd:
             mode = above.st_mode & 0o777
             self._attributes.set(fd, Op(kind="attr", uid=above.st_uid, gid=above.st_gid, mode=mode))
-        finally:
-            os.close(fd)
         sync_directory_at(above_fd)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import status_at
 from monarch.writeback.expected import Expected
 from monarch.writeback.op import Op
@@ -58,16 +59,13 @@ def require_writable(directory_fd: int, name: bytes, op: Op) -> None:
     """
     if op.by is None or not can_act_as_others():
         return
-    fd = os.open(name, ITSELF, dir_fd=directory_fd)
-    try:
+    with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return
         for writer in (op.by, *op.also):
             if not (writer.is_root or writer.uid == status.st_uid):
                 _try_to_write(fd, writer)
-    finally:
-        os.close(fd)
 
 
 def _try_to_write(fd: int, by: Credentials) -> None:

@@ -14,6 +14,7 @@ from io import FileIO
 
 from monarch.posix import failpoints
 from monarch.posix.credentials import Credentials, acting_as
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import rename_new, status_at
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
@@ -156,8 +157,7 @@ class Publishing:
         try:
             with self._directories() as directories:
                 fd, name = directories.of(op.paths[0], None)
-                it = os.open(name, ITSELF, dir_fd=fd)
-                try:
+                with closing_fd(os.open(name, ITSELF, dir_fd=fd)) as it:
                     found = os.fstat(it)
                     there = (found.st_ino, found.st_size, found.st_mtime_ns)
                     is_ours = expected.is_staged(found) and base <= found.st_size <= op.size
@@ -176,8 +176,6 @@ class Publishing:
                         with suppress(PermissionError), acting_as(user):
                             return os.open(path_of(it), _TO_GROW), user
                     return None
-                finally:
-                    os.close(it)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None
 

@@ -6,6 +6,7 @@ import os
 import stat
 from contextlib import suppress
 
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import NO_LINKS
 from monarch.posix.sparse import copy_data
 from monarch.writeback.source_log import SourceLog
@@ -56,32 +57,23 @@ class Temporaries:
         OSError."""
         found = False
         with suppress(NotADirectoryError):
-            fd = os.open(name, _DIRECTORY, dir_fd=above_fd)
-            try:
+            with closing_fd(os.open(name, _DIRECTORY, dir_fd=above_fd)) as fd:
                 # Names of a descriptor come as text.
                 for each in map(os.fsencode, os.listdir(fd)):
                     if each.startswith(self._prefix):
                         os.unlink(each, dir_fd=fd)
                         found = True
-            finally:
-                os.close(fd)
         return found
 
 
 def _copy(fd: int, name: bytes, to_fd: int, to_name: bytes) -> None:
     """Makes a copy of a file instead of a link, with its owner, mode and times."""
-    source = os.open(name, _TO_READ, dir_fd=fd)
-    try:
+    with closing_fd(os.open(name, _TO_READ, dir_fd=fd)) as source:
         status = os.fstat(source)
-        target = os.open(to_name, NEW, 0o600, dir_fd=to_fd)
-        try:
+        with closing_fd(os.open(to_name, NEW, 0o600, dir_fd=to_fd)) as target:
             copy_data(source, target, status.st_size)
             with suppress(OSError):
                 os.fchown(target, status.st_uid, status.st_gid)
             os.fchmod(target, stat.S_IMODE(status.st_mode))
             os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
             os.fsync(target)
-        finally:
-            os.close(target)
-    finally:
-        os.close(source)
