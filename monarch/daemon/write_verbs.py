@@ -29,8 +29,8 @@ from monarch.telemetry.report import (
     WrittenFiles,
     WrittenTotals,
 )
-from monarch.writeback.backlog import Backlog
 from monarch.writeback.doubtful import Kept
+from monarch.writeback.drain_queue import Backlog
 from monarch.writeback.progress import Progress
 from monarch.writeback.setup import WriteBack
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import trio
 
 from monarch.errors import Refused
@@ -12,8 +14,7 @@ from monarch.writeback.entry import Entry
 from monarch.writeback.op import above
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
-from monarch.writeback.trouble import Trouble
-from monarch.writeback.wakeups import Wakeups
+from monarch.writeback.wakeups import Trouble, Wakeups
 
 # The number of changes of the queue that are searched for contents to stage, and the number of
 # contents staged ahead at a time. Staged files take room at the source.
@@ -26,29 +27,18 @@ _LOT = 32
 _GATHER_S = 0.01
 
 
+@dataclass(eq=False, repr=False)
 class StageAhead:
     """Stages contents ahead of their turn, in ``workers`` tasks. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        *,
-        queue: DrainQueue,
-        state: SourceState,
-        order: ContentOrder,
-        stager: Stager,
-        courtesy: Courtesy,
-        trouble: Trouble,
-        wakeups: Wakeups,
-        workers: int,
-    ) -> None:
-        self._queue = queue
-        self._state = state
-        self._order = order
-        self._stager = stager
-        self._courtesy = courtesy
-        self._trouble = trouble
-        self._wakeups = wakeups
-        self._workers = workers
+    _queue: DrainQueue
+    _state: SourceState
+    _order: ContentOrder
+    _stager: Stager
+    _courtesy: Courtesy
+    _trouble: Trouble
+    _wakeups: Wakeups
+    _workers: int
 
     async def run(self) -> None:
         """Stages contents ahead of their turn, until cancelled."""

@@ -34,11 +34,10 @@ from monarch.text import errno_words
 from monarch.transfer.throttle import TokenBucket
 from monarch.types import Identity
 from monarch.writeback.ahead import StageAhead
-from monarch.writeback.backlog import Backlog
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.drain_queue import DrainQueue
+from monarch.writeback.drain_queue import Backlog, DrainQueue
 from monarch.writeback.entry import Entry
 from monarch.writeback.growth import Grower
 from monarch.writeback.held import HeldChanges
@@ -52,8 +51,7 @@ from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import Outcome, SourceWriter, Step
 from monarch.writeback.stager import StagedFiles, Stager
 from monarch.writeback.steps import Steps, with_rights_to_read
-from monarch.writeback.trouble import Trouble
-from monarch.writeback.wakeups import Wakeups
+from monarch.writeback.wakeups import Trouble, Wakeups
 
 log = logging.getLogger(__name__)
 
@@ -146,12 +144,12 @@ class Drain:
         self._contents = contents
         self._threads = threads
         self._wakeups = wakeups = Wakeups()
-        self._trouble = Trouble(wakeups)
+        self._trouble = trouble = Trouble(wakeups)
         self.state = state = SourceState()
         self._order = order = ContentOrder(state, contents)
         self._held = HeldChanges(wakeups, journal.mark_aside)
         self.queue = queue = DrainQueue(self._held)
-        self.progress = Progress(queue, order, self._trouble, wakeups)
+        self.progress = Progress(queue, order, trouble, wakeups)
         self._courtesy = courtesy = Courtesy(
             wakeups,
             bucket=TokenBucket(options.bandwidth, 2 * TURN_BYTES),
@@ -161,38 +159,14 @@ class Drain:
         )
         self._steps = steps = Steps(writer, state, order, contents)
         self._marks = marks = Marks(journal, threads, state)
-        self._mover = Mover(threads, courtesy, verify=options.verify)
-        self._stager = Stager(
-            objects=objects,
-            files=contents,
-            threads=threads,
-            queue=queue,
-            state=state,
-            order=order,
-            steps=steps,
-            marks=marks,
-            mover=self._mover,
-            wakeups=wakeups,
+        mover = self._mover = Mover(threads, courtesy, verify=options.verify)
+        self._stager = stager = Stager(
+            objects, contents, threads, queue, state, order, steps, marks, mover, wakeups
         )
         self._ahead = StageAhead(
-            queue=queue,
-            state=state,
-            order=order,
-            stager=self._stager,
-            courtesy=courtesy,
-            trouble=self._trouble,
-            wakeups=wakeups,
-            workers=options.workers,
+            queue, state, order, stager, courtesy, trouble, wakeups, options.workers
         )
-        self._grower = Grower(
-            objects=objects,
-            threads=threads,
-            state=state,
-            order=order,
-            steps=steps,
-            marks=marks,
-            courtesy=courtesy,
-        )
+        self._grower = Grower(objects, threads, state, order, steps, marks, courtesy)
         self._drained_files = self._drained_bytes = 0
         self._limiter = Limiter(60.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import merge
@@ -11,7 +11,6 @@ from operator import itemgetter
 
 from monarch.config.settings import MountSettings
 from monarch.types import WRITTEN_INO
-from monarch.writeback.changed import changed_in_place
 from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.journal import Replay, Told, look
 from monarch.writeback.objects import Objects
@@ -47,6 +46,27 @@ def earlier(settings: MountSettings) -> Earlier:
             if (left and not undone) or not snapshot_id:
                 undone, snapshot_id = len(left), snapshot_known(directory)
     return Earlier(undone, snapshot_id, frozenset(changed))
+
+
+def changed_in_place(ops: Iterable[Numbered]) -> set[bytes]:
+    """The paths of entries that ``ops`` have changed but not created, and perhaps others.
+
+    A file that is created, renamed or replaced changes the time of its directory. A renewed
+    snapshot compares these times only. So it must read by name the files with other changes: of
+    mode, owner, length or number of names.
+    """
+    made: set[tuple[int, int]] = set()
+    paths: set[bytes] = set()
+    for _, op in ops:
+        entry = (op.object, 0 if op.object else op.ino)
+        match op.kind:
+            case "create" | "mkdir" | "symlink" | "mknod":
+                made.add(entry)
+            case "take" | "content" | "attr" | "xattr" if entry not in made:
+                paths |= {op.path, *op.paths}
+            case "link" if entry not in made:
+                paths |= {op.path, op.to}
+    return paths
 
 
 def renumbered(found: Replay) -> Replay:

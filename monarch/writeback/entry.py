@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from monarch.writeback.op import Op
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.staging import Staged
 
 

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 
 from monarch.posix import failpoints
 from monarch.posix.credentials import Credentials, acting_as
@@ -24,7 +25,7 @@ from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.steps import Steps
 
@@ -106,29 +107,20 @@ class Growth:
         self._fds.clear()
 
 
+@dataclass(eq=False, repr=False)
 class Grower:
     """Appends the end of a content to the file at the source, if that has its beginning."""
 
-    def __init__(
-        self,
-        *,
-        objects: Objects,
-        threads: ThreadPool,
-        state: SourceState,
-        order: ContentOrder,
-        steps: Steps,
-        marks: Marks,
-        courtesy: Courtesy,
-    ) -> None:
-        # Files and bytes that were brought in this way since the start.
-        self.files = self.bytes = 0
-        self._objects = objects
-        self._threads = threads
-        self._state = state
-        self._order = order
-        self._steps = steps
-        self._marks = marks
-        self._courtesy = courtesy
+    _objects: Objects
+    _threads: ThreadPool
+    _state: SourceState
+    _order: ContentOrder
+    _steps: Steps
+    _marks: Marks
+    _courtesy: Courtesy
+    # Files and bytes that were brought in this way since the start.
+    files: int = 0
+    bytes: int = 0
 
     async def grow(self, entry: Entry) -> bool:
         """Appends to the file at the source what was appended on the mount.

@@ -24,8 +24,7 @@ from monarch.text import errno_words
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.entry import Entry
 from monarch.writeback.op import Op, above
-from monarch.writeback.trouble import BACKOFF_S
-from monarch.writeback.wakeups import Wakeups
+from monarch.writeback.wakeups import BACKOFF_S, Wakeups
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from monarch.writeback.conflicts import PathSet
 from monarch.writeback.entry import Entry
 from monarch.writeback.journal import Journal
 from monarch.writeback.op import Op
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 
 

@@ -10,8 +10,7 @@ from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.entry import Entry
 from monarch.writeback.journal import Replay
 from monarch.writeback.op import Op, above
-from monarch.writeback.trouble import Trouble
-from monarch.writeback.wakeups import Wakeups
+from monarch.writeback.wakeups import Trouble, Wakeups
 
 
 class Progress:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 
@@ -22,10 +23,15 @@ from monarch.units import MiB
 from monarch.writeback.expected import Expected
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
-from monarch.writeback.source_contents import CHANGED_MEANWHILE, FORBIDDEN
+from monarch.writeback.source_contents import (
+    CHANGED_MEANWHILE,
+    FORBIDDEN,
+    Place,
+    kind_of_place,
+    require_writable,
+)
 from monarch.writeback.source_directories import Directories, OpenDirectories, creator
 from monarch.writeback.source_log import SourceLog
-from monarch.writeback.source_places import Place, kind_of_place, require_writable
 from monarch.writeback.source_temporaries import Temporaries
 from monarch.writeback.staging import Staged
 
@@ -34,20 +40,14 @@ _BLOCK = MiB
 _TO_GROW = os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
+@dataclass(eq=False, repr=False)
 class Publishing:
     """Publishes contents at one source. All methods may wait for it."""
 
-    def __init__(
-        self,
-        directories: Directories,
-        attributes: SourceAttributes,
-        temporaries: Temporaries,
-        log: SourceLog,
-    ) -> None:
-        self._directories = directories
-        self._attributes = attributes
-        self._temporaries = temporaries
-        self._log = log
+    _directories: Directories
+    _attributes: SourceAttributes
+    _temporaries: Temporaries
+    _log: SourceLog
 
     def publish(
         self,

@@ -4,12 +4,10 @@
     source_log.py            conflicts, and what the source does not support
     source_directories.py    directories that are open while changes are made in them
     source_temporaries.py    the names of staged files
-    source_places.py         where a content goes
-    source_contents.py       staged files
+    source_contents.py       staged files, and the places where contents go
     source_publishing.py     contents under their names, and files grown in place
     source_attributes.py     owner, mode, times and extended attributes of an open entry
-    source_changes.py        changes of these at an entry that the source has
-    source_names.py          directories, links and special files; renames and removals
+    source_entries.py        directories, links and special files; renames, removals, attributes
 
 Each call may wait for the source without a limit: none belongs on the event loop. Names are not
 trusted: all calls stay beneath the descriptor of the source's root and follow no symbolic link. A
@@ -36,11 +34,10 @@ from monarch.posix import failpoints
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback.source_attributes import SourceAttributes
-from monarch.writeback.source_changes import AttributeChanges
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_directories import OpenDirectories
+from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_log import SourceLog
-from monarch.writeback.source_names import SourceNames
 from monarch.writeback.source_publishing import Publishing
 from monarch.writeback.source_temporaries import Temporaries
 
@@ -57,7 +54,7 @@ class Outcome:
 
 class SourceWriter:
     """The rooms of a source: ``log``, ``staged`` files, ``publishing`` of contents, changes of
-    ``names`` and of ``attributes``. A *step* is a change with all arguments but the directories.
+    ``entries``. A *step* is a change with all arguments but the directories.
 
     ``token`` of the journal is in the names of staged files, so that no file of others is taken for
     one of them; ``node`` is in the names of files that are kept beside a changed one.
@@ -75,8 +72,7 @@ class SourceWriter:
         self._directories = directories
         self.staged = StagedContents(source, directories, attributes, temporaries)
         self.publishing = Publishing(directories, attributes, temporaries, log)
-        self.names = SourceNames(attributes, temporaries, log)
-        self.attributes = AttributeChanges(attributes, log)
+        self.entries = SourceEntries(attributes, temporaries, log)
 
     def carry_out(self, steps: Sequence[Step]) -> Outcome:
         """Make the steps in order until one fails; those in the outcome are durable.

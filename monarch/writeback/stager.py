@@ -23,11 +23,10 @@ from monarch.units import KiB
 from monarch.writeback.content_order import ContentOrder, FileUse
 from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.entry import Entry
-from monarch.writeback.lots import begin_all, close_all, open_all
 from monarch.writeback.marks import Marks
-from monarch.writeback.mover import Mover
+from monarch.writeback.mover import Mover, begin_all, close_all, open_all
 from monarch.writeback.objects import Objects
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.staging import Staged, Staging
 from monarch.writeback.steps import Steps
@@ -71,34 +70,21 @@ class _Part:
     staging: Staging
 
 
+@dataclass(eq=False, repr=False)
 class Stager:
     """Belongs to the event loop. ``count`` is the number of contents that are staged now."""
 
-    def __init__(
-        self,
-        *,
-        objects: Objects,
-        files: StagedFiles,
-        threads: ThreadPool,
-        queue: DrainQueue,
-        state: SourceState,
-        order: ContentOrder,
-        steps: Steps,
-        marks: Marks,
-        mover: Mover,
-        wakeups: Wakeups,
-    ) -> None:
-        self.count = 0
-        self._objects = objects
-        self._files = files
-        self._threads = threads
-        self._queue = queue
-        self._state = state
-        self._order = order
-        self._steps = steps
-        self._marks = marks
-        self._mover = mover
-        self._wakeups = wakeups
+    _objects: Objects
+    _files: StagedFiles
+    _threads: ThreadPool
+    _queue: DrainQueue
+    _state: SourceState
+    _order: ContentOrder
+    _steps: Steps
+    _marks: Marks
+    _mover: Mover
+    _wakeups: Wakeups
+    count: int = 0
 
     def forget(self, entry: Entry) -> None:
         """Call this when the staged file of a content is published, or is not used any more."""

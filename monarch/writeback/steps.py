@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder, FileUse
 from monarch.writeback.entry import Entry
 from monarch.writeback.op import Op
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
 from monarch.writeback.staging import Staged
@@ -23,20 +23,18 @@ T = TypeVar("T")
 _SET_ID = stat.S_ISUID | stat.S_ISGID
 
 
+@dataclass(eq=False, repr=False)
 class Steps:
     """Each method returns a call to the source as a function, to be run in a worker thread."""
 
-    def __init__(
-        self, writer: SourceWriter, state: SourceState, order: ContentOrder, files: FileUse
-    ) -> None:
-        self._writer = writer
-        self._state = state
-        self._order = order
-        self._files = files
+    _writer: SourceWriter
+    _state: SourceState
+    _order: ContentOrder
+    _files: FileUse
 
     def of(self, entry: Entry) -> Step | None:
         """The call that makes a change; None if nothing has to be done at the source."""
-        op, names, state = entry.op, self._writer.names, self._state
+        op, entries, state = entry.op, self._writer.entries, self._state
         absent = bool(op.object) and not state.is_present(op.object)
         expected = state.expected(entry.seq, op)
         if op.kind == "content" and entry.is_moot:
@@ -53,32 +51,32 @@ class Steps:
             case "content":
                 return self._of_content(entry)
             case "mkdir":
-                return partial(names.mkdir, op=op, expected=expected)
+                return partial(entries.mkdir, op=op, expected=expected)
             case "symlink":
-                return partial(names.symlink, op=op, expected=expected)
+                return partial(entries.symlink, op=op, expected=expected)
             case "mknod":
-                return partial(names.mknod, op=op, expected=expected)
+                return partial(entries.mknod, op=op, expected=expected)
             case "unlink":
-                return partial(names.unlink, op=op, expected=expected)
+                return partial(entries.unlink, op=op, expected=expected)
             case "rmdir":
-                return partial(names.rmdir, op=op, expected=expected)
+                return partial(entries.rmdir, op=op, expected=expected)
             case "rename" if absent:
                 # The entry under the new name stays until the content is drained, with that name.
                 if op.object in self._order.lost:
                     return None
-                return partial(names.unlink, op=op, expected=expected)
+                return partial(entries.unlink, op=op, expected=expected)
             case "rename":
                 over = state.expected_over(op)
-                return partial(names.rename, op=op, expected=expected, over=over)
+                return partial(entries.rename, op=op, expected=expected, over=over)
             case "link":
-                return None if absent else partial(names.link, op=op, expected=expected)
+                return None if absent else partial(entries.link, op=op, expected=expected)
             case "attr" | "xattr":
                 # A file whose content was left out keeps its older version at the source.
                 if absent and not state.has_older(op.object):
                     return None
                 op = self._with_bits_that_stay(entry)
                 will_come = absent and self._order.later(entry) is not None
-                change = self._writer.attributes.change
+                change = entries.change_attributes
                 return partial(change, op=op, expected=expected, will_come=will_come)
 
     def _of_content(self, entry: Entry) -> Step | None:

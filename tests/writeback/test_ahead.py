@@ -19,8 +19,7 @@ from monarch.writeback.held import HeldChanges
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
-from monarch.writeback.trouble import Trouble
-from monarch.writeback.wakeups import Wakeups
+from monarch.writeback.wakeups import Trouble, Wakeups
 from tests.writeback.files_in_use import FilesInUse
 
 
@@ -42,21 +41,22 @@ class Waiting:
         self.queue = DrainQueue(HeldChanges(wakeups, lambda seqs: None))
         self.order = ContentOrder(state, FilesInUse())
         self.stager, self.trouble = CountingStager(), Trouble(wakeups)
+        courtesy = Courtesy(
+            wakeups,
+            bucket=TokenBucket(0, 0),
+            busy=lambda now: False,
+            demand=lambda: False,
+            hold_s=0.0,
+        )
         self.ahead = StageAhead(
-            queue=self.queue,
-            state=state,
-            order=self.order,
-            stager=cast(Stager, self.stager),
-            courtesy=Courtesy(
-                wakeups,
-                bucket=TokenBucket(0, 0),
-                busy=lambda now: False,
-                demand=lambda: False,
-                hold_s=0.0,
-            ),
-            trouble=self.trouble,
-            wakeups=wakeups,
-            workers=workers,
+            self.queue,
+            state,
+            self.order,
+            cast(Stager, self.stager),
+            courtesy,
+            self.trouble,
+            wakeups,
+            workers,
         )
 
     def put(

@@ -13,7 +13,7 @@ import trio.testing
 
 from monarch.errors import Refused
 from monarch.writeback.objects import Objects
-from monarch.writeback.source_names import SourceNames
+from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
 from tests.writeback.remounts import Ground, Life
 
@@ -98,7 +98,7 @@ async def test_what_has_come_to_the_source_under_an_older_name_is_not_looked_for
     with trio.fail_after(PATIENCE_S):
         async with ground.mount() as life:
             with monkeypatch.context() as patched:
-                patched.setattr(SourceNames, "rename", _full)
+                patched.setattr(SourceEntries, "rename", _full)
                 await written(life, b"tmp")
                 await life.rename(b"tmp", b"d/final")
                 await trio.sleep(30)

@@ -599,7 +599,7 @@ from functools import partial
 from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback.expected import Expected
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.op import Op
 from monarch.writeback.staging import Staged

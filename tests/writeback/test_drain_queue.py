@@ -19,8 +19,7 @@ from monarch.writeback.journal import Replay
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.progress import Progress
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.trouble import Trouble
-from monarch.writeback.wakeups import Wakeups
+from monarch.writeback.wakeups import Trouble, Wakeups
 from tests.writeback.files_in_use import FilesInUse
 
 Clock = trio.testing.MockClock

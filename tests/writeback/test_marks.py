@@ -12,7 +12,7 @@ from monarch.writeback.entry import Entry
 from monarch.writeback.journal import Journal
 from monarch.writeback.marks import Marks
 from monarch.writeback.op import Op
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 
 VERSION = Identity(5, 50, 6, 7)

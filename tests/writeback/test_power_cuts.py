@@ -18,8 +18,7 @@ from monarch.types import Identity
 from monarch.writeback.expected import Expected
 from monarch.writeback.history import without
 from monarch.writeback.journal import Op, Replay
-from monarch.writeback.source_contents import StagedContents
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place, StagedContents
 from monarch.writeback.source_publishing import Publishing
 from tests.writeback.rig import Killed, World, drain_of, draining, is_killed
 

@@ -13,7 +13,7 @@ import trio.testing
 
 from monarch.errors import BusyError, UsageError
 from monarch.posix.credentials import Credentials
-from monarch.writeback.source_names import SourceNames
+from monarch.writeback.source_entries import SourceEntries
 from tests.writeback.remounts import Ground, Life
 
 ANOTHER = Credentials(1234, 1234)
@@ -182,7 +182,7 @@ async def test_a_directory_whose_rename_is_given_up_has_its_name_again(
         await life.write(b"box/file", b"drained")
         await life.drained()
         with monkeypatch.context() as patched:
-            patched.setattr(SourceNames, "rename", refuse)
+            patched.setattr(SourceEntries, "rename", refuse)
             await life.rename(b"box", b"d/moved")
             await life.write(b"d/moved/file", b"again")
             await life.write(b"d/moved/new", b"new")

@@ -18,12 +18,10 @@ from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Expected, is_shared, is_time, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import SourceAttributes
-from monarch.writeback.source_changes import AttributeChanges
-from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.source_contents import Place, StagedContents, kind_of_place
 from monarch.writeback.source_directories import OpenDirectories
+from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_log import Conflict, SourceLog
-from monarch.writeback.source_names import SourceNames
-from monarch.writeback.source_places import Place, kind_of_place
 from monarch.writeback.source_publishing import Publishing
 from monarch.writeback.source_temporaries import Temporaries
 from monarch.writeback.source_writer import SourceWriter
@@ -41,8 +39,7 @@ class Rig:
         self.log = SourceLog("0123456789abcdef", "node")
         self.attributes = SourceAttributes(self.log)
         self.temporaries = Temporaries("0123456789abcdef", self.log)
-        self.names = SourceNames(self.attributes, self.temporaries, self.log)
-        self.changes = AttributeChanges(self.attributes, self.log)
+        self.entries = SourceEntries(self.attributes, self.temporaries, self.log)
         self.staged = StagedContents(
             self.source, self.directories, self.attributes, self.temporaries
         )
@@ -289,7 +286,7 @@ def test_a_change_of_attributes_goes_to_the_name_that_is_the_file_s_own(rig: Rig
     expected = Expected(known=rig.identity("b"), is_file=True)
     op = Op(kind="attr", path=b"a", paths=(b"a", b"b"), mode=0o711, strict=True)
     with rig.directories() as directories:
-        assert rig.changes.change(directories, op, expected) == rig.identity("b")
+        assert rig.entries.change_attributes(directories, op, expected) == rig.identity("b")
     assert stat.S_IMODE((rig.root / "b").stat().st_mode) == 0o711
     assert stat.S_IMODE((rig.root / "a").stat().st_mode) != 0o711
 
@@ -300,7 +297,7 @@ def test_times_of_bytes_of_others_stay(rig: Rig) -> None:
     (rig.root / "a").write_bytes(b"of others")
     op = Op(kind="attr", path=b"a", mode=0o711, mtime_ns=5, strict=True)
     with rig.directories() as directories:
-        assert rig.changes.change(directories, op, Expected(known=known)) is not None
+        assert rig.entries.change_attributes(directories, op, Expected(known=known)) is not None
     found = (rig.root / "a").stat()
     assert stat.S_IMODE(found.st_mode) == 0o711 and found.st_mtime_ns != 5
     assert rig.conflict().why == "was changed there by others: its times stay"
@@ -312,7 +309,9 @@ def test_a_missing_entry_is_reported_unless_its_content_is_still_to_come(
 ) -> None:
     op = Op(kind="attr", path=b"d/a", mode=0o700, strict=True)
     with rig.directories() as directories:
-        assert rig.changes.change(directories, op, Expected(), will_come=will_come) is None
+        assert (
+            rig.entries.change_attributes(directories, op, Expected(), will_come=will_come) is None
+        )
     assert caplog.text.count("is not there to be changed") == count
 
 
@@ -459,19 +458,19 @@ def test_every_change_of_a_name_may_be_made_twice(rig: Rig) -> None:
     ]
     with rig.directories() as directories:
         for op in ops:
-            make = getattr(rig.names, op.kind)
+            make = getattr(rig.entries, op.kind)
             first = make(directories, op, Expected())
             if op.kind != "mkdir":
                 assert make(directories, op, Expected()).source_ino == first.source_ino
         moved = Op(kind="rename", path=b"d/g", to=b"d/h", by=by)
         for _ in range(2):
-            assert rig.names.rename(directories, moved, Expected(), Expected()) is not None
+            assert rig.entries.rename(directories, moved, Expected(), Expected()) is not None
         for name in (b"d/s", b"d/f", b"d/h"):
             for _ in range(2):
-                rig.names.unlink(directories, Op(kind="unlink", path=name, by=by), Expected())
+                rig.entries.unlink(directories, Op(kind="unlink", path=name, by=by), Expected())
         (rig.root / "d" / os.fsdecode(rig.temporaries.part(5))).touch()
         for _ in range(2):
-            rig.names.rmdir(directories, Op(kind="rmdir", path=b"d", by=by), Expected())
+            rig.entries.rmdir(directories, Op(kind="rmdir", path=b"d", by=by), Expected())
     assert os.listdir(rig.root) == []
     assert rig.log.conflict_count == 0
 
@@ -483,12 +482,12 @@ def test_a_name_that_others_have_taken_is_neither_removed_nor_replaced(rig: Rig)
     other = Expected(seq=5, known=NOTHING)
     with rig.directories() as directories:
         unlink = Op(kind="unlink", path=b"a", strict=True)
-        rig.names.unlink(directories, unlink, other)
+        rig.entries.unlink(directories, unlink, other)
         rename = Op(kind="rename", path=b"a", to=b"b", strict=True)
-        assert rig.names.rename(directories, rename, other, Expected()) is None
-        assert rig.names.rename(directories, rename, known, Expected()) is not None
+        assert rig.entries.rename(directories, rename, other, Expected()) is None
+        assert rig.entries.rename(directories, rename, known, Expected()) is not None
         link = Op(kind="link", path=b"b", to=b"c", strict=True)
-        assert rig.names.link(directories, link, other) is None
+        assert rig.entries.link(directories, link, other) is None
     assert sorted(os.listdir(rig.root)) == ["b", "b.monarch-conflict-node-012345-4"]
     assert [each.path for each in rig.log.conflicts] == [b"a", b"a", b"b", b"b"]
 
@@ -502,7 +501,7 @@ def test_steps_end_at_the_first_that_fails_and_those_before_it_are_made(rig: Rig
 
     def made(path: bytes) -> Callable[[OpenDirectories], Identity]:
         op = Op(kind="mkdir", path=path, mode=0o700)
-        return lambda directories: writer.names.mkdir(directories, op, Expected())
+        return lambda directories: writer.entries.mkdir(directories, op, Expected())
 
     outcome = writer.carry_out([made(b"one"), made(b"file"), made(b"two")])
     assert [each.source_ino for each in outcome.made if each] == [rig.identity("one").source_ino]

@@ -25,7 +25,7 @@ from monarch.writeback.marks import Marks
 from monarch.writeback.mover import Mover
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
 from monarch.writeback.staging import Staged
@@ -55,16 +55,16 @@ class Stage:
             hold_s=0.0,
         )
         self.stager = Stager(
-            objects=self.objects,
-            files=self.files,
-            threads=threads,
-            queue=self.queue,
-            state=self.state,
-            order=self.order,
-            steps=cast(Steps, self),
-            marks=Marks(journal, threads, self.state),
-            mover=Mover(threads, courtesy, verify=True),
-            wakeups=wakeups,
+            self.objects,
+            self.files,
+            threads,
+            self.queue,
+            self.state,
+            self.order,
+            cast(Steps, self),
+            Marks(journal, threads, self.state),
+            Mover(threads, courtesy, verify=True),
+            wakeups,
         )
 
     # How a content is staged.

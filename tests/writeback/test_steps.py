@@ -13,7 +13,7 @@ from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.entry import Entry
 from monarch.writeback.op import Kind, Op
-from monarch.writeback.source_places import Place
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.staging import Staged
@@ -28,7 +28,7 @@ class NamedCalls:
     """A writer, and each of its rooms, of which each call is its name."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("names", "attributes", "publishing", "staged"):
+        if name in ("entries", "publishing", "staged"):
             return self
         return partial(lambda name: None, name)
 
@@ -86,7 +86,7 @@ def test_names_and_attributes_of_a_file_that_the_source_has_are_changed_there(de
 def test_attributes_of_an_older_version_are_changed(desk: Desk) -> None:
     desk.is_there()
     desk.state.note(Op(kind="content", path=b"a", object=1), None)
-    assert desk.call(desk.put("attr")) == "change"
+    assert desk.call(desk.put("attr")) == "change_attributes"
 
 
 @pytest.mark.parametrize("was_tried", [False, True])
