@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Protocol
 
 import trio
 
 from monarch.writeback.entry import Entry
 from monarch.writeback.journal import Replay
+from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
 from monarch.writeback.source_state import SourceState
 
@@ -24,30 +24,13 @@ from monarch.writeback.source_state import SourceState
 _PUT_OFF_S = 10.0
 
 
-class FileUse(Protocol):
-    """The use of an object's file by processes. Called on the event loop."""
-
-    def is_dead(self, object: int) -> bool:
-        """Whether the file has no name any more."""
-        ...
-
-    def is_written(self, object: int) -> bool:
-        """Whether a process has the file open for writing."""
-        ...
-
-    def lowest(self, object: int) -> int:
-        """The lowest offset at which bytes were changed since the last content was recorded; more
-        than any size if none were."""
-        ...
-
-
 class ContentOrder:
     """The contents, renames and changes of attributes that wait, by object.
 
     A content that was left out for a later one is *met* when that one is at the source.
     """
 
-    def __init__(self, state: SourceState, files: FileUse) -> None:
+    def __init__(self, state: SourceState, files: ObjectTable) -> None:
         self._state = state
         self._files = files
         # The waiting changes by object, then by sequence number.

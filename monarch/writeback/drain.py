@@ -22,7 +22,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import trio
 
@@ -44,12 +43,13 @@ from monarch.writeback.held import HeldChanges
 from monarch.writeback.journal import Journal, Known, Replay
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES, Mover
+from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Progress
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import Outcome, SourceWriter, Step
-from monarch.writeback.stager import StagedFiles, Stager
+from monarch.writeback.stager import Stager
 from monarch.writeback.steps import Steps, with_rights_to_read
 from monarch.writeback.wakeups import Trouble, Wakeups
 
@@ -72,31 +72,6 @@ _REFUSALS = frozenset(
 _RESTAGED = 3
 # A call that lasts longer than this, in seconds, is shown as trouble.
 _HANGS_S = 30.0
-
-
-class Contents(StagedFiles, Protocol):
-    """What the drain asks and reports of files of objects. Called on the event loop."""
-
-    def is_removed(self, ino: int) -> bool:
-        """Whether an inode that was made or changed on the mount has no name there any more."""
-        ...
-
-    def published(self, object: int, path: bytes, identity: Identity) -> None:
-        """The source has its bytes as they were recorded; ``path`` is its first name there."""
-        ...
-
-    def changed(self, object: int, identity: Identity) -> None:
-        """The source's file of an object has that identity now, and the same bytes."""
-        ...
-
-    def whole(self, object: int) -> Op | None:
-        """A content of the file as it is now, for a source that has lost it; None if it has no name
-        any more, or its bytes are not here."""
-        ...
-
-    def recorded(self, object: int, seq: int) -> None:
-        """The content that ``whole`` has returned is in the journal."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +108,7 @@ class Drain:
         journal: Journal,
         objects: Objects,
         writer: SourceWriter,
-        contents: Contents,
+        contents: ObjectTable,
         threads: ThreadPool,
         options: DrainOptions,
         busy: Callable[[float], bool],

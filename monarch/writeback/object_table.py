@@ -79,13 +79,14 @@ class ObjectTable:
         return any(file.is_changed for file in self.open.values())
 
     def lowest(self, number: int) -> int:
-        """The lowest offset at which bytes were changed since the last content was recorded."""
+        """The lowest offset at which bytes were changed since the last content was recorded; more
+        than any size if none were."""
         file = self.open.get(number)
         return UNTOUCHED if file is None else file.lowest()
 
     def left_out(self, number: int) -> None:
         """A content was not published since the file is being written: its close must record
-        another one."""
+        another one, even if nothing more is written."""
         if (file := self.open.get(number)) is not None:
             file.is_left_out = True
 
@@ -117,7 +118,7 @@ class ObjectTable:
         self.states.record(number, seq, synced=False)
 
     def published(self, number: int, path: bytes, identity: Identity) -> None:
-        """The source has the bytes of the last content."""
+        """The source has the bytes of the last content; ``path`` is its first name there."""
         self.states.published(number, identity)
 
     def changed(self, number: int, identity: Identity) -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import trio
 
@@ -20,11 +19,12 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.text import errno_words
 from monarch.types import Identity
 from monarch.units import KiB
-from monarch.writeback.content_order import ContentOrder, FileUse
+from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.entry import Entry
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import Mover, begin_all, close_all, open_all
+from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
@@ -42,15 +42,6 @@ _TRIES = 4
 _TRY_S = 0.5
 # A tick of the kernel's clock, in seconds: two writes within it leave the same modification time.
 _TICK_S = 0.02
-
-
-class StagedFiles(FileUse, Protocol):
-    """The use of staged files by processes. Called on the event loop."""
-
-    def left_out(self, object: int) -> None:
-        """Called when a content was skipped because the file is being written. The next close of
-        the writing process must record a new content, even if nothing more is written."""
-        ...
 
 
 class _MissingError(Exception):
@@ -75,7 +66,7 @@ class Stager:
     """Belongs to the event loop. ``count`` is the number of contents that are staged now."""
 
     _objects: Objects
-    _files: StagedFiles
+    _files: ObjectTable
     _threads: ThreadPool
     _queue: DrainQueue
     _state: SourceState

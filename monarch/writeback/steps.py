@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from monarch.posix.credentials import Credentials
 from monarch.types import Identity
-from monarch.writeback.content_order import ContentOrder, FileUse
+from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.entry import Entry
+from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
@@ -30,7 +31,7 @@ class Steps:
     _writer: SourceWriter
     _state: SourceState
     _order: ContentOrder
-    _files: FileUse
+    _files: ObjectTable
 
     def of(self, entry: Entry) -> Step | None:
         """The call that makes a change; None if nothing has to be done at the source."""

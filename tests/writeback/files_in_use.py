@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from monarch.namespace.namespace import Namespace
 from monarch.writeback.fast_writes import UNTOUCHED
+from monarch.writeback.object_table import ObjectTable
 
 
-class FilesInUse:
+class FilesInUse(ObjectTable):
     """``dead`` objects have no name, ``written`` ones are open for writing, and ``lowest_of`` tells
     the lowest offset that was changed since the last content. ``skipped`` are those left out."""
 
     def __init__(self) -> None:
+        super().__init__(cast(Namespace, None))
         self.dead: set[int] = set()
         self.written: set[int] = set()
         self.lowest_of: dict[int, int] = {}
         self.skipped: list[int] = []
 
-    def is_dead(self, object: int) -> bool:
-        return object in self.dead
+    def is_dead(self, number: int) -> bool:
+        return number in self.dead
 
-    def is_written(self, object: int) -> bool:
-        return object in self.written
+    def is_written(self, number: int) -> bool:
+        return number in self.written
 
-    def lowest(self, object: int) -> int:
-        return self.lowest_of.get(object, UNTOUCHED)
+    def lowest(self, number: int) -> int:
+        return self.lowest_of.get(number, UNTOUCHED)
 
-    def left_out(self, object: int) -> None:
-        self.skipped.append(object)
+    def left_out(self, number: int) -> None:
+        self.skipped.append(number)

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import trio
 
@@ -28,6 +29,7 @@ from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import unfinished
 from monarch.writeback.fast_writes import UNTOUCHED
 from monarch.writeback.journal import Journal, Op, Replay
+from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.store import directory_of
@@ -226,7 +228,7 @@ class Disk(Objects):
 
 
 class World:
-    """The names of a mount over ``source``. It answers the drain's questions (``Contents``)."""
+    """The names of a mount over ``source``. It answers the drain's questions (``ObjectTable``)."""
 
     def __init__(self, source: Path, tier: Path, *, boot: str = "boot-1") -> None:
         self.source = source
@@ -327,7 +329,7 @@ class World:
             self.directory,
             journal=self.journal,
             objects=self.objects,
-            contents=self,
+            contents=cast(ObjectTable, self),
             interval_s=interval_s,
         )
 
@@ -712,7 +714,7 @@ def drain_of(
         journal=world.journal,
         objects=world.objects,
         writer=SourceWriter(source, world.journal.token),
-        contents=world,
+        contents=cast(ObjectTable, world),
         threads=threads,
         options=DrainOptions(bandwidth=bandwidth, verify=verify, workers=workers, hold_s=hold_s),
         busy=busy,
