@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from monarch.errors import MonarchError
 from monarch.telemetry.report import Finding, FsckReport
+from monarch.tiers.contents import Contents
 from monarch.tiers.verify import (
     DIGEST,
     MISSING,
@@ -25,7 +26,6 @@ from monarch.tiers.verify import (
     UNKNOWN,
     UNREADABLE,
     VERSION,
-    Contents,
 )
 from monarch.writeback.inspect import Inspection
 from monarch.writeback.store import PREFIX as ABSORBED

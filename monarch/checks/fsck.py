@@ -34,6 +34,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.posix.file_lock import Lock
 from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.text import counted
+from monarch.tiers.contents import Contents
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
 from monarch.tiers.records import Records, other_generations
@@ -42,7 +43,6 @@ from monarch.tiers.verify import (
     SEAL,
     TIER,
     UNKNOWN,
-    Contents,
     Step,
     Suspect,
     compare,
@@ -247,7 +247,7 @@ class _StateCheck:
         for generation in there:
             if generation not in known:
                 path = own / (Contents.PREFIX + generation)
-                count = sum(map(len, contents.copies(generation)))
+                count = sum(map(len, contents.files(generation)))
                 what = f"no record knows of the {counted(count, 'file', 'files')} in it"
                 self._mend(UNKNOWN, tier.name, path, what, path)
         for generation, records in known.items():

@@ -35,8 +35,9 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.report import FsckProgress, FsckReport
+from monarch.tiers.contents import Contents, copy_name
 from monarch.tiers.hierarchy import Hierarchy
-from monarch.tiers.tier import Tier, copy_name
+from monarch.tiers.tier import Tier
 from monarch.tiers.verify import (
     MISSING,
     PIECE_BYTES,
@@ -44,7 +45,6 @@ from monarch.tiers.verify import (
     TIER,
     TORN,
     UNKNOWN,
-    Contents,
     Step,
     Suspect,
     compare,

@@ -18,6 +18,7 @@ from monarch.errors import TierError
 from monarch.posix import failpoints
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
+from monarch.tiers.contents import ino_of
 from monarch.tiers.ownership import Owner, require_known_version
 from monarch.tiers.records import (
     Record,
@@ -26,7 +27,7 @@ from monarch.tiers.records import (
     other_generations,
     require_known_versions,
 )
-from monarch.tiers.tier import Tier, ino_of
+from monarch.tiers.tier import Tier
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import stat
 import uuid
 from contextlib import ExitStack, suppress
@@ -16,11 +15,11 @@ from monarch.errors import TierError
 from monarch.posix import failpoints
 from monarch.posix.file_lock import Lock
 from monarch.posix.private_directory import open_directory
+from monarch.tiers.contents import DIRECTORY, Contents
 
 log = logging.getLogger(__name__)
 
 PRIVATE = "monarch"
-GENERATION = re.compile(r"copies-[0-9A-Za-z-]+")
 _VERSION = 1
 
 
@@ -40,9 +39,8 @@ class Owner:
 
 def own_directory(path: Path, owner: Owner) -> Path:
     """Where the tier at ``path`` has, or will have, the copies of a mount; changes nothing."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        shared = os.open(path / PRIVATE, flags)
+        shared = os.open(path / PRIVATE, DIRECTORY)
     except OSError:
         return path / PRIVATE / owner.directory
     try:
@@ -151,8 +149,7 @@ def open_own_directory(path: Path, owner: Owner) -> tuple[Path, int]:
 def _made(parent: int, name: str) -> int:
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(name, flags, dir_fd=parent)
+    return os.open(name, DIRECTORY, dir_fd=parent)
 
 
 def _require_ours(fd: int, name: str, path: Path) -> None:
@@ -197,7 +194,7 @@ def _take_over(shared: int, own: int, path: Path, owner: Owner) -> None:
                 path,
             )
             return
-        names = [name for name in os.listdir(shared) if GENERATION.fullmatch(name)]
+        names = [Contents.PREFIX + known for known in Contents(shared).generations()]
         for name in [*names, "stage", "tier.json"]:
             with suppress(FileNotFoundError):
                 os.rename(name, name, src_dir_fd=shared, dst_dir_fd=own)

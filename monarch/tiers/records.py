@@ -124,14 +124,7 @@ class Records:
         records._path = path
         records._header = header
         records._term = _term_after(header)
-        records._places = {
-            tier: listed.index(name) + 1
-            for tier, name in enumerate(tier_ids, start=1)
-            if name in listed
-        }
-        records._tiers = np.zeros(256, np.uint8)
-        for tier, place in records._places.items():
-            records._tiers[place] = tier
+        records._find_places(listed, tier_ids)
         records._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         return records
 
@@ -169,7 +162,13 @@ class Records:
                 ids[gone[0]] = name
             else:
                 ids.append(name)
-        self._places = {tier: ids.index(name) + 1 for tier, name in enumerate(tier_ids, start=1)}
+        self._find_places(ids, tier_ids)
+
+    def _find_places(self, ids: Sequence[object], tier_ids: Sequence[str]) -> None:
+        """Sets the index of each tier in the list of ids, and the tier of each index."""
+        self._places = {
+            tier: ids.index(name) + 1 for tier, name in enumerate(tier_ids, start=1) if name in ids
+        }
         self._tiers = np.zeros(256, np.uint8)
         for tier, place in self._places.items():
             self._tiers[place] = tier

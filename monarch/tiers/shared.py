@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from monarch.posix.file_lock import Lock
+from monarch.tiers.contents import DIRECTORY, Contents
 from monarch.tiers.ownership import PRIVATE
-from monarch.tiers.tier import STAGED, ino_of
-from monarch.tiers.verify import Contents
-
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ def shared_copies(tier: Path) -> Iterator[SharedCopies]:
     names = sorted(os.listdir(private)) if private.is_dir() else []
     for path in [private, *(private / name for name in names)]:
         try:
-            fd = os.open(path, _OPEN)
+            fd = os.open(path, DIRECTORY)
         except OSError:
             continue
         try:
@@ -85,7 +82,7 @@ def other_sources(own: Path) -> list[str]:
 
 def _note_at(path: Path) -> dict[str, Any] | None:
     try:
-        fd = os.open(path, _OPEN)
+        fd = os.open(path, DIRECTORY)
     except OSError:
         return None
     try:
@@ -99,11 +96,11 @@ def remove_copies(held: SharedCopies) -> None:
 
     Raises LockedError if a daemon uses them, and OSError.
     """
-    fd = os.open(held.directory, _OPEN)
+    fd = os.open(held.directory, DIRECTORY)
     try:
         lock = Lock(fd, f"{held.directory!r}", "monarch evict")
         try:
-            for name in [*_copies(fd), *_stages(fd)]:
+            for name in [*_copies(fd), *Contents(fd).staged_copies()]:
                 os.unlink(name, dir_fd=fd)
             for generation in Contents(fd).generations():
                 top = Contents.PREFIX + generation
@@ -126,15 +123,7 @@ def remove_copies(held: SharedCopies) -> None:
 def _copies(fd: int) -> Iterator[str]:
     contents = Contents(fd)
     for generation in contents.generations():
-        for paths in contents.copies(generation):
-            for path in paths:
-                if ino_of(path) is not None:
-                    yield f"{contents.PREFIX}{generation}/{path}"
-
-
-def _stages(fd: int) -> list[str]:
-    found = Contents(fd).stages()
-    return [name for name in found if STAGED.fullmatch(name.rpartition("/")[2])]
+        yield from contents.copies(generation)
 
 
 def _rmdir(fd: int, name: str) -> None:

@@ -25,7 +25,6 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -38,16 +37,14 @@ from monarch.errors import TierError
 from monarch.posix import failpoints
 from monarch.posix.file_lock import Lock
 from monarch.posix.openat2 import kind_of_file_system
-from monarch.tiers.ownership import GENERATION, Owner, identify, open_own_directory, opened_in
+from monarch.tiers.contents import DIRECTORY, Contents, copy_name
+from monarch.tiers.ownership import Owner, identify, open_own_directory, opened_in
 from monarch.tiers.seal import BrokenSeal, keeps_seals, put_seal, seal
 from monarch.types import Identity, Ino
 from monarch.units import MiB
 
 log = logging.getLogger(__name__)
 
-_PREFIX = "copies-"
-# The names beneath stage/.
-STAGED = re.compile(r"[0-9]+\.part|probe")
 _CHUNK = 1 * MiB
 _ZEROS = bytes(_CHUNK)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -61,21 +58,6 @@ class Space:
 
     total: int
     available: int
-
-
-def copy_name(ino: Ino) -> str:
-    """The path of the copy of ``ino`` in a generation's directory, as in the C datapath."""
-    return f"{ino & 0xFF:02x}/{ino}"
-
-
-def ino_of(path: str) -> Ino | None:
-    """The inode number of a path beneath a generation's directory, None if it is not a copy."""
-    name = path.partition("/")[2]
-    # A name of a copy has ASCII digits only; Python accepts other digits as numbers, too.
-    if not (name.isascii() and name.isdecimal() and len(name) < 20):
-        return None
-    ino = Ino(int(name))
-    return ino if ino > 0 and path == copy_name(ino) else None
 
 
 class Tier:
@@ -123,15 +105,13 @@ class Tier:
 
     def use(self, generation: str) -> None:
         """Sets the generation for serving and committing; empties the stage."""
-        name = _PREFIX + generation
+        name = Contents.PREFIX + generation
         for needed in ("stage", name):
             with suppress(FileExistsError):
                 os.mkdir(needed, 0o700, dir_fd=self._root)
         if self._generation >= 0:
             os.close(self._generation)
-        self._generation = os.open(
-            name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._root
-        )
+        self._generation = os.open(name, DIRECTORY, dir_fd=self._root)
         self._generation_name = name
         failpoints.failpoint("tier-generation-made")
         self.sweep_stage()
@@ -140,17 +120,15 @@ class Tier:
             log.info("tier %s: its file system rounds times, so copies have no seal", self.name)
 
     def sweep_stage(self) -> None:
-        with _Listing(self._root, "stage") as entries:
-            names = [entry.name for entry in entries]
-        for name in filter(STAGED.fullmatch, names):
+        for name in Contents(self._root).staged_copies():
             with suppress(FileNotFoundError, IsADirectoryError):
-                os.unlink(f"stage/{name}", dir_fd=self._root)
+                os.unlink(name, dir_fd=self._root)
 
     def adopt(self, generation: str, old: Ino, new: Ino, identity: Identity) -> bool:
         """Renames a copy of another generation into this one; False if there is none. An unbroken
         seal is renewed. Raises OSError."""
         try:
-            self._into_generation(f"{_PREFIX}{generation}/{copy_name(old)}", new)
+            self._into_generation(f"{Contents.PREFIX}{generation}/{copy_name(old)}", new)
         except FileNotFoundError:
             # An earlier daemon may have renamed it and died before it was recorded.
             return self.has(new)
@@ -169,11 +147,14 @@ class Tier:
         Files of other programs among them stay, and so does the directory then.
         """
         removed = 0
-        for name in _generations(self._root):
+        contents = Contents(self._root)
+        for generation in contents.generations():
+            name = Contents.PREFIX + generation
             if name != self._generation_name:
-                for path in _copies_of(self._root, name):
-                    os.unlink(f"{name}/{path}", dir_fd=self._root)
-                    removed += 1
+                for path in contents.copies(generation):
+                    with suppress(IsADirectoryError):
+                        os.unlink(path, dir_fd=self._root)
+                        removed += 1
                 for below in [*(f"{name}/{bucket:02x}" for bucket in range(256)), name]:
                     with suppress(OSError):
                         os.rmdir(below, dir_fd=self._root)
@@ -181,18 +162,14 @@ class Tier:
 
     def count_copies(self) -> int:
         """The number of copies of any snapshot, recorded or not."""
-        return sum(1 for name in _generations(self._root) for _ in _copies_of(self._root, name))
+        contents = Contents(self._root)
+        return sum(1 for name in contents.generations() for _ in contents.copies(name))
 
     def copies(self) -> Iterator[list[str]]:
-        """Yields the paths, as of ``copy_name``, of all files of this generation, one subdirectory
-        at a time."""
-        with _Listing(self._root, self._generation_name) as entries:
-            buckets = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-        yield [name for name, is_directory in buckets.items() if not is_directory]
-        for bucket in [name for name, is_directory in buckets.items() if is_directory]:
-            with _Listing(self._root, f"{self._generation_name}/{bucket}") as entries:
-                names = [f"{bucket}/{entry.name}" for entry in entries]
-            yield names
+        """The paths, as of ``copy_name``, of all files of this generation, one subdirectory at a
+        time. Raises OSError, ENOENT if the directory of the generation is gone."""
+        os.stat(self._generation_name, dir_fd=self._root)
+        return Contents(self._root).files(self._generation_name.removeprefix(Contents.PREFIX))
 
     def remove_stranger(self, path: str, *, before_ns: int, unless_size: int | None = None) -> bool:
         """Removes a file without a record from this generation, unless it is newer than
@@ -367,7 +344,7 @@ class Tier:
                     f"{where!r} is another tier than before",
                     hint="unmount and mount again to use it",
                 )
-            there.use(self._generation_name.removeprefix(_PREFIX))
+            there.use(self._generation_name.removeprefix(Contents.PREFIX))
             os.dup2(there._root, self._root, inheritable=False)
             os.dup2(there._generation, self._generation, inheritable=False)
             self.own, self.in_memory, self.seals = there.own, there.in_memory, there.seals
@@ -380,22 +357,6 @@ class Tier:
         if _LIBC.syncfs(self._root) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-
-
-class _Listing:
-    """``os.scandir`` of a path relative to a descriptor; opens and closes the directory."""
-
-    def __init__(self, root: int, name: str) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(name, flags, dir_fd=root)
-
-    def __enter__(self) -> Iterator[os.DirEntry[str]]:
-        self._entries = os.scandir(self._fd)
-        return self._entries
-
-    def __exit__(self, *_exc: object) -> None:
-        self._entries.close()
-        os.close(self._fd)
 
 
 class Staged:
@@ -464,28 +425,11 @@ def _digest(fd: int) -> bytes:
     return digest.digest()
 
 
-def _remove(directory: int, name: str) -> int:
-    """Removes a file, or a directory with its contents; returns the number of files."""
+def _remove(directory: int, name: str) -> None:
+    """Removes a file, or a directory with its contents."""
     try:
         os.unlink(name, dir_fd=directory)
-        return 1
     except IsADirectoryError:
-        with _Listing(directory, name) as entries:
-            names = [entry.name for entry in entries]
-        removed = sum(_remove(directory, f"{name}/{below}") for below in names)
+        for below in Contents(directory).names(name):
+            _remove(directory, f"{name}/{below}")
         os.rmdir(name, dir_fd=directory)
-        return removed
-
-
-def _generations(root: int) -> list[str]:
-    with _Listing(root, ".") as entries:
-        return [e.name for e in entries if GENERATION.fullmatch(e.name)]
-
-
-def _copies_of(root: int, generation: str) -> Iterator[str]:
-    for bucket in range(256):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            with _Listing(root, f"{generation}/{bucket:02x}") as entries:
-                names = [e.name for e in entries if not e.is_dir(follow_symlinks=False)]
-            paths = (f"{bucket:02x}/{name}" for name in names)
-            yield from (path for path in paths if ino_of(path) is not None)

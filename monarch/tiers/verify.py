@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import xxhash
 
+from monarch.tiers.contents import DIRECTORY, Contents, copy_name, ino_of
 from monarch.tiers.records import Record, Records
 from monarch.tiers.seal import seal
-from monarch.tiers.tier import copy_name, ino_of
 from monarch.types import Identity, Ino
 from monarch.units import MiB
 
@@ -26,7 +26,6 @@ PIECE_BYTES = 1 * MiB
 
 # O_NONBLOCK: another program may have put a fifo in the place of a copy.
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 MISSING = "copy-missing"
 SIZE = "copy-size"
@@ -132,59 +131,6 @@ def _from_memory(fd: int, piece: memoryview, offset: int) -> int:
         return 0
 
 
-class Contents:
-    """The files beneath ``root``, the directory of a tier with the copies of a mount."""
-
-    PREFIX = "copies-"
-    _KNOWN = frozenset({"lock", "tier.json", "tier.part", "stage"})
-
-    def __init__(self, root: int) -> None:
-        self._root = root
-
-    def generations(self) -> list[str]:
-        """The ids of the snapshots that have copies there."""
-        return [
-            name.removeprefix(self.PREFIX)
-            for name in self._names(".")
-            if name.startswith(self.PREFIX)
-        ]
-
-    def strangers(self) -> list[str]:
-        """Files that Monarch did not make."""
-        return [
-            name
-            for name in self._names(".")
-            if name not in self._KNOWN and not name.startswith(self.PREFIX)
-        ]
-
-    def stages(self) -> list[str]:
-        """Stages: copies that are being written, or were when a daemon was killed."""
-        unnamed = [name for name in self._names(".") if name == "tier.part"]
-        return unnamed + [f"stage/{name}" for name in self._names("stage")]
-
-    def copies(self, generation: str) -> Iterator[list[str]]:
-        """The paths beneath a generation's directory, one subdirectory at a time."""
-        top = self.PREFIX + generation
-        loose: list[str] = []
-        buckets: list[str] = []
-        for name in self._names(top):
-            status = os.stat(f"{top}/{name}", dir_fd=self._root, follow_symlinks=False)
-            (buckets if stat.S_ISDIR(status.st_mode) else loose).append(name)
-        yield loose
-        for bucket in buckets:
-            yield [f"{bucket}/{name}" for name in self._names(f"{top}/{bucket}")]
-
-    def _names(self, name: str) -> list[str]:
-        try:
-            fd = os.open(name, _LIST, dir_fd=self._root)
-        except FileNotFoundError:
-            return []
-        try:
-            return sorted(os.listdir(fd))
-        finally:
-            os.close(fd)
-
-
 @dataclass(frozen=True, slots=True)
 class Suspect:
     """A file beneath a generation's directory, or a record, that is wrong."""
@@ -227,11 +173,11 @@ def compare(
         believed.update(inos[tiers == tier].tolist())
     contents = Contents(root)
     try:
-        directory = os.open(Contents.PREFIX + generation, _LIST, dir_fd=root)
+        directory = os.open(Contents.PREFIX + generation, DIRECTORY, dir_fd=root)
     except FileNotFoundError:
         directory = -1
     try:
-        for paths in contents.copies(generation) if directory >= 0 else ():
+        for paths in contents.files(generation) if directory >= 0 else ():
             for path in paths:
                 ino = ino_of(path)
                 record = records.get(ino) if ino is not None else None

@@ -17,9 +17,9 @@ from monarch.daemon.sweep import Sweep
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.telemetry.metrics import Metrics
+from monarch.tiers.contents import copy_name
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.records import Record
-from monarch.tiers.tier import copy_name
 from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino

@@ -15,9 +15,10 @@ from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.namespace.build import build
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.residency import Residency
+from monarch.tiers.contents import copy_name
 from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
-from monarch.tiers.tier import Tier, copy_name
+from monarch.tiers.tier import Tier
 from monarch.types import Ino
 from tests.fuse import wire
 from tests.fuse.wire import Answer, Op, Request
