@@ -263,22 +263,7 @@ def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool, writabl
     options += ",allow_other" if allow_other else ""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        try:
-            done = subprocess.run(
-                ["fusermount3", "-o", options, "--", os.fspath(mountpoint)],
-                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="backslashreplace",
-                timeout=30,
-                check=False,
-            )
-        except FileNotFoundError:
-            raise FuseError("fusermount3 is missing", hint="install the package fuse3") from None
-        except subprocess.TimeoutExpired:
-            raise FuseError("fusermount3 does not end") from None
+        done = _fusermount("-o", options, mountpoint=mountpoint, channel=theirs.fileno())
         if done.returncode != 0:
             words = done.stderr.strip().replace("\n", "; ")
             raise FuseError(
@@ -288,6 +273,28 @@ def _mount_by_program(mountpoint: Path, name: str, *, allow_other: bool, writabl
     (device,) = descriptors
     os.set_inheritable(device, False)
     return device
+
+
+def _fusermount(
+    *options: str, mountpoint: Path, channel: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs fusermount3, which sends the device through ``channel``. Raises FuseError."""
+    try:
+        return subprocess.run(
+            ["fusermount3", *options, "--", os.fspath(mountpoint)],
+            env={**os.environ, "_FUSE_COMMFD": str(channel)} if channel is not None else None,
+            pass_fds=[channel] if channel is not None else [],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=30,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise FuseError("fusermount3 is missing", hint="install the package fuse3") from None
+    except subprocess.TimeoutExpired:
+        raise FuseError("fusermount3 does not end") from None
 
 
 def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
@@ -300,13 +307,7 @@ def unmount(mountpoint: Path, *, lazy: bool = False) -> None:
         if number == errno.EBUSY:
             raise BusyError(f"{os.fspath(mountpoint)!r} is in use")
         raise FuseError(f"cannot unmount {os.fspath(mountpoint)!r}: {os.strerror(number)}")
-    command = ["fusermount3", "-u", "-q", *(["-z"] if lazy else []), "--", os.fspath(mountpoint)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except FileNotFoundError:
-        raise FuseError("fusermount3 is missing", hint="install the package fuse3") from None
-    except subprocess.TimeoutExpired:
-        raise FuseError("fusermount3 does not end") from None
+    done = _fusermount("-u", "-q", *(["-z"] if lazy else []), mountpoint=mountpoint)
     if done.returncode != 0:
         still = mount_at(mountpoint) is not None
         if still and not lazy:

@@ -312,11 +312,27 @@ class Operations(pyfuse3.Operations):
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
+        if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
+            return await self._make(parent_inode, name, mode, ctx, rdev=rdev)
         parent, by = Ino(parent_inode), _caller(ctx)
-        if stat.S_IFMT(mode) in (0, stat.S_IFREG):
-            made = await self._writing.operations.make_file(parent, name, mode=mode, by=by)
-        else:
-            made = await self._writing.operations.make(parent, name, mode=mode, by=by, rdev=rdev)
+        made = await self._writing.operations.make_file(parent, name, mode=mode, by=by)
+        self._tell_attributes(parent)
+        return _entry(made)
+
+    async def _make(
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        ctx: RequestContext,
+        *,
+        rdev: int = 0,
+        target: bytes = b"",
+    ) -> EntryAttributes:
+        """Makes an entry that is not a file."""
+        made = await self._writing.operations.make(
+            Ino(parent), name, mode=mode, by=_caller(ctx), rdev=rdev, target=target
+        )
         self._tell_attributes(parent)
         return _entry(made)
 
@@ -324,23 +340,13 @@ class Operations(pyfuse3.Operations):
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
-        mode = stat.S_IFDIR | stat.S_IMODE(mode)
-        made = await self._writing.operations.make(
-            Ino(parent_inode), name, mode=mode, by=_caller(ctx)
-        )
-        self._tell_attributes(parent_inode)
-        return _entry(made)
+        return await self._make(parent_inode, name, stat.S_IFDIR | stat.S_IMODE(mode), ctx)
 
     @_answered
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext
     ) -> EntryAttributes:
-        mode = stat.S_IFLNK | 0o777
-        made = await self._writing.operations.make(
-            Ino(parent_inode), name, mode=mode, by=_caller(ctx), target=target
-        )
-        self._tell_attributes(parent_inode)
-        return _entry(made)
+        return await self._make(parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
 
     @_answered
     async def link(

@@ -41,10 +41,12 @@ class Placement:
 
 
 class Policy(Protocol):
-    """A policy. Its methods use memory only, do not wait and do not reserve space."""
+    """A policy. Its methods use memory only, do not wait and do not reserve space.
 
-    @property
-    def name(self) -> str: ...
+    A policy that never evicts inherits all methods but ``choose``: they do nothing.
+    """
+
+    name: str
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
         """The tier for ``item``; None: leave it at the source.
@@ -54,14 +56,18 @@ class Policy(Protocol):
 
     def accessed(self, ino: Ino, tier: int) -> None:
         """A resident item was opened."""
+        return
 
     def placed(self, item: Item, tier: int) -> None:
         """A copy was committed."""
+        return
 
     def loaded(
         self, inos: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer], *, tier: int
     ) -> None:
         """Copies of an earlier daemon were found at start."""
+        return
 
     def removed(self, ino: Ino) -> None:
         """A copy was removed."""
+        return

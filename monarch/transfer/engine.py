@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import trio
 
@@ -39,9 +38,9 @@ from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
 from monarch.transfer.copy import append_all, commit, commit_contents
 from monarch.transfer.queue import Flight, Flights, Removals
-from monarch.transfer.source_reader import SourceReader
+from monarch.transfer.source_reader import Names, SourceReader
 from monarch.transfer.tier_monitor import TierMonitor, tier_error
-from monarch.types import Attributes, Identity, Ino
+from monarch.types import Identity, Ino
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +55,6 @@ _STEP_S = 0.005
 _IDLE_S = 0.1
 # The pause after a failed copy, in seconds: doubles from the first value up to the second.
 _BACKOFF_S = (1.0, 60.0)
-
-
-class Names(Protocol):
-    """The functions of the namespace that the engine uses."""
-
-    def path(self, ino: Ino) -> bytes: ...
-    def attributes(self, ino: Ino) -> Attributes: ...
 
 
 class Engine:

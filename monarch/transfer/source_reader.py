@@ -21,7 +21,7 @@ from monarch.transfer.pace import Pace
 from monarch.transfer.queue import Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.throttle import TokenBucket
-from monarch.types import Identity, Ino
+from monarch.types import Attributes, Identity, Ino
 from monarch.units import MiB
 
 # Pieces of one file that are read at once while no reader waits for the source.
@@ -31,10 +31,11 @@ _BESIDE_READERS = 1 * MiB
 _STEP_S = 0.005
 
 
-class Paths(Protocol):
-    """The paths of files in the source."""
+class Names(Protocol):
+    """The functions of the namespace that copies use."""
 
     def path(self, ino: Ino) -> bytes: ...
+    def attributes(self, ino: Ino) -> Attributes: ...
 
 
 class _Piece:
@@ -68,7 +69,7 @@ class SourceReader:
         self,
         *,
         source: Source,
-        names: Paths,
+        names: Names,
         threads: ThreadPool,
         source_load: SourceLoad,
         metrics: Metrics,

@@ -11,22 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from monarch.placement.ledger import Ledger
-from monarch.placement.policy import Item, Placement, Victim
+from monarch.placement.policy import Item, Placement, Policy, Victim
 from monarch.types import Ino
 
 
-class Lru:
+class Lru(Policy):
     """A new item goes to the fastest tier with space. Without space it goes to the tier that has
     space first when copies are evicted in the order of their last use; no copy moves to a lower
     tier.
     """
 
+    name = "lru"
+
     def __init__(self) -> None:
         self._copies: OrderedDict[Ino, tuple[int, int]] = OrderedDict()  # size, tier
-
-    @property
-    def name(self) -> str:
-        return "lru"
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
         tier = ledger.fastest_with_room(item.size)

@@ -44,14 +44,12 @@ def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> bytes:
 class NoEvict(FirstCome):
     """Admits the buckets that ``assign`` gives to a tier, or all files if all fit."""
 
+    name = "no_evict"
+
     def __init__(self, curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> None:
         # Python integers: the sum of the sizes of a hostile tree may exceed 64 bits.
         all_fits = sum(curve.tolist()) <= sum(capacities)
         self._tier_of_bucket = None if all_fits else assign(curve, capacities)
-
-    @property
-    def name(self) -> str:
-        return "no_evict"
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
         # An empty file needs no space, so its bucket may have no tier.
