@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import trio
@@ -30,10 +31,10 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class FileBytes(ABC):
     """Where the bytes of an open file are; ``fd`` is open there. Raises Refused or SourceError."""
 
-    __slots__ = ("fd",)
     fd: int
     is_write_through = is_from_source = False
 
@@ -57,15 +58,12 @@ class FileBytes(ABC):
         return False
 
 
+@dataclass(slots=True, eq=False)
 class ObjectBytes(FileBytes):
     """In an object of the absorbing tier."""
 
-    __slots__ = ("_number", "_objects")
-
-    def __init__(self, fd: int, number: int, objects: TierObjects) -> None:
-        self.fd = fd
-        self._number = number
-        self._objects = objects
+    _number: int
+    _objects: TierObjects
 
     async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         return await self._objects.run(function, self.fd, *args)
@@ -86,24 +84,19 @@ class ObjectBytes(FileBytes):
         self._objects.close_soon(self.fd)
 
 
+@dataclass(slots=True, eq=False)
 class StagedBytes(FileBytes):
     """In a staged file at the source, since the tier was full.
 
-    ``before`` is the descriptor of the object that had them: a read may still be using it.
+    ``before`` is the descriptor of the object that had them, or -1: a read may still be using it.
     """
 
-    __slots__ = ("_before", "_calls", "_ino", "_number", "_objects")
+    _ino: Ino
+    _number: int
+    _objects: TierObjects
+    _calls: SourceCalls
+    _before: int
     is_write_through = True
-
-    def __init__(
-        self, fd: int, node: Node, objects: TierObjects, calls: SourceCalls, *, before: int
-    ) -> None:
-        self.fd = fd
-        self._ino = node.ino
-        self._number = node.object
-        self._objects = objects
-        self._calls = calls
-        self._before = before
 
     async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         return await self._calls.call(self._ino, function, self.fd, *args)
@@ -125,18 +118,15 @@ class StagedBytes(FileBytes):
                 self._objects.close_soon(fd)
 
 
+@dataclass(slots=True, eq=False)
 class SourceBytes(FileBytes):
     """Under the name of a file at the source, whose object was released: they are only read."""
 
-    __slots__ = ("_calls", "_file", "_ino", "_names")
+    _file: SourceFile
+    _ino: Ino
+    _names: Namespace
+    _calls: SourceCalls
     is_from_source = True
-
-    def __init__(self, file: SourceFile, ino: Ino, names: Namespace, calls: SourceCalls) -> None:
-        self.fd = file.fd
-        self._file = file
-        self._ino = ino
-        self._names = names
-        self._calls = calls
 
     async def run(self, function: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
         path, on = self._names.visible_path(self._ino), self._calls.source.on
@@ -149,6 +139,7 @@ class SourceBytes(FileBytes):
         self._file.release()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OpenFile:
     """A written file that is open. ``users`` are the opens that were not released.
 
@@ -159,26 +150,23 @@ class OpenFile:
     users who have opened it for writing, the first one first.
     """
 
-    __slots__ = (
-        *("_fast", "changes", "ino", "is_left_out", "node", "object", "place", "quiet_s"),
-        *("recorded", "seen", "touched_from", "turn", "users", "writers"),
-    )
+    node: Node
+    place: FileBytes
+    _fast: FastWrites
+    ino: Ino = field(init=False)
+    object: int = field(init=False)
+    is_left_out: bool = False
+    turn: trio.Lock = field(default_factory=trio.Lock)
+    users: int = 1
+    writers: dict[Credentials, None] = field(default_factory=dict)
+    changes: int = 0
+    touched_from: int = UNTOUCHED
+    recorded: int = 0
+    seen: int = 0
+    quiet_s: float = 0.0
 
-    def __init__(self, node: Node, place: FileBytes, *, fast: FastWrites) -> None:
-        self.node = node
-        self.ino = node.ino
-        self.object = node.object
-        self.place = place
-        self.is_left_out = False
-        self.turn = trio.Lock()
-        self.users = 1
-        self.writers: dict[Credentials, None] = {}
-        self.changes = 0
-        self.touched_from = UNTOUCHED
-        self.recorded = 0
-        self.seen = 0
-        self.quiet_s = 0.0
-        self._fast = fast
+    def __post_init__(self) -> None:
+        self.ino, self.object = self.node.ino, self.node.object
 
     @property
     def is_write_through(self) -> bool:

@@ -102,7 +102,7 @@ class WrittenFiles:
         """Take over the descriptor of an object that is now open for its first user; ``by``: the
         user who may write it."""
         place = ObjectBytes(fd, node.object, self._objects)
-        file = OpenFile(node, place, fast=self._opens.fast)
+        file = OpenFile(node, place, self._opens.fast)
         if by is not None:
             self._recorder.may_write(file, by)
         self._opens.files[node.ino] = self._object_table.open[node.object] = file
@@ -133,8 +133,8 @@ class WrittenFiles:
             self._opened_at_source(node, await self._source.open(node.ino))
 
     def _opened_at_source(self, node: Node, file: SourceFile) -> None:
-        place = SourceBytes(file, node.ino, self._names, self._source.calls)
-        self._opens.files[node.ino] = OpenFile(node, place, fast=NO_FAST_WRITES)
+        place = SourceBytes(file.fd, file, node.ino, self._names, self._source.calls)
+        self._opens.files[node.ino] = OpenFile(node, place, NO_FAST_WRITES)
         self._opens.fast.bind(node.ino, file.fd, tier=SOURCE, size=file.status.st_size)
 
     def release(self, ino: Ino) -> None:
@@ -269,7 +269,7 @@ class WrittenFiles:
         file = self._opens.files[node.ino]
         before = file.place.fd if file.place.fd != fd else -1
         calls = self._source.calls
-        file.place = StagedBytes(fd, node, self._objects, calls, before=before)
+        file.place = StagedBytes(fd, node.ino, node.object, self._objects, calls, before)
         node.set_content(node.size, blocks=0)
         self._object_table.own(node)
         # What of it was safe here is safe there.

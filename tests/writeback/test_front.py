@@ -182,7 +182,7 @@ class Front:
         fd = self.disk.create(number)
         os.pwrite(fd, b"abc", 0)
         node = self.names.add(number, name=name)
-        file = OpenFile(node, ObjectBytes(fd, number, self.objects), fast=self.opens.fast)
+        file = OpenFile(node, ObjectBytes(fd, number, self.objects), self.opens.fast)
         self.opens.files[node.ino] = self.table.open[number] = file
         self.table.own(node)
         file.touch(0)
@@ -328,7 +328,7 @@ async def test_an_open_waits_until_another_task_has_opened_the_file(
 async def test_staged_bytes_tell_their_size_and_close_the_object_too(front: Front) -> None:
     file = front.create()
     before, staged = file.place.fd, os.memfd_create("staged")
-    place = StagedBytes(staged, file.node, front.objects, cast(Any, None), before=before)
+    place = StagedBytes(staged, file.ino, file.object, front.objects, cast(Any, None), before)
     place.grown(file.node, 10)
     place.grown(file.node, 5)
     assert file.node.size == 10 and not place.keep_status(file.node)
@@ -394,7 +394,7 @@ async def test_a_file_whose_fsync_failed_is_written_anew_with_growing_pauses(
 ) -> None:
     node = front.closed()
     fd = front.disk.open(node.object)
-    file = OpenFile(node, ObjectBytes(fd, node.object, front.objects), fast=NO_FAST_WRITES)
+    file = OpenFile(node, ObjectBytes(fd, node.object, front.objects), NO_FAST_WRITES)
     front.disk.error = errno.EIO
     with pytest.raises(Refused):
         await file.place.sync(node)
