@@ -17,7 +17,6 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import counted
-from monarch.tiers.source import Source
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import Ino, KernelCaches, file_now_ns
@@ -205,7 +204,15 @@ def build_write_back(
     """Builds the parts, and replays the journal of earlier mounts into ``names``. ``fast`` is the
     datapath, if there is one. Raises TierError, and LockedError if another mount has the lease."""
     given, source = settings.writeback, source_calls.source
-    lease = _acquire_lease(settings, place, source) if settings.absorbs else None
+    lease = None
+    if settings.absorbs:
+        lease = Lease.acquire(
+            source,
+            token=place.journal.token,
+            patterns=settings.absorbs,
+            mountpoint=os.fspath(settings.mountpoint),
+            shared=given.shared,
+        )
     if fast is not None:
         _connect(fast, place, names, writable=bool(settings.absorbs))
     # Calls that wait for the absorbing tier must not delay readers.
@@ -228,16 +235,7 @@ def build_write_back(
         revalidate=read.look_again,
         taken=read.copied_up,
         make_space=lambda drained: SpaceReclaimer(
-            tier=place.tier,
-            reserve=reserve,
-            drained=drained,
-            states=table.states,
-            ledger=ledger,
-            residency=residency,
-            look=partial(threads.run, place.space),
-            evict=read.evict,
-            evicted=read.evicted,
-            kept=lambda: place.doubtful.held,
+            place, threads, reserve, drained, residency, read.evict, read.evicted
         ),
     )
     _replay(place, front, drain)
@@ -288,16 +286,6 @@ def _build_drain(
         options=DrainOptions(bandwidth=given.bandwidth, verify=given.verify, workers=given.workers),
         busy=source_load.busy,
         is_urgent=reserve.is_short,
-    )
-
-
-def _acquire_lease(settings: MountSettings, place: WriteStore, source: Source) -> Lease:
-    return Lease.acquire(
-        source,
-        token=place.journal.token,
-        patterns=settings.absorbs,
-        mountpoint=os.fspath(settings.mountpoint),
-        shared=settings.writeback.shared,
     )
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import trio
 
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
-from monarch.tiers.tier import Space, Tier
+from monarch.posix.thread_pool import ThreadPool
+from monarch.tiers.tier import Space
 from monarch.types import Ino
 from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.object_states import ObjectStates
+from monarch.writeback.store import WriteStore
 
 log = logging.getLogger(__name__)
 
@@ -36,67 +39,57 @@ _STEP_S = 0.02
 _STRIDE = 64
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class WriteReserve:
     """The room in ``tier`` that is kept for written files. ``size`` is in bytes; None means twice
     the largest file, at least a share of the tier."""
 
-    def __init__(self, size: int | None, tier: int, ledger: Ledger, states: ObjectStates) -> None:
-        self._size = size
-        self._tier = tier
-        self._ledger = ledger
-        self._states = states
+    size: int | None
+    tier: int
+    ledger: Ledger
+    states: ObjectStates
 
     @property
     def bytes(self) -> int:
-        if self._size is not None:
-            return self._size
-        share = int(self._ledger.capacity(self._tier) * _RESERVE_SHARE)
-        return max(share, _LARGEST_FILES * self._states.largest)
+        if self.size is not None:
+            return self.size
+        share = int(self.ledger.capacity(self.tier) * _RESERVE_SHARE)
+        return max(share, _LARGEST_FILES * self.states.largest)
 
     def is_short(self, waiting_bytes: int) -> bool:
         """Whether so much waits for the drain that it goes before readers of the source."""
         return waiting_bytes > self.bytes / 2
 
 
+@dataclass(eq=False, repr=False)
 class SpaceReclaimer:
-    """Keeps room for written files in ``tier``. Belongs to the event loop.
+    """Keeps room for written files in the tier of ``reserve``. Belongs to the event loop.
 
-    ``look`` reads the tier's disk space in a thread. ``evict`` evicts a copy and returns its size;
-    ``evicted`` is called after the last of several. ``kept`` returns the size of other written
-    bytes in the tier.
+    ``evict`` evicts a copy and returns its size in bytes; ``evicted`` is called after the last of
+    several.
     """
 
-    def __init__(
-        self,
-        *,
-        tier: Tier,
-        reserve: WriteReserve,
-        drained: DrainedObjects,
-        states: ObjectStates,
-        ledger: Ledger,
-        residency: Residency,
-        look: Callable[[], Awaitable[Space]],
-        evict: Callable[[Ino], int],
-        evicted: Callable[[], Awaitable[None]],
-        kept: Callable[[], int],
-    ) -> None:
-        self._tier = tier
-        self.reserve = reserve
-        self._drained = drained
-        self._states = states
-        self._ledger = ledger
-        self._residency = residency
-        self._look = look
-        self._evict = evict
-        self._evicted = evicted
-        self._kept = kept
-        self.space = tier.space()
+    _place: WriteStore
+    _threads: ThreadPool
+    reserve: WriteReserve
+    _drained: DrainedObjects
+    _residency: Residency
+    _evict: Callable[[Ino], int]
+    _evicted: Callable[[], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self._states, self._ledger = self.reserve.states, self.reserve.ledger
+        self.space = self._place.tier.space()
 
     def statfs(self) -> Space:
         """The room for written files: the free room, copies, and drained objects."""
-        gives_way = self._ledger.used(self._tier.number) + self._states.drained_bytes
+        gives_way = self._ledger.used(self.reserve.tier) + self._states.drained_bytes
         available = min(self.space.total, self.space.available + gives_way)
         return Space(self.space.total, available)
+
+    async def _look(self) -> Space:
+        """The space of the tier's disk. Raises OSError."""
+        return await self._threads.run(self._place.space)
 
     async def run(self) -> None:
         """Calls ``keep`` at regular intervals, until cancelled."""
@@ -109,12 +102,12 @@ class SpaceReclaimer:
     async def keep(self) -> None:
         """Releases drained objects that do not fit into the reserve, and evicts copies as far as
         written files need their room."""
-        number, reserve = self._tier.number, self.reserve.bytes
+        number, reserve = self.reserve.tier, self.reserve.bytes
         self._drained.release_oldest(
             self._states.drained_bytes - reserve,
             count=len(self._states.drained) - _MOST_DRAINED,
         )
-        written = self._states.bytes + self._kept()
+        written = self._states.bytes + self._place.doubtful.held
         self._ledger.hold(number, max(reserve, written))
         wanted = max(0, reserve - written) - self.space.available
         await self._drop_copies(max(wanted, -self._ledger.room(number)))
@@ -132,7 +125,7 @@ class SpaceReclaimer:
 
     async def _drop_copies(self, size: int) -> bool:
         freed = dropped = 0
-        for ino in self._residency.resident_in(self._tier.number):
+        for ino in self._residency.resident_in(self.reserve.tier):
             if freed >= size:
                 break
             freed += self._evict(ino)
