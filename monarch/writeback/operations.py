@@ -202,14 +202,8 @@ class WriteOperations:
         return self._names.attributes(ino)
 
     def unlink(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
-        path = self._gate.require_covered(parent, name)
-        ino = self._known(parent, name)
-        number, was = object_of(self._names, ino), known_at_source(self._names, ino)
-        node = self._names.unlink(parent, name, now_ns=file_now_ns())
-        self._changes.note(
-            Op(kind="unlink", path=path, ino=ino, object=number, strict=True, by=by, was=was)
-        )
-        self._left(node)
+        self._gate.require_covered(parent, name)
+        self._left(self._removed("unlink", parent, name, by))
 
     def take_away(self, parent: Ino, name: bytes, *, by: Credentials | None) -> Ino:
         """Remove a name without a request of the kernel; the inode that had it.
@@ -217,13 +211,9 @@ class WriteOperations:
         ``by`` is the user who removes it at the source, too; None: others have done so. The kernel
         knows the name until it asks for the inode, which is forgotten unless a process has it open.
         """
-        path, ino = self._names.path_of(parent, name), self._known(parent, name)
-        number, was = object_of(self._names, ino), known_at_source(self._names, ino)
-        kind: Kind = "rmdir" if self._names.attributes(ino).is_dir else "unlink"
-        remove = self._names.rmdir if kind == "rmdir" else self._names.unlink
-        node = remove(parent, name, now_ns=file_now_ns())
-        if by is not None:
-            self._changes.note(Op(kind=kind, path=path, ino=ino, object=number, by=by, was=was))
+        ino = self._known(parent, name)
+        is_directory = self._names.attributes(ino).is_dir
+        node = self._removed("rmdir" if is_directory else "unlink", parent, name, by)
         if not node.names:
             self._taken(ino)
             if not self._opens.is_in_use(ino):
@@ -242,15 +232,11 @@ class WriteOperations:
 
     def rmdir(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
         self._gate.require_journal()
-        path = self._names.path_of(parent, name)
-        ino = self._known(parent, name)
+        path, ino = self._names.path_of(parent, name), self._known(parent, name)
         made_here = self._gate.patterns.leads_to(path) and self._names.is_written(ino)
         if not made_here:
             self._gate.require_covered(parent, name)
-        was = known_at_source(self._names, ino)
-        node = self._names.rmdir(parent, name, now_ns=file_now_ns())
-        self._changes.note(Op(kind="rmdir", path=path, ino=ino, by=by, was=was))
-        self._left(node)
+        self._left(self._removed("rmdir", parent, name, by))
 
     async def rename(
         self,
@@ -323,6 +309,19 @@ class WriteOperations:
             return
         if self._drained.is_only_here(old) and not self._drained.is_away(new):
             await self._files.make_safe(new)
+
+    def _removed(self, kind: Kind, parent: Ino, name: bytes, by: Credentials | None) -> Node:
+        """Remove a name by ``kind``, "unlink" or "rmdir", and record that; the node that had it.
+        ``by`` as of ``take_away``."""
+        path, ino = self._names.path_of(parent, name), self._known(parent, name)
+        number, was = object_of(self._names, ino), known_at_source(self._names, ino)
+        remove = self._names.rmdir if kind == "rmdir" else self._names.unlink
+        node = remove(parent, name, now_ns=file_now_ns())
+        if by is not None:
+            self._changes.note(
+                Op(strict=True, kind=kind, path=path, ino=ino, object=number, by=by, was=was)
+            )
+        return node
 
     def _known(self, parent: Ino, name: bytes) -> Ino:
         ino = self._names.lookup(parent, name)
