@@ -29,7 +29,8 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,14 @@ def begins_with(pattern: str) -> str:
             break
         fixed.append(part)
     return "/".join(fixed)
+
+
+def _upwards(pattern: str) -> Iterator[bytes]:
+    """The directory that begins all paths of a pattern, and those above, without the root."""
+    path = os.fsencode(begins_with(pattern))
+    while path:
+        yield path
+        path = path.rpartition(b"/")[0]
 
 
 def prepare(source: Source) -> None:
@@ -260,15 +269,11 @@ class Lease:
     def _put_near(self, pattern: str) -> bytes:
         """Puts the lease into the nearest directory that allows it, at or above the paths of a
         pattern. Returns that directory, empty if none below the root allows it."""
-        path = os.fsencode(begins_with(pattern))
-        while path:
-            try:
+        for path in _upwards(pattern):
+            with suppress(OSError):
                 self._put(path)
-            except OSError:
-                path = path.rpartition(b"/")[0]
-            else:
-                break
-        return path
+                return path
+        return b""
 
     def _put(self, path: bytes) -> None:
         with closing_fd(self._opened(path, make=True)) as directory:
@@ -338,15 +343,9 @@ class Lease:
                 os.close(directory)
         return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
 
-    def _seen_from(self) -> Iterator[bytes]:
+    def _seen_from(self) -> list[bytes]:
         """The directories in which others may have put leases for the same paths."""
-        seen = {b""}
-        for pattern in self._me.patterns:
-            path = os.fsencode(begins_with(pattern))
-            while path:
-                seen.add(path)
-                path = path.rpartition(b"/")[0]
-        return iter(sorted(seen))
+        return sorted({b"", *chain.from_iterable(map(_upwards, self._me.patterns))})
 
 
 def _open_leases(root: int, path: bytes, make: bool) -> int:
@@ -386,31 +385,21 @@ def _write(directory: int, holder: Holder) -> int:
 
 
 def _record(holder: Holder) -> dict[str, Any]:
-    return {
-        "monarch": 1,
-        "node": holder.node,
-        "boot": holder.boot,
-        "namespace": holder.namespace,
-        "pid": holder.pid,
-        "started": holder.started,
-        "mountpoint": holder.mountpoint,
-        "patterns": list(holder.patterns),
-        "since_ns": holder.since_ns,
-        "undrained": holder.undrained,
-    }
+    """What the file of a lease has: not its own name, age and owner."""
+    fields = asdict(holder)
+    for name in ("token", "age_s", "uid"):
+        del fields[name]
+    return {"monarch": 1} | fields
 
 
 def _read(directory: int, name: str, now_ns: int) -> Holder | None:
     """The lease of that name; None if the file is not a valid lease or cannot be read."""
     try:
-        fd = os.open(name, _FLAGS_READ, dir_fd=directory)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-            return None
-        raw = json.loads(os.read(fd, _LARGEST))
+        with closing_fd(os.open(name, _FLAGS_READ, dir_fd=directory)) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
+                return None
+            raw = json.loads(os.read(fd, _LARGEST))
         return Holder(
             token=name,
             node=_shown(raw["node"]),
@@ -427,8 +416,6 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    finally:
-        os.close(fd)
 
 
 def _shown(value: object) -> str:
@@ -437,13 +424,8 @@ def _shown(value: object) -> str:
 
 
 def _names(directory: int) -> list[str]:
-    names = []
     with os.scandir(directory) as entries:
-        for entry in entries:
-            names.append(entry.name)
-            if len(names) == _MOST:
-                break
-    return names
+        return [entry.name for entry in islice(entries, _MOST)]
 
 
 def _boot() -> str:
