@@ -40,7 +40,7 @@ from monarch.writeback.drain_queue import Backlog, DrainQueue
 from monarch.writeback.entry import Entry
 from monarch.writeback.growth import Grower
 from monarch.writeback.held import HeldChanges
-from monarch.writeback.journal import Journal, Known, Replay
+from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES, Mover
 from monarch.writeback.object_table import ObjectTable
@@ -158,10 +158,6 @@ class Drain:
                 entry = Entry(seq, op, replay.recorded_ns[seq], 0, was_tried=True)
                 entry.is_aside = seq in replay.aside
                 self.queue.append(entry)
-
-    def known_of(self, ops: Iterable[tuple[int, Op]]) -> Known:
-        """The state of the source that a journal must record when it is compacted to ``ops``."""
-        return self.state.known_of(ops, self.progress.is_done)
 
     def put(self, seq: int, op: Op) -> None:
         """A change was appended to the journal. Never waits."""

@@ -217,7 +217,7 @@ class Others:
             return
         known = self._known(directory)
         try:
-            listed = await self._threads.run(_listed, self._source, path, known)
+            listed = await self._threads.run(self._source.at_root, _listed, path, known)
         except (FileNotFoundError, NotADirectoryError):
             if not is_gone:
                 # The comparison of the directory above hides it, if it is missing there.
@@ -391,12 +391,8 @@ class Others:
         return next(iter(self._names.list_from(directory, 0)), None) is not None
 
 
-def _listed(source: Source, path: bytes, known: tuple[int, int, int] | None) -> _Listed:
+def _listed(root: int, path: bytes, known: tuple[int, int, int] | None) -> _Listed:
     """Raises OSError."""
-    return source.at_root(_listed_at, path, known)
-
-
-def _listed_at(root: int, path: bytes, known: tuple[int, int, int] | None) -> _Listed:
     with closing_fd(open_beneath(root, path, _DIRECTORY)) as fd:
         before = _seen(os.fstat(fd))
         if before == known:

@@ -17,7 +17,6 @@ from monarch.types import ROOT_INO, WRITTEN_INO, Ino, KernelCaches
 from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
 from monarch.writeback.held import Refusal
-from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op, above
 
 
@@ -40,17 +39,9 @@ class _Plan:
 class Refusals:
     """Belongs to the event loop. Paths are relative to the mount."""
 
-    def __init__(
-        self,
-        *,
-        front: WriteFront,
-        object_table: ObjectTable,
-        drain: Drain,
-        kernel: KernelCaches,
-    ) -> None:
+    def __init__(self, front: WriteFront, drain: Drain, kernel: KernelCaches) -> None:
         self._front = front
         self._names = front.names
-        self._object_table = object_table
         self._drain = drain
         self._kernel = kernel
 
@@ -128,11 +119,9 @@ class Refusals:
     def _plan(self, path: bytes, ops: Sequence[Op]) -> _Plan:
         """Plans what ``discard`` does with ``ops``; changes nothing. Raises UsageError,
         BusyError."""
-        plan = _Plan()
+        plan, table = _Plan(), self._front.object_table
         for op in ops:
-            node = (
-                self._object_table.node(op.object) if op.object else self._names.node(Ino(op.ino))
-            )
+            node = table.node(op.object) if op.object else self._names.node(Ino(op.ino))
             if op.kind in ("unlink", "rmdir") or node is None or not node.names:
                 continue
             names = list(self._names.visible_paths(node.ino))
@@ -144,7 +133,11 @@ class Refusals:
                     plan.anew[node.ino] = node
                     plan.names |= dict.fromkeys(inside)
                 else:
-                    raise self._moved(node)
+                    raise UsageError(
+                        f"{self._text(node)!r} was moved and may contain files of the source;"
+                        " nothing was given up",
+                        hint="move it back first, or remove it",
+                    )
             elif op.kind == "rename" and not op.object:
                 self._require_free(op.path, node)
                 plan.put_back.setdefault(node.ino, op.path)
@@ -158,19 +151,17 @@ class Refusals:
             plan.back.pop(ino, None)
         for node in plan.back.values():
             if self._front.files.is_open(node.ino):
-                path_text = os.fsdecode(self._names.visible_path(node.ino))
                 raise BusyError(
-                    f"{path_text!r} is open; nothing was given up", hint="close it first"
+                    f"{self._text(node)!r} is open; nothing was given up", hint="close it first"
                 )
         for node in plan.removed.values():
             if node.is_dir:
                 for _, name, attributes in self._names.list_from(node.ino, 0):
                     below = self._names.path_of(node.ino, name)
                     if attributes.ino not in plan.removed and below not in plan.names:
-                        path_text = os.fsdecode(below)
                         raise UsageError(
-                            f"{path_text!r} is at the source, under another name; nothing was "
-                            "given up",
+                            f"{os.fsdecode(below)!r} is at the source, under another name;"
+                            " nothing was given up",
                             hint="move it elsewhere first",
                         )
         return plan
@@ -181,11 +172,9 @@ class Refusals:
         parent = self._names.resolve(directory)
         if parent is not None and self._names.lookup(parent, name) in (None, node.ino):
             return
-        path_text = os.fsdecode(self._names.visible_path(node.ino))
         raise UsageError(
-            f"{path_text!r} cannot be {os.fsdecode(path)!r} again, as at the source: that name is "
-            "taken,"
-            " or its directory is gone; nothing was given up",
+            f"{self._text(node)!r} cannot be {os.fsdecode(path)!r} again, as at the source: that"
+            " name is taken, or its directory is gone; nothing was given up",
             hint=f"make {os.fsdecode(path)!r} free first",
         )
 
@@ -200,12 +189,8 @@ class Refusals:
             self._kernel.invalidate_listing(changed)
         self._kernel.invalidate_attributes(ino)
 
-    def _moved(self, node: Node) -> UsageError:
-        path_text = os.fsdecode(self._names.visible_path(node.ino))
-        return UsageError(
-            f"{path_text!r} was moved and may contain files of the source; nothing was given up",
-            hint="move it back first, or remove it",
-        )
+    def _text(self, node: Node) -> str:
+        return os.fsdecode(self._names.visible_path(node.ino))
 
     def _remove(self, plan: _Plan) -> Iterator[bytes]:
         """Removes the entries of ``plan`` from the mount, the deepest first; yields their paths."""

@@ -257,7 +257,7 @@ def build_write_back(
         drain=drain,
         front=front,
         others=others if settings.absorbs and settings.snapshot.freshness != "never" else None,
-        refusals=Refusals(front=front, object_table=table, drain=drain, kernel=kernel),
+        refusals=Refusals(front, drain, kernel),
         commits=Commits(
             place.directory,
             journal=place.journal,
@@ -331,7 +331,7 @@ def _rewritten(place: WriteStore, found: Replay, drain: Drain, snapshot_id: str)
     has all changes that the source has. Raises TierError."""
     ops = [*unfinished(found, place.objects)]
     if ops or found.done:
-        known = drain.known_of(ops)
+        known = drain.state.known_of(ops, drain.progress.is_done)
         try:
             # A crash between the two steps leaves a journal that belongs to no earlier snapshot.
             know_snapshot(place.directory, "")

@@ -602,7 +602,7 @@ class World:
         if any(op.kind == "rename" and not op.object for _, op in ops):
             # What lies in a directory would be looked for at its new path.
             return replay
-        known = drain.known_of(ops)
+        known = drain.state.known_of(ops, drain.progress.is_done)
         self.journal.compact(ops, position=self.journal.position, known=known)
         self.first = read_tree(self.source)
         kept = {op.object for _, op in ops} - {0}

@@ -217,7 +217,11 @@ def written_anew(world: World) -> Replay:
         drain = drain_of(world, source, ThreadPool(1, "drain", abandon=False))
         drain.load(replay)
     ops = [(seq, op) for seq, op in replay.ops if seq not in replay.done]
-    world.journal.compact(ops, position=world.journal.position, known=drain.known_of(ops))
+    world.journal.compact(
+        ops,
+        position=world.journal.position,
+        known=drain.state.known_of(ops, drain.progress.is_done),
+    )
     return world.kill()
 
 
