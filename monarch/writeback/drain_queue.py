@@ -10,7 +10,6 @@ from itertools import chain, islice
 from monarch.writeback.conflicts import PendingNames
 from monarch.writeback.entry import Entry
 from monarch.writeback.held import HeldChanges, Refusal
-from monarch.writeback.op import Op
 from monarch.writeback.source_log import Conflict
 
 Paths = tuple[bytes, ...]
@@ -113,20 +112,11 @@ class DrainQueue:
         """All waiting changes, held or not, in their order."""
         return chain(self.held.entries, self._entries)
 
-    def waiting(self) -> list[Op]:
-        """All changes that are not at the source, in their order."""
-        return [entry.op for entry in self.entries()]
-
     @property
     def last_seq(self) -> int:
         """The sequence number of the last change that is not at the source; 0 if there is none."""
         last = self._entries or self.held.entries
         return last[-1].seq if last else 0
-
-    @property
-    def first_seq(self) -> int:
-        """The sequence number of the first change that is not at the source; 0 if there is none."""
-        return next((entry.seq for entry in self.entries()), 0)
 
     def path_of(self, number: int) -> bytes | None:
         """The path at the source of the file of an object with a waiting change; None if it has

@@ -40,10 +40,10 @@ class Progress:
 
     def note_done(self, seq: int) -> None:
         """Records that a change was made and has left the queue."""
-        first = self._queue.first_seq
+        first = next(self._queue.entries(), None)
         self._done_beyond.add(seq)
         # Later changes may have been made while this one was held.
-        upto = first - 1 if first else max(self._done_beyond)
+        upto = first.seq - 1 if first else max(self._done_beyond)
         self._done_upto = max(self._done_upto, upto)
         if not self._queue.held.entries:
             self._done_beyond = {done for done in self._done_beyond if done > self._done_upto}
@@ -87,12 +87,6 @@ class Progress:
         """Waits until all changes recorded by now are drained."""
         await self.wait_all(self._queue.last_seq)
 
-    async def come_to_rest(self) -> None:
-        """Waits until all changes recorded by now are drained, except for those that the source
-        refuses."""
-        seq = self._queue.last_seq
-        await self._wakeups.until(lambda: self._has_all_but_held(seq))
-
     async def wait_for(self, path: bytes, *, object: int, user: int | None) -> None:
         """Waits until all changes recorded by now that concern the caller are drained.
 
@@ -113,7 +107,7 @@ class Progress:
 
         await self._wakeups.until(
             lambda: (
-                self._has_all_but_held(seq)
+                (not self._queue or self._queue.front.seq > seq)
                 and not any(
                     entry.seq <= seq and concerns(entry.op) for entry in self._queue.held.entries
                 )
@@ -155,6 +149,3 @@ class Progress:
         await self._wakeups.until(
             lambda: not any(entry.refusal for entry in queue.first(len(queue)))
         )
-
-    def _has_all_but_held(self, seq: int) -> bool:
-        return not self._queue or self._queue.front.seq > seq

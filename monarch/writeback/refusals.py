@@ -74,7 +74,7 @@ class Refusals:
         a file is open."""
         await self._drain.progress.come_to_hold()
         self._about(path)
-        ops = [op for op in self._drain.queue.waiting() if _is_about(op, path)]
+        ops = [it.op for it in self._drain.queue.entries() if _is_about(it.op, path)]
         if not ops:
             raise UsageError(
                 f"nothing waits at {os.fsdecode(path)!r}", hint="name the path that is refused"

@@ -464,7 +464,9 @@ class Life:
 
     async def at_rest(self) -> None:
         """All that the source takes is there."""
-        await self.write_back.drain.progress.come_to_rest()
+        drain = self.write_back.drain
+        # What the source refuses is not counted.
+        await drain._wakeups.until(lambda: not len(drain.queue))
         await self.ground.come_to_rest()
 
     # -- what is seen --------------------------------------------------------------------------

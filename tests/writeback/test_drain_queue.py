@@ -167,20 +167,19 @@ async def test_callers_wait_for_what_concerns_them(line: Line, clock: Clock) -> 
     line.put(b"f", by=2)
     line.refuse()
     line.front()
-    all_, rest, own, other = list[str](), list[str](), list[str](), list[str]()
+    all_, own, other = list[str](), list[str](), list[str]()
     progress = line.progress
     async with trio.open_nursery() as nursery:
         nursery.start_soon(waited, progress.settle, all_)
-        nursery.start_soon(waited, progress.come_to_rest, rest)
         nursery.start_soon(waited, lambda: progress.wait_for(b"f", object=0, user=2), own)
         nursery.start_soon(waited, lambda: progress.wait_for(b"f", object=0, user=1), other)
         await trio.testing.wait_all_tasks_blocked()
         line.make()
         await trio.testing.wait_all_tasks_blocked()
-        assert (all_, rest, own, other) == ([], [], [], [])
+        assert (all_, own, other) == ([], [], [])
         line.make()
         await trio.testing.wait_all_tasks_blocked()
-        assert (all_, rest, own, other) == ([], [""], [""], [])
+        assert (all_, own, other) == ([], [""], [])
         # The callers have ended the pause.
         assert line.wakeups.waiters == 2
         assert line.front() == 1

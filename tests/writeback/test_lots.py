@@ -97,7 +97,7 @@ async def test_a_lot_goes_on_without_those_of_which_the_object_is_gone_or_was_wr
     world.objects.remove(gone.object)
     world.store(written, b"newer, and not recorded")
     async with draining(world, replay, catch_up=False) as drain:
-        await drain.progress.come_to_rest()
+        await drain.progress.settle()
         told = drain.backlog()
     assert told.lost == (b"new7",)
     names = {path.name for path in world.source.glob("new*")}
@@ -120,7 +120,7 @@ async def test_what_is_written_while_a_lot_is_brought_comes_with_its_time(
 
     monkeypatch.setattr(staging.Staging, "apply_attributes", stored)
     async with draining(world, replay, catch_up=False) as drain:
-        await drain.progress.come_to_rest()
+        await drain.progress.settle()
     there = (world.source / "new9").stat()
     assert there.st_mtime_ns == world.objects.status(written.object).st_mtime_ns
     assert (world.source / "new9").read_bytes() == b"newer"

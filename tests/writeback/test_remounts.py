@@ -284,7 +284,7 @@ async def test_a_file_that_one_mount_did_not_find_is_brought_by_the_next(
     (ground.source / "d").write_bytes(b"others' file")
     async with ground.mount() as life:
         # The content that nobody wrote is done without a file; the change itself is refused.
-        await life.write_back.drain.progress.come_to_rest()
+        await life.at_rest()
         assert [it.kind for it in life.write_back.drain.queue.refusals()][:1] == [change]
     async with ground.mount() as life:
         with trio.move_on_after(3600):
