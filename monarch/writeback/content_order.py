@@ -41,8 +41,8 @@ class ContentOrder:
         self._unmet: set[int] = set()
         # The time since when contents of an object have been left out.
         self._put_off_s: dict[int, float] = {}
-        # Objects with bytes that an earlier mount has moved to a staged file at the source:
-        # contents that were recorded before come with those bytes.
+        # Objects whose bytes were moved to a staged file at the source: contents that were recorded
+        # before come with those bytes.
         self._write_through: set[int] = set()
         # Paths of files whose bytes the tier has lost, by object.
         self.lost: dict[int, bytes] = {}
@@ -50,13 +50,13 @@ class ContentOrder:
     def load(self, replay: Replay) -> None:
         """Takes over the changes of an earlier mount. Must be called before all other methods."""
         for seq, op in replay.ops:
-            if op.kind == "through":
-                self._write_through.add(op.object)
-            if seq not in replay.done:
+            if seq not in replay.done or op.kind == "through":
                 self.expect(seq, op)
 
     def expect(self, seq: int, op: Op) -> None:
         """Adds a change that was put into the queue."""
+        if op.kind == "through":
+            self._write_through.add(op.object)
         if op.object and op.kind in ("content", "rename", "attr"):
             self._coming.setdefault(op.object, {})[seq] = op
 

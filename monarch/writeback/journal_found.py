@@ -70,10 +70,15 @@ class Replay:
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` with bytes that no recorded content will bring to the source: none
-        of their contents waits, and the last was neither published nor the source's version."""
+        of their contents waits, and the last was neither published nor the source's version.
+
+        A content that was recorded before the bytes were moved to a staged file at the source does
+        not bring that file."""
         settled = set()
         for seq, op in self.ops:
-            if op.kind == "content":
+            if op.kind == "through":
+                settled.discard(op.object)
+            elif op.kind == "content":
                 if op.same or seq not in self.done or self.done[seq] is not None:
                     settled.add(op.object)
                 else:

@@ -110,7 +110,9 @@ class ObjectStates:
         return number in self._through
 
     def set_write_through(self, number: int, path: bytes) -> None:
-        """The tier has no room for an object: it is staged at the source, beside ``path``."""
+        """The tier has no room for an object: it is staged at the source, beside ``path``. What the
+        source has under the file's name is older."""
+        self._forget_drained(number)
         self._through[number] = path
 
     def staged_beside(self, number: int) -> bytes | None:
@@ -200,6 +202,7 @@ class ObjectStates:
                 ):
                     self.drained[number] = had[number] = now
             elif op.kind == "through":
+                self.drained.pop(number, None)
                 self._through[number] = op.path
         return had
 

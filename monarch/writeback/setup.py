@@ -320,6 +320,7 @@ def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:
     for node in recorder.take_up(ops, found.done, place.objects):
         # The daemon was killed before it could remove the object of an unlinked file.
         front.unlinked.leave(node)
+    front.source.take_up()
     place.objects.sweep({op.object for _, op in ops} | found.doubted.keys())
     recorder.record_unrecorded(found)
     place.found = found.without_history()

@@ -129,6 +129,14 @@ class StagedContents:
         part = directory + slash + self._temporaries.part(number, through=True)
         return self._source.open_known(part, source_ino)
 
+    def staged_status(self, path: bytes, number: int) -> os.stat_result | None:
+        """The status of the staged file of an object without bytes in the tier; None if there is
+        no such file, or the source does not answer."""
+        with self._directories() as directories, suppress(OSError):
+            fd, _ = directories.of(path, None)
+            return status_at(fd, self._temporaries.part(number, through=True))
+        return None
+
     def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
         """Makes data durable that was written at the source directly, with the attributes of
         ``op``.

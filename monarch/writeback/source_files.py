@@ -56,6 +56,17 @@ class SourceFiles:
         part = partial(self._staged.open_part, op, make=True, is_new=is_new)
         return await self.calls.call(ROOT_INO, part)
 
+    def take_up(self) -> None:
+        """Shows the staged files of earlier mounts with the size that they have: a daemon may have
+        been killed before it recorded the last writes. May wait for the source."""
+        for node in self._names.nodes():
+            beside = self._states.staged_beside(node.object) if node.names else None
+            if beside is None or self._states.is_drained(node.object):
+                continue
+            status = self._staged.staged_status(beside, node.object)
+            if status is not None and status.st_size != node.size:
+                node.set_content(status.st_size, blocks=0, mtime_ns=status.st_mtime_ns)
+
     async def open_away(self, node: Node, *, to_read: bool) -> SourceFile | None:
         """A file that went to the source directly, if it is read while it is staged there.
 

@@ -21,6 +21,7 @@ from tests.equipment import disks
 from tests.equipment.disks import CuttableDisk, Disk
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.syncs import Syncs
+from tests.faults.test_health import fill
 from tests.faults.test_machine import mount_by
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.conftest import slow
@@ -186,6 +187,50 @@ def test_a_disk_that_is_full_at_any_write_costs_no_byte(
     for full_at in range(pieces + 1):
         content = contents(str(full_at), piece * pieces)
         assert (mounted.source / f"{full_at}").read_bytes() == content
+
+
+@pytest.mark.promise(71, 67)
+@pytest.mark.modes("relay")
+@pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
+@pytest.mark.parametrize("is_drained", [False, True], ids=["waiting", "drained"])
+def test_a_file_that_was_recorded_before_the_tier_was_full_loses_no_byte(
+    small_tier: CuttableDisk,
+    slow: SlowSource,
+    monarch: MonarchCommand,
+    is_drained: bool,
+    is_killed: bool,
+) -> None:
+    monarch.expects_log("goes to the source directly: the tier is full")
+    mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=OPTIONS)
+    log = mounted.path / "log"
+    if not is_drained:
+        # The drain does not get beyond the first object.
+        slow.rules(r"err write EIO .*-1\.part")
+        monarch.expects_log("draining to the source has stopped")
+    put(mounted.path / "before", b"before")
+    with log.open("wb") as file:
+        file.write(b"first")
+        # The drain does not bring this content before its turn.
+        os.fchmod(file.fileno(), 0o640)
+    if is_drained:
+        drained(mounted, "log")
+    more = contents("more", 300_000)
+    filler = fill(small_tier.path)
+    with log.open("ab", buffering=0) as file:
+        assert file.write(more) == len(more)
+        if is_killed:
+            mounted.kill()
+            filler.unlink()
+            slow.rules()
+            mounted = monarch.mount(slow.path, tiers={"fast": "12MiB"}, options=OPTIONS)
+            assert log.stat().st_size == len(more) + 5
+        else:
+            slow.rules()
+            drained(mounted, "before")
+    drained(mounted, "log")
+    assert log.read_bytes() == (slow.root / "log").read_bytes() == b"first" + more
+    assert monarch("ckpt", "lost", str(mounted.path)).stdout == "nothing is lost\n"
+    mounted.umount()
 
 
 def _absorbed(mounted: Mounted) -> int:

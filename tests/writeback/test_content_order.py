@@ -111,12 +111,15 @@ async def test_bytes_of_two_users_come_each_with_the_rights_of_one(it: Ordered) 
     assert not it.order.is_left_out(first)
 
 
-@pytest.mark.parametrize("why", ["moot", "lost", "dead"])
+@pytest.mark.parametrize("why", ["moot", "lost", "dead", "through"])
 async def test_a_content_that_is_not_needed_is_left_out(it: Ordered, why: str) -> None:
     only = it.put(size=3)
     assert not it.order.is_left_out(only)
     if why == "moot":
         only.is_moot = True
+    elif why == "through":
+        # The object has no file any more: these bytes come with those behind them.
+        it.put("through")
     elif why == "lost":
         it.order.lost[1] = b"a"
     else:

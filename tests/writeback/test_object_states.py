@@ -95,6 +95,19 @@ def test_an_object_that_is_written_through_is_no_matter_of_the_tier_s_disk(
     assert (states.staged_beside(1), states.arrived()) == (None, [])
 
 
+@pytest.mark.promise(67)
+def test_the_source_has_an_older_version_of_what_is_written_through(states: ObjectStates) -> None:
+    states.resize(1, 5, length=5)
+    states.published(1, version())
+    states.set_write_through(1, b"a")
+    assert not states.is_drained(1) and states.arrived() == []
+    assert states.drained_bytes == 0
+    of_next_mount = ObjectStates()
+    ops = [(1, content(1)), (2, Op(kind="through", path=b"a", object=1))]
+    assert of_next_mount.take_up(ops, {1: version()}) == {1: version()}
+    assert not of_next_mount.is_drained(1)
+
+
 def test_an_object_without_a_file_is_known_to_be_at_the_source(states: ObjectStates) -> None:
     states.published(1, version())
     assert states.is_drained(1) and not states.drained
