@@ -45,6 +45,23 @@ _LOOK_S = 0.5
 _PUT_AWAY_PAUSE_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What write-back asks of the side that reads.
+
+    ``copied_up`` is called with each inode that the source no longer has as the mount shows it.
+    ``look_again`` compares a file with the source. ``evict`` drops a copy and returns its size in
+    bytes; ``evicted`` waits until all dropped copies are deleted. ``is_open`` returns whether a
+    process has a file open that was not written through the mount.
+    """
+
+    copied_up: Callable[[Ino], None]
+    look_again: Callable[[Ino], Awaitable[None]]
+    evict: Callable[[Ino], int]
+    evicted: Callable[[], Awaitable[None]]
+    is_open: Callable[[Ino], bool]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFront:
     """The parts of one mount. ``operations`` changes names, ``attributes`` what they lead to, and
@@ -107,21 +124,18 @@ def build_front(
     drain: Drain,
     staged: StagedContents,
     source_calls: SourceCalls,
-    revalidate: Callable[[Ino], Awaitable[None]],
-    taken: Callable[[Ino], None],
+    read: Reading,
     make_space: Callable[[DrainedObjects], SpaceReclaimer],
 ) -> WriteFront:
-    """``revalidate`` asks the source what a file is now; ``taken`` is called with each inode that
-    the source no longer has as the mount shows it; ``make_space`` makes the reclaimer of the tier's
-    room."""
-    table = object_table
+    """``make_space`` makes the reclaimer of the tier's room."""
+    table, taken, look_again = object_table, read.copied_up, read.look_again
     changes = ChangeLog(journal, drain, table.states, objects)
     recorder = Recorder(names, table, changes)
     unlinked = UnlinkedFiles(names, table, opens, objects, changes, recorder, staged)
     drained = DrainedObjects(table, objects.on_disk, drain, opens, changes, recorder, unlinked)
     space = make_space(drained)
     source = SourceFiles(
-        names, table.states, opens, unlinked, drained, drain, staged, source_calls, revalidate
+        names, table.states, opens, unlinked, drained, drain, staged, source_calls, look_again
     )
     failures = FsyncFailures(names, table, objects, opens, drained)
     files = WrittenFiles(
@@ -134,7 +148,14 @@ def build_front(
     copies = CopyUp(
         names, gate, files, objects, changes, recorder, source, drained, unlinked, taken
     )
-    waits_for_source = settings.writeback.fsync == "source"
+    operations = WriteOperations(
+        names, gate, files, opens, copies, changes, recorder, drained, unlinked, taken
+    )
+    states, tier = table.states, opens.tier
+    attributes = WrittenAttributes(
+        names, gate, files, copies, changes, recorder, drained, states, source_calls, tier
+    )
+    fsyncs = Fsyncs(names, files, changes, drain, settings.writeback.fsync == "source")
     return WriteFront(
         names=names,
         object_table=table,
@@ -149,20 +170,7 @@ def build_front(
         space=space,
         files=files,
         gate=gate,
-        operations=WriteOperations(
-            names, gate, files, opens, copies, changes, recorder, drained, unlinked, taken
-        ),
-        attributes=WrittenAttributes(
-            names,
-            gate,
-            files,
-            copies,
-            changes,
-            recorder,
-            drained,
-            table.states,
-            source_calls,
-            opens.tier,
-        ),
-        fsyncs=Fsyncs(names, files, changes, drain, waits_for_source),
+        operations=operations,
+        attributes=attributes,
+        fsyncs=fsyncs,
     )

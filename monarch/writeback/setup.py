@@ -19,13 +19,13 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.text import counted
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
-from monarch.types import Ino, KernelCaches, file_now_ns
+from monarch.types import KernelCaches, file_now_ns
 from monarch.units import format_bytes
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import renumbered, unfinished
 from monarch.writeback.fast_writes import FastWrites
-from monarch.writeback.front import WriteFront, build_front
+from monarch.writeback.front import Reading, WriteFront, build_front
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal import Replay
 from monarch.writeback.lease import RENEW_S, Lease
@@ -52,23 +52,6 @@ _JOURNAL_CHECK_S = 5.0
 _JOURNAL_PAUSE_S = 600.0
 # Time limit for the tier's disk at the end of the mount, in seconds.
 _LAST_COMMIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What write-back asks of the side that reads.
-
-    ``copied_up`` is called with each file of the source that is written from now on. ``look_again``
-    compares a file with the source. ``evict`` drops a copy and returns its size in bytes;
-    ``evicted`` waits until all dropped copies are deleted. ``is_open`` returns whether a process
-    has a file open that was not written through the mount.
-    """
-
-    copied_up: Callable[[Ino], None]
-    look_again: Callable[[Ino], Awaitable[None]]
-    evict: Callable[[Ino], int]
-    evicted: Callable[[], Awaitable[None]]
-    is_open: Callable[[Ino], bool]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,8 +215,7 @@ def build_write_back(
         drain=drain,
         staged=writer.staged,
         source_calls=source_calls,
-        revalidate=read.look_again,
-        taken=read.copied_up,
+        read=read,
         make_space=lambda drained: SpaceReclaimer(
             place, threads, reserve, drained, residency, read.evict, read.evicted
         ),

@@ -45,8 +45,9 @@ from monarch.transfer.source_load import SourceLoad
 from monarch.types import WRITTEN_INO, Ino
 from monarch.writeback import commits, growth, stager
 from monarch.writeback import setup as wiring
+from monarch.writeback.front import Reading
 from monarch.writeback.growth import Growth
-from monarch.writeback.setup import Reading, build_write_back
+from monarch.writeback.setup import build_write_back
 from monarch.writeback.staging import Staging
 from monarch.writeback.store import directory_of, open_write_store
 from scripts.benchmark.rows import BenchError, Result, Row

@@ -46,9 +46,10 @@ from monarch.vfs.promotions import Promotions
 from monarch.vfs.revalidation import Revalidation
 from monarch.writeback import journal_found
 from monarch.writeback import setup as absorbing_module
+from monarch.writeback.front import Reading
 from monarch.writeback.inspect import Inspection, inspect
 from monarch.writeback.open_file import SourceBytes
-from monarch.writeback.setup import Reading, build_write_back
+from monarch.writeback.setup import build_write_back
 from monarch.writeback.store import WriteStore, directory_of, make_room, open_write_store
 
 ROOT = Credentials(os.geteuid(), os.getegid())
