@@ -226,7 +226,7 @@ class Drain:
                         continue
                     if self.queue:
                         await self._advance()
-                    elif self._marks.has_unsynced:
+                    elif self._marks.unsynced:
                         await self._marks.sync_done()
                     else:
                         with trio.move_on_after(self._held.retry_in_s()):
@@ -330,7 +330,7 @@ class Drain:
                     changed.add(op.object)
                 elif op.ino and not op.object:
                     changed_inos.add(op.ino)
-                if touched.conflicts_with(op) or self._marks.conflicts_with(op):
+                if touched.conflicts_with(op) or self._marks.unsynced.conflicts_with(op):
                     break
                 touched.add(op)
             batch.append((entry, step))
@@ -419,7 +419,7 @@ class Drain:
         self._held.forget(entry.seq)
         self.progress.note_done(entry.seq)
         if was_made:
-            self._marks.add_unsynced(op)
+            self._marks.unsynced.add(op)
         # A content that was given up leaves the source with what it has.
         is_given_up = entry.is_moot and op.kind == "content"
         if not (is_given_up or (entry.published and identity is None)):

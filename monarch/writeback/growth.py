@@ -132,7 +132,7 @@ class Grower:
         base = self._state.grows_from(op)
         if base is None or not self._order.is_intact(entry):
             return False
-        if self._marks.conflicts_with(op):
+        if self._marks.unsynced.conflicts_with(op):
             await self._marks.sync_done()
         object_fd = -1
         try:

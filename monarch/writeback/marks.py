@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.entry import Entry
 from monarch.writeback.journal import Journal
-from monarch.writeback.op import Op
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 
 
+@dataclass(eq=False, repr=False)
 class Marks:
     """Belongs to the event loop. Each method raises OSError if the journal cannot be written.
 
-    A change without a durable mark is made again after a power cut. So another change of its paths
-    has to wait for that mark.
+    ``unsynced`` has the paths of the changes that were made and whose marks may not be on the disk.
+    Such a change is made again after a power cut. So another change of its paths has to wait for
+    its mark.
     """
 
-    def __init__(self, journal: Journal, threads: ThreadPool, state: SourceState) -> None:
-        self._journal = journal
-        self._threads = threads
-        self._state = state
-        # Paths whose marks may not be on the disk, and the record of the last of these marks.
-        self._unsynced = PathSet()
-        self._last_mark = 0
+    _journal: Journal
+    _threads: ThreadPool
+    _state: SourceState
+    unsynced: PathSet = field(default_factory=PathSet, init=False)
+    # The record of the last mark of a drained change.
+    _last_mark: int = field(default=0, init=False)
 
     def staged(self, lot: Collection[tuple[Entry, Place, Identity]]) -> None:
         """Marks that staged files are about to be filled with these versions of their objects.
@@ -64,23 +65,10 @@ class Marks:
         self._journal.mark_done(done, upto=upto)
         self._last_mark = self._journal.written
 
-    def add_unsynced(self, op: Op) -> None:
-        """Records that a change was made and has a mark that may not be on the disk."""
-        self._unsynced.add(op)
-
-    @property
-    def has_unsynced(self) -> bool:
-        """Whether any mark may not be on the disk."""
-        return bool(self._unsynced)
-
-    def conflicts_with(self, op: Op) -> bool:
-        """Whether a change has to wait for a mark that may not be on the disk."""
-        return self._unsynced.conflicts_with(op)
-
     async def sync_done(self) -> None:
         """Waits until all marks are on the disk."""
         await self.sync(self._last_mark)
-        self._unsynced.clear()
+        self.unsynced.clear()
 
     async def sync(self, record: int) -> None:
         """Waits until the journal is on the disk up to a record.

@@ -54,14 +54,14 @@ async def test_a_change_waits_until_the_mark_of_another_of_its_paths_is_on_the_d
     book: Book,
 ) -> None:
     book.marks.done({book.entry.seq: VERSION}, upto=book.entry.seq)
-    assert not book.marks.has_unsynced
-    book.marks.add_unsynced(book.op)
-    assert book.marks.has_unsynced
-    assert book.marks.conflicts_with(Op(kind="unlink", path=b"a"))
-    assert not book.marks.conflicts_with(Op(kind="unlink", path=b"b"))
+    assert not book.marks.unsynced
+    book.marks.unsynced.add(book.op)
+    assert book.marks.unsynced
+    assert book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
+    assert not book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"b"))
     await book.marks.sync_done()
     assert book.journal.synced == book.journal.written
-    assert not book.marks.conflicts_with(Op(kind="unlink", path=b"a"))
+    assert not book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
 
 
 async def test_the_journal_is_synced_only_up_to_the_record_that_is_needed(book: Book) -> None:
