@@ -68,7 +68,8 @@ def inspect(directory: Path) -> Inspection:
     through = {op.object for _, op in ops if op.kind == "through"}
     names = names_of(ops, contents)
     objects = Objects(directory)
-    unknown = objects.numbers() - found.doubted - set(_needed(ops))
+    gone = {op.object for _, op in ops if op.kind == "gone"}
+    unknown = objects.numbers() - found.doubted - ({op.object for _, op in ops} - gone)
     waiting = [
         Waiting(
             path=names[number][0],
@@ -108,8 +109,3 @@ def _fault(objects: Objects, op: Op) -> str:
     if size < op.size and op.synced:
         return f"the file with its bytes has {size} of {op.size}"
     return ""
-
-
-def _needed(ops: tuple[tuple[int, Op], ...]) -> Iterator[int]:
-    gone = {op.object for _, op in ops if op.kind == "gone"}
-    return (op.object for _, op in ops if op.object not in gone)

@@ -73,12 +73,10 @@ class _Replayed:
                 self._content()
             case "link":
                 self._name_again(self._linked(), op.to)
-            case "unlink":
+            case "unlink" | "rmdir":
+                remove = self._names.unlink if op.kind == "unlink" else self._names.rmdir
                 if self._names.resolve(op.path) is not None:
-                    self._names.unlink(*self._place(op.path), now_ns=self._now_ns)
-            case "rmdir":
-                if self._names.resolve(op.path) is not None:
-                    self._names.rmdir(*self._place(op.path), now_ns=self._now_ns)
+                    remove(*self._place(op.path), now_ns=self._now_ns)
             case "rename":
                 self._rename()
             case "attr":
