@@ -16,7 +16,7 @@ from typing import Any
 from monarch.config.settings import MountSettings
 from monarch.errors import TierError
 from monarch.posix.file_lock import Lock
-from monarch.posix.private_directory import open_directory
+from monarch.posix.private_directory import open_directory, replace_private
 from monarch.telemetry.report import Report
 
 NOTE = "mount.json"
@@ -115,15 +115,8 @@ def write_note(state: Path, settings: MountSettings, snapshot: Path) -> None:
         snapshot=os.fspath(snapshot),
         tiers=[NotedTier(tier.name, os.fspath(tier.path)) for tier in settings.tiers],
     )
-    target = state / NOTE
-    staged = target.with_name(f"{NOTE}.part")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        with open(os.open(staged, flags, 0o600), "w", encoding="ascii") as file:
-            json.dump(note.to_dict(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.rename(target)
+        replace_private(state / NOTE, json.dumps(note.to_dict(), indent=1))
     except OSError as error:
         raise TierError(
             f"state directory {os.fspath(state)!r}: {error.strerror}",

@@ -9,10 +9,9 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
-from monarch.posix.private_directory import private_opener
+from monarch.posix.private_directory import replace_private
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +59,13 @@ class LossAlarm:
             return []
 
     def _write(self) -> None:
-        staged = self._path.with_name(f"{_NAME}.part")
         try:
             if not self._names:
                 self._path.unlink(missing_ok=True)
                 return
-            with open(staged, "w", encoding="ascii", opener=private_opener) as file:
-                json.dump([os.fsdecode(name) for name in self._names], file)
-                file.flush()
-                os.fsync(file.fileno())
-            staged.rename(self._path)
+            names = [os.fsdecode(name) for name in self._names]
+            replace_private(self._path, json.dumps(names))
         except OSError as error:
-            with suppress(OSError):
-                staged.unlink()
             log.warning(
                 "%s cannot be written: %s; the loss is not remembered after the daemon ends",
                 _NAME,

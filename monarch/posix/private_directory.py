@@ -67,3 +67,19 @@ def _link(directory: int, name: str) -> str | None:
 def private_opener(path: str, flags: int) -> int:
     """An opener for ``open``: files that it creates have mode 0600, whatever the umask."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def replace_private(path: Path, content: str) -> None:
+    """Replaces a file, or makes it, with mode 0600 and ASCII ``content``. After a crash or a power
+    cut the file is the old or the new one, and complete. Raises OSError."""
+    staged = path.with_name(f"{path.name}.part")
+    try:
+        with open(staged, "w", encoding="ascii", opener=private_opener) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.rename(path)
+    except OSError:
+        with suppress(OSError):
+            staged.unlink()
+        raise

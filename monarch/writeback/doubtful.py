@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.posix.private_directory import private_opener
+from monarch.posix.private_directory import replace_private
 from monarch.text import errno_words
 from monarch.writeback.objects import Objects, object_path
 from monarch.writeback.op import Op, raw, text
@@ -135,19 +135,12 @@ class Doubtful:
             "written_ns": recorded_ns,
             "found_ns": time.time_ns(),
         }
-        staged = self._note(number).with_suffix(".part")
         try:
-            with open(staged, "w", encoding="ascii", opener=private_opener) as file:
-                json.dump(note, file)
-                file.flush()
-                os.fsync(file.fileno())
-            staged.rename(self._note(number))
+            replace_private(self._note(number), json.dumps(note))
         except OSError as error:
+            # Without space for the note the bytes are kept without it.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            # Without space for the note the bytes are kept without it.
-            with suppress(OSError):
-                staged.unlink()
         path.rename(self._bytes(number))
         return True
 

@@ -27,7 +27,7 @@ from monarch.config.settings import MountSettings
 from monarch.control.state_directory import read_note
 from monarch.errors import TierError
 from monarch.posix.file_lock import Lock
-from monarch.posix.private_directory import private_opener
+from monarch.posix.private_directory import replace_private
 from monarch.text import counted
 from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
@@ -180,9 +180,4 @@ def snapshot_known(directory: Path) -> str:
 
 def know_snapshot(directory: Path, snapshot_id: str) -> None:
     """Raises OSError."""
-    staged = directory / f"{_SNAPSHOT}.part"
-    with open(staged, "w", encoding="ascii", opener=private_opener) as file:
-        file.write(snapshot_id)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.rename(directory / _SNAPSHOT)
+    replace_private(directory / _SNAPSHOT, snapshot_id)
