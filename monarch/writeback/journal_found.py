@@ -241,7 +241,7 @@ class Found:
                     self.durable.add(number)
                     self.staged.pop(number, None)
         elif "staged" in record:
-            number, staged = staged_of(record)
+            number, staged = staged_of(*map(int, record["staged"]))
             self.staged.setdefault(number, set()).add(staged)
         elif "known" in record:
             self.known = Known.of(record)

@@ -89,7 +89,7 @@ class Known:
             over[number] = (*over.get(number, ()), Identity(*it))
         ours: dict[int, frozenset[Identity]] = {}
         for staged in record["ours"]:
-            number, identity = _staged_of(*staged)
+            number, identity = staged_of(*staged)
             ours[number] = ours.get(number, frozenset()) | {identity}
         return cls(
             known={number: Identity(*it) for number, *it in record["known"]},
@@ -131,18 +131,14 @@ def staged_record(number: int, staged: Identity) -> Record:
     return {"staged": _staged_list(number, staged)}
 
 
-def staged_of(record: Record) -> tuple[int, Identity]:
-    """The inverse of ``staged_record``: an object and a staged file of it."""
-    return _staged_of(*map(int, record["staged"]))
-
-
 def _staged_list(number: int, staged: Identity) -> list[int]:
     return [number, staged.source_ino, staged.size, staged.mtime_ns]
 
 
-def _staged_of(
+def staged_of(
     number: int, source_ino: int, size: int = ANY_SIZE, mtime_ns: int = 0
 ) -> tuple[int, Identity]:
+    """An object and a staged file of it, from the list in a record."""
     # An older journal has the inode number alone.
     return number, Identity(size, mtime_ns, 0, source_ino)
 

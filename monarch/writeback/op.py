@@ -160,6 +160,7 @@ def from_record(record: Mapping[str, Any]) -> Op:
         plain: dict[str, Any] = {name: raw(record.get(name, "")) for name in _NAMES}
         plain |= {name: int(record.get(name, 0)) for name in _NUMBERS}
         plain |= {name: record.get(name) for name in _ATTRIBUTES}
+        plain |= {name: bool(record.get(name)) for name in _FLAGS}
         return Op(
             kind=cast(Kind, kind),
             **plain,
@@ -168,10 +169,6 @@ def from_record(record: Mapping[str, Any]) -> Op:
                 raw(name): None if value is None else b64decode(value, validate=True)
                 for name, value in record.get("xattrs", {}).items()
             },
-            synced=bool(record.get("synced", False)),
-            through=bool(record.get("through", False)),
-            same=bool(record.get("same", False)),
-            strict=bool(record.get("strict", False)),
             by=_credentials(*record["by"]) if "by" in record else None,
             also=tuple(_credentials(*other) for other in record.get("also", ())),
             was=Identity(*record["was"]) if "was" in record else None,

@@ -76,8 +76,8 @@ def test_what_is_known_comes_back() -> None:
 def test_staged_files_come_back_also_those_of_an_older_journal() -> None:
     staged = Identity(5, 6, 0, 8)
     assert staged_record(3, staged) == {"staged": [3, 8, 5, 6]}
-    assert staged_of({"staged": [3, 8, 5, 6]}) == (3, staged)
-    assert staged_of({"staged": [3, 8]}) == (3, Identity(ANY_SIZE, 0, 0, 8))
+    assert staged_of(3, 8, 5, 6) == (3, staged)
+    assert staged_of(3, 8) == (3, Identity(ANY_SIZE, 0, 0, 8))
 
 
 def test_a_mark_has_what_was_published() -> None:
