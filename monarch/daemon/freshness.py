@@ -218,6 +218,10 @@ class SecondLook:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
+            if self._doubts.is_empty():
+                added = trio.Event()
+                self._doubts.on_added = added.set
+                await added.wait()
             await trio.sleep(_SECOND_LOOK_STEP_S)
             for batch in batches(self._doubts.due(time.monotonic_ns()), _BATCH):
                 await self._look(batch)

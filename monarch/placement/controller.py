@@ -108,6 +108,11 @@ class Controller:
             return None
         return self._promote(item, forced=True)
 
+    @property
+    def wanted(self) -> int:
+        """The number of items that are wanted, including those being copied."""
+        return self._residency.wanted
+
     def is_wanted(self, ino: Ino) -> bool:
         """Whether a complete copy of ``ino`` is to be kept."""
         return self._residency.is_wanted(ino)

@@ -15,6 +15,7 @@ Time is an argument, in nanoseconds of a monotonic clock.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from monarch.types import Identity, Ino
@@ -51,7 +52,10 @@ class Doubt:
 
 
 class Doubts:
+    """``on_added`` is called for each version that is to be checked later."""
+
     def __init__(self, clock: SourceClock) -> None:
+        self.on_added: Callable[[], None] = lambda: None
         self._clock = clock
         self._doubts: dict[Ino, Doubt] = {}
         self._due: list[tuple[int, Ino]] = []
@@ -77,6 +81,10 @@ class Doubts:
         doubt = self._doubts.get(ino)
         return doubt is not None and doubt.by_bytes and doubt.identity == identity
 
+    def is_empty(self) -> bool:
+        """Whether no version is to be checked at any time."""
+        return not self._due
+
     def due(self, now_ns: int) -> list[tuple[Ino, Doubt]]:
         """The versions whose time has passed; each must be settled or put off."""
         found = []
@@ -100,3 +108,4 @@ class Doubts:
     def _put(self, ino: Ino, doubt: Doubt) -> None:
         self._doubts[ino] = doubt
         heapq.heappush(self._due, (doubt.due_ns, ino))
+        self.on_added()

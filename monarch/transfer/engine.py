@@ -51,8 +51,8 @@ _GATHER_S = 0.01
 # Small files committed in one turn of a worker thread: the hop costs as much as a commit.
 _BATCH = 32
 _STEP_S = 0.005
-# The interval of checks of the queue without other events.
-_IDLE_S = 0.1
+# The interval of checks of the queue while an item is wanted.
+_WANTED_S = 0.1
 # The pause after a failed copy, in seconds: doubles from the first value up to the second.
 _BACKOFF_S = (1.0, 60.0)
 
@@ -91,6 +91,7 @@ class Engine:
         self._rest_until = -math.inf
         self._rest_s = _BACKOFF_S[0]
         self._limiter = Limiter(60.0)
+        self._submitted = trio.Event()
         self.running = 0
 
     # -- state ---------------------------------------------------------------------------------
@@ -142,6 +143,7 @@ class Engine:
         """Queues a promotion, or puts it back as wanted; never waits. Retains ``file``. A promotion
         that was evicted since the decision is given up."""
         promote = self.make_room(promote)
+        self._submitted.set()
         if not self._controller.is_wanted(promote.ino):
             # The item was evicted during a call to the source.
             self._controller.abandoned(promote.item, promote.tier, retry=False)
@@ -199,7 +201,11 @@ class Engine:
     async def _keep_wanted_going(self) -> None:
         """Submits wanted items when the queue is empty."""
         while True:
-            await trio.sleep(_IDLE_S)
+            if not self._controller.wanted and not len(self._flights):
+                # An item becomes wanted with its promotion, which is then submitted or abandoned.
+                self._submitted = trio.Event()
+                await self._submitted.wait()
+            await trio.sleep(_WANTED_S)
             while (
                 self._flights.waiting_copies < self._limits.copy_workers
                 and trio.current_time() >= self._rest_until

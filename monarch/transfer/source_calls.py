@@ -100,6 +100,7 @@ class SourceCalls:
         self._datapath = datapath
         # The number of checks that each pending call has outlasted.
         self._checks: dict[trio.CancelScope, int] = {}
+        self._called = trio.Event()
         self._limiter = Limiter(60.0)
         # The times of the first and the last of the present errors, by the event loop's clock, and
         # the words of the last.
@@ -127,6 +128,7 @@ class SourceCalls:
         file was removed or replaced, SourceError for other errors."""
         scope = trio.CancelScope()
         self._checks[scope] = 0
+        self._called.set()
         try:
             who = self.caller()
             with scope:
@@ -156,6 +158,9 @@ class SourceCalls:
         was stopped does not count.
         """
         while True:
+            if not self._checks:
+                self._called = trio.Event()
+                await self._called.wait()
             await trio.sleep(self._timeout_s / _CHECKS)
             for scope in self._checks:
                 self._checks[scope] += 1

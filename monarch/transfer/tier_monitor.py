@@ -127,6 +127,7 @@ class TierMonitor:
         self._datapath = datapath
         self._on_outage: Callable[[int], None] = lambda tier: None
         self._limiter = Limiter(60.0)
+        self._called = trio.Event()
         # The end of all waiting, by the clock of the event loop.
         self._deadline = math.inf
         self.is_stuck = False
@@ -212,6 +213,7 @@ class TierMonitor:
     ) -> T:
         call.scope.deadline = self._deadline
         monitored.calls.add(call)
+        self._called.set()
         try:
             with call.scope:
                 return await threads.run(function, *args)
@@ -321,6 +323,9 @@ class TierMonitor:
 
     async def _watch_calls(self) -> None:
         while True:
+            if not any(monitored.calls for monitored in self._monitored.values()):
+                self._called = trio.Event()
+                await self._called.wait()
             await trio.sleep(self._timeout_s / _LOOKS)
             for monitored in self._monitored.values():
                 self._watch_calls_of(monitored)
