@@ -103,6 +103,8 @@ def is_dead(mountpoint: Path) -> bool:
 def check(mountpoint: Path, source: Path) -> None:
     """Raises MountPointError or SourceError with a remedy, if a mount is not possible here."""
     path_text = os.fspath(mountpoint)
+    where, origin = f"mount point {path_text!r}", f"source {os.fspath(source)!r}"
+    outside = "name a directory outside it"
     if mount_at(mountpoint) is not None:
         raise MountPointError(
             f"{path_text!r} is already a Monarch mount",
@@ -112,60 +114,45 @@ def check(mountpoint: Path, source: Path) -> None:
         )
     try:
         if not stat.S_ISDIR(os.stat(source).st_mode):
-            raise SourceError(
-                f"source {os.fspath(source)!r} is not a directory", errno=errno.ENOTDIR
-            )
+            raise SourceError(f"{origin} is not a directory", errno=errno.ENOTDIR)
         real_source = os.path.realpath(source)
     except OSError as error:
         raise SourceError(
-            f"source {os.fspath(source)!r}: {error.strerror}",
+            f"{origin}: {error.strerror}",
             errno=error.errno or errno.EIO,
             hint=source_remedy(error.errno, os.fspath(source)),
         ) from error
     try:
         names = os.listdir(mountpoint)
     except FileNotFoundError:
-        raise MountPointError(
-            f"mount point {path_text!r} does not exist", hint=f"run: mkdir -p {path_text}"
-        ) from None
+        hint = f"run: mkdir -p {path_text}"
+        raise MountPointError(f"{where} does not exist", hint=hint) from None
     except NotADirectoryError:
-        raise MountPointError(
-            f"mount point {path_text!r} is a file", hint="name an empty directory"
-        ) from None
+        raise MountPointError(f"{where} is a file", hint="name an empty directory") from None
     except OSError as error:
-        raise MountPointError(f"mount point {path_text!r}: {error.strerror}") from error
+        raise MountPointError(f"{where}: {error.strerror}") from error
     real = os.path.realpath(mountpoint)
     if real == real_source:
-        raise MountPointError(
-            f"mount point {path_text!r} is the source itself", hint="name another, empty directory"
-        )
+        raise MountPointError(f"{where} is the source itself", hint="name another, empty directory")
     if _inside(real, real_source):
-        raise MountPointError(
-            f"mount point {path_text!r} lies in the source {os.fspath(source)!r}",
-            hint="name a directory outside it",
-        )
+        raise MountPointError(f"{where} lies in the {origin}", hint=outside)
     if _inside(real_source, real):
         raise MountPointError(
-            f"the source {os.fspath(source)!r} lies below the mount point {path_text!r}",
+            f"the {origin} lies below the {where}",
             hint="it would be hidden; name another directory",
         )
     if outer := monarch_above(real):
-        raise MountPointError(
-            f"mount point {path_text!r} lies in the Monarch mount {outer!r}",
-            hint="name a directory outside it",
-        )
+        raise MountPointError(f"{where} lies in the Monarch mount {outer!r}", hint=outside)
     if outer := monarch_above(real_source):
         raise SourceError(
-            f"source {os.fspath(source)!r} lies in the Monarch mount {outer!r}",
+            f"{origin} lies in the Monarch mount {outer!r}",
             errno=errno.ELOOP,
             hint="mount its source, or a directory of that",
         )
     if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise MountPointError(
-            f"mount point {path_text!r} is not empty: {names[0]!r} and {len(names) - 1} more"
-            if len(names) > 1
-            else f"mount point {path_text!r} is not empty: {names[0]!r}",
-            hint="name an empty directory",
+            f"{where} is not empty: {names[0]!r}{more}", hint="name an empty directory"
         )
 
 
