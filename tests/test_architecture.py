@@ -65,7 +65,7 @@ ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look")
 PURE = (
     "monarch.placement",
     "monarch.tiers.doubts",
-    *("monarch.transfer.outages", "monarch.transfer.pace", "monarch.transfer.throttle"),
+    *("monarch.transfer.outages", "monarch.transfer.pace"),
     *("monarch.frameworks.sampler", "monarch.frameworks.interval", "monarch.frameworks.format"),
     *("monarch.writeback.history", "monarch.writeback.op", "monarch.writeback.conflicts"),
     "monarch.writeback.journal_records",
@@ -299,7 +299,7 @@ def test_every_module_says_what_it_is_responsible_for() -> None:
         ("monarch.tiers.tier", "import lmdb", "lmdb belongs to namespace"),
         ("monarch.cli.mount", "from yaml import safe_load", "yaml belongs to config.document"),
         ("monarch.placement.ledger", "import time", "time in a pure module"),
-        ("monarch.transfer.throttle", "from trio import sleep", "trio in a pure module"),
+        ("monarch.transfer.pace", "from trio import sleep", "trio in a pure module"),
         ("monarch.frameworks.interval", "import time", "time in a pure module"),
         ("monarch.frameworks.torch", "import monarch.daemon.mount", "frameworks imports daemon"),
         ("monarch.order", "import torch", "torch belongs to frameworks"),

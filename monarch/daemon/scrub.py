@@ -25,7 +25,7 @@ from monarch.telemetry.report import ScrubReport
 from monarch.tiers.records import Record, Records
 from monarch.tiers.tier import Tier
 from monarch.tiers.verify import GOOD, MISSING, PIECE_BYTES, SEAL, Verdict, verify_copy
-from monarch.transfer.throttle import TokenBucket
+from monarch.transfer.pace import TokenBucket
 from monarch.types import ROOT_INO, Ino
 from monarch.units import GiB, KiB
 from monarch.vfs.copies import Copies

@@ -25,7 +25,7 @@ from monarch.daemon.loss_alarm import LossAlarm
 from monarch.daemon.process_checks import ProcessCheck
 from monarch.daemon.subsystems import Parts, Tiers, Transfer, Upkeep
 from monarch.daemon.write_status import WriteStatus
-from monarch.fuse.serving import Serving
+from monarch.fuse.datapath_mode import Serving
 from monarch.placement.epochs import EpochCount
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics

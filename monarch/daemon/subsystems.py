@@ -13,9 +13,8 @@ from monarch.daemon.fsck import Checked, OnlineFsck
 from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
 from monarch.fuse.datapath import Datapath, DatapathOptions
-from monarch.fuse.datapath_mode import Choice
+from monarch.fuse.datapath_mode import Choice, Serving
 from monarch.fuse.kernel_caches import MountCaches
-from monarch.fuse.serving import Serving
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller

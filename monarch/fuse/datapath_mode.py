@@ -1,4 +1,5 @@
-"""The datapath of a mount: the configured one, or the fastest that is available here.
+"""The datapath of a mount: the configured one, or the fastest that is available here, and the
+requests that wait for it.
 
 The rules follow measurements. If the files are small and fit into memory with their copies, most
 of the time of a read is its open: so it is fastest if the kernel sends no opens. Otherwise most of
@@ -8,16 +9,18 @@ it is moving bytes, which passthrough leaves to the kernel.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from monarch.config.settings import MountSettings
 from monarch.errors import FuseError, UsageError
 from monarch.fuse.abilities import IDENTITY_CAPABILITIES, Abilities
-from monarch.fuse.datapath import DatapathState
+from monarch.fuse.datapath import Datapath, DatapathState
 from monarch.namespace.schema import SnapshotSummary
 from monarch.posix.credentials import can_act_as_others
-from monarch.telemetry.report import Mode
+from monarch.telemetry.report import Mode, Requests
 from monarch.text import counted
 from monarch.units import MiB, format_bytes
 
@@ -112,6 +115,42 @@ def agreed(choice: Choice, state: DatapathState) -> Mode:
     if opens == "none" and state.serving and not state.no_open:
         opens, why = "open", "the kernel must send opens"
     return Mode(way, opens, why)
+
+
+class Serving:
+    """``choice`` was made before the mount; ``datapath`` is None without the C extension."""
+
+    def __init__(self, choice: Choice, datapath: Datapath | None) -> None:
+        self._choice = choice
+        self._datapath = datapath
+        # The arrival of each request that Python is answering, the oldest first, in seconds.
+        self._arrivals: dict[object, float] = {}
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Counts one request that Python answers."""
+        request = object()
+        self._arrivals[request] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._arrivals[request]
+
+    def requests(self) -> Requests:
+        """The requests without an answer."""
+        if self._datapath is not None:
+            # These include the requests that were passed on to Python.
+            state = self._datapath.state()
+            return Requests(state.waiting, state.oldest_request_s)
+        oldest_s = next(iter(self._arrivals.values()), None)
+        age_s = time.monotonic() - oldest_s if oldest_s is not None else 0.0
+        return Requests(len(self._arrivals), age_s)
+
+    def mode(self) -> Mode:
+        """How reads are served now: as chosen, unless the kernel refused it."""
+        if self._datapath is None:
+            return self._choice.mode
+        return agreed(self._choice, self._datapath.state())
 
 
 def check_possible(settings: MountSettings, abilities: Abilities) -> None:

@@ -23,7 +23,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 
 from monarch.errors import MonarchError, Unanswered
 from monarch.fuse.datapath import Datapath, split_handle, split_write_handle
-from monarch.fuse.serving import Serving
+from monarch.fuse.datapath_mode import Serving
 from monarch.posix import acl, failpoints
 from monarch.posix.credentials import Credentials, credentials_of
 from monarch.telemetry.log import Limiter

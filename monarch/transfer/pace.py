@@ -1,4 +1,6 @@
-"""The share of the source that copies may use beside readers. Pure: time is an argument.
+"""The share of the source that copies may use beside readers, and their bandwidth.
+
+Pure: time is an argument.
 
 A copy that reads the source delays a reader that waits for it. So the product of the share of time
 in which copies read and the share in which readers wait is kept at one twentieth: a reader is
@@ -73,3 +75,25 @@ class Pace:
         self._under_way -= 1
         if not self.is_free:
             self._earned_s -= seconds
+
+
+class TokenBucket:
+    """``rate`` in bytes per second, 0 for no limit; ``burst`` in bytes may pass at once."""
+
+    def __init__(self, rate: int, burst: int) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._level = float(burst)
+        self._then = 0.0
+
+    def take(self, count: int, now: float) -> float:
+        """Takes ``count`` bytes at ``now`` (seconds, monotonic); returns the seconds to wait.
+
+        The bucket may go into debt, so a request larger than the burst is delayed, not refused.
+        """
+        if self._rate == 0:
+            return 0.0
+        self._level = min(self._burst, self._level + max(0.0, now - self._then) * self._rate)
+        self._then = now
+        self._level -= count
+        return max(0.0, -self._level / self._rate)

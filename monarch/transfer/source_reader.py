@@ -17,10 +17,9 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts
 from monarch.tiers.source import REACH_GAP, Source, SourceFile, read_whole
 from monarch.transfer.copy import TURN_BYTES, Turn, check_unchanged, open_version, read_turn
-from monarch.transfer.pace import Pace
+from monarch.transfer.pace import Pace, TokenBucket
 from monarch.transfer.queue import Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
-from monarch.transfer.throttle import TokenBucket
 from monarch.types import Attributes, Identity, Ino
 from monarch.units import MiB
 

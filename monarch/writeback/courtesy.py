@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import trio
 
-from monarch.transfer.throttle import TokenBucket
+from monarch.transfer.pace import TokenBucket
 from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.wakeups import Wakeups
 

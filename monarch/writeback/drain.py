@@ -30,7 +30,7 @@ from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
-from monarch.transfer.throttle import TokenBucket
+from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.writeback.ahead import StageAhead
 from monarch.writeback.conflicts import PathSet

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from monarch.fuse.datapath import DatapathState
-from monarch.fuse.datapath_mode import Choice
-from monarch.fuse.serving import Serving
+from monarch.fuse.datapath_mode import Choice, Serving
 from monarch.telemetry.report import Requests
 
 CHOICE = Choice("passthrough", "open", "it is possible", cache_listings=True)

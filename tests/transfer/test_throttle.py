@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarch.transfer.datapath_view import NoDatapath
+from monarch.transfer.pace import TokenBucket
 from monarch.transfer.source_load import SourceLoad
-from monarch.transfer.throttle import TokenBucket
 
 
 def test_without_a_rate_nothing_waits() -> None:

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from monarch.errors import Refused
-from monarch.transfer.throttle import TokenBucket
+from monarch.transfer.pace import TokenBucket
 from monarch.writeback import ahead
 from monarch.writeback.ahead import StageAhead
 from monarch.writeback.content_order import ContentOrder

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.transfer.throttle import TokenBucket
+from monarch.transfer.pace import TokenBucket
 from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.entry import Entry

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from monarch.posix.thread_pool import ThreadPool
-from monarch.transfer.throttle import TokenBucket
+from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
