@@ -294,10 +294,8 @@ class Lease:
             except FileNotFoundError:
                 # The directory of the pattern's paths was removed.
                 continue
-            try:
+            with closing_fd(directory):
                 self._renew_in(directory)
-            finally:
-                os.close(directory)
 
     def _renew_in(self, directory: int) -> None:
         name, before = self._me.token, None
@@ -332,15 +330,13 @@ class Lease:
                 if path in self._directories and error.errno != errno.ENOENT:
                     raise
                 continue
-            try:
+            with closing_fd(directory):
                 for name in _names(directory):
                     if name == self._me.token or name.endswith(_NEW):
                         continue
                     holder = _read(directory, name, self._now_ns)
                     if holder is not None and overlap(self._me.patterns, holder.patterns):
                         found[name] = holder
-            finally:
-                os.close(directory)
         return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
 
     def _seen_from(self) -> list[bytes]:

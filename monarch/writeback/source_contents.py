@@ -22,8 +22,14 @@ from monarch.types import Identity
 from monarch.writeback.expected import Expected
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
-from monarch.writeback.source_directories import Directories, OpenDirectories, creator, is_owner
-from monarch.writeback.source_temporaries import NEW, Temporaries
+from monarch.writeback.source_directories import (
+    NEW,
+    Directories,
+    OpenDirectories,
+    Temporaries,
+    creator,
+    is_owner,
+)
 
 # Others have changed the entry at the source that the staged file was to replace. The drain stages
 # it again. The errno is not ESTALE, with which a lost source answers until it is opened anew.

@@ -19,9 +19,8 @@ from monarch.types import Identity
 from monarch.writeback.expected import Expected, is_shared, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, NOT_SUPPORTED, SourceAttributes, sync_entry
-from monarch.writeback.source_directories import OpenDirectories, creator
+from monarch.writeback.source_directories import OpenDirectories, Temporaries, creator
 from monarch.writeback.source_log import SourceLog
-from monarch.writeback.source_temporaries import Temporaries
 
 log = logging.getLogger(__name__)
 

@@ -30,9 +30,8 @@ from monarch.writeback.source_contents import (
     kind_of_place,
     require_writable,
 )
-from monarch.writeback.source_directories import Directories, OpenDirectories, creator
+from monarch.writeback.source_directories import Directories, OpenDirectories, Temporaries, creator
 from monarch.writeback.source_log import SourceLog
-from monarch.writeback.source_temporaries import Temporaries
 from monarch.writeback.staging import Staged
 
 # Bytes that are compared at a time.

@@ -2,8 +2,8 @@
 
     expected.py              what the mount knew of an entry, compared with what the source has
     source_log.py            conflicts, and what the source does not support
-    source_directories.py    directories that are open while changes are made in them
-    source_temporaries.py    the names of staged files
+    source_directories.py    directories that are open while changes are made in them, and the
+                             temporary names there
     source_contents.py       staged files, and the places where contents go
     source_publishing.py     contents under their names, and files grown in place
     source_attributes.py     owner, mode, times and extended attributes of an open entry
@@ -35,11 +35,10 @@ from monarch.tiers.source import Source
 from monarch.types import Identity
 from monarch.writeback.source_attributes import SourceAttributes
 from monarch.writeback.source_contents import StagedContents
-from monarch.writeback.source_directories import OpenDirectories
+from monarch.writeback.source_directories import OpenDirectories, Temporaries
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_log import SourceLog
 from monarch.writeback.source_publishing import Publishing
-from monarch.writeback.source_temporaries import Temporaries
 
 Step = Callable[[OpenDirectories], "Identity | None"]
 

@@ -19,11 +19,10 @@ from monarch.writeback.expected import Expected, is_shared, is_time, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import SourceAttributes
 from monarch.writeback.source_contents import Place, StagedContents, kind_of_place
-from monarch.writeback.source_directories import OpenDirectories
+from monarch.writeback.source_directories import OpenDirectories, Temporaries
 from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_log import Conflict, SourceLog
 from monarch.writeback.source_publishing import Publishing
-from monarch.writeback.source_temporaries import Temporaries
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.staging import Staged
 
