@@ -40,6 +40,7 @@ from monarch.posix.openat2 import open_beneath
 from monarch.text import errno_words
 from monarch.tiers.source import Source
 from monarch.units import KiB
+from monarch.writeback.journal_found import boot_now
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Holder:
 
     def _is_dead(self) -> bool:
         """Whether the holder is a process of this machine that has ended."""
-        if (self.boot, self.namespace) != (_boot(), _pid_namespace()):
+        if (self.boot, self.namespace) != (boot_now(), _pid_namespace()):
             return False
         return _started(self.pid) != self.started
 
@@ -182,7 +183,7 @@ class Lease:
             mountpoint=mountpoint,
             patterns=tuple(patterns),
             since_ns=0,
-            boot=_boot(),
+            boot=boot_now(),
             namespace=_pid_namespace(),
             started=_started(os.getpid()),
         )
@@ -422,12 +423,6 @@ def _shown(value: object) -> str:
 def _names(directory: int) -> list[str]:
     with os.scandir(directory) as entries:
         return [entry.name for entry in islice(entries, _MOST)]
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def _pid_namespace() -> int:

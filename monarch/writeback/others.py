@@ -36,7 +36,6 @@ from monarch.types import Ino, KernelCaches, attributes_of, kept_ns
 from monarch.writeback.conflicts import PendingWatch
 from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
-from monarch.writeback.object_states import ObjectStates
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +87,7 @@ class Others:
 
     def __init__(
         self,
-        *,
         front: WriteFront,
-        states: ObjectStates,
         drain: Drain,
         source: Source,
         kernel: KernelCaches,
@@ -100,7 +97,7 @@ class Others:
         self._front = front
         self._names: Namespace = front.names
         self._patterns = front.gate.patterns
-        self._states = states
+        self._states = front.object_table.states
         self._drain = drain
         self._source = source
         self._kernel = kernel

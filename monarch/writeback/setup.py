@@ -221,14 +221,7 @@ def build_write_back(
         ),
     )
     _replay(place, front, drain)
-    others = Others(
-        front=front,
-        states=table.states,
-        drain=drain,
-        source=source,
-        kernel=kernel,
-        is_open=read.is_open,
-    )
+    others = Others(front, drain, source, kernel, read.is_open)
     return WriteBack(
         place=place,
         settings=given,

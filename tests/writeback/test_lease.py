@@ -47,7 +47,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """What follows is done on another node."""
 
     def at(node: str) -> None:
-        monkeypatch.setattr(leases, "_boot", lambda: node)
+        monkeypatch.setattr(leases, "boot_now", lambda: node)
 
     return at
 
