@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import trio
 
@@ -19,6 +20,7 @@ _PATIENCE_S = 1.0
 _STEP_S = 0.005
 
 
+@dataclass(eq=False, repr=False)
 class Courtesy:
     """``bucket`` limits the bandwidth. ``busy`` returns whether a reader uses the source at a time
     of the event loop's clock. Readers go first, unless a caller waits for the drain, or ``demand``
@@ -28,21 +30,12 @@ class Courtesy:
     from the oldest change on: it would compete for the disk of the tier.
     """
 
-    def __init__(
-        self,
-        wakeups: Wakeups,
-        *,
-        bucket: TokenBucket,
-        busy: Callable[[float], bool],
-        demand: Callable[[], bool],
-        hold_s: float,
-    ) -> None:
-        self._wakeups = wakeups
-        self._bucket = bucket
-        self._busy = busy
-        self._demand = demand
-        self._hold_s = hold_s
-        self._last_change_s = -math.inf
+    _wakeups: Wakeups
+    _bucket: TokenBucket
+    _busy: Callable[[float], bool]
+    _demand: Callable[[], bool]
+    _hold_s: float
+    _last_change_s: float = -math.inf
 
     def note_change(self) -> None:
         """Call this when a change was recorded."""

@@ -125,12 +125,9 @@ class Drain:
         self._held = HeldChanges(wakeups, journal.mark_aside)
         self.queue = queue = DrainQueue(self._held)
         self.progress = Progress(queue, order, trouble, wakeups)
+        bucket = TokenBucket(options.bandwidth, 2 * TURN_BYTES)
         self._courtesy = courtesy = Courtesy(
-            wakeups,
-            bucket=TokenBucket(options.bandwidth, 2 * TURN_BYTES),
-            busy=busy,
-            demand=lambda: is_urgent(queue.waiting_bytes),
-            hold_s=options.hold_s,
+            wakeups, bucket, busy, lambda: is_urgent(queue.waiting_bytes), options.hold_s
         )
         self._steps = steps = Steps(writer, state, order, contents)
         self._marks = marks = Marks(journal, threads, state)

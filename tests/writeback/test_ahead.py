@@ -41,13 +41,8 @@ class Waiting:
         self.queue = DrainQueue(HeldChanges(wakeups, lambda seqs: None))
         self.order = ContentOrder(state, FilesInUse())
         self.stager, self.trouble = CountingStager(), Trouble(wakeups)
-        courtesy = Courtesy(
-            wakeups,
-            bucket=TokenBucket(0, 0),
-            busy=lambda now: False,
-            demand=lambda: False,
-            hold_s=0.0,
-        )
+        bucket = TokenBucket(0, 0)
+        courtesy = Courtesy(wakeups, bucket, lambda now: False, lambda: False, 0.0)
         self.ahead = StageAhead(
             self.queue,
             state,

@@ -28,10 +28,10 @@ class Shared:
         self.busy = self.demand = False
         self.courtesy = Courtesy(
             self.wakeups,
-            bucket=TokenBucket(rate, 1),
-            busy=lambda now: self.busy,
-            demand=lambda: self.demand,
-            hold_s=hold_s,
+            TokenBucket(rate, 1),
+            lambda now: self.busy,
+            lambda: self.demand,
+            hold_s,
         )
 
     def put(self, *, synced: bool = False) -> None:

@@ -47,13 +47,8 @@ class Stage:
         self.objects = Objects(root / "absorbed")
         self.queue = DrainQueue(HeldChanges(wakeups, lambda seqs: None))
         self.order = ContentOrder(self.state, self.files)
-        courtesy = Courtesy(
-            wakeups,
-            bucket=TokenBucket(0, 0),
-            busy=lambda now: False,
-            demand=lambda: False,
-            hold_s=0.0,
-        )
+        bucket = TokenBucket(0, 0)
+        courtesy = Courtesy(wakeups, bucket, lambda now: False, lambda: False, 0.0)
         self.stager = Stager(
             self.objects,
             self.files,
