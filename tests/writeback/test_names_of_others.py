@@ -466,7 +466,7 @@ async def change_there(life: Life, chance: random.Random) -> None:
     elif kind == "mkdir":
         (source / "d/sub").mkdir()
     elif not list((source / "d/sub").glob("mine*")):
-        waiting = life.write_back.drain.queue.waiting()
+        waiting = [entry.op for entry in life.write_back.drain.queue.entries()]
         if not any(name.startswith(b"d/sub") for op in waiting for name in op.names()):
             shutil.rmtree(source / "d/sub")
 
