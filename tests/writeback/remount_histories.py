@@ -7,6 +7,7 @@ be named: ``Story`` compares the mount and the source with these changes.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -74,7 +75,11 @@ class Walk:
         return self._chance.choice(free or names)
 
     def _any(self, life: Life, *kinds: str) -> bytes:
-        found = sorted(path for path, kind in life.kinds().items() if kind in kinds)
+        there = life.kinds()
+        found = sorted(path for path, kind in there.items() if kind in kinds)
+        if not found and b"a" in there:
+            # The kernel would not let a process write into a directory.
+            raise Refused(errno.EISDIR)
         return self._chance.choice(found) if found else b"a"
 
     async def _rename_to(self, life: Life, path: bytes, to: bytes) -> None:
@@ -309,6 +314,10 @@ class Story:
         # A file that others have touched under one name is theirs under its others.
         numbers = self.numbers_of_others(self.before.tree)
         self.theirs |= {path for path, it in self.before.tree.items() if it.ino in numbers}
+        # Names, links and special files that meet a conflict on their way go no further.
+        for op in self.ground.waiting():
+            if op.kind == "rename" and not op.object and self.is_theirs(op.path):
+                self.theirs.add(op.to)
         owed = {it.content for it in self.before.tree.values() if self.before.is_owed(it, kind)}
         self.gone |= _contents(had) - _contents(has) - owed
         self.left |= {

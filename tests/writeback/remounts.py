@@ -48,6 +48,7 @@ from monarch.writeback import journal_found
 from monarch.writeback import setup as absorbing_module
 from monarch.writeback.front import Reading
 from monarch.writeback.inspect import Inspection, inspect
+from monarch.writeback.op import Op
 from monarch.writeback.open_file import SourceBytes
 from monarch.writeback.setup import build_write_back
 from monarch.writeback.store import WriteStore, directory_of, make_room, open_write_store
@@ -59,8 +60,7 @@ ROOT = Credentials(os.geteuid(), os.getegid())
 class Shown:
     """An entry of a tree. ``content`` of a file, ``target`` of a link; ``safety`` as
     ``user.monarch.durable`` tells it, empty at the source; ``object`` has its bytes in the tier,
-    ``ino`` is its number there; ``source_ino`` that of a directory at the source, if the drain made
-    it."""
+    ``ino`` is its number there; ``source_ino`` that of a directory at the source, if known."""
 
     kind: str
     mode: int
@@ -205,14 +205,17 @@ class Ground:
         }
         return MountSettings.model_validate(settings | more)
 
-    def owed(self) -> set[int]:
-        """Objects of which the source lacks bytes, or a name, by what the journal tells."""
+    def waiting(self) -> list[Op]:
+        """The changes that the source lacks, by what the journal tells, in their order."""
         if not (self.directory / "journal").exists():
-            return set()
+            return []
         found = journal_found.look(self.directory).replay
+        return [op for seq, op in found.ops if seq not in found.done and not op.same]
+
+    def owed(self) -> set[int]:
+        """Objects of which the source lacks bytes, or a name."""
         kinds = ("create", "content", "rename", "link")
-        undone = (op for seq, op in found.ops if seq not in found.done and not op.same)
-        return {op.object for op in undone if op.kind in kinds} - {0}
+        return {op.object for op in self.waiting() if op.kind in kinds} - {0}
 
     def survey(self) -> Inspection | None:
         return inspect(self.directory) if (self.directory / "journal").exists() else None
@@ -497,8 +500,8 @@ class Life:
         if kind == "link":
             return Shown(kind, 0o777, target=self.names.readlink(ino), ino=ino)
         if kind != "file":
-            made = self.write_back.drain.state._entries.made.get(ino)
-            return Shown(kind, mode, ino=ino, source_ino=made.source_ino if made else 0)
+            there = self.write_back.drain.state._entries.made.get(ino) or self.names.at_source(ino)
+            return Shown(kind, mode, ino=ino, source_ino=there.source_ino if there else 0)
         content = self._content(path, ino)
         xattrs: Mapping[bytes, bytes] = node.xattrs if node is not None else {}
         safety = self.front.drained.durable(node).decode() if node is not None else ""
