@@ -208,6 +208,11 @@ class Recorder:
         new = found.unpublished(nodes)
         for number, node in nodes.items():
             now = node.size, node.mtime_ns
-            is_told = told.get(number, now) == now
-            if number in new or not (is_told or self._object_table.states.is_write_through(number)):
+            then = told.get(number, now)
+            if self._object_table.states.is_write_through(number):
+                # Its times are set when it gets its name.
+                is_told = then[0] == node.size
+            else:
+                is_told = then == now
+            if number in new or not is_told:
                 self._record(node, size=node.size)
