@@ -238,6 +238,16 @@ def test_a_content_without_a_sync_is_lost_at_the_next_start_of_the_machine() -> 
     )
 
 
+@pytest.mark.promise(67)
+def test_an_earlier_content_does_not_bring_bytes_that_went_to_the_source_directly() -> None:
+    through = Op(kind="through", path=CONTENT.path, object=1)
+    records: list[Record] = [change(1, 10, CREATE), change(2, 20, CONTENT), change(3, 30, through)]
+    for mark in ({"done": 1}, {"done": 2, "at": [[2, 5, 0, 0, 9]]}):
+        assert found_of(*records, mark).replay({}).unpublished([1]) == {1}
+        behind = change(4, 40, CONTENT)
+        assert found_of(*records, behind, mark).replay({}).unpublished([1]) == set()
+
+
 def test_a_staged_file_is_ours_until_the_content_is_published() -> None:
     records: list[Record] = [
         {"boot": "one"},
