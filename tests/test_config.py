@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from monarch.config import load
-from monarch.config.defaults import default_tier, readable_name
+from monarch.config.defaults import default_tier, readable_name, state_directory, state_root
 from monarch.config.settings import (
     LimitSettings,
     MountSettings,
@@ -545,7 +545,7 @@ def test_every_wrong_option_is_told() -> None:
 
 @pytest.mark.finding("R")
 def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
-    def of(*options: str) -> load.MountSettings:
+    def of(*options: str) -> MountSettings:
         return load.from_options(Path("/pfs/a"), Path("/m"), options=options)
 
     harmless = "ro,noatime,nodev,nosuid,defaults,_netdev"
@@ -597,12 +597,12 @@ def test_the_state_directory_is_the_same_by_every_name_of_the_source(tmp_path: P
     (tmp_path / "a" / "imagenet").mkdir(parents=True)
     (tmp_path / "b" / "imagenet").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/imagenet")
-    one = load.state_directory(mount_of(tmp_path / "a" / "imagenet"))
-    assert one.parent == load.state_root()
+    one = state_directory(mount_of(tmp_path / "a" / "imagenet"))
+    assert one.parent == state_root()
     assert one.name.startswith("imagenet-")
-    assert load.state_directory(mount_of(tmp_path / "link")) == one
-    assert load.state_directory(mount_of(tmp_path / "b" / "imagenet")) != one
-    assert load.state_directory(mount_of(tmp_path, state=Path("/s"))) == Path("/s")
+    assert state_directory(mount_of(tmp_path / "link")) == one
+    assert state_directory(mount_of(tmp_path / "b" / "imagenet")) != one
+    assert state_directory(mount_of(tmp_path, state=Path("/s"))) == Path("/s")
 
 
 def test_a_readable_name_is_a_file_name_whatever_the_source_is_called() -> None:
@@ -621,11 +621,11 @@ def test_a_readable_name_is_a_file_name_whatever_the_source_is_called() -> None:
 )
 def test_users_keep_their_state_at_home(given: str, root: str) -> None:
     environ = {"HOME": "/home/u", "XDG_STATE_HOME": given}
-    assert load.state_root(uid=1000, environ=environ) == Path(root)
+    assert state_root(uid=1000, environ=environ) == Path(root)
 
 
 def test_root_keeps_its_state_in_var_lib() -> None:
-    assert load.state_root(uid=0, environ={"HOME": "/root"}) == Path("/var/lib/monarch")
+    assert state_root(uid=0, environ={"HOME": "/root"}) == Path("/var/lib/monarch")
 
 
 class Node:

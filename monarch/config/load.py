@@ -17,39 +17,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from monarch.config.conflicts import conflicts, conflicts_between, resolved
-from monarch.config.defaults import default_tier, state_directory, state_root
 from monarch.config.document import MAX_MOUNTS, MAX_VALUES, Loc, Node, dotted, read_document, shown
-from monarch.config.settings import (
-    LimitSettings,
-    LogSettings,
-    MetricsSettings,
-    MountSettings,
-    PlacementSettings,
-    Section,
-    SnapshotSettings,
-    TierSettings,
-    expand,
-    parse_tier,
-)
+from monarch.config.settings import MountSettings, Section, TierSettings, expand, parse_tier
 from monarch.errors import ConfigError
 from monarch.text import plain_name
-
-__all__ = [
-    "Configuration",
-    "load",
-    "from_options",
-    "with_options",
-    "MountSettings",
-    "TierSettings",
-    "SnapshotSettings",
-    "PlacementSettings",
-    "LimitSettings",
-    "MetricsSettings",
-    "LogSettings",
-    "default_tier",
-    "state_directory",
-    "state_root",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,6 @@ from typing import Any, NoReturn
 
 from monarch.errors import MonarchError
 
-__all__ = [
-    "MAX_LINE_BYTES",
-    "Failure",
-    "MalformedError",
-    "Progress",
-    "Reply",
-    "Request",
-    "Result",
-    "parse_reply",
-    "parse_request",
-]
-
 # Enough for some ten thousand paths; the limit bounds the memory for a peer.
 MAX_LINE_BYTES = 1 << 20
 
