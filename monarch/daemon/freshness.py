@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import trio
 import xxhash
@@ -45,6 +46,7 @@ _SECOND_LOOK_STEP_S = 0.25
 _COPY_STEP_S = 0.5
 
 
+@dataclass(slots=True, kw_only=True)
 class FreshnessWatch:
     """``settings`` has the pause between comparisons, if there is to be more than one; ``tiers``
     has the numbers of the tiers.
@@ -52,29 +54,20 @@ class FreshnessWatch:
     ``just_built``: the snapshot was made for this mount, so its directories need no comparison.
     """
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        source: Source,
-        residency: Residency,
-        revalidation: Revalidation,
-        tiers: Sequence[int],
-        source_threads: ThreadPool,
-        settings: SnapshotSettings,
-        just_built: bool,
-    ) -> None:
-        self._names = names
-        self._source = source
-        self._residency = residency
-        self._revalidation = revalidation
-        self._source_threads = source_threads
-        self._tiers = tiers
-        self._settings = settings
-        self._just_built = just_built
-        self.checks = 0
-        self.changed_directories = 0
-        self.stale: bool | None = False if just_built else None
+    names: Namespace
+    source: Source
+    residency: Residency
+    revalidation: Revalidation
+    tiers: Sequence[int]
+    source_threads: ThreadPool
+    settings: SnapshotSettings
+    just_built: bool
+    checks: int = field(default=0, init=False)
+    changed_directories: int = field(default=0, init=False)
+    stale: bool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.stale = False if self.just_built else None
 
     async def run(self) -> None:
         """Compares once, or repeatedly with ``freshness: ttl``."""
@@ -90,19 +83,19 @@ class FreshnessWatch:
                 )
                 await trio.sleep(_PATIENCE_S)
                 continue
-            if self._settings.ttl_s is None:
+            if self.settings.ttl_s is None:
                 return
-            self._just_built = False
-            await trio.sleep(self._settings.ttl_s)
+            self.just_built = False
+            await trio.sleep(self.settings.ttl_s)
 
     def report(self) -> SnapshotReport:
         """The snapshot, and the results of the comparisons so far."""
-        info, path = self._names.info(), self._names.snapshot.file
+        info, path = self.names.info(), self.names.snapshot.file
         size = 0
         with suppress(OSError):
             size = path.stat().st_size
         return SnapshotReport(
-            file=os.fspath(self._settings.file or path),
+            file=os.fspath(self.settings.file or path),
             id=info.id,
             entries=info.entries,
             files=info.files,
@@ -111,18 +104,18 @@ class FreshnessWatch:
             created_ns=info.created_ns,
             age_s=max(0.0, (time.time_ns() - info.created_ns) / 1e9),
             stale=self.stale,
-            freshness=self._settings.freshness,
+            freshness=self.settings.freshness,
             checks=self.checks,
         )
 
     def _is_ours(self, ino: Ino) -> bool:
         """Whether a directory was changed or removed through the mount."""
-        return self._names.is_written(ino) or self._names.is_forgotten(ino)
+        return self.names.is_written(ino) or self.names.is_forgotten(ino)
 
     async def _look(self) -> None:
         changed = failed = 0
-        if not self._just_built:
-            for batch in batches(self._names.snapshot.directories(), _BATCH):
+        if not self.just_built:
+            for batch in batches(self.names.snapshot.directories(), _BATCH):
                 differing = await self._differing(batch)
                 # Directories that this mount itself changed are not counted.
                 changed += sum(not self._is_ours(ino) for ino in differing)
@@ -134,8 +127,8 @@ class FreshnessWatch:
                     words,
                 )
             self.changed_directories = changed
-        for tier in self._tiers:
-            for batch in batches(self._residency.resident_in(tier), _BATCH):
+        for tier in self.tiers:
+            for batch in batches(self.residency.resident_in(tier), _BATCH):
                 for ino in await self._differing(batch):
                     changed += 1
                     failed += await self._look_again(ino, last=failed + 1 >= _MOST_FAILURES)
@@ -144,7 +137,7 @@ class FreshnessWatch:
     async def _look_again(self, ino: Ino, *, last: bool) -> bool:
         """Compares one file. Returns whether the source failed; with ``last`` raises that."""
         try:
-            await self._revalidation.look_again(ino)
+            await self.revalidation.look_again(ino)
         except SourceError as error:
             log.debug("%s", error)
             if error.errno in (errno.ENOENT, errno.ESTALE):
@@ -156,10 +149,10 @@ class FreshnessWatch:
 
     async def _differing(self, batch: Sequence[Ino]) -> list[Ino]:
         questions = [
-            (ino, self._names.path(ino), self._names.attributes(ino).identity) for ino in batch
+            (ino, self.names.path(ino), self.names.attributes(ino).identity) for ino in batch
         ]
         self.checks += len(questions)
-        return await self._source_threads.run(_differing, self._source, questions)
+        return await self.source_threads.run(_differing, self.source, questions)
 
 
 class ChangedInodes:
@@ -183,6 +176,7 @@ class ChangedInodes:
                 log.debug("%s", error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SecondLook:
     """Compares again files that changed just before they were fetched, after a resting time.
 
@@ -190,40 +184,26 @@ class SecondLook:
     as in ``KernelView``.
     """
 
-    def __init__(
-        self,
-        *,
-        doubts: Doubts,
-        names: Namespace,
-        source: Source,
-        records: Records,
-        residency: Residency,
-        revalidation: Revalidation,
-        metrics: Metrics,
-        source_threads: ThreadPool,
-        inline_max: int,
-        sends_opens: bool,
-    ) -> None:
-        self._doubts = doubts
-        self._names = names
-        self._source = source
-        self._records = records
-        self._residency = residency
-        self._revalidation = revalidation
-        self._metrics = metrics
-        self._source_threads = source_threads
-        self._inline_max = inline_max
-        self._sends_opens = sends_opens
+    doubts: Doubts
+    names: Namespace
+    source: Source
+    records: Records
+    residency: Residency
+    revalidation: Revalidation
+    metrics: Metrics
+    source_threads: ThreadPool
+    inline_max: int
+    sends_opens: bool
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            if self._doubts.is_empty():
+            if self.doubts.is_empty():
                 added = trio.Event()
-                self._doubts.on_added = added.set
+                self.doubts.on_added = added.set
                 await added.wait()
             await trio.sleep(_SECOND_LOOK_STEP_S)
-            for batch in batches(self._doubts.due(time.monotonic_ns()), _BATCH):
+            for batch in batches(self.doubts.due(time.monotonic_ns()), _BATCH):
                 await self._look(batch)
 
     async def _look(self, batch: Sequence[tuple[Ino, Doubt]]) -> None:
@@ -231,23 +211,23 @@ class SecondLook:
             (ino, doubt)
             for ino, doubt in batch
             # If the version is another by now, the change was noticed.
-            if not self._names.is_written(ino)
-            and not self._names.is_gone(ino)
-            and self._names.attributes(ino).identity == doubt.identity
+            if not self.names.is_written(ino)
+            and not self.names.is_gone(ino)
+            and self.names.attributes(ino).identity == doubt.identity
         ]
-        questions = [(ino, self._names.path(ino), doubt.identity) for ino, doubt in asked]
-        differing = set(await self._source_threads.run(_differing, self._source, questions))
+        questions = [(ino, self.names.path(ino), doubt.identity) for ino, doubt in asked]
+        differing = set(await self.source_threads.run(_differing, self.source, questions))
         for ino, doubt in batch:
             if (ino, doubt) not in asked or await self._is_settled(ino, doubt, ino in differing):
-                self._doubts.settle(ino, doubt)
+                self.doubts.settle(ino, doubt)
 
     async def _is_settled(self, ino: Ino, doubt: Doubt, differs: bool) -> bool:
         """Handles one file; returns False if it was postponed."""
         try:
             if differs:
-                await self._revalidation.look_again(ino)
+                await self.revalidation.look_again(ino)
             elif doubt.by_bytes:
-                if self._residency.is_copying(ino):
+                if self.residency.is_copying(ino):
                     return self._put_off(ino, doubt, _COPY_STEP_S)
                 await self._compare(ino, doubt)
         except (SourceError, OSError) as error:
@@ -259,35 +239,35 @@ class SecondLook:
 
     async def _compare(self, ino: Ino, doubt: Doubt) -> None:
         """Compares the bytes of a copy with those of the source. Raises SourceError, OSError."""
-        held = self._residency.tier_of(ino) != SOURCE
-        record = self._records.get(ino) if held else None
+        held = self.residency.tier_of(ino) != SOURCE
+        record = self.records.get(ino) if held else None
         if record is None or record.identity != doubt.identity:
             # No copy: only the page cache of the kernel can have the bytes.
-            if self._sends_opens:
-                self._revalidation.distrust(ino, differs=False)
+            if self.sends_opens:
+                self.revalidation.distrust(ino, differs=False)
             return
-        if doubt.identity.size > self._inline_max:
-            self._revalidation.distrust(ino, differs=False)
+        if doubt.identity.size > self.inline_max:
+            self.revalidation.distrust(ino, differs=False)
             return
-        path = self._names.path(ino)
+        path = self.names.path(ino)
         try:
-            fetched = await self._source_threads.run(self._source.fetch, path, doubt.identity)
+            fetched = await self.source_threads.run(self.source.fetch, path, doubt.identity)
         except SourceChanged:
-            await self._revalidation.look_again(ino)
+            await self.revalidation.look_again(ino)
             return
-        self._metrics.source_opened(copy=True)
-        self._metrics.source_reads[1] += fetched.reads
-        self._metrics.source_bytes[1] += len(fetched.data)
-        if self._records.get(ino) != record:
+        self.metrics.source_opened(copy=True)
+        self.metrics.source_reads[1] += fetched.reads
+        self.metrics.source_bytes[1] += len(fetched.data)
+        if self.records.get(ino) != record:
             return
         if xxhash.xxh3_128_digest(fetched.data) == record.digest:
-            self._records.settle(ino)
+            self.records.settle(ino)
         else:
-            self._revalidation.distrust(ino, differs=True)
+            self.revalidation.distrust(ino, differs=True)
 
     def _put_off(self, ino: Ino, doubt: Doubt, wait_s: float) -> bool:
         until_ns = time.monotonic_ns() + round(wait_s * 1e9)
-        self._doubts.put_off(ino, doubt, until_ns=until_ns)
+        self.doubts.put_off(ino, doubt, until_ns=until_ns)
         return False
 
 

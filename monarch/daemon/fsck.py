@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -71,8 +71,8 @@ _LOST = "the daemon serves it, and it has no record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """What a running daemon keeps, as far as fsck checks it. ``threads`` wait for the disks."""
+class OnlineFsck:
+    """Checks what a running daemon keeps, once at a time. ``threads`` wait for the disks."""
 
     state: Path
     mountpoint: Path
@@ -85,26 +85,18 @@ class Checked:
     copies: Copies
     writing: WriteBack | None
     threads: ThreadPool
-
-
-class OnlineFsck:
-    """Runs one check at a time."""
-
-    def __init__(self, checked: Checked) -> None:
-        self._checked = checked
-        self._one_at_a_time = trio.Lock()
+    _one_at_a_time: trio.Lock = field(default_factory=trio.Lock, init=False)
 
     async def run(self, *, digests: bool, repair: bool, tell: Tell) -> FsckReport:
         """Checks everything; ``digests``: reads every copy. ``tell`` receives the progress."""
         async with self._one_at_a_time:
-            run = _FsckRun(self._checked, digests=digests, repair=repair, tell=tell)
-            return await run.run()
+            return await _FsckRun(self, digests=digests, repair=repair, tell=tell).run()
 
 
 class _FsckRun:
     """One running check."""
 
-    def __init__(self, of: Checked, *, digests: bool, repair: bool, tell: Tell) -> None:
+    def __init__(self, of: OnlineFsck, *, digests: bool, repair: bool, tell: Tell) -> None:
         self._of = of
         self._records = of.hierarchy.records
         self._residency = of.residency

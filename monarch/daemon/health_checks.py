@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -107,27 +108,17 @@ class MountCheck:
         return self._users
 
 
+@dataclass(frozen=True, slots=True)
 class SourceCheck:
     """``requests`` returns the requests of the kernel that wait; ``log`` is the path of
     the daemon's log."""
 
-    def __init__(
-        self,
-        settings: MountSettings,
-        source_calls: SourceCalls,
-        monitor: TierMonitor,
-        metrics: Metrics,
-        *,
-        requests: Callable[[], Requests],
-        log: str,
-    ) -> None:
-        self._settings = settings
-        self._source = os.fspath(settings.source)
-        self._source_calls = source_calls
-        self._monitor = monitor
-        self._metrics = metrics
-        self._requests = requests
-        self._log = log
+    settings: MountSettings
+    source_calls: SourceCalls
+    monitor: TierMonitor
+    metrics: Metrics
+    requests: Callable[[], Requests]
+    log: str
 
     def problems(self) -> Iterator[Problem]:
         yield from self._of_source()
@@ -135,30 +126,30 @@ class SourceCheck:
         yield from self._of_closed_files()
 
     def _of_source(self) -> Iterator[Problem]:
-        trouble = self._source_calls.trouble()
+        trouble = self.source_calls.trouble()
         if trouble is None:
             return
         if trouble.hangs:
             yield Problem(
                 "source-hangs",
-                f"the source {self._source} {trouble.what}; reads that need it wait",
+                f"the source {self.settings.source} {trouble.what}; reads that need it wait",
                 trouble.since_ns,
-                f"check whether its file system answers: `timeout 5 stat {self._source}`;"
+                f"check whether its file system answers: `timeout 5 stat {self.settings.source}`;"
                 " resident files are served, and reads of other files continue when it answers",
             )
         else:
             yield Problem(
                 "source-errors",
-                f"the source {self._source} answers with errors: {trouble.what}",
+                f"the source {self.settings.source} answers with errors: {trouble.what}",
                 trouble.since_ns,
-                f"check it as the daemon's user: `ls {self._source}`, and check its client:"
+                f"check it as the daemon's user: `ls {self.settings.source}`, and check its client:"
                 " `dmesg`; resident files are served, and other files again when it answers",
             )
 
     def _of_closed_files(self) -> Iterator[Problem]:
-        closed = len(self._metrics.closed_files)
+        closed = len(self.metrics.closed_files)
         # An unprivileged daemon reads what its user may read: a refusal is then no problem.
-        is_expected = self._settings.source_identity == "caller" or not can_act_as_others()
+        is_expected = self.settings.source_identity == "caller" or not can_act_as_others()
         if not closed or is_expected:
             return
         words = counted(closed, "file", "files")
@@ -171,10 +162,10 @@ class SourceCheck:
         )
 
     def _of_requests(self) -> Iterator[Problem]:
-        oldest_s = self._requests().oldest_s
-        trouble = self._source_calls.trouble()
+        oldest_s = self.requests().oldest_s
+        trouble = self.source_calls.trouble()
         explained = (trouble is not None and trouble.hangs) or any(
-            outage.slow for outage in self._monitor.out_of_service().values()
+            outage.slow for outage in self.monitor.out_of_service().values()
         )
         if oldest_s > _ANSWERED_S and not explained:
             yield Problem(
@@ -183,27 +174,25 @@ class SourceCheck:
                 " nor a tier seems to hang",
                 time.time_ns() - int(oldest_s * 1e9),
                 f"find the process that waits: `ps -eo pid,stat,wchan,args | grep ' D'`, and read"
-                f" {self._log}; if it persists, report it and mount {self._settings.mountpoint}"
+                f" {self.log}; if it persists, report it and mount {self.settings.mountpoint}"
                 " again",
             )
 
 
+@dataclass(frozen=True, slots=True)
 class CopyCheck:
     """The tiers, and the copies there."""
 
-    def __init__(
-        self, monitor: TierMonitor, residency: Residency, metrics: Metrics, mountpoint: Path
-    ) -> None:
-        self._monitor = monitor
-        self._residency = residency
-        self._metrics = metrics
-        self._mountpoint = mountpoint
-        self._damaged = Spell(_DAMAGED_S)
+    monitor: TierMonitor
+    residency: Residency
+    metrics: Metrics
+    mountpoint: Path
+    _damaged: Spell = field(default_factory=lambda: Spell(_DAMAGED_S), init=False)
 
     def problems(self) -> Iterator[Problem]:
-        for tier in self._monitor.tiers.values():
+        for tier in self.monitor.tiers.values():
             yield from self._of_tier(tier)
-        spell, count = self._damaged, sum(self._metrics.errors[kind] for kind in _DAMAGE)
+        spell, count = self._damaged, sum(self.metrics.errors[kind] for kind in _DAMAGE)
         if spell.goes_on(count, now_s=time.monotonic(), wall_ns=time.time_ns()):
             words = counted(spell.number, "copy was", "copies were")
             yield Problem(
@@ -211,9 +200,9 @@ class CopyCheck:
                 f"{words} damaged and removed; the source served the reads",
                 spell.since_ns,
                 "check the disk that the log names: `smartctl -a`, `dmesg`; then run"
-                f" `monarch fsck {self._mountpoint}`",
+                f" `monarch fsck {self.mountpoint}`",
             )
-        if waiting := self._residency.unverified_files():
+        if waiting := self.residency.unverified_files():
             words = counted(waiting, "copy has", "copies have")
             yield Problem(
                 "copies-unverified",
@@ -223,13 +212,13 @@ class CopyCheck:
             )
 
     def _of_tier(self, tier: Tier) -> Iterator[Problem]:
-        outage = self._monitor.out_of_service().get(tier.number)
+        outage = self.monitor.out_of_service().get(tier.number)
         if outage is None:
             return
         since_ns, where = outage.since_ns, os.fspath(tier.path)
         if outage.full:
             # The disk is full, not the capacity: a tier that is full of copies is in service.
-            others = ", ".join(self._monitor.others(tier.number))
+            others = ", ".join(self.monitor.others(tier.number))
             yield Problem(
                 "tier-full",
                 f"tier {tier.name} stores no copies, other files have filled its disk: {outage.why}"
@@ -257,43 +246,35 @@ class CopyCheck:
             )
 
 
+@dataclass(frozen=True, slots=True)
 class SnapshotCheck:
     """``put_off``: why the snapshot is not the requested one, as long as ``drain`` has data that is
     not at the source; empty if it is the requested one."""
 
-    def __init__(
-        self,
-        watch: FreshnessWatch,
-        metrics: Metrics,
-        mountpoint: Path,
-        *,
-        put_off: str,
-        drain: Drain | None,
-    ) -> None:
-        self._watch = watch
-        self._metrics = metrics
-        self._mountpoint = mountpoint
-        self._put_off = put_off
-        self._drain = drain
+    watch: FreshnessWatch
+    metrics: Metrics
+    mountpoint: Path
+    put_off: str
+    drain: Drain | None
 
     def problems(self) -> Iterator[Problem]:
-        if self._put_off:
+        if self.put_off:
             yield Problem(
                 "snapshot-behind",
                 self._behind(),
                 0,
-                f"wait with `monarch ckpt wait {self._mountpoint}`, `monarch umount"
-                f" {self._mountpoint}`, then mount again; nothing is lost",
+                f"wait with `monarch ckpt wait {self.mountpoint}`, `monarch umount"
+                f" {self.mountpoint}`, then mount again; nothing is lost",
             )
-        refresh = f"`monarch umount {self._mountpoint}` and mount again with --refresh"
-        if changes := self._metrics.changes:
+        refresh = f"`monarch umount {self.mountpoint}` and mount again with --refresh"
+        if changes := self.metrics.changes:
             yield Problem(
                 "files-changed",
                 f"{counted(changes, 'file', 'files')} changed at the source since the snapshot",
                 0,
                 f"readers get the current version of each; {refresh} ends this",
             )
-        if changes := self._watch.changed_directories:
+        if changes := self.watch.changed_directories:
             words = counted(changes, "directory", "directories")
             yield Problem(
                 "snapshot-stale",
@@ -303,8 +284,8 @@ class SnapshotCheck:
             )
 
     def _behind(self) -> str:
-        if self._drain is not None and self._drain.queue.last_seq:
-            return self._put_off
+        if self.drain is not None and self.drain.queue.last_seq:
+            return self.put_off
         return (
             "the names are those of the snapshot of the last mount; the source now has all changes"
             " that follow it: mount again"

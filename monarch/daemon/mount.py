@@ -30,7 +30,7 @@ from monarch.control.server import Server
 from monarch.control.state_directory import write_note
 from monarch.daemon.loss_alarm import LossAlarm
 from monarch.daemon.remarks import remarks
-from monarch.daemon.status import Status, build_status
+from monarch.daemon.status import Status
 from monarch.daemon.subsystems import (
     Door,
     Parts,
@@ -123,7 +123,7 @@ def open_mount(parts: Parts) -> Mount:
     upkeep = build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=door.sends_opens
     )
-    status = build_status(
+    status = Status(
         parts,
         tiers,
         metrics,

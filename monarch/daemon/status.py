@@ -12,7 +12,6 @@ from dataclasses import replace
 import trio
 
 from monarch import __version__
-from monarch.config.settings import MountSettings
 from monarch.daemon.health_checks import (
     Check,
     CopyCheck,
@@ -43,9 +42,8 @@ from monarch.telemetry.report import (
     WarmProgress,
 )
 from monarch.telemetry.report import Residency as ResidencyReport
-from monarch.transfer.engine import Engine
-from monarch.transfer.tier_monitor import TierMonitor
 from monarch.vfs.filesystem import FileSystem
+from monarch.writeback.drain import Drain
 from monarch.writeback.setup import WriteBack
 
 log = logging.getLogger(__name__)
@@ -56,53 +54,24 @@ _LOOK_S = 10.0
 _SUMMARY_S = 1.0
 
 
-def build_status(
+def _checks(
     parts: Parts,
-    tiers: Tiers,
     metrics: Metrics,
+    tiers: Tiers,
     transfer: Transfer,
-    filesystem: FileSystem,
-    write_back: WriteBack | None,
     upkeep: Upkeep,
-    *,
-    loss_alarm: LossAlarm,
+    drain: Drain | None,
     serving: Serving,
-) -> Status:
+) -> list[Check]:
     settings, monitor, mountpoint = parts.settings, transfer.monitor, parts.settings.mountpoint
-    writing = WriteStatus(settings, write_back, loss_alarm)
-    checks: list[Check] = [
+    log_path, calls = parts.logbook.path, transfer.source_calls
+    return [
         MountCheck(mountpoint),
-        SourceCheck(
-            settings,
-            transfer.source_calls,
-            monitor,
-            metrics,
-            requests=serving.requests,
-            log=parts.logbook.path,
-        ),
+        SourceCheck(settings, calls, monitor, metrics, serving.requests, log_path),
         CopyCheck(monitor, tiers.residency, metrics, mountpoint),
-        writing,
         ProcessCheck(parts.logbook),
-        SnapshotCheck(
-            upkeep.watch,
-            metrics,
-            mountpoint,
-            put_off=parts.put_off,
-            drain=write_back.drain if write_back is not None else None,
-        ),
+        SnapshotCheck(upkeep.watch, metrics, mountpoint, parts.put_off, drain),
     ]
-    return Status(
-        settings=settings,
-        serving=serving,
-        tiers=tiers,
-        monitor=monitor,
-        engine=transfer.engine,
-        filesystem=filesystem,
-        metrics=metrics,
-        upkeep=upkeep,
-        writing=writing,
-        health_checks=HealthChecks(checks),
-    )
 
 
 class Status:
@@ -113,28 +82,29 @@ class Status:
 
     def __init__(
         self,
-        *,
-        settings: MountSettings,
-        serving: Serving,
+        parts: Parts,
         tiers: Tiers,
-        monitor: TierMonitor,
-        engine: Engine,
-        filesystem: FileSystem,
         metrics: Metrics,
+        transfer: Transfer,
+        filesystem: FileSystem,
+        write_back: WriteBack | None,
         upkeep: Upkeep,
-        writing: WriteStatus,
-        health_checks: HealthChecks,
+        *,
+        loss_alarm: LossAlarm,
+        serving: Serving,
     ) -> None:
-        self._settings = settings
+        self._settings = parts.settings
         self._serving = serving
         self._tiers = tiers
-        self._monitor = monitor
-        self._engine = engine
+        self._monitor = transfer.monitor
+        self._engine = transfer.engine
         self._filesystem = filesystem
         self._metrics = metrics
         self._upkeep = upkeep
-        self._writing = writing
-        self._health_checks = health_checks
+        self._writing = WriteStatus(parts.settings, write_back, loss_alarm)
+        drain = write_back.drain if write_back is not None else None
+        checks = _checks(parts, metrics, tiers, transfer, upkeep, drain, serving)
+        self._health_checks = HealthChecks([*checks, self._writing])
         # Kept open: a report is still possible when the process has no free descriptor.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()

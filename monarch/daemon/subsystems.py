@@ -9,7 +9,7 @@ from pathlib import Path
 
 from monarch.config.settings import MountSettings
 from monarch.daemon.freshness import ChangedInodes, FreshnessWatch, SecondLook
-from monarch.daemon.fsck import Checked, OnlineFsck
+from monarch.daemon.fsck import OnlineFsck
 from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
 from monarch.fuse.datapath import Datapath, DatapathOptions
@@ -268,7 +268,7 @@ def build_upkeep(
         threads=ThreadPool(1, "scrub", abandon=True),
         bandwidth=settings.limits.scrub_bandwidth,
     )
-    checked = Checked(
+    online_fsck = OnlineFsck(
         state=parts.state,
         mountpoint=settings.mountpoint,
         hierarchy=hierarchy,
@@ -282,4 +282,4 @@ def build_upkeep(
         # More than one: a call at a hanging disk occupies its thread after its client has gone.
         threads=ThreadPool(4, "fsck", abandon=True),
     )
-    return Upkeep(watch, second_look, scrub, OnlineFsck(checked))
+    return Upkeep(watch, second_look, scrub, online_fsck)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
@@ -47,15 +47,13 @@ _ASKED_S = 60.0
 _NAMED = 1000
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenVerbs:
     """``side`` is None for a read-only mount, which has no written data."""
 
-    def __init__(
-        self, *, names: Namespace, write_back: WriteBack | None, loss_alarm: LossAlarm
-    ) -> None:
-        self._names = names
-        self._write_back = write_back
-        self._loss_alarm = loss_alarm
+    names: Namespace
+    write_back: WriteBack | None
+    loss_alarm: LossAlarm
 
     def table(self) -> Mapping[str, Verb]:
         return {
@@ -71,7 +69,7 @@ class WrittenVerbs:
 
     async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Sends every written file at and beneath ``path``, in parts."""
-        write_back, below = self._write_back, self._name(params.get("path", ""))
+        write_back, below = self.write_back, self._name(params.get("path", ""))
         files = size = drained_files = drained_bytes = 0
         part: list[WrittenFile] = []
         room = _PART_BYTES
@@ -99,7 +97,7 @@ class WrittenVerbs:
         timeout_s = params.get("timeout")
         if timeout_s is not None and not isinstance(timeout_s, int | float):
             raise UsageError("timeout must be a number of seconds")
-        write_back = self._write_back
+        write_back = self.write_back
         if write_back is None:
             return DrainReport(True, 0, 0, 0, "", "", []).to_dict()
         paths = params.get("paths")
@@ -116,7 +114,7 @@ class WrittenVerbs:
                 nursery.cancel_scope.cancel()
         drained = waited is not None and waited.is_done()
         backlog = write_back.drain.backlog()
-        self._loss_alarm.report(backlog.lost)
+        self.loss_alarm.report(backlog.lost)
         return DrainReport(
             drained=drained,
             files=backlog.files,
@@ -124,7 +122,7 @@ class WrittenVerbs:
             oldest_ns=backlog.oldest_ns,
             trouble=backlog.trouble or "",
             directory=os.fspath(write_back.place.directory),
-            lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
+            lost=[os.fsdecode(name) for name in self.loss_alarm.names[:_NAMED]],
         ).to_dict()
 
     async def _recorded(self, write_back: WriteBack) -> None:
@@ -136,7 +134,7 @@ class WrittenVerbs:
                 pending &= write_back.object_table.unrecorded()
         # Files that stay open are recorded in their current state.
         for ino in pending:
-            node = self._names.node(ino)
+            node = self.names.node(ino)
             if node is not None:
                 write_back.front.recorder.record(node)
 
@@ -153,9 +151,9 @@ class WrittenVerbs:
         return _Waited(write_back.drain.progress, 0, seqs)
 
     async def _tell(self, course: _Course, send: Send) -> None:
-        assert self._write_back is not None
+        assert self.write_back is not None
         while True:
-            await send(course.progress(self._write_back.drain.backlog()).to_dict())
+            await send(course.progress(self.write_back.drain.backlog()).to_dict())
             await trio.sleep(_LOOK_S)
 
     async def _tell_lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
@@ -163,20 +161,20 @@ class WrittenVerbs:
         numbers of kept files that are removed."""
         kept: list[KeptReport] = []
         hidden: list[str] = []
-        if (write_back := self._write_back) is not None:
-            self._loss_alarm.report(write_back.drain.backlog().lost)
+        if (write_back := self.write_back) is not None:
+            self.loss_alarm.report(write_back.drain.backlog().lost)
             await write_back.discard(_numbers(params.get("discard", [])))
             kept = [_kept(each) for each in write_back.place.doubtful.list()[:_NAMED]]
             hidden = [os.fsdecode(path) for path in write_back.hidden()[:_NAMED]]
-        names = [os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]]
+        names = [os.fsdecode(name) for name in self.loss_alarm.names[:_NAMED]]
         acknowledged = params.get("acknowledge") is True
         if acknowledged:
-            self._loss_alarm.acknowledge()
+            self.loss_alarm.acknowledge()
         return LostReport(names, acknowledged, kept, hidden).to_dict()
 
     async def _tell_conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The conflicts with changes at the source; ``acknowledge`` ends the alarm."""
-        log = None if self._write_back is None else self._write_back.drain.writer.log
+        log = None if self.write_back is None else self.write_back.drain.writer.log
         conflicts = [
             ConflictReport(os.fsdecode(each.path), os.fsdecode(each.kept), each.why)
             for each in (() if log is None else log.conflicts)
@@ -200,9 +198,9 @@ class WrittenVerbs:
     async def _retry(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Tries refused changes again: those at ``path``, or all."""
         if params.get("path") is None:
-            if self._write_back is not None:
+            if self.write_back is not None:
                 with _patience():
-                    await self._write_back.refusals.retry(None)
+                    await self.write_back.refusals.retry(None)
             return self._refused().to_dict()
         write_back, path = self._side_and_path(params)
         with _patience():
@@ -220,12 +218,12 @@ class WrittenVerbs:
         path = params.get("path")
         if not isinstance(path, str) or not path:
             raise UsageError("a path must be a text", hint="name a path in the mount")
-        if self._write_back is None:
+        if self.write_back is None:
             raise UsageError("no file was written through this mount")
-        return self._write_back, os.fsencode(path).strip(b"/")
+        return self.write_back, os.fsencode(path).strip(b"/")
 
     def _refused(self, path: bytes = b"", *, removed: Sequence[bytes] = ()) -> RefusalsReport:
-        found = self._write_back.refusals.list(path) if self._write_back is not None else []
+        found = self.write_back.refusals.list(path) if self.write_back is not None else []
         return RefusalsReport(
             refused=[
                 RefusalReport(
@@ -237,7 +235,7 @@ class WrittenVerbs:
                 )
                 for refusal in found[:_NAMED]
             ],
-            waiting=self._write_back.drain.backlog().ops if self._write_back is not None else 0,
+            waiting=self.write_back.drain.backlog().ops if self.write_back is not None else 0,
             removed=[os.fsdecode(name) for name in removed[:_NAMED]],
         )
 
@@ -249,15 +247,15 @@ class WrittenVerbs:
             name = os.fsencode(path).strip(b"/")
         except UnicodeEncodeError as error:
             raise UsageError(f"no such file in the mount: {path!r}") from error
-        if self._names.resolve(name) is None:
+        if self.names.resolve(name) is None:
             raise UsageError(f"no such file in the mount: {path!r}")
         return name
 
     def _nodes(self, below: bytes) -> Iterator[tuple[Node, bytes]]:
         """The written regular files beneath ``below``, each with a path there."""
-        if self._write_back is None:
+        if self.write_back is None:
             return
-        names = self._names
+        names = self.names
         for node in names.nodes():
             if not node.is_file or not node.names:
                 continue
