@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ _STRIDE = 64
 _LOOK_S = 0.1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verbs:
     """``background`` runs work whose client may disconnect; ``stop`` ends the mount.
 
@@ -36,29 +38,19 @@ class Verbs:
     is not at the source yet.
     """
 
-    def __init__(
-        self,
-        *,
-        names: Namespace,
-        promotions: Promotions,
-        residency: Residency,
-        status: Status,
-        online_fsck: OnlineFsck,
-        background: Callable[[Callable[[], Awaitable[None]]], None],
-        stop: Callable[[], None],
-        abandon: Callable[[], None],
-    ) -> None:
-        self._promotions = promotions
-        self._names = names
-        self._residency = residency
-        self._status = status
-        self._online_fsck = online_fsck
-        self._background = background
-        self._stop = stop
-        self._abandon = abandon
-        self._warmings: list[_Warming] = []
-        self._one_at_a_time = trio.Lock()
-        status.warming = lambda: [work.progress() for work in self._warmings]
+    names: Namespace
+    promotions: Promotions
+    residency: Residency
+    status: Status
+    online_fsck: OnlineFsck
+    background: Callable[[Callable[[], Awaitable[None]]], None]
+    stop: Callable[[], None]
+    abandon: Callable[[], None]
+    _warmings: list[_Warming] = field(default_factory=list, init=False)
+    _one_at_a_time: trio.Lock = field(default_factory=trio.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.status.warming = lambda: [work.progress() for work in self._warmings]
 
     def table(self) -> Mapping[str, Verb]:
         return {
@@ -74,13 +66,13 @@ class Verbs:
         return {"pid": os.getpid()}
 
     async def _report(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
-        return self._status.report().to_dict()
+        return self.status.report().to_dict()
 
     async def _end(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """``abandon``: data that is not at the source stays in the tier for the next mount."""
         if params.get("abandon") is True:
-            self._abandon()
-        self._stop()
+            self.abandon()
+        self.stop()
         return {}
 
     async def _warm(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
@@ -105,7 +97,7 @@ class Verbs:
         except BaseException:
             self._warmings.remove(work)
             raise
-        self._background(partial(self._bring_in, roots, work))
+        self.background(partial(self._bring_in, roots, work))
         if params.get("wait") is True:
             while not work.done:
                 await send(work.progress().to_dict())
@@ -139,14 +131,14 @@ class Verbs:
         """Requests each file when the engine has a free place, and waits for the copies."""
         arriving: list[tuple[Ino, int]] = []
         for ino, size in self._files(roots):
-            while not (work.cancelled or work.is_evicted(ino) or self._promotions.has_place()):
+            while not (work.cancelled or work.is_evicted(ino) or self.promotions.has_place()):
                 arriving = self._arrived(arriving, work)
                 await trio.sleep(_LOOK_S / 10)
             if work.cancelled:
                 break
             if work.is_evicted(ino):
                 work.no_longer_asked(size)
-            elif self._promotions.warm(ino):
+            elif self.promotions.warm(ino):
                 arriving.append((ino, size))
             else:
                 work.refused += 1
@@ -164,13 +156,13 @@ class Verbs:
         for ino, size in arriving:
             if work.is_evicted(ino):
                 work.no_longer_asked(size)
-            elif self._residency.tier_of(ino) != SOURCE:
+            elif self.residency.tier_of(ino) != SOURCE:
                 work.files_done += 1
                 work.bytes_done += size
-            elif self._residency.is_wanted(ino):
+            elif self.residency.is_wanted(ino):
                 waiting.append((ino, size))
-                work.bytes_moving += self._promotions.bytes_copied(ino)
-            elif self._promotions.is_closed(ino):
+                work.bytes_moving += self.promotions.bytes_copied(ino)
+            elif self.promotions.is_closed(ino):
                 work.closed += 1
             else:
                 work.refused += 1
@@ -180,13 +172,13 @@ class Verbs:
         files = size = 0
         for seen, (ino, _size) in enumerate(self._files(self._roots(params))):
             for work in self._warmings:
-                work.evicted(ino, entries=self._residency.entries)
-            freed = self._residency.tier_of(ino) != SOURCE
-            size += self._promotions.evict(ino)
+                work.evicted(ino, entries=self.residency.entries)
+            freed = self.residency.tier_of(ino) != SOURCE
+            size += self.promotions.evict(ino)
             files += freed
             if seen % _STRIDE == 0:
                 await trio.sleep(0)
-        await self._promotions.removed()
+        await self.promotions.removed()
         return {"files": files, "bytes": size}
 
     async def _check(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
@@ -195,7 +187,7 @@ class Verbs:
         async def tell(progress: FsckProgress) -> None:
             await send(progress.to_dict())
 
-        report = await self._online_fsck.run(
+        report = await self.online_fsck.run(
             digests=params.get("digests") is True, repair=params.get("repair") is True, tell=tell
         )
         return report.to_dict()
@@ -208,7 +200,7 @@ class Verbs:
         found = []
         for path in paths:
             try:
-                ino = self._names.resolve(os.fsencode(path))
+                ino = self.names.resolve(os.fsencode(path))
             except UnicodeEncodeError:
                 ino = None
             if ino is None:
@@ -221,33 +213,33 @@ class Verbs:
     def _above(self, ino: Ino) -> Iterator[Ino]:
         """The parent directories of ``ino``, up to the root."""
         while ino != ROOT_INO:
-            ino = self._names.attributes(ino).parent
+            ino = self.names.attributes(ino).parent
             yield ino
 
     def _files(self, roots: list[Ino]) -> Iterator[tuple[Ino, int]]:
         for root in roots:
-            for ino, attributes in self._names.walk(root):
+            for ino, attributes in self.names.walk(root):
                 # A file written through the mount has no copy.
-                if not self._names.is_written(ino):
+                if not self.names.is_written(ino):
                     yield ino, attributes.size
 
 
+@dataclass(slots=True, eq=False)
 class _Warming:
     """The progress of one ``warm`` request."""
 
-    def __init__(self) -> None:
-        self.files = 0
-        self.bytes = 0
-        self.files_done = 0
-        self.bytes_done = 0
-        self.bytes_moving = 0
-        self.refused = 0
-        self.closed = 0
-        self.done = False
-        self.failed = False
-        self.cancelled = False
-        # One byte for each inode, allocated at the first eviction.
-        self._evicted = bytearray()
+    files: int = 0
+    bytes: int = 0
+    files_done: int = 0
+    bytes_done: int = 0
+    bytes_moving: int = 0
+    refused: int = 0
+    closed: int = 0
+    done: bool = False
+    failed: bool = False
+    cancelled: bool = False
+    # One byte for each inode, allocated at the first eviction.
+    _evicted: bytearray = field(default_factory=bytearray)
 
     def evicted(self, ino: Ino, *, entries: int) -> None:
         """Marks that the user evicted the file after the request: it is not copied again."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from monarch.telemetry.health import KINDS, STATES
 from monarch.telemetry.metrics import MAX_KINDS, OTHER_KINDS, SOURCE, Histogram, Metrics
-from monarch.telemetry.report import StatusReport, WritingReport
+from monarch.telemetry.report import StatusReport, TierReport, WritingReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +109,13 @@ def _tier_bytes(_: Metrics, status: StatusReport) -> Iterator[Sample]:
         yield Sample((tier.name, "capacity"), tier.capacity)
 
 
-def _resident_files(_: Metrics, status: StatusReport) -> Iterator[Sample]:
-    for tier in status.tiers:
-        yield Sample((tier.name,), tier.files)
-
-
-def _tier_in_service(_: Metrics, status: StatusReport) -> Iterator[Sample]:
-    for tier in status.tiers:
-        yield Sample((tier.name,), tier.in_service)
+def _of_tiers(value: Callable[[TierReport], float]) -> Samples:
+    return lambda _, status: [Sample((tier.name,), value(tier)) for tier in status.tiers]
 
 
 def _of_writing(value: Callable[[WritingReport], float]) -> Samples:
     """One sample; none if the mount does not take writes."""
-
-    def samples(_: Metrics, status: StatusReport) -> Iterator[Sample]:
-        if status.writing is not None:
-            yield Sample((), value(status.writing))
-
-    return samples
+    return _one(lambda status: None if status.writing is None else value(status.writing))
 
 
 def _oldest_s(writing: WritingReport) -> float:
@@ -255,7 +244,7 @@ FAMILIES: tuple[Family, ...] = (
     _gauge(
         "monarch_resident_files",
         "Files with a committed copy in the tier.",
-        _resident_files,
+        _of_tiers(lambda t: t.files),
         "tier",
     ),
     _gauge(
@@ -273,7 +262,7 @@ FAMILIES: tuple[Family, ...] = (
     _gauge(
         "monarch_tier_in_service",
         "1 while the tier stores and serves copies, 0 while it is out of service.",
-        _tier_in_service,
+        _of_tiers(lambda t: t.in_service),
         "tier",
     ),
     _gauge(
