@@ -11,7 +11,7 @@ from monarch.cli.options import JSON, MOUNT, PATH
 from monarch.cli.output import emit_json, say
 from monarch.cli.wait_drained import SILENCE_S
 from monarch.config.defaults import state_root
-from monarch.control.registry import MountRecord, Registry
+from monarch.control.registry import Registry
 from monarch.telemetry.report import ConflictsReport, RefusalsReport
 from monarch.text import counted, escape_text
 
@@ -73,13 +73,9 @@ def set_aside(mountpoint: Path, path: str | None, as_json: bool) -> int:
     unmount and mount. A change that the source refuses at PATH later is not set aside. The exit
     code is 1 if the source refuses any change.
     """
-    record = Registry(state_root()).find(mountpoint)
     if path is None:
-        report = ask(record, "refused", {}, answer=RefusalsReport, timeout=SILENCE_S)
-    else:
-        report = _decided(record, "set-aside", path)
-    _tell_refused(report, as_json=as_json)
-    return _WRONG if report.refused else 0
+        return _tell_refused(_asked(mountpoint, "refused", None, SILENCE_S), as_json=as_json)
+    return _tell_refused(_asked(mountpoint, "set-aside", path), as_json=as_json)
 
 
 @click.command(
@@ -98,10 +94,7 @@ def retry(mountpoint: Path, path: str | None, as_json: bool) -> int:
     The exit code is 0 if the source accepted them, 1 if it refuses one again, and 13 if it does not
     answer within a minute; then they are tried when the source answers.
     """
-    record = Registry(state_root()).find(mountpoint)
-    report = _decided(record, "retry", path)
-    _tell_refused(report, as_json=as_json)
-    return _WRONG if report.refused else 0
+    return _tell_refused(_asked(mountpoint, "retry", path), as_json=as_json)
 
 
 @click.command(
@@ -122,8 +115,7 @@ def discard(mountpoint: Path, path: str, as_json: bool) -> None:
     file of the source under another name; 10 if a file is open; 13 if the source does not answer
     within a minute.
     """
-    record = Registry(state_root()).find(mountpoint)
-    report = _decided(record, "discard", path)
+    report = _asked(mountpoint, "discard", path)
     if as_json:
         emit_json(report.to_dict())
         return
@@ -133,19 +125,24 @@ def discard(mountpoint: Path, path: str, as_json: bool) -> None:
     say(f"given up; {words} still refused" if report.refused else "given up")
 
 
-def _decided(record: MountRecord, verb: str, path: str | None) -> RefusalsReport:
+def _asked(
+    mountpoint: Path, verb: str, path: str | None, timeout: float | None = None
+) -> RefusalsReport:
+    """The answer of the daemon, which bounds the time of its calls to the source."""
+    record = Registry(state_root()).find(mountpoint)
     params = {} if path is None else {"path": inside(record, [path])[0]}
-    # No timeout: the daemon bounds the time of its calls to the source.
-    return ask(record, verb, params, answer=RefusalsReport, timeout=None)
+    return ask(record, verb, params, answer=RefusalsReport, timeout=timeout)
 
 
-def _tell_refused(report: RefusalsReport, *, as_json: bool) -> None:
+def _tell_refused(report: RefusalsReport, *, as_json: bool) -> int:
+    """Prints the refused changes; returns the exit code."""
     if as_json:
         emit_json(report.to_dict())
-        return
-    for each in report.refused:
-        how = "set aside" if each.aside else "holds up its user"
-        tries = counted(each.tries, "try", "tries")
-        say(escape_text(f"{each.path}: {each.kind}: {each.why} ({how}, {tries})"))
-    if not report.refused:
+    elif not report.refused:
         say("the source refuses nothing")
+    else:
+        for each in report.refused:
+            how = "set aside" if each.aside else "holds up its user"
+            tries = counted(each.tries, "try", "tries")
+            say(escape_text(f"{each.path}: {each.kind}: {each.why} ({how}, {tries})"))
+    return _WRONG if report.refused else 0
