@@ -498,29 +498,17 @@ class Checkpointer:
         with self._changed:
             serial = self._serial
             self._serial += 1
-        checkpoint = Checkpoint(
-            name=name_of(self.step, serial, self._token),
-            size=0,
-            xxh3="",
-            step=self.step,
-            epoch=order.epoch if order else 0,
-            consumed=order.consumed if order else 0,
-            saved_ns=time.time_ns(),
-            serial=serial,
-            rank=self._group.rank if self._group else 0,
-            ranks=self._group.size if self._group else 1,
-        )
-        facts = {
-            "step": checkpoint.step,
-            "epoch": checkpoint.epoch,
-            "consumed": checkpoint.consumed,
-            "saved_ns": checkpoint.saved_ns,
+        facts: dict[str, Any] = {
+            "step": self.step,
+            "epoch": order.epoch if order else 0,
+            "consumed": order.consumed if order else 0,
+            "saved_ns": time.time_ns(),
             "serial": serial,
-            "rank": checkpoint.rank,
-            "ranks": checkpoint.ranks,
-            "order": order.to_json() if order else None,
+            "rank": self._group.rank if self._group else 0,
+            "ranks": self._group.size if self._group else 1,
         }
-        capture = Capture(state, facts)
+        checkpoint = Checkpoint(name_of(self.step, serial, self._token), size=0, xxh3="", **facts)
+        capture = Capture(state, {**facts, "order": order.to_json() if order else None})
         if capture.is_sharded and self._group is None:
             raise CheckpointError(
                 "the state belongs to several ranks, and each has a part of its arrays",

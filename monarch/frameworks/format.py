@@ -63,10 +63,9 @@ class Leaf(Protocol):
     """An array of a framework, as its adapter provides it.
 
     ``kind`` names the framework, ``dtype`` is the framework's name of the element type.
-    ``deferred``:
-    only the update of the weights changes it, so it may be copied during the next iteration; others
-    are copied before the training continues. If each rank has a part of the array, it has a
-    ``shard``, the Shard that this part is.
+    ``deferred``: only the update of the weights changes it, so it may be copied during the next
+    iteration; others are copied before the training continues. If each rank has a part of the
+    array, it has a ``shard``, the Shard that this part is.
     """
 
     @property
@@ -121,7 +120,7 @@ class UpdatedOnly:
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self.array = array
-        self.dtype = _dtype_name(array)
+        self.dtype = array.dtype.str
         self.shape: tuple[int, ...] = array.shape
         self.nbytes = int(array.nbytes)
 
@@ -340,10 +339,6 @@ def _is_key(key: object) -> bool:
     if type(key) is tuple:
         return all(map(_is_key, key))
     return key is None or type(key) in (bool, int, float, str)
-
-
-def _dtype_name(array: npt.NDArray[Any]) -> str:
-    return array.dtype.str
 
 
 def _shard_of(leaf: Leaf) -> Shard | None:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 # The first checkpoint comes early, to measure its cost.
 FIRST_INTERVAL = 10
@@ -32,63 +30,29 @@ _MOST_STRETCH = 8.0
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """Measured costs, in seconds and bytes.
+def choose_interval(
+    *,
+    iteration_s: float,
+    update_s: float,
+    copy_s: float,
+    write_s: float,
+    visible_s: float | None,
+    p: float,
+    max_in_flight: int,
+) -> int:
+    """CheckFreq's choice, in iterations: the checkpoints before are on storage by then, and the
+    delay of training is the share ``p`` of the time, such as 0.035, or less.
 
-    ``iteration_s``: an iteration; ``update_s``: its part in which the weights change. ``copy_s``: a
-    copy of the state to host memory; ``write_s``: from there to storage. ``visible_s``: the time in
-    which a copy to host memory delays training, if measured. ``gpu_copy_s``: a copy on the GPU;
-    ``gpu_free_bytes``: free memory there; ``state_bytes``: the size of the copy.
+    ``update_s``: the part of an iteration in which the weights change. ``copy_s``: a copy of the
+    state to host memory; ``write_s``: from there to storage. ``visible_s``: the time in which a
+    copy delays training, None if it was not measured: it then runs during the next iteration, until
+    the update of the weights.
     """
-
-    iteration_s: float
-    update_s: float
-    copy_s: float
-    write_s: float
-    visible_s: float | None = None
-    gpu_copy_s: float = math.inf
-    gpu_free_bytes: int = 0
-    state_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The place of the first copy, its cost, and the least interval by each criterion.
-
-    ``visible_s``: the delay of training. ``by_write``: iterations until the checkpoint is on
-    storage, divided by the number in flight. ``by_budget``: iterations until ``visible_s`` is
-    the accepted share of their time.
-    """
-
-    mode: Literal["gpu", "cpu"]
-    visible_s: float
-    by_write: int
-    by_budget: int
-
-    @property
-    def interval(self) -> int:
-        """The interval in iterations, at least 1."""
-        return max(1, self.by_write, self.by_budget)
-
-
-def choose_interval(costs: Costs, *, p: float, max_in_flight: int = 1) -> Choice:
-    """CheckFreq's choice. ``p``: the share of the time that checkpoints may cost, such as 0.035."""
-    visible = costs.visible_s
-    if visible is None:
-        # The copy runs during the next iteration, until its update of the weights.
-        visible = max(0.0, costs.copy_s - (costs.iteration_s - costs.update_s))
-    mode: Literal["gpu", "cpu"] = "cpu"
-    total = costs.copy_s + costs.write_s
-    if costs.state_bytes <= costs.gpu_free_bytes and costs.gpu_copy_s <= visible:
-        mode, visible = "gpu", costs.gpu_copy_s
-        total = costs.gpu_copy_s + costs.write_s
-    return Choice(
-        mode,
-        visible,
-        _ceil((total - visible) / (max_in_flight * costs.iteration_s)),
-        _ceil(visible / (p * costs.iteration_s)),
-    )
+    if visible_s is None:
+        visible_s = max(0.0, copy_s - (iteration_s - update_s))
+    by_write = _ceil((copy_s + write_s - visible_s) / (max_in_flight * iteration_s))
+    by_budget = _ceil(visible_s / (p * iteration_s))
+    return max(1, by_write, by_budget)
 
 
 class Interval:
@@ -140,16 +104,16 @@ class Interval:
         window, updates = (self._window, self._updates) if self._window else self._last
         if not window:
             return
-        costs = Costs(
+        self._fed = choose_interval(
             iteration_s=max(median(window), _ROUNDING),
             update_s=median(updates),
             copy_s=copy_s,
             # The median alone would react only after two more late writes.
             write_s=max(write_s, median(self._writes)),
             visible_s=median(self._visibles) if self._visibles else None,
+            p=self._p,
+            max_in_flight=self._max_in_flight,
         )
-        choice = choose_interval(costs, p=self._p, max_in_flight=self._max_in_flight)
-        self._fed = choice.interval
         self._apply()
 
     def _look_at(self, window: list[float]) -> None:

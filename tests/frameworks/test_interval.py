@@ -13,7 +13,7 @@ from statistics import median
 
 import pytest
 
-from monarch.frameworks.interval import FIRST_INTERVAL, Costs, Interval, choose_interval
+from monarch.frameworks.interval import FIRST_INTERVAL, Interval, choose_interval
 
 P = 0.035
 ITERATIONS, ITERATION_S, COPY_S, WRITE_S, SLOWER = 1200, 0.044, 0.002, 0.336, 4
@@ -22,44 +22,38 @@ HICCUP, HICCUP_S = 300, 1.2
 
 
 @pytest.mark.parametrize(
-    ("costs", "m", "where", "visible_s", "by_write", "by_budget", "interval"),
+    ("costs", "m", "seen_s", "interval"),
     [
         # Copied and written within the iteration: every iteration.
-        ((0.1, 0.01, 0.02, 0.05), 1, "cpu", 0.0, 1, 0, 1),
+        ((0.1, 0.01, 0.02, 0.05, None), 1, 0.0, 1),
         # The measured case above: the write decides.
-        ((0.044, 0.004, 0.003, 0.336), 1, "cpu", 0.0, 8, 0, 8),
-        ((0.044, 0.004, 0.003, 0.336), 2, "cpu", 0.0, 4, 0, 4),
+        ((0.044, 0.004, 0.003, 0.336, None), 1, 0.0, 8),
+        ((0.044, 0.004, 0.003, 0.336, None), 2, 0.0, 4),
         # The copy does not fit behind forward and backward: 0.2 s are seen, the budget decides.
-        ((0.1, 0.02, 0.28, 0.1), 1, "cpu", 0.2, 2, 58, 58),
+        ((0.1, 0.02, 0.28, 0.1, None), 1, 0.2, 58),
         # The same, but it was measured that no copy hides.
-        ((0.1, 0.02, 0.28, 0.1, 0.28), 1, "cpu", 0.28, 1, 80, 80),
-        # A GPU with room, whose copy is the quicker one to see.
-        ((0.1, 0.02, 0.28, 0.1, None, 0.007, 9, 8), 1, "gpu", 0.007, 1, 2, 2),
-        # No room there, and a copy there that would be seen longer.
-        ((0.1, 0.02, 0.28, 0.1, None, 0.007, 7, 8), 1, "cpu", 0.2, 2, 58, 58),
-        ((0.1, 0.02, 0.05, 0.1, None, 0.007, 9, 8), 1, "cpu", 0.0, 2, 0, 2),
+        ((0.1, 0.02, 0.28, 0.1, 0.28), 1, 0.28, 80),
+        # The copy is seen, and the write decides.
+        ((0.1, 0.02, 0.09, 0.61, None), 1, 0.01, 7),
     ],
 )
 def test_the_choice_follows_checkfreq(
-    costs: tuple[float, ...],
-    m: int,
-    where: str,
-    visible_s: float,
-    by_write: int,
-    by_budget: int,
-    interval: int,
+    costs: tuple[float, float, float, float, float | None], m: int, seen_s: float, interval: int
 ) -> None:
-    names = ("iteration_s", "update_s", "copy_s", "write_s", "visible_s")
-    names += ("gpu_copy_s", "gpu_free_bytes", "state_bytes")
-    given = Costs(**dict(zip(names, costs, strict=False)))
-    choice = choose_interval(given, p=P, max_in_flight=m)
-    assert choice.mode == where
-    assert choice.visible_s == pytest.approx(visible_s)
-    assert (choice.by_write, choice.by_budget, choice.interval) == (by_write, by_budget, interval)
+    iteration_s, update_s, copy_s, write_s, visible_s = costs
+    chosen = choose_interval(
+        iteration_s=iteration_s,
+        update_s=update_s,
+        copy_s=copy_s,
+        write_s=write_s,
+        visible_s=visible_s,
+        p=P,
+        max_in_flight=m,
+    )
+    assert chosen == interval
     # Both promises: no checkpoint meets the one before it, and the budget is kept.
-    total_s = (given.gpu_copy_s if where == "gpu" else given.copy_s) + given.write_s
-    assert m * interval * given.iteration_s + choice.visible_s >= total_s - 1e-9
-    assert choice.visible_s <= P * interval * given.iteration_s + 1e-9
+    assert m * interval * iteration_s + seen_s >= copy_s + write_s - 1e-9
+    assert seen_s <= P * interval * iteration_s + 1e-9
 
 
 @dataclass
