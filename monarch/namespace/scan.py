@@ -140,6 +140,8 @@ class Scan:
         self._tolerated = _UNREADABLE if previous is None else _UNREADABLE - {errno.EIO}
         self._root_device = 0
         self._numbering = Numbering()
+        # The access control lists that the flags of a record refer to.
+        self.acls_of = self._numbering.acls_of
         self._devices_with_acls: dict[int, bool] = {}
         self._frontier: deque[_Directory] = deque()
         self._window: deque[_Directory] = deque()
@@ -148,8 +150,10 @@ class Scan:
         self._done: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._stopping = False
-        self._reused = 0
-        self._unlisted = 0
+        # Entries that were taken from the previous snapshot without a call, and directories that
+        # were not listed, since they have not changed.
+        self.reused = 0
+        self.unlisted = 0
         self._calls = 0
         self._recent_calls = 0
         self._recent_seconds = 0.0
@@ -174,25 +178,6 @@ class Scan:
         if not any(thread.is_alive() for thread in self._threads):
             for directory in self._window:
                 self._close(directory)
-
-    @property
-    def threads(self) -> int:
-        """The number of threads besides the calling one."""
-        return len(self._threads)
-
-    @property
-    def reused(self) -> int:
-        """The number of entries taken from the previous snapshot without a call."""
-        return self._reused
-
-    def acls_of(self, flags: int) -> Acls:
-        """The access control lists in the ``flags`` of a record."""
-        return self._numbering.acls_of(flags)
-
-    @property
-    def unlisted(self) -> int:
-        """The number of directories that were not listed, since they have not changed."""
-        return self._unlisted
 
     def batches(self) -> Iterator[Batch]:
         """Every entry, in the order of inode numbers; the root is the first.
@@ -275,7 +260,7 @@ class Scan:
             self._held_names -= len(directory.slices[index]) - len(done.batch.names)
             directory.slices[index] = []
             directory.batches[index] = done.batch
-            self._reused += done.batch.reused
+            self.reused += done.batch.reused
             directory.unfinished -= 1
             if directory.unfinished == 0:
                 self._close(directory)
@@ -549,7 +534,7 @@ class Scan:
             and (was.mtime_ns, was.ctime_ns, was.source_ino) == (now[7], now[8], now[9])
             and max(was.mtime_ns, was.ctime_ns) < previous.created_ns - _RACY_NS
         )
-        self._unlisted += found.unchanged
+        self.unlisted += found.unchanged
 
     def _close(self, directory: _Directory) -> None:
         if directory.fd >= 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -35,31 +35,6 @@ class Snapshot(Tables):
 
     Methods that take an inode number raise IndexError for one that the snapshot does not have.
     """
-
-    @property
-    def id(self) -> str:
-        return self._info.id
-
-    @property
-    def source(self) -> bytes:
-        return self._info.source
-
-    @property
-    def entries(self) -> int:
-        """The number of names, which is the highest inode number."""
-        return self._info.entries
-
-    @property
-    def files(self) -> int:
-        return self._info.files
-
-    @property
-    def bytes_total(self) -> int:
-        return self._info.bytes_total
-
-    @property
-    def created_ns(self) -> int:
-        return self._info.created_ns
 
     def attributes(self, ino: Ino) -> Attributes:
         """The attributes of an entry; of an alias, those of the file's first name."""
@@ -172,11 +147,6 @@ class Snapshot(Tables):
         index = rank & MASK
         return unpack_strings(self._links.block(rank >> SHIFT), index, index + 1)[0]
 
-    @property
-    def has_acls(self) -> bool:
-        """Whether any entry is known to have access control lists."""
-        return bool(self._info.acls)
-
     def acls(self, ino: Ino) -> Acls:
         """The access control lists of an entry, as they are stored."""
         return self.acls_of(self._record(ino)[5])
@@ -193,14 +163,7 @@ class Snapshot(Tables):
 
     def resolve(self, path: bytes) -> Ino | None:
         """The inode number of a path relative to the root. Symbolic links are not followed."""
-        ino = ROOT_INO
-        for part in path.split(b"/"):
-            if part not in (b"", b"."):
-                found = self.lookup(ino, part)
-                if found is None:
-                    return None
-                ino = found
-        return ino
+        return resolve(path, self.lookup)
 
     def parent(self, slot: Ino) -> Ino:
         """The directory that an entry is in; the root is in itself."""
@@ -234,21 +197,7 @@ class Snapshot(Tables):
 
         A hard link yields the inode of its file, so a file may come more than once.
         """
-        attributes = self.attributes(ino)
-        if attributes.is_file:
-            yield attributes.ino, attributes
-        if not attributes.is_dir:
-            return
-        pending = [self.list_from(ino, 0)]
-        while pending:
-            for _, attributes in pending[-1]:
-                if attributes.is_file:
-                    yield attributes.ino, attributes
-                elif attributes.is_dir:
-                    pending.append(self.list_from(attributes.ino, 0))
-                    break
-            else:
-                pending.pop()
+        return walk(self.attributes(ino), lambda directory: self.list_from(directory, 0))
 
     def reusable(self, slot: Ino) -> tuple[bytes | None, bytes | None]:
         """The record of an entry and, for a symbolic link, its target, as they were in the
@@ -300,6 +249,33 @@ class Snapshot(Tables):
             blocks,
             rdev,
         )
+
+
+def resolve(path: bytes, lookup: Callable[[Ino, bytes], Ino | None]) -> Ino | None:
+    """The inode at a path relative to the root, None if there is none."""
+    ino: Ino | None = ROOT_INO
+    for part in path.split(b"/"):
+        if ino is not None and part not in (b"", b"."):
+            ino = lookup(ino, part)
+    return ino
+
+
+def walk(
+    top: Attributes, entries: Callable[[Ino], Iterator[tuple[bytes, Attributes]]]
+) -> Iterator[tuple[Ino, Attributes]]:
+    """The regular files at and beneath ``top``, depth first; ``entries`` lists a directory."""
+    if top.is_file:
+        yield top.ino, top
+    pending = [entries(top.ino)] if top.is_dir else []
+    while pending:
+        for _, attributes in pending[-1]:
+            if attributes.is_file:
+                yield attributes.ino, attributes
+            elif attributes.is_dir:
+                pending.append(entries(attributes.ino))
+                break
+        else:
+            pending.pop()
 
 
 def _index(slot: int) -> int:

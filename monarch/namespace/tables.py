@@ -98,7 +98,11 @@ class _Table:
 
 
 class Tables:
-    """The tables of an open snapshot. Made by ``open``; ``close`` invalidates all iterators."""
+    """The tables of an open snapshot. Made by ``open``; ``close`` invalidates all iterators.
+
+    ``file`` is its path, ``entries`` the number of names, which is the highest inode number.
+    ``has_acls``: an entry is known to have access control lists.
+    """
 
     def __init__(
         self,
@@ -109,9 +113,16 @@ class Tables:
         *,
         memory_max: int = 0,
     ) -> None:
-        self._path = path
+        self.file = path
         self._memory_max = memory_max
         self._info = info
+        self.id = info.id
+        self.source = info.source
+        self.created_ns = info.created_ns
+        self.entries = info.entries
+        self.files = info.files
+        self.bytes_total = info.bytes_total
+        self.has_acls = bool(info.acls)
         self._mapping = mapping
         self._transaction = transaction
         lock = threading.Lock()
@@ -155,18 +166,13 @@ class Tables:
 
     def opened_again(self) -> Self:
         """Opens the current file, mapped or in memory as this one. Raises SnapshotError."""
-        return self.open(self._path, memory_max=self._memory_max)
+        return self.open(self.file, memory_max=self._memory_max)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def file(self) -> Path:
-        """The path of the snapshot."""
-        return self._path
 
     def info(self) -> SnapshotSummary:
         return self._info
@@ -203,7 +209,7 @@ class Tables:
             for number in range(len(table.views)):
                 table.block(number)
         if not self._is_consistent():
-            raise damaged(str(self._path))
+            raise damaged(str(self.file))
         self.curve()
 
     def _is_consistent(self) -> bool:
@@ -230,9 +236,9 @@ class Tables:
 
     def curve(self) -> npt.NDArray[np.uint64]:
         """Bytes of regular files in each of the BUCKETS buckets."""
-        content = _value(self._transaction, CURVE, where=str(self._path))
+        content = _value(self._transaction, CURVE, where=str(self.file))
         if len(content) != BUCKETS * 8:
-            raise damaged(str(self._path))
+            raise damaged(str(self.file))
         return np.frombuffer(content, dtype="<u8").copy()
 
     def records(self) -> Iterator[tuple[Ino, npt.NDArray[np.void]]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.listing import ADDED_INDEX, REMOVED, Listings, Named
 from monarch.namespace.overlay import Node, Overlay, xattr_bytes
-from monarch.namespace.snapshot import Snapshot
+from monarch.namespace.snapshot import Snapshot, resolve
 from monarch.namespace.source_view import SourceView
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 
@@ -74,11 +74,6 @@ class Tree:
         node = self._overlay.peek(ino)
         before = {} if node is None else {key: v for key, v in node.xattrs.items() if key == name}
         return xattr_bytes({name: value}) - xattr_bytes(before)
-
-    @property
-    def put_away_count(self) -> int:
-        """The number of inodes that are not in memory."""
-        return self._overlay.spilled
 
     @property
     def put_away_failure(self) -> str:
@@ -157,14 +152,7 @@ class Tree:
 
     def resolve(self, path: bytes) -> Ino | None:
         """The inode at a path relative to the root. Symbolic links are not followed."""
-        ino = ROOT_INO
-        for part in path.split(b"/"):
-            if part not in (b"", b"."):
-                found = self.lookup(ino, part)
-                if found is None:
-                    return None
-                ino = found
-        return ino
+        return resolve(path, self.lookup)
 
     def lost(self, parent: Ino, name: bytes) -> Ino | None:
         """The inode whose name the source has lost, if no other inode has the name since."""

@@ -98,7 +98,7 @@ async def test_files_that_are_drained_take_no_memory_and_are_as_they_were(
         await life.symlink(b"link", b"d/0")
         await at_rest(life)
         assert in_memory(life) < FEW
-        assert life.names.put_away_count > FILES - 3
+        assert life.names._overlay.spilled > FILES - 3
         assert life.names.held_bytes < FEW * overlay.NAME_BYTES + 64 * FILES
         # Who has it open has what the names have.
         assert life.names.node(kept) is held
@@ -179,10 +179,10 @@ async def test_names_stay_in_memory_when_there_is_no_room_for_them_elsewhere(
             patched.setattr("monarch.namespace.spill.Spill.move", full)
             await write_all(life)
             await at_rest(life)
-            assert life.names.put_away_count == 0
+            assert life.names._overlay.spilled == 0
         assert len(life.shown()) == FILES + 1
         await trio.sleep(120)
-        assert life.names.put_away_count > FILES - 3
+        assert life.names._overlay.spilled > FILES - 3
         assert len(life.shown()) == FILES + 1
 
 
@@ -224,7 +224,7 @@ async def test_names_on_a_disk_that_hangs_hold_up_only_what_needs_them(
             await write_all(life)
             await life.write(b"e/d/gone", b"soon")
             await at_rest(life)
-            spill, put_away = life.names._overlay._spill, life.names.put_away_count
+            spill, put_away = life.names._overlay._spill, life.names._overlay.spilled
             assert spill is not None and put_away > FILES
             kept = await life.open(b"e/d/kept")
             inside, d = life.ino(b"e/d"), life.ino(b"d")
@@ -251,7 +251,7 @@ async def test_names_on_a_disk_that_hangs_hold_up_only_what_needs_them(
                 await life.names.answers()
             assert len(life.shown()) == FILES + 4 + (operation == "read")
             await trio.sleep(120)
-            assert life.names.put_away_count >= put_away - 1
+            assert life.names._overlay.spilled >= put_away - 1
             for _ in range(2):
                 shown = life.shown()
                 assert all(shown[b"d/%d" % it].content == b"%d" % it for it in range(FILES))
