@@ -18,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from monarch.errors import CheckpointError
+from monarch.posix.buckets import mix, mixed
 
 VERSION = 2
 # The algorithm of new runs. 1 is a shuffle by exchanges; 2 is a sort, ten times as fast.
@@ -28,10 +29,7 @@ MOST_SAMPLES = (1 << 32) - 1
 # The number of samples that are drawn, or returned, at a time.
 _PIECE = 1 << 16
 
-_MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
 
 
 def epoch_permutation(
@@ -53,7 +51,7 @@ def epoch_permutation(
     """
     if not 0 <= count <= MOST_SAMPLES:
         raise ValueError(f"{count} samples; an epoch has 0 to {MOST_SAMPLES}")
-    key = np.uint64(_mix(_mix(seed + _GOLDEN) + (epoch + 1) * _GOLDEN))
+    key = np.uint64(mix(mix(seed + _GOLDEN) + (epoch + 1) * _GOLDEN))
     if algorithm == 2:
         return _by_sorting(key, count)
     if algorithm == 1:
@@ -68,7 +66,7 @@ def _by_sorting(key: np.uint64, count: int) -> npt.NDArray[np.int64]:
     sorted_by = order.view(np.uint64)
     for start in range(0, count, _PIECE):
         number = np.arange(start, min(count, start + _PIECE), dtype=np.uint64)
-        draws = _mixed(key + (number + np.uint64(1)) * np.uint64(_GOLDEN))
+        draws = mixed(key + (number + np.uint64(1)) * np.uint64(_GOLDEN))
         sorted_by[start : start + _PIECE] = (draws & ~low) | number
     # All values differ, so any sorting algorithm gives this order.
     sorted_by.sort()
@@ -78,7 +76,7 @@ def _by_sorting(key: np.uint64, count: int) -> npt.NDArray[np.int64]:
 
 def _by_exchanges(key: np.uint64, count: int) -> npt.NDArray[np.int64]:
     number = np.arange(1, count + 1, dtype=np.uint64)
-    draws = _mixed(key + number * np.uint64(_GOLDEN))
+    draws = mixed(key + number * np.uint64(_GOLDEN))
     # The upper half of a product of 64 by 32 bits, computed from halves.
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     places = ((draws >> shift) * number + ((draws & low) * number >> shift)) >> shift
@@ -299,17 +297,3 @@ def _numbers(order: npt.NDArray[np.int64]) -> Iterator[int]:
     """The elements as Python integers, converted in pieces: integers need five times the memory."""
     for start in range(0, len(order), _PIECE):
         yield from order[start : start + _PIECE].tolist()
-
-
-def _mix(z: int) -> int:
-    z &= _MASK
-    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
-    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
-    return z ^ (z >> 31)
-
-
-def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """``_mix`` of each element."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
-    return z ^ (z >> np.uint64(31))
