@@ -3,8 +3,8 @@
 Two phases, as in CheckFreq (Mohan, Phanishayee and Chidambaram, FAST 2021): a thread copies the
 state into host memory while the next iteration runs, and ``before_update`` delays the update of the
 weights until the copy is done; then the thread writes it to storage. ``interval.py`` decides how
-often, ``store.py`` writes, ``restore.py`` chooses what to read, ``format.py`` defines what a state
-may contain, ``group.py`` exchanges messages between ranks.
+often, ``store.py`` writes, ``format.py`` defines what a state may contain, ``group.py`` exchanges
+messages between ranks and chooses what to read.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ import numpy as np
 
 from monarch.errors import CheckpointError
 from monarch.frameworks.format import Capture, Octets, Parts, UpdatedOnly, trailer
-from monarch.frameworks.group import Group, directory_of
+from monarch.frameworks.group import (
+    CheckpointWarning,
+    Group,
+    directory_of,
+    newest_set,
+    newest_whole,
+)
 from monarch.frameworks.interval import FIRST_INTERVAL, Interval
-from monarch.frameworks.restore import CheckpointWarning, newest_set, newest_whole
 from monarch.frameworks.sampler import ResumableSampler
 from monarch.frameworks.store import (
     PIECE_BYTES,
