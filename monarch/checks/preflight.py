@@ -28,8 +28,8 @@ from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.abilities import Abilities
 from monarch.fuse.datapath_mode import check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
+from monarch.posix.bounded_calls import PATIENCE_S, within
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.posix.timeouts import PATIENCE_S, within
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import PRIVATE, own_directory
 from monarch.tiers.records import require_known_versions

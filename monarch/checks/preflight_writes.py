@@ -17,8 +17,8 @@ from monarch.control import registry
 from monarch.control.registry import MountRecord
 from monarch.errors import TierError
 from monarch.fuse.abilities import Abilities
+from monarch.posix.bounded_calls import PATIENCE_S, within
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.posix.timeouts import PATIENCE_S, within
 from monarch.text import counted, escape_text
 from monarch.tiers.ownership import PRIVATE
 from monarch.units import format_bytes

@@ -12,7 +12,7 @@ from monarch.cli.wait_drained import SILENCE_S
 from monarch.control.registry import MountRecord
 from monarch.errors import MonarchError, UsageError
 from monarch.frameworks.store import MANIFEST, Listed, list_checkpoints
-from monarch.posix.timeouts import within
+from monarch.posix.bounded_calls import within
 from monarch.telemetry.report import WrittenFile, WrittenFiles, WrittenTotals
 from monarch.text import escape_text
 

@@ -11,7 +11,7 @@ from typing import Any
 from monarch.control.registry import real_path
 from monarch.errors import MonarchError, NotMountedError
 from monarch.fuse.mountpoint import FS_TYPE, monarch_above, mounts
-from monarch.posix.timeouts import within
+from monarch.posix.bounded_calls import within
 from monarch.text import escape_text
 from monarch.units import format_bytes
 

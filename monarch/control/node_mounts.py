@@ -10,8 +10,8 @@ from typing import Literal
 
 from monarch.control import registry
 from monarch.control.registry import MountRecord, Registry
+from monarch.posix.bounded_calls import PATIENCE_S, within
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.posix.timeouts import PATIENCE_S, within
 from monarch.text import escape_text
 
 FUSE_TYPE = "fuse.monarch"

@@ -1,4 +1,4 @@
-"""Calls that may hang, made with a time limit where no other task can run meanwhile."""
+"""Calls that may hang, made in a thread with a time limit where no other task can run meanwhile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from monarch.errors import Unanswered
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
+
+# A file system that does not answer for a path in this time counts as hung, in seconds.
+PATIENCE_S = 2.0
+
+
+def within(seconds: float, task: Callable[[], None]) -> bool:
+    """Whether ``task`` ended in ``seconds``; if not, its thread is abandoned."""
+    thread = threading.Thread(target=task, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 class BoundedCalls:
