@@ -54,8 +54,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.posix import failpoints, signals
 from monarch.telemetry.metrics import Metrics
 from monarch.types import WRITTEN_INO, Ino
-from monarch.vfs.filesystem import FileSystem
-from monarch.vfs.setup import ReadSide, build_file_system, build_read_side
+from monarch.vfs.filesystem import FileSystem, ReadSide, build_file_system, build_read_side
 from monarch.writeback.front import Reading
 from monarch.writeback.setup import WriteBack, build_write_back
 from monarch.writeback.store import WriteStore, open_write_store

@@ -37,7 +37,7 @@ from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
-from monarch.vfs.setup import ReadSide
+from monarch.vfs.filesystem import ReadSide
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room
 

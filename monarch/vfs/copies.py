@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Literal
 
 from monarch.namespace.namespace import Namespace
@@ -29,34 +30,22 @@ log = logging.getLogger(__name__)
 _NOT_THE_COPY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT})
 
 
+@dataclass(eq=False, repr=False)
 class Copies:
     """``verify`` is when a copy is compared with its digest (``config.MountSettings.verify``).
     ``fast`` registers open copies for the kernel."""
 
-    def __init__(
-        self,
-        names: Namespace,
-        tiers: Sequence[Tier],
-        records: Records,
-        residency: Residency,
-        promotions: Promotions,
-        tier_calls: TierCalls,
-        kernel: KernelView,
-        fast: FastPath | None,
-        metrics: Metrics,
-        verify: Literal["unclean", "open", "never"],
-    ) -> None:
-        self._names = names
-        self._tiers: Mapping[int, Tier] = {tier.number: tier for tier in tiers}
-        self._records = records
-        self._residency = residency
-        self._promotions = promotions
-        self._tier_calls = tier_calls
-        self._kernel = kernel
-        self._fast = fast
-        self._metrics = metrics
-        self._verify = verify
-        self._limiter = Limiter(60.0)
+    _names: Namespace
+    _tiers: Mapping[int, Tier]
+    _records: Records
+    _residency: Residency
+    _promotions: Promotions
+    _tier_calls: TierCalls
+    _kernel: KernelView
+    _fast: FastPath | None
+    _metrics: Metrics
+    _verify: Literal["unclean", "open", "never"]
+    _limiter: Limiter = field(default_factory=lambda: Limiter(60.0), init=False)
 
     async def bind(self, attributes: Attributes) -> Binding | None:
         """Binds a file to its copy; None if it has none that can be used. A bad copy is dropped."""

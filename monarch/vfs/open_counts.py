@@ -8,6 +8,7 @@ decides here whether fetched files become copies.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from monarch.placement.epochs import Epochs
 from monarch.placement.residency import SOURCE
@@ -18,26 +19,21 @@ from monarch.vfs.opens import Opens
 from monarch.vfs.promotions import Promotions
 
 
+@dataclass(eq=False, repr=False)
 class OpenCounts:
     """Belongs to the event loop. ``fast`` is the datapath, None if there is none."""
 
-    def __init__(
-        self,
-        fast: FastPath | None,
-        opens: Opens,
-        promotions: Promotions,
-        epochs: Epochs,
-        metrics: Metrics,
-    ) -> None:
-        self._fast = fast
-        self._opens = opens
-        self._promotions = promotions
-        self._epochs = epochs
-        self._metrics = metrics
+    _fast: FastPath | None
+    _opens: Opens
+    _promotions: Promotions
+    _epochs: Epochs
+    _metrics: Metrics
+
+    def __post_init__(self) -> None:
         self._noted_ns = time.monotonic_ns()
-        if fast is not None:
-            self._tallies = fast.tallies()
-            self._traffic = fast.source_traffic()
+        if self._fast is not None:
+            self._tallies = self._fast.tallies()
+            self._traffic = self._fast.source_traffic()
 
     def add(self, binding: Binding, started: float) -> None:
         """Counts an open that was answered here; ``started`` is of ``time.perf_counter``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import trio
 
@@ -22,36 +23,28 @@ from monarch.vfs.interfaces import CopyEngine
 _LONGEST_PAUSE_S = 600.0
 
 
+@dataclass(eq=False, repr=False)
 class Promotions:
     """Belongs to the event loop. ``retry_s`` is the interval in seconds in which files that stay
     open at the source are offered for a copy again."""
 
-    def __init__(
-        self,
-        names: Namespace,
-        residency: Residency,
-        controller: Controller,
-        engine: CopyEngine,
-        bindings: Bindings,
-        doubts: Doubts,
-        metrics: Metrics,
-        retry_s: float,
-    ) -> None:
-        self._names = names
-        self._residency = residency
-        self._controller = controller
-        self._engine = engine
-        self._bindings = bindings
-        self._doubts = doubts
-        self._metrics = metrics
-        self._retry_s = retry_s
-        self.accessed = controller.accessed
-        self.submit = engine.submit
-        self.flight = engine.flight
+    _names: Namespace
+    _residency: Residency
+    _controller: Controller
+    _engine: CopyEngine
+    _bindings: Bindings
+    _doubts: Doubts
+    _metrics: Metrics
+    _retry_s: float
+
+    def __post_init__(self) -> None:
+        self.accessed = self._controller.accessed
+        self.submit = self._engine.submit
+        self.flight = self._engine.flight
         # Waits until removed copies are deleted from the disks of all responsive tiers.
-        self.removed = engine.removed
+        self.removed = self._engine.removed
         # Whether ``warm`` would start a copy soon instead of only noting the request.
-        self.has_place = engine.has_place
+        self.has_place = self._engine.has_place
 
     def opened(self, attributes: Attributes) -> Promote | None:
         """Called before a file is opened at the source: what to copy, if anything.

@@ -38,8 +38,8 @@ from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad, SourceTraffic
 from monarch.types import Identity, Ino
+from monarch.vfs.filesystem import build_file_system, build_read_side
 from monarch.vfs.interfaces import Served, Tally
-from monarch.vfs.setup import build_file_system, build_read_side
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
