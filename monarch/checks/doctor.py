@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from monarch.checks.preflight import Check, bounded, check_mount, check_state
+from monarch.checks.preflight import Check, bounded, check_mount, check_state, room_of
 from monarch.checks.preflight_writes import check_writing
 from monarch.config import load
 from monarch.config.defaults import default_tier
@@ -278,7 +278,7 @@ def check_scratch(machine: Machine) -> Check:
         return Check("scratch", "warn", str(error), "see `monarch mount --help`")
     # The path ends with a directory for the user and one for the source.
     scratch = tier.path.parents[1]
-    free = _free(scratch)
+    free = room_of(scratch).free
     return Check(
         "scratch",
         "ok",
@@ -351,8 +351,3 @@ def check_scheduler(machine: Machine) -> Iterator[Check]:
         "mount in the batch script itself, in the job's prolog, or as a systemd service; not in"
         " a step of `srun` that ends before the others",
     )
-
-
-def _free(path: Path) -> int:
-    room = os.statvfs(path)
-    return room.f_bavail * room.f_frsize

@@ -55,10 +55,6 @@ from monarch.writeback.store import PREFIX as ABSORBED
 _LEFT_BY_A_KILLED = "left by a process that was killed while writing it"
 
 
-# -- a state directory that is not in use
-# -------------------------------------------------------------
-
-
 def check_state(
     state: Path,
     *,
@@ -241,8 +237,7 @@ class _StateCheck:
                 "stranger", tier.name, path_text, "it is not Monarch's", repaired=False
             )
         for name in contents.stages():
-            what = _LEFT_BY_A_KILLED
-            self._mend("stage", tier.name, own / name, what, own / name)
+            self._mend("stage", tier.name, own / name, _LEFT_BY_A_KILLED, own / name)
         there = contents.generations()
         for generation in there:
             if generation not in known:
@@ -314,13 +309,7 @@ class _StateCheck:
                 # Files of another mount, which is served: the check of that mount covers them.
                 continue
             for path in sorted(directory.glob("*.part")):
-                self._mend(
-                    "stage",
-                    tier.name,
-                    path,
-                    _LEFT_BY_A_KILLED,
-                    path,
-                )
+                self._mend("stage", tier.name, path, _LEFT_BY_A_KILLED, path)
             try:
                 found = inspect(directory)
             except TierError as error:

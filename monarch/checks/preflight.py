@@ -312,7 +312,8 @@ class _TierLook:
             advice = "`df -i` shows it; remove small files there, or choose another directory"
             yield self._warn(f"{path}: no inode is free", advice)
         elif usable == 0:
-            shown, kept = format_bytes(room.free), format_bytes(self._kept_free(room.total))
+            shown = format_bytes(room.free)
+            kept = format_bytes(self.tier.keep_free_within(room.total))
             yield self._warn(
                 f"{path} is full: {shown} are free, {kept} of it are kept free, {left}",
                 "free space there, or lower `keep_free`; until then it stores no copies",
@@ -326,10 +327,7 @@ class _TierLook:
 
     def _usable(self) -> int:
         room = room_of(nearest(self.tier.path))
-        return max(room.free - self._kept_free(room.total), 0)
-
-    def _kept_free(self, total: int) -> int:
-        return self.tier.keep_free_within(total)
+        return max(room.free - self.tier.keep_free_within(room.total), 0)
 
     def _warn(self, detail: str, advice: str) -> Check:
         return Check(self.name, "warn", detail, advice)

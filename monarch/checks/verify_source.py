@@ -37,12 +37,6 @@ class Compared:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    size: int
-    digest: str
-
-
 def compare(
     path: str,
     *,
@@ -58,22 +52,24 @@ def compare(
     here = _digest(mount / path, progress)
     if isinstance(here, Compared):
         return Compared(path, 0, here.verdict, f"{here.why} in the mount")
-    if expected is not None and here.digest != expected:
-        return Compared(path, here.size, "damaged", "its bytes differ from the recorded checksum")
+    size, digest = here
+    if expected is not None and digest != expected:
+        return Compared(path, size, "damaged", "its bytes differ from the recorded checksum")
     if not drained:
-        return Compared(path, here.size, "waiting", "it is not at the source yet")
+        return Compared(path, size, "waiting", "it is not at the source yet")
     there = _digest(source / path, progress)
     if isinstance(there, Compared):
-        return Compared(path, here.size, there.verdict, f"{there.why} at the source")
-    if there.size != here.size:
-        why = f"it has {there.size} bytes at the source, but {here.size} in the mount"
-        return Compared(path, here.size, "different", why)
-    if there.digest != here.digest:
-        return Compared(path, here.size, "different", "its bytes at the source differ")
-    return Compared(path, here.size, "same", "")
+        return Compared(path, size, there.verdict, f"{there.why} at the source")
+    if there[0] != size:
+        why = f"it has {there[0]} bytes at the source, but {size} in the mount"
+        return Compared(path, size, "different", why)
+    if there[1] != digest:
+        return Compared(path, size, "different", "its bytes at the source differ")
+    return Compared(path, size, "same", "")
 
 
-def _digest(path: Path, progress: Callable[[int], None]) -> _Read | Compared:
+def _digest(path: Path, progress: Callable[[int], None]) -> tuple[int, str] | Compared:
+    """The size and the checksum of a file, or why it has none, in a Compared without a path."""
     try:
         fd = os.open(path, _READ)
     except FileNotFoundError:
@@ -91,7 +87,7 @@ def _digest(path: Path, progress: Callable[[int], None]) -> _Read | Compared:
             digest.update(piece)
             size += len(piece)
             progress(len(piece))
-        return _Read(size, digest.hexdigest())
+        return size, digest.hexdigest()
     except OSError as error:
         return Compared("", 0, "unreadable", f"it cannot be read ({error.strerror})")
     finally:

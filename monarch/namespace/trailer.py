@@ -151,13 +151,6 @@ def read_value(fd: int, name: bytes, path: Path) -> bytes:
     raise damaged(str(path))
 
 
-def _not_a_snapshot(path: Path) -> SnapshotError:
-    return SnapshotError(
-        f"{path} is not a snapshot of Monarch",
-        hint="give a file that `monarch snapshot build` wrote",
-    )
-
-
 def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
     """The size of a page and the numbers of the tree's pages of the open snapshot ``path``.
 
@@ -165,7 +158,10 @@ def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
     """
     head = os.pread(fd, _META.size, 0)
     if len(head) < _META.size or _META.unpack(head)[0] != _LMDB_MAGIC:
-        raise _not_a_snapshot(path)
+        raise SnapshotError(
+            f"{path} is not a snapshot of Monarch",
+            hint="give a file that `monarch snapshot build` wrote",
+        )
     size = os.fstat(fd).st_size
     footer = os.pread(fd, _FOOTER.size, max(0, size - _FOOTER.size))
     page_bytes, pages, count, zero, digest, magic = _FOOTER.unpack(footer)
