@@ -144,10 +144,13 @@ def prune(
     if dry_run:
         known = _read_manifest(path).checkpoints
         return _superfluous(path, known, keep_last, keep_every, durable, believed=set())
-    with hold(path) as store:
+    store = CheckpointStore(path)
+    try:
         return store.thin_out(
             keep_last=keep_last, keep_every=keep_every, durable=durable, believed=set()
         )
+    finally:
+        store.release()
 
 
 def durability(path: Path) -> Durable | None:
@@ -219,20 +222,10 @@ def load(
         raise CheckpointError(f"{checkpoint.name}: {error}") from error
 
 
-@contextlib.contextmanager
-def hold(directory: Path) -> Iterator[CheckpointStore]:
-    """A shelf that is released at the end of the block."""
-    store = CheckpointStore(directory)
-    try:
-        yield store
-    finally:
-        store.release()
-
-
 class CheckpointStore:
     """The single writer of a directory. Its methods are called one at a time.
 
-    Raises LockedError if another process, or another Shelf, writes into it, and OSError.
+    Raises LockedError if another process, or another CheckpointStore, writes into it, and OSError.
     """
 
     def __init__(self, directory: Path) -> None:

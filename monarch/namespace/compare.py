@@ -23,7 +23,7 @@ import numpy.typing as npt
 from monarch.config.write_patterns import is_staged
 from monarch.namespace.build import open_source, paced
 from monarch.namespace.look import pack_record
-from monarch.namespace.scan import Scan
+from monarch.namespace.scan import Scan, joined
 from monarch.namespace.schema import ACL_SHIFT, ALIAS, RECORD, RECORD_STRUCT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import acl
@@ -99,7 +99,7 @@ def diff(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
         old_directories = _directories(old_names, old_records, old_slots.start)
         new_directories = _directories(new_names, new_records, new_slots.start)
         pending.extend(
-            (_join(path, name), ino, new_directories[name])
+            (joined(path, name), ino, new_directories[name])
             for name, ino in old_directories.items()
             if name in new_directories
         )
@@ -201,8 +201,8 @@ def _verify_names(root_fd: int, snapshot: Snapshot, directory: Ino) -> list[Diff
         return [Difference("changed", path, error.strerror or str(error))]
     was = set(snapshot.names(directory))
     return [
-        *(Difference("new", _join(path, name)) for name in now - was),
-        *(Difference("missing", _join(path, name)) for name in was - now),
+        *(Difference("new", joined(path, name)) for name in now - was),
+        *(Difference("missing", joined(path, name)) for name in was - now),
     ]
 
 
@@ -228,13 +228,13 @@ def _compare_entries(
         new_places = {name: place for place, name in enumerate(new_names)}
         for name, place in old_places.items():
             if name not in new_places:
-                yield Difference("missing", _join(path, name))
-                yield from _beneath(before, "missing", _join(path, name), old[place])
+                yield Difference("missing", joined(path, name))
+                yield from _beneath(before, "missing", joined(path, name), old[place])
         for name, place in new_places.items():
             if name not in old_places:
-                yield Difference("new", _join(path, name))
+                yield Difference("new", joined(path, name))
                 if after is not None:
-                    yield from _beneath(after, "new", _join(path, name), new[place])
+                    yield from _beneath(after, "new", joined(path, name), new[place])
         common = [name for name in old_names if name in new_places]
         old = old[[old_places[name] for name in common]]
         new = new[[new_places[name] for name in common]]
@@ -248,7 +248,7 @@ def _compare_entries(
         have_acls[:] = False
     for place in np.flatnonzero(differs | have_acls).tolist():
         was, now = old[place].item(), new[place].item()
-        name = _join(path, common[place])
+        name = joined(path, common[place])
         acls_differ = have_acls[place] and before.acls_of(was[5]) != seen.acls_of(now[5])
         difference = _changed(name, was, now, acls_differ=bool(acls_differ))
         if difference is not None:
@@ -290,9 +290,9 @@ def _beneath(
         above, ino = pending.pop()
         names, slots = snapshot.names(ino), snapshot.children(ino)
         for name in names:
-            yield Difference(kind, _join(above, name))
+            yield Difference(kind, joined(above, name))
         directories = _directories(names, snapshot.columns(slots), slots.start)
-        pending.extend((_join(above, name), found) for name, found in directories.items())
+        pending.extend((joined(above, name), found) for name, found in directories.items())
 
 
 def _directories(
@@ -300,7 +300,3 @@ def _directories(
 ) -> dict[bytes, Ino]:
     places = np.flatnonzero((records["mode"] & 0o170000) == stat.S_IFDIR)
     return {names[place]: Ino(first + place) for place in places.tolist()}
-
-
-def _join(directory: bytes, name: bytes) -> bytes:
-    return directory + b"/" + name if directory else name

@@ -397,7 +397,7 @@ class Scan:
         return places
 
     def _is_again(self, directory: _Directory, name: bytes) -> bool:
-        return bool(self._again) and _join(directory.path, name) in self._again
+        return bool(self._again) and joined(directory.path, name) in self._again
 
     def _has_acls(self, directory: _Directory) -> bool:
         known = self._devices_with_acls.get(directory.device)
@@ -435,7 +435,7 @@ class Scan:
         """Closes an entry to all but its owner, since its access control list is unknown."""
         if number in _VANISHED:
             return
-        path = _join(path, batch.names[place])
+        path = joined(path, batch.names[place])
         if number not in self._tolerated:
             raise _source_error(path, OSError(number, os.strerror(number)))
         batch.unreadable.append(path)
@@ -448,7 +448,7 @@ class Scan:
             return False
         if number not in self._tolerated:
             error = OSError(number, os.strerror(number))
-            raise _source_error(_join(directory.path, batch.names[place]), error)
+            raise _source_error(joined(directory.path, batch.names[place]), error)
         self._set_unreadable(directory, batch, place)
         return True
 
@@ -470,7 +470,7 @@ class Scan:
         kind, source_ino = directory.kinds.get(name, (stat.S_IFREG, 0))
         if kind == stat.S_IFDIR:
             batch.directory_devices.append((place, self._root_device))
-        batch.unreadable.append(_join(directory.path, name))
+        batch.unreadable.append(joined(directory.path, name))
         record = RECORD_STRUCT.pack(
             directory.ino, kind, 0, 0, 1, UNREADABLE, 0, 0, 0, source_ino, 0
         )
@@ -505,7 +505,7 @@ class Scan:
             found = _Directory(
                 ino,
                 rank,
-                _join(directory.path, name),
+                joined(directory.path, name),
                 device,
                 elsewhere=self._one_file_system and device != self._root_device,
             )
@@ -556,7 +556,7 @@ def _is_waiting(mean_seconds: float, done: _Done) -> bool:
     return mean_seconds > _SLOW_SECONDS and done.waits * 32 >= done.calls
 
 
-def _join(directory: bytes, name: bytes) -> bytes:
+def joined(directory: bytes, name: bytes) -> bytes:
     return directory + b"/" + name if directory else name
 
 

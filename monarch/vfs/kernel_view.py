@@ -10,6 +10,7 @@ changed is padded with zeros by the kernel, so reads of that file fail until tho
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import trio
 
@@ -23,32 +24,28 @@ from monarch.vfs.interfaces import FastPath
 _STEPS, _STEP_S = 5, 0.05
 
 
+@dataclass(eq=False, repr=False)
 class KernelView:
     """Without ``sends_opens`` the kernel only reads. With ``reads_copies`` it reads open copies by
     itself (passthrough)."""
 
-    def __init__(
-        self,
-        caches: KernelCaches,
-        names: Namespace,
-        residency: Residency,
-        fast: FastPath | None,
-        sends_opens: bool,
-        reads_copies: bool,
-    ) -> None:
-        self.sends_opens = sends_opens
-        self.reads_copies = reads_copies
-        self._residency = residency
-        self._fast = fast
-        self._caches = caches
-        self._sizes = StaleSizes(names, invalidate=caches.invalidate_attributes)
+    _caches: KernelCaches
+    _names: Namespace
+    _residency: Residency
+    _fast: FastPath | None
+    sends_opens: bool
+    reads_copies: bool
+
+    def __post_init__(self) -> None:
+        caches = self._caches
+        sizes = StaleSizes(self._names, invalidate=caches.invalidate_attributes)
         self.invalidate_attributes = (
-            caches.invalidate_attributes if sends_opens else self._sizes.changed
+            caches.invalidate_attributes if self.sends_opens else sizes.changed
         )
         self.invalidate_listing = caches.invalidate_listing
         self.store = caches.store
-        self.is_size_stale = self._sizes.is_stale
-        self.run = self._sizes.run
+        self.is_size_stale = sizes.is_stale
+        self.run = sizes.run
 
     def keeps_pages(self, ino: Ino) -> bool:
         """Whether the next open may keep the pages of the file."""
@@ -56,11 +53,11 @@ class KernelView:
 
     def opened(self, ino: Ino) -> bool:
         """Called at an open. Returns whether the kernel may keep the pages that it has so far."""
-        if self._residency.is_changed(ino) or self._residency.is_spoiled(ino):
-            self._residency.unmark_changed(ino)
-            self._residency.unmark_spoiled(ino)
-            return False
-        return True
+        if self.keeps_pages(ino):
+            return True
+        self._residency.unmark_changed(ino)
+        self._residency.unmark_spoiled(ino)
+        return False
 
     def drop_pages(self, ino: Ino) -> None:
         """Pages of a file may be wrong: the kernel drops them, at the next open if it sends one."""
