@@ -346,12 +346,7 @@ class Life:
         # There is neither a kernel to be told nor a copy to be dropped.
         bindings = Bindings(None)
         kernel = KernelView(
-            NoKernel(),
-            names=self.names,
-            residency=residency,
-            fast=None,
-            sends_opens=True,
-            reads_copies=False,
+            NoKernel(), self.names, residency, None, sends_opens=True, reads_copies=False
         )
         revalidation = Revalidation(
             self.names,
@@ -359,14 +354,14 @@ class Life:
             bindings,
             residency,
             Promotions(
-                names=self.names,
-                residency=residency,
-                controller=Controller(residency, ledger, FirstCome()),
-                engine=NoCopies(),
-                bindings=bindings,
-                doubts=Doubts(SourceClock(0, 0)),
-                metrics=metrics,
-                retry_s=1.0,
+                self.names,
+                residency,
+                Controller(residency, ledger, FirstCome()),
+                NoCopies(),
+                bindings,
+                Doubts(SourceClock(0, 0)),
+                metrics,
+                1.0,
             ),
             kernel,
             metrics,
