@@ -135,7 +135,7 @@ def test_a_mount_that_has_filled_its_tier_is_ok(monarch: MonarchCommand, tree: T
     settled(mounted)
     assert account(mounted)["tiers"][0]["free"] < 10_000
     is_ok(mounted)
-    check = monarch("status", "--check")
+    check = monarch("status", "--check", str(mounted.path))
     assert check.stdout == f"{mounted.path}: ok\n"
     assert "health: ok" in monarch("status", str(mounted.path)).stdout
 

@@ -426,7 +426,7 @@ sys.exit(main())
     for arguments in (
         ("status", str(made.path), "--json"),
         ("status", "--json"),
-        ("status", "--check"),
+        ("status", "--check", str(made.path)),
         ("evict", str(made.path)),
         ("warm", str(made.path)),
         ("umount", str(made.path)),
