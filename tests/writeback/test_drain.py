@@ -615,7 +615,7 @@ for number in (1, 2):
     publish = home.publishing.publish
     steps.append(partial(publish, op=op, staged=staged, place=place, expected=expected))
 device = Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)
-steps.append(lambda folders: home.names.mknod(folders, device, Expected()))
+steps.append(lambda folders: home.entries.mknod(folders, device, Expected()))
 outcome = home.carry_out(steps)
 assert outcome.error is None and len(outcome.made) == 3, outcome
 """
