@@ -245,7 +245,7 @@ def test_a_job_must_wait_five_times_less_for_monarch_than_for_the_slow_source() 
     assert said(5, 1.1) == "good, missed"
 
 
-def test_what_was_written_is_whole(tmp_path: Path) -> None:
+def test_written_files_are_whole(tmp_path: Path) -> None:
     assert writers.write_through(tmp_path / "large", 2_500_000) > 0
     assert (tmp_path / "large").stat().st_size == 2_500_000
     assert writers.create_files(tmp_path, 5, sync=True) > 0

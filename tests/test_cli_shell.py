@@ -121,7 +121,9 @@ def test_version() -> None:
     ],
 )
 @pytest.mark.fault("I2")
-def test_a_wrong_command_line_is_told_in_one_line(arguments: list[str | bytes], told: str) -> None:
+def test_a_wrong_command_line_is_reported_in_one_line(
+    arguments: list[str | bytes], told: str
+) -> None:
     run = monarch(*arguments)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("monarch: ")
@@ -238,7 +240,7 @@ def test_a_reader_that_leaves_early_hears_no_complaint() -> None:
     assert run.stderr == b""
 
 
-def test_a_full_disk_under_the_answer_is_told() -> None:
+def test_a_full_disk_under_the_output_is_reported() -> None:
     with open("/dev/full", "wb") as full:
         run = subprocess.run(
             [sys.executable, "-m", "monarch", "--help"],
@@ -264,7 +266,7 @@ RAISED = {
 
 
 @pytest.mark.parametrize(("raised", "answer"), RAISED.items(), ids=RAISED.keys())
-def test_what_a_verb_raises_becomes_lines_and_an_exit_code(
+def test_an_error_of_a_verb_becomes_lines_and_an_exit_code(
     raised: str, answer: tuple[int, str], tmp_path: Path
 ) -> None:
     assert run_verb(f"raise {raised}", tmp_path) == answer
@@ -314,7 +316,7 @@ def test_json_is_ascii_whatever_the_names(capsys: pytest.CaptureFixture[str]) ->
     }
 
 
-def test_json_of_what_has_no_form_is_a_mistake_of_ours() -> None:
+def test_json_of_an_unsupported_type_is_a_bug() -> None:
     with pytest.raises(TypeError, match="set has no form in JSON"):
         output.emit_json({1, 2})
 

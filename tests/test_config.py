@@ -220,7 +220,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("line", "told"), MISTAKES.values(), ids=MISTAKES.keys())
 @pytest.mark.fault("I1")
-def test_a_mistake_is_told_with_its_line(line: str, told: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_its_line(line: str, told: str, tmp_path: Path) -> None:
     (problem,) = mistakes(tmp_path, in_mount(line))
     assert problem.startswith("5: ")
     assert told in problem
@@ -280,12 +280,14 @@ DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
 
 @pytest.mark.parametrize(("content", "told"), DOCUMENTS.values(), ids=DOCUMENTS.keys())
 @pytest.mark.fault("I1")
-def test_a_document_that_is_none_is_told(content: str | bytes, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_yaml_is_reported(
+    content: str | bytes, told: str, tmp_path: Path
+) -> None:
     assert [p for p in mistakes(tmp_path, content) if p.startswith(told)]
 
 
 @pytest.mark.fault("I1")
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     content = """\
         defaults:
           limits:
@@ -356,7 +358,7 @@ def test_a_link_does_not_hide_that_a_tier_is_in_the_source(tmp_path: Path) -> No
 
 
 @pytest.mark.fault("I1")
-def test_what_is_no_readable_file_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_readable_file_is_reported(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     cases = {
@@ -373,7 +375,7 @@ def test_what_is_no_readable_file_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("I1")
-def test_a_file_without_permission_is_told(tmp_path: Path) -> None:
+def test_a_file_without_read_permission_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "monarch.yaml"
     path.write_text(in_mount(""))
     path.chmod(0)
@@ -424,7 +426,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
     assert mounts["b"].source == Path("/pfs/b")
 
 
-def test_home_and_variables_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_and_variables_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TMPDIR", "/local/job.7")
     monkeypatch.setenv("HOME", "/home/u")
     line = "tiers: ['$SLURM_TMPDIR/monarch:1GiB', ~/t]"
@@ -524,7 +526,7 @@ def test_a_name_of_the_source_need_not_be_utf8_nor_free_of_dollars(tmp_path: Pat
 
 
 @pytest.mark.fault("I1", "I2")
-def test_every_wrong_option_is_told() -> None:
+def test_every_wrong_option_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         load.from_options(
             Path("/pfs/a"),
@@ -561,7 +563,7 @@ def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
         assert problem.startswith(told) and len(problem) < 100
 
 
-def test_a_wrong_tier_option_is_told_once_and_causes_no_other_mistake() -> None:
+def test_a_wrong_tier_option_is_reported_once_and_causes_no_other_mistake() -> None:
     with pytest.raises(ConfigError) as caught:
         load.from_options(Path("/pfs/a"), Path("/mnt/a"), tiers=["/t:1XB", "$NOT_SET_HERE/t"])
     first, second = caught.value.problems
@@ -619,7 +621,7 @@ def test_a_readable_name_is_a_file_name_whatever_the_source_is_called() -> None:
         ("rel", "/home/u/.local/state/monarch"),
     ],
 )
-def test_users_keep_their_state_at_home(given: str, root: str) -> None:
+def test_state_of_ordinary_users_is_below_their_home_directory(given: str, root: str) -> None:
     environ = {"HOME": "/home/u", "XDG_STATE_HOME": given}
     assert state_root(uid=1000, environ=environ) == Path(root)
 
@@ -676,7 +678,7 @@ def test_memory_and_network_are_no_scratch(kind: str, node: Node) -> None:
         node.choice(remote)
 
 
-def test_scratch_that_is_not_there_or_not_ours_is_passed_over(node: Node) -> None:
+def test_missing_and_foreign_scratch_directories_are_passed_over(node: Node) -> None:
     taken, local = node.scratch("taken", "ext4"), node.scratch("local", "ext4")
     (taken / f"monarch-{os.getuid()}").symlink_to("/tmp")
     file = node.root / "file"

@@ -86,7 +86,7 @@ def test_an_error_inside_puts_it_back() -> None:
     assert status()["Uid"].split() == ["0"] * 4
 
 
-def test_root_and_nobody_in_particular_change_nothing() -> None:
+def test_acting_as_root_or_as_no_particular_user_changes_nothing() -> None:
     for credentials in (None, ROOT):
         with acting_as(credentials):
             assert int(status()["CapEff"], 16) != 0

@@ -172,7 +172,7 @@ def test_empty_files_are_spread_over_their_directories(tmp_path: Path) -> None:
     assert counts == [101] * 3 + [100] * 7
 
 
-def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     for arguments in (("imagefolder", tmp_path), ("hdf5", tmp_path / "mine")):
         done = run(*arguments)

@@ -85,7 +85,7 @@ def test_this_machine_is_examined_without_an_exception(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_without_the_device_is_told_how_to_get_it(machine: Machine) -> None:
+def test_a_machine_without_the_device_is_reported_with_the_remedy(machine: Machine) -> None:
     assert check_fuse_device(machine).status == "ok"
     (machine.root / "dev/fuse").unlink()
     check = check_fuse_device(machine)
@@ -143,7 +143,7 @@ def test_kernels_whose_directory_cache_never_expires_are_named(
     assert check_kernel(able(machine, release=kernel)).status == status
 
 
-def test_the_way_of_reads_is_told_and_why_not_a_faster_one(machine: Machine) -> None:
+def test_the_mode_of_reads_is_reported_and_why_it_is_not_a_faster_one(machine: Machine) -> None:
     small = "relay, open: none for small files if twice their size fits into 64 GiB of memory, "
     user = check_datapath(machine)
     assert user.detail == small + (
@@ -221,7 +221,7 @@ def a_record(mountpoint: str, *, alive: bool) -> MountRecord:
     )
 
 
-def test_served_stale_leftover_and_foreign_mounts_are_told_apart(tmp_path: Path) -> None:
+def test_served_stale_leftover_and_foreign_mounts_are_distinguished(tmp_path: Path) -> None:
     records = Registry(tmp_path)
     records.add(a_record("/mnt/served", alive=True))
     records.add(a_record("/mnt/stale", alive=False))
@@ -411,14 +411,14 @@ def on_disk(site: Site, request: pytest.FixtureRequest) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tier)], check=True)
 
 
-def test_a_site_that_is_as_it_should_be_has_nothing_to_be_told(site: Site) -> None:
+def test_a_healthy_site_has_no_findings(site: Site) -> None:
     for what in ("source", "mount point", "state", "snapshot", "tier fast"):
         assert site.found(what).status == "ok", site.found(what)
     assert not (site.directory / "state").exists()
     assert list((site.directory / "tier").iterdir()) == []
 
 
-def test_a_source_that_is_missing_a_file_or_empty_is_told(site: Site) -> None:
+def test_a_source_that_is_missing_a_file_or_empty_is_reported(site: Site) -> None:
     source = site.directory / "source"
     (source / "file").unlink()
     site.is_told("source", "warn", "is empty", "is mounted")
@@ -443,27 +443,27 @@ def test_a_source_that_hangs_costs_a_short_wait(
         site.is_told("source", "fail", "Input/output error", "dmesg")
 
 
-def test_a_mount_point_that_cannot_be_used_is_told(site: Site) -> None:
+def test_a_mount_point_that_cannot_be_used_is_reported(site: Site) -> None:
     (site.directory / "mnt/file").write_text("")
     site.is_told("mount point", "fail", "empty")
 
 
 @pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q"]], indirect=True)
-def test_a_tier_on_a_disk_that_became_read_only_is_told(site: Site, on_disk: Path) -> None:
+def test_a_tier_on_a_disk_that_became_read_only_is_reported(site: Site, on_disk: Path) -> None:
     assert site.found("tier fast").status == "ok"
     subprocess.run(["mount", "-o", "remount,ro", str(on_disk)], check=True)
     site.is_told("tier fast", "fail", "is on a read-only file system", "remount,rw")
 
 
 @pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q", "-I", "128"]], indirect=True)
-def test_a_tier_whose_times_are_coarse_is_told(site: Site, on_disk: Path) -> None:
+def test_a_tier_with_coarse_times_is_reported(site: Site, on_disk: Path) -> None:
     before = sorted(on_disk.iterdir())
     site.is_told("tier fast", "warn", "does not keep times exactly", "mkfs.ext4 -I 256")
     assert sorted(on_disk.iterdir()) == before
 
 
 @pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q", "-m", "0"]], indirect=True)
-def test_a_tier_that_is_full_or_has_no_inodes_is_told(site: Site, on_disk: Path) -> None:
+def test_a_tier_that_is_full_or_has_no_inodes_is_reported(site: Site, on_disk: Path) -> None:
     with contextlib.suppress(OSError):
         for number in range(1 << 20):
             (on_disk / str(number)).touch()
@@ -480,7 +480,7 @@ def test_a_tier_that_is_full_or_has_no_inodes_is_told(site: Site, on_disk: Path)
 
 
 @needs_root
-def test_a_tier_on_overlay_is_told_where_passthrough_could_be_had(site: Site) -> None:
+def test_a_tier_on_overlay_is_reported_with_a_disk_that_allows_passthrough(site: Site) -> None:
     d, tier = site.directory, site.directory / "tier"
     for name in ("lower", "upper", "work"):
         (d / name).mkdir()
@@ -495,7 +495,7 @@ def test_a_tier_on_overlay_is_told_where_passthrough_could_be_had(site: Site) ->
 
 
 @needs_root
-def test_a_tier_on_a_network_file_system_is_told(
+def test_a_tier_on_a_network_file_system_is_reported(
     tmp_path_factory: pytest.TempPathFactory, site: Site
 ) -> None:
     if reason := slowfs.unavailable():
@@ -504,7 +504,7 @@ def test_a_tier_on_a_network_file_system_is_told(
         site.is_told("tier fast", "warn", "fuse.slowfs, a network file system", "/dev/shm")
 
 
-def test_what_is_planted_in_a_tier_or_as_the_state_is_told(site: Site) -> None:
+def test_planted_files_in_the_tier_or_the_state_are_reported(site: Site) -> None:
     elsewhere = site.directory / "elsewhere"
     elsewhere.mkdir()
     (site.directory / "tier/monarch").symlink_to(elsewhere)
@@ -521,7 +521,7 @@ def test_what_is_planted_in_a_tier_or_as_the_state_is_told(site: Site) -> None:
 
 
 @needs_root
-def test_what_belongs_to_somebody_else_is_told(site: Site) -> None:
+def test_directories_of_other_users_are_reported(site: Site) -> None:
     private, state = site.directory / "tier/monarch", site.directory / "state"
     for path in (private, state):
         path.mkdir()
@@ -532,7 +532,7 @@ def test_what_belongs_to_somebody_else_is_told(site: Site) -> None:
 
 
 @needs_root
-def test_what_the_user_may_not_write_or_read_is_told(site: Site) -> None:
+def test_directories_that_the_user_may_not_write_or_read_are_reported(site: Site) -> None:
     (site.directory / "source").chmod(0o700)
     child = os.fork()
     if child == 0:
@@ -550,7 +550,7 @@ def test_what_the_user_may_not_write_or_read_is_told(site: Site) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 1)
 
 
-def test_a_state_of_a_newer_version_is_told(site: Site) -> None:
+def test_a_state_of_a_newer_version_is_reported(site: Site) -> None:
     state = site.directory / "state"
     state.mkdir(mode=0o700)
     header = {"magic": "monarch residency", "version": 99, "generation": "x", "tiers": []}
@@ -558,7 +558,9 @@ def test_a_state_of_a_newer_version_is_told(site: Site) -> None:
     site.is_told(": state", "fail", "is of version 99", "--state")
 
 
-def test_a_snapshot_that_cannot_be_read_is_told_and_who_builds_it_anew(site: Site) -> None:
+def test_a_snapshot_that_cannot_be_read_is_reported_with_the_command_that_builds_one(
+    site: Site,
+) -> None:
     site.snapshot.parent.mkdir()
     site.snapshot.write_bytes(b"no snapshot" * 1000)
     site.is_told("snapshot", "warn", "snapshot.lmdb", "the next mount builds it anew")
@@ -566,7 +568,7 @@ def test_a_snapshot_that_cannot_be_read_is_told_and_who_builds_it_anew(site: Sit
     site.is_told("snapshot", "fail", "snapshot.lmdb", "monarch snapshot build")
 
 
-def test_another_daemon_with_the_tier_or_the_state_is_told(site: Site) -> None:
+def test_another_daemon_with_the_tier_or_the_state_is_reported(site: Site) -> None:
     held = []
     state = site.directory / "state"
     for directory in (site.directory / "tier/monarch" / readable_name(state), state):
@@ -589,7 +591,7 @@ def test_another_daemon_with_the_tier_or_the_state_is_told(site: Site) -> None:
     assert {site.found(what).status for what in ("tier fast", ": state")} == {"ok"}
 
 
-def test_a_port_that_is_in_use_is_told(site: Site) -> None:
+def test_a_port_that_is_in_use_is_reported(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         site.extra = f'metrics: {{enabled: true, address: "127.0.0.1:{port}"}}'
@@ -600,7 +602,7 @@ def test_a_port_that_is_in_use_is_told(site: Site) -> None:
 # -- limits of this process ------------------------------------------------------------------------
 
 
-def test_a_control_group_with_little_memory_or_few_threads_is_told() -> None:
+def test_a_control_group_with_little_memory_or_few_threads_is_reported() -> None:
     code = (
         "import sys; from monarch.checks.doctor import Machine, check_memory, check_threads;"
         "sys.stdin.readline(); here = Machine.here();"
@@ -620,7 +622,7 @@ def test_a_control_group_with_little_memory_or_few_threads_is_told() -> None:
     assert re.search(r"status='warn', detail='\d\d more, says the control group", second)
 
 
-def test_few_descriptors_are_told() -> None:
+def test_a_low_limit_of_descriptors_is_reported() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256));"
         "from monarch.checks.doctor import check_descriptors; print(check_descriptors())"
@@ -634,7 +636,7 @@ def test_few_descriptors_are_told() -> None:
 
 @pytest.mark.modes("relay")
 @pytest.mark.promise(55)
-def test_a_mount_that_is_not_well_is_told_with_its_remedy(
+def test_an_unhealthy_mount_is_reported_with_its_remedy(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("source: 'file': Input/output error")
@@ -658,7 +660,7 @@ def test_a_mount_that_is_not_well_is_told_with_its_remedy(
     slow.rules()
 
 
-def test_a_daemon_that_does_not_answer_is_told() -> None:
+def test_a_daemon_that_does_not_answer_is_reported() -> None:
     seen = SeenMount("/mnt/a", "served", a_record("/mnt/a", alive=True))
     (check,) = check_health([seen])
     assert check.status == "fail"
@@ -671,7 +673,7 @@ def test_a_daemon_that_does_not_answer_is_told() -> None:
     ("default", "most", "status"),
     [(None, None, "ok"), ("0", "0", "ok"), ("60", "0", "warn"), ("0", "600", "warn")],
 )
-def test_a_kernel_that_ends_slow_mounts_is_told(
+def test_a_kernel_that_ends_slow_mounts_is_reported(
     machine: Machine, default: str | None, most: str | None, status: str
 ) -> None:
     knobs = machine.root / "proc/sys/fs/fuse"
@@ -686,7 +688,7 @@ def test_a_kernel_that_ends_slow_mounts_is_told(
 
 @pytest.mark.finding("K2")
 @pytest.mark.parametrize(("kernel", "told"), [("6.5.0-generic", ["warn"]), ("6.6.1", [])])
-def test_mappings_of_written_files_are_told_of(
+def test_mappings_of_written_files_are_reported(
     machine: Machine, kernel: str, told: list[str]
 ) -> None:
     found = check_mappings("mount: writing", able(machine, release=kernel).abilities)

@@ -188,7 +188,7 @@ def test_each_sentence_of_the_documents_names_its_subject(path: Path) -> None:
     [*(ROOT / f"{page}.md" for page in PAGES), *sorted((ROOT / "docs").glob("*.md"))],
     ids=lambda path: path.name,
 )
-def test_a_reader_who_has_never_seen_the_project_understands_each_sentence(path: Path) -> None:
+def test_each_sentence_of_the_documents_is_clear_to_a_new_reader(path: Path) -> None:
     text = path.read_text()
     assert phrases(text, UNCLEAR) == []
     assert long_sentences(text) == []

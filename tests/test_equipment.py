@@ -166,7 +166,7 @@ def test_slowfs_cuts_what_it_reads_and_fails_behind_a_byte(slow: SlowSource) -> 
         assert failed.value.errno == errno.EIO
 
 
-def test_slowfs_is_full_after_the_bytes_it_was_told(slow: SlowSource) -> None:
+def test_slowfs_is_full_after_the_given_number_of_bytes(slow: SlowSource) -> None:
     slow.rules("free 8192")
     assert os.statvfs(slow.path).f_bavail * os.statvfs(slow.path).f_frsize == 8192
     with open(slow.path / "new", "wb", buffering=0) as file:

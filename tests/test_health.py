@@ -51,7 +51,7 @@ def test_each_kind_means_that_something_is_wrong() -> None:
     assert set(KINDS.values()) == set(STATES) - {"ok"}
 
 
-def test_each_kind_is_told_by_the_daemon_and_no_other() -> None:
+def test_each_kind_is_reported_by_the_daemon_and_no_other() -> None:
     text = "".join(path.read_text() for path in Path(daemon.__file__).parent.glob("*.py"))
     told = re.findall(r'Problem\(\s*"([a-z-]+)"', text)
     assert set(told) == set(KINDS)
@@ -151,7 +151,7 @@ def test_the_exit_codes_of_check_are_no_others() -> None:
     assert set(status.CHECK_CODES.values()) & set(errors) == {0}
 
 
-def test_a_time_of_another_day_is_told_with_its_date() -> None:
+def test_a_time_of_another_day_is_shown_with_its_date() -> None:
     from datetime import datetime, timedelta
 
     now = datetime.now().replace(second=0, microsecond=0)

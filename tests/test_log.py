@@ -102,7 +102,7 @@ def test_the_log_is_bounded_and_what_is_rotated_stays_private(tmp_path: Path) ->
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
 
 
-def test_a_full_disk_under_the_log_stops_nobody(tmp_path: Path) -> None:
+def test_a_full_disk_under_the_log_stops_no_request(tmp_path: Path) -> None:
     code = """
 import logging, resource, sys
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_a_device_as_the_log_keeps_its_mode() -> None:
     assert os.stat("/dev/null").st_mode == before
 
 
-def test_in_the_foreground_it_is_told_on_stderr_too(
+def test_in_the_foreground_lines_are_also_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "daemon.log"
@@ -196,7 +196,7 @@ def test_a_stream_that_is_not_the_journals_is_for_people(tmp_path: Path) -> None
     assert told_in_the_foreground(path, "text", journal=False) == logged(path)
 
 
-def test_the_log_knows_how_many_exceptions_it_told(tmp_path: Path) -> None:
+def test_the_log_counts_the_exceptions_that_it_wrote(tmp_path: Path) -> None:
     logbook = log.setup(LogSettings(level="error"), path=tmp_path / "daemon.log", foreground=False)
     LOGGER.error("no exception")
     LOGGER.warning("nor this", exc_info=OSError(5, "foreseen"))
@@ -258,7 +258,7 @@ def test_a_second_setup_replaces_the_first(tmp_path: Path) -> None:
     assert len(logged(tmp_path / "two")) == 1
 
 
-def test_a_fault_that_repeats_is_told_once_an_interval_with_its_number(
+def test_a_repeating_fault_is_logged_once_an_interval_with_its_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 100.0

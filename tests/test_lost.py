@@ -28,7 +28,7 @@ def test_it_is_remembered_by_the_next_daemon_until_it_is_acknowledged(tmp_path: 
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null"])
-def test_what_cannot_be_read_is_told_and_in_nobodys_way(
+def test_an_unreadable_record_of_losses_is_reported_and_blocks_nothing(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "lost.json").write_bytes(content)

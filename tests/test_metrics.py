@@ -66,7 +66,7 @@ def test_nothing_opened_has_no_hit_ratio(metrics: Metrics) -> None:
     assert metrics.hit_ratio() is None
 
 
-def test_what_reaches_the_source_is_split_by_who_asked(metrics: Metrics) -> None:
+def test_traffic_to_the_source_is_split_by_its_cause(metrics: Metrics) -> None:
     metrics.source_opened()
     metrics.source_read(10)
     metrics.source_opened(2, copy=True)
@@ -191,7 +191,7 @@ def test_every_family_of_the_table_is_shown_with_its_help(metrics: Metrics) -> N
 
 @pytest.mark.promise(42)
 @pytest.mark.finding("B4")
-def test_what_the_mode_does_not_tell_is_no_sample(metrics: Metrics) -> None:
+def test_values_that_the_mode_does_not_count_have_no_sample(metrics: Metrics) -> None:
     metrics.opened(1, 0.1)
     metrics.read(0, 7, 0.1)
     metrics.read(1, 7, 0.1)
@@ -308,7 +308,7 @@ def test_connections_that_were_reset_make_no_room_for_more_than_there_may_be(
         assert len(established) <= metrics_page.MAX_CONNECTIONS
 
 
-def test_a_request_that_is_none_is_hung_up_on_and_the_page_goes_on(metrics: Metrics) -> None:
+def test_an_invalid_request_is_disconnected_and_the_page_continues(metrics: Metrics) -> None:
     with page(metrics) as port:
         with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
             with contextlib.suppress(ConnectionError):
@@ -318,7 +318,7 @@ def test_a_request_that_is_none_is_hung_up_on_and_the_page_goes_on(metrics: Metr
         assert asked(port)[0] == 200
 
 
-def test_an_error_in_the_page_is_counted_and_the_page_goes_on(metrics: Metrics) -> None:
+def test_an_error_in_the_page_is_counted_and_the_page_continues(metrics: Metrics) -> None:
     def report() -> StatusReport:
         if not metrics.errors:
             raise RuntimeError("a bug")

@@ -104,7 +104,7 @@ MANY = files(1_300_000, 112 * KiB)
         (BARE, SMALL, {"datapath": "python"}, ("python", "open"), "configuration sets"),
     ],
 )
-def test_reads_take_the_best_way_there_is_and_the_reason_is_told(
+def test_reads_use_the_fastest_possible_mode_and_the_reason_is_reported(
     machine: Abilities,
     summary: SnapshotSummary,
     keys: dict[str, str],
@@ -201,7 +201,7 @@ def test_this_machine_knows_what_it_can_do() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what it may do")
-def test_whoever_may_not_mount_may_not_pass_through() -> None:
+def test_a_user_who_may_not_mount_may_not_pass_through() -> None:
     ask = (
         "from monarch.fuse.datapath_mode import Abilities; print(Abilities.here().may_pass_through)"
     )
@@ -306,7 +306,7 @@ def test_status_tells_the_way_of_reads_and_why(monarch: MonarchCommand, tree: Tr
 
 
 @pytest.mark.modes("auto")
-def test_a_contradiction_of_the_command_line_is_told_before_anything_is_done(
+def test_a_contradiction_of_the_command_line_is_reported_before_any_action(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     mountpoint = tmp_path / "mnt"
@@ -330,7 +330,7 @@ def test_small_files_that_the_tiers_cannot_all_take_are_opened() -> None:
     assert "does not fit into the tiers" in choice.why
 
 
-def test_files_whose_size_nobody_knows_are_opened() -> None:
+def test_files_of_unknown_size_are_opened() -> None:
     """Without an open a kernel takes a file of size 0 for empty; who asks hears that he may not."""
     unread = dataclasses.replace(SMALL, unreadable=1)
     choice = choose(settings(), unread, NODE, capacity=SMALL.bytes_total)

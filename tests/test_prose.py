@@ -108,6 +108,6 @@ def test_a_phrase_that_is_not_plain_is_found(source: str, phrase: str) -> None:
     assert [line for line in complaints(source) if f"{phrase!r} in" in line]
 
 
-def test_quoted_code_and_nouns_before_who_are_allowed() -> None:
+def test_quoted_code_and_relative_clauses_with_a_noun_are_allowed() -> None:
     source = '"""The user who mounts, by_who, and ``who``."""\n# `nobody` is a name.\nx = "told"'
     assert complaints(source) == []

@@ -57,7 +57,7 @@ def test_a_new_mount_takes_the_place_of_the_dead_one(registry: Registry) -> None
     assert [r.pid for r in registry.all()] == [2]
 
 
-def test_nobody_else_can_read_the_records(registry: Registry, tmp_path: Path) -> None:
+def test_other_users_cannot_read_the_records(registry: Registry, tmp_path: Path) -> None:
     registry.add(record("/mnt/a"))
     directory = tmp_path / "state" / "root" / "mounts"
     (file,) = directory.iterdir()

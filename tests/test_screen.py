@@ -50,7 +50,7 @@ def test_columns_without_a_place_are_left_out_the_least_important_first() -> Non
     assert narrow[1].endswith("...")
 
 
-def test_fields_go_on_at_the_end_of_a_word_and_keep_numbers_with_their_units() -> None:
+def test_fields_wrap_at_the_end_of_a_word_and_keep_numbers_with_their_units() -> None:
     pairs = [("source", LONG), ("resident", "400 files, 60 MiB of 150 MiB; 50 wanted")]
     lines = [line.plain for line in fields(pairs, 40)]
     assert max(map(len, lines)) <= 40
@@ -95,7 +95,7 @@ def test_no_line_of_status_is_wider_than_the_terminal_and_health_comes_first(wid
     assert "tier nvme is out of service" in details[1].plain
 
 
-def test_what_the_tiers_cannot_hold_is_told() -> None:
+def test_data_that_exceeds_the_tiers_is_reported() -> None:
     report = a_report(writing=None)
     tiers = [dataclasses.replace(tier, capacity=10 << 20) for tier in report.tiers]
     report = dataclasses.replace(report, tiers=tiers)

@@ -45,7 +45,7 @@ def test_the_same_bytes_are_the_same_and_read_on_both_sides(sides: tuple[Path, P
     assert (waiting.verdict, read) == ("waiting", size)
 
 
-def test_what_differs_is_told_apart(sides: tuple[Path, Path]) -> None:
+def test_differences_are_classified(sides: tuple[Path, Path]) -> None:
     mount, source = sides
     with (source / "a").open("r+b") as file:
         file.seek(1_399_999)

@@ -173,14 +173,14 @@ class C:
         ("x = 1\n" * 600, {}),
     ],
 )
-def test_what_is_too_large_is_found(text: str, found: dict[str, int]) -> None:
+def test_an_excess_of_a_limit_is_found(text: str, found: dict[str, int]) -> None:
     assert dict(sizes_of("f.py", text)) == found
     assert len(complaints(found, flat={}, known={})) == len(found)
     assert complaints(found, flat={}, known=found) == []
     assert complaints(found, flat=dict.fromkeys(found, "a table"), known={}) == []
 
 
-def test_what_has_grown_or_is_excused_without_need_is_told() -> None:
+def test_growth_and_needless_exceptions_are_reported() -> None:
     (grown,) = complaints({"a": 32}, flat={}, known={"a": 31})
     assert "32, and 31 is allowed" in grown
     assert len(complaints({}, flat={"a": "a table"}, known={"b": 31})) == 2

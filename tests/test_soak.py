@@ -37,13 +37,13 @@ def test_a_slope_is_found_through_noise_and_samples_far_off() -> None:
 
 
 @pytest.mark.parametrize(("slope", "flat"), [(0.0, True), (-80.0, True), (80.0, False)])
-def test_what_grows_is_told_from_what_is_flat(slope: float, flat: bool) -> None:
+def test_growing_values_are_distinguished_from_flat_ones(slope: float, flat: bool) -> None:
     verdict = judge("memory", *samples(slope), warm_up=100, tolerance=10, unit=" MiB")
     assert verdict.flat is flat
     assert ("GROWS" in verdict.words) is not flat
 
 
-def test_what_rises_in_the_first_minutes_only_is_flat() -> None:
+def test_a_value_that_rises_in_the_first_minutes_only_is_flat() -> None:
     times = [float(second) for second in range(0, 1800, 10)]
     values = [min(100.0, 10 + second / 3) for second in times]
     assert judge("memory", times, values, warm_up=300, tolerance=2).flat

@@ -36,7 +36,7 @@ def test_sizes_are_read_exactly(text: str, count: int) -> None:
     "text",
     ["", "10GBB", "-5GiB", "+5", "1e9", "GiB", "1,5GB", "1..5G", "5 G B", "0x10", "٣GB", "∞"],
 )
-def test_what_is_no_size_is_refused_with_examples(text: str) -> None:
+def test_a_text_that_is_not_a_size_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size; write it like"):
         parse_bytes(text)
 
@@ -58,7 +58,7 @@ def test_durations_are_read(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "10x", "-1s", "s", "1m30s", "1 year", "nan", "inf"])
-def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
+def test_a_text_that_is_not_a_duration_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration; write it like"):
         parse_seconds(text)
 

@@ -52,7 +52,7 @@ def test_sqlite_reads_a_database_on_a_mount_that_cannot_be_written(
     three_epochs(monarch, source, reader.epoch, expected=expected)
 
 
-def test_sqlite_in_write_ahead_mode_needs_immutable_as_on_any_read_only_file_system(
+def test_sqlite_in_write_ahead_log_mode_needs_immutable_as_on_any_read_only_file_system(
     monarch: MonarchCommand, client: Start, make_dataset: Make, tmp_path: Path
 ) -> None:
     plain = make_dataset("sqlite", "--records", 20, "--mean", "5KB", name="train.sqlite")

@@ -69,7 +69,7 @@ def saving() -> Iterator[Saving]:
 
 @pytest.mark.promise(67)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_a_program_was_told_is_saved_is_there_after_both_were_killed(
+def test_saves_that_a_program_saw_succeed_survive_a_kill_of_program_and_daemon(
     saving: Saving,
     monarch: MonarchCommand,
     source: Path,

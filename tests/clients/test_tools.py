@@ -83,7 +83,7 @@ def test_a_copy_of_the_mount_is_a_copy_of_the_source(
 
 
 @pytest.mark.promise(30)
-def test_what_monarch_knows_of_a_file_is_not_copied_with_it(
+def test_copying_a_file_does_not_copy_the_attributes_of_monarch(
     monarch: MonarchCommand, images: Path, tmp_path: Path
 ) -> None:
     mounted = monarch.mount(images, tiers={"fast": "100MiB"})

@@ -320,7 +320,7 @@ async def test_a_thousand_connections_are_answered_and_leave_nothing(path: Path)
 
 
 @pytest.mark.fault("I3", "M4")
-async def test_idle_connections_beyond_the_limit_are_told_so(path: Path) -> None:
+async def test_idle_connections_beyond_the_limit_get_an_error(path: Path) -> None:
     async with serving(path):
         held = [await trio.open_unix_socket(path) for _ in range(MAX_CONNECTIONS)]
         await trio.testing.wait_all_tasks_blocked()
@@ -443,13 +443,13 @@ async def test_a_file_in_the_sockets_place_is_not_deleted(path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-async def test_nobody_there_is_not_mounted(tmp_path: Path) -> None:
+async def test_a_path_without_a_daemon_is_not_mounted(tmp_path: Path) -> None:
     for path in (tmp_path / "none.sock", tmp_path / "no" / "directory.sock"):
         with pytest.raises(NotMountedError, match="`monarch status` lists"):
             await ask(path, "status")
 
 
-async def test_a_daemon_that_dies_before_it_answers_is_told_so(path: Path) -> None:
+async def test_a_daemon_that_dies_before_it_answers_is_reported(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()

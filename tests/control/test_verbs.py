@@ -126,7 +126,7 @@ async def test_the_details_show_tiers_epochs_errors_and_the_log(
 
 @pytest.mark.promise(42)
 @pytest.mark.finding("B4")
-async def test_what_is_not_counted_is_called_so(
+async def test_values_that_are_not_counted_are_shown_as_not_counted(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     daemon = Daemon()
@@ -211,7 +211,7 @@ async def test_a_daemon_that_does_not_listen_is_shown_as_such(
     assert "no daemon listens at" in shown
 
 
-async def test_a_daemon_of_another_version_is_told_apart(state: Path) -> None:
+async def test_a_daemon_of_another_version_is_recognized(state: Path) -> None:
     async def other(params: dict[str, Any], send: Send) -> dict[str, Any]:
         return {"version": "9"}
 
@@ -224,7 +224,9 @@ async def test_a_daemon_of_another_version_is_told_apart(state: Path) -> None:
 
 @pytest.mark.parametrize("command", [status.status, warm.warm])
 @pytest.mark.fault("I2")
-async def test_what_is_no_mount_is_exit_code_9(state: Path, command: click.Command) -> None:
+async def test_a_path_that_is_not_a_mount_is_exit_code_9(
+    state: Path, command: click.Command
+) -> None:
     with pytest.raises(NotMountedError, match="is not in a Monarch mount") as caught:
         await run(command, "/somewhere")
     assert caught.value.exit_code == 9

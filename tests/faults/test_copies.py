@@ -92,7 +92,7 @@ def test_copies_swapped_by_hand_are_never_served_for_one_another(
 
 @pytest.mark.fault("T5")
 @pytest.mark.promise(45)
-def test_a_copy_that_somebody_wrote_into_is_fetched_anew_and_one_only_touched_is_kept(
+def test_a_copy_with_changed_bytes_is_fetched_again_and_one_with_changed_times_is_kept(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast: copy of .* dropped")
@@ -107,7 +107,7 @@ def test_a_copy_that_somebody_wrote_into_is_fetched_anew_and_one_only_touched_is
 
 
 @pytest.mark.fault("T5")
-def test_what_is_put_where_a_copy_will_be_is_never_served(
+def test_files_planted_at_the_path_of_a_copy_are_never_served(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = files()
@@ -132,7 +132,7 @@ def test_what_is_put_where_a_copy_will_be_is_never_served(
 
 
 @pytest.mark.fault("T5")
-def test_a_fifo_in_the_place_of_a_copy_holds_nobody_up(
+def test_a_fifo_in_the_place_of_a_copy_blocks_no_reader(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast: copy of .* dropped")
@@ -177,7 +177,7 @@ def test_copies_deleted_while_nothing_was_mounted_are_a_miss_and_are_not_counted
 
 @pytest.mark.fault("T4", "T6")
 @pytest.mark.promise(50)
-def test_copies_that_a_power_cut_has_cut_short_are_not_counted_although_nobody_asks_for_them(
+def test_copies_truncated_by_a_power_cut_are_not_counted_even_without_a_read(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = files()

@@ -122,7 +122,7 @@ def test_a_server_that_stops_and_dies_in_an_epoch_is_waited_for_and_the_epoch_en
 @pytest.mark.promise(10)
 @pytest.mark.modes("python", "relay", "no_open")
 @pytest.mark.parametrize("servers", [2], indirect=True)
-def test_what_a_distributed_file_system_denies_that_lost_a_server_is_not_believed_gone(
+def test_a_missing_file_on_a_file_system_that_lost_a_server_is_not_taken_for_removed(
     servers: DistributedSource, monarch: MonarchCommand
 ) -> None:
     monarch.expects_log("source: ")

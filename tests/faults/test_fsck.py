@@ -153,7 +153,7 @@ def everything(mounted: Mounted) -> set[tuple[str, int, int, int]]:
 @pytest.mark.fault("T4", "T5")
 @pytest.mark.promise(53)
 @pytest.mark.modes("auto")
-def test_every_damage_to_what_nobody_serves_is_found_and_mended(
+def test_fsck_without_a_daemon_finds_and_repairs_every_damage(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     mounted, content = filled(monarch, tree, source)
@@ -307,7 +307,7 @@ def test_a_damaged_records_file_and_a_damaged_snapshot_are_removed_and_made_anew
 
 @pytest.mark.promise(53)
 @pytest.mark.modes("auto")
-def test_what_a_killed_daemon_has_left_is_found_by_the_mount_point_and_mended(
+def test_fsck_finds_the_state_of_a_killed_daemon_by_its_mount_point_and_repairs_it(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     mounted, content = filled(monarch, tree, source)
@@ -386,7 +386,7 @@ def test_a_directory_in_use_is_refused_and_its_user_named(
 @pytest.mark.fault("I2", "T8")
 @pytest.mark.promise(53)
 @pytest.mark.modes("auto")
-def test_what_is_no_mount_and_no_state_directory_is_told_in_one_line(
+def test_a_path_without_mount_and_state_directory_is_reported_in_one_line(
     monarch: MonarchCommand, tmp_path: Path
 ) -> None:
     for text, code, words in (
@@ -454,7 +454,7 @@ def test_a_person_reads_what_is_wrong_and_what_was_done(
 @pytest.mark.fault("Security")
 @pytest.mark.promise(53)
 @pytest.mark.modes("auto")
-def test_an_ordinary_user_checks_a_mount_of_his_own_and_no_other(
+def test_an_ordinary_user_checks_only_mounts_of_that_user(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     tree({"f": 1000})

@@ -239,7 +239,7 @@ def test_a_source_that_hangs_is_failing_until_it_answers(
 @TWO
 @pytest.mark.fault("S4")
 @pytest.mark.promise(55)
-def test_what_changed_at_the_source_is_told_until_the_snapshot_is_refreshed(
+def test_a_change_at_the_source_is_reported_until_the_snapshot_is_refreshed(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("changed at the source since the snapshot")
@@ -271,7 +271,7 @@ def test_what_changed_at_the_source_is_told_until_the_snapshot_is_refreshed(
 @TWO
 @pytest.mark.fault("T2")
 @pytest.mark.promise(55, 57)
-def test_a_tier_that_becomes_read_only_is_told_and_comes_back(
+def test_a_tier_that_becomes_read_only_is_reported_and_comes_back(
     disk: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log(r"copy to tier fast given up.*Read-only file system \(EROFS\)")
@@ -298,7 +298,7 @@ def test_a_tier_that_becomes_read_only_is_told_and_comes_back(
 @TWO
 @pytest.mark.fault("T1")
 @pytest.mark.promise(55)
-def test_a_tier_whose_disk_others_have_filled_is_told_and_takes_copies_again(
+def test_a_tier_on_a_disk_that_others_filled_is_reported_and_accepts_copies_again(
     small_disk: Path, monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("copy to tier fast given up")
@@ -322,7 +322,7 @@ def test_a_tier_whose_disk_others_have_filled_is_told_and_takes_copies_again(
 @TWO
 @pytest.mark.fault("T9")
 @pytest.mark.promise(55)
-def test_a_tier_that_hangs_is_told_and_comes_back(
+def test_a_tier_that_hangs_is_reported_and_comes_back(
     disk: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("tier fast is out of service")
@@ -345,7 +345,7 @@ def test_a_tier_that_hangs_is_told_and_comes_back(
 @TWO
 @pytest.mark.fault("T4", "T6")
 @pytest.mark.promise(55)
-def test_copies_that_an_unclean_end_left_are_told_until_all_are_verified(
+def test_unverified_copies_after_an_unclean_end_are_reported_until_all_are_verified(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = files()
@@ -365,7 +365,7 @@ def test_copies_that_an_unclean_end_left_are_told_until_all_are_verified(
 @TWO
 @pytest.mark.fault("T4")
 @pytest.mark.promise(55, 57)
-def test_a_damaged_copy_is_told(monarch: MonarchCommand, tree: Tree) -> None:
+def test_a_damaged_copy_is_reported(monarch: MonarchCommand, tree: Tree) -> None:
     monarch.expects_log(r"tier fast: copy of '00[01].jpg' dropped, and the source read instead: .*")
     content = files()
     mounted = monarch.mount(tree(content), options=["verify=open"])
@@ -385,7 +385,7 @@ def test_a_damaged_copy_is_told(monarch: MonarchCommand, tree: Tree) -> None:
 
 @pytest.mark.fault("M6")
 @pytest.mark.promise(55, 57)
-def test_an_error_that_nobody_foresaw_is_told_and_is_one_traceback(
+def test_an_unexpected_error_is_reported_with_one_traceback(
     monarch: MonarchCommand, tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monarch.expects_log("internal error in getxattr\\(\\): returned .*EIO")
@@ -407,7 +407,7 @@ def test_an_error_that_nobody_foresaw_is_told_and_is_one_traceback(
 
 @TWO
 @pytest.mark.promise(55)
-def test_a_log_that_cannot_be_written_is_told_and_says_afterwards_what_may_be_missing(
+def test_a_log_that_cannot_be_written_is_reported_and_later_states_what_may_be_missing(
     small_disk: Path, monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = files()
@@ -435,7 +435,7 @@ def test_a_log_that_cannot_be_written_is_told_and_says_afterwards_what_may_be_mi
 @TWO
 @pytest.mark.fault("M4")
 @pytest.mark.promise(55)
-def test_descriptors_that_run_short_are_told_until_there_are_more(
+def test_a_shortage_of_descriptors_is_reported_until_more_are_free(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = files()
@@ -469,7 +469,7 @@ def _run_short(mounted: Mounted, before: tuple[int, int], content: Mapping[str, 
 @pytest.mark.modes("relay")
 @pytest.mark.fault("M4")
 @pytest.mark.promise(55)
-def test_a_control_group_that_runs_short_of_memory_is_told_until_it_has_more(
+def test_a_shortage_of_memory_in_the_control_group_is_reported_until_it_has_more(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = files()

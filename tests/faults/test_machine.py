@@ -110,7 +110,7 @@ def mount_by(monarch: MonarchCommand, *prefix: str, options: str = "") -> Mounte
 
 @pytest.mark.fault("M4")
 @pytest.mark.promise(51)
-def test_with_256_descriptors_many_open_files_are_served_or_told_and_all_is_well_after(
+def test_with_256_descriptors_opens_are_served_or_refused_and_the_mount_recovers(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     sizes = sized(600, 3000, large=2)
@@ -142,7 +142,7 @@ def test_with_256_descriptors_many_open_files_are_served_or_told_and_all_is_well
 @needs_root
 @pytest.mark.fault("M4")
 @pytest.mark.promise(51)
-def test_without_a_thread_to_be_had_reads_go_on(monarch: MonarchCommand, tree: Tree) -> None:
+def test_without_a_free_thread_reads_continue(monarch: MonarchCommand, tree: Tree) -> None:
     sizes = sized(60, 50_000, large=4)
     tree(sizes)
     mounted = monarch.mount(monarch.directory / "source", tiers={"fast": "1GiB"})
@@ -234,7 +234,7 @@ def test_a_mount_in_a_mount_or_of_a_mount_is_refused(
 
 @pytest.mark.fault("M1", "M2")
 @pytest.mark.promise(12)
-def test_readers_of_a_killed_daemon_are_told_at_once_and_the_next_mount_serves(
+def test_readers_of_a_killed_daemon_get_an_error_at_once_and_the_next_mount_serves(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     sizes = sized(40, 50_000, large=3)
@@ -260,7 +260,7 @@ def test_readers_of_a_killed_daemon_are_told_at_once_and_the_next_mount_serves(
 
 @pytest.mark.fault("M2")
 @pytest.mark.promise(12)
-def test_a_daemon_killed_while_it_waits_for_a_hung_source_keeps_nobody_waiting(
+def test_a_daemon_killed_during_a_call_of_a_hung_source_leaves_no_process_waiting(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     """Its threads cannot end before the source answers; its readers can."""
@@ -496,7 +496,7 @@ TASKS = (
 @pytest.mark.fault("M6")
 @pytest.mark.promise(52)
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_of_the_daemon_that_fails_is_begun_again_and_the_mount_goes_on(
+def test_a_failed_task_of_the_daemon_is_started_again_and_the_mount_continues(
     monarch: MonarchCommand, tree: Tree, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     sizes = sized(4, 5000, large=1)
@@ -582,7 +582,7 @@ def at_rest(mounted: Mounted) -> Belongings:
 
 @pytest.mark.modes("python", "relay")
 @pytest.mark.fault("M7")
-def test_locks_are_the_kernel_s_and_hold_up_nobody_else(
+def test_locks_of_files_are_the_kernels_and_block_no_other_process(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     mounted = monarch.mount(tree({"a": b"content", "b": b"other"}))
@@ -649,7 +649,7 @@ def waiting(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.modes("relay", "passthrough")
 @pytest.mark.fault("M8", "S1")
 @pytest.mark.promise(44)
-def test_ctrl_c_of_who_waits_for_the_source_to_open_a_file_is_heard_at_once(
+def test_ctrl_c_interrupts_an_open_that_waits_for_the_source_at_once(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = {"small": contents("small", 5000), "large": contents("large", 9_000_000)}
@@ -690,7 +690,7 @@ def test_ctrl_c_of_who_waits_for_the_source_to_open_a_file_is_heard_at_once(
 
 @pytest.mark.fault("M9")
 @pytest.mark.promise(56)
-def test_a_daemon_that_was_stopped_for_a_while_goes_on_as_before(
+def test_a_daemon_that_was_stopped_for_a_while_continues(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, pytestconfig: pytest.Config
 ) -> None:
     stopped_s = 30 if pytestconfig.getoption("--soak") else 2.5

@@ -150,7 +150,7 @@ def test_no_special_bits_and_modes_land_on_what_was_put_there_meanwhile(
 @pytest.mark.finding("D1")
 @pytest.mark.promise(77)
 @pytest.mark.fault("U1")
-def test_what_each_user_may_do_is_done_as_that_user(mounted: Mounted) -> None:
+def test_changes_are_made_at_the_source_as_the_user_who_made_them(mounted: Mounted) -> None:
     team, own = mounted.source / "team", mounted.source / "own"
     acts(ALICE, mounted.path / "own", "umask 027; mkdir d; echo 1 > d/f; ln d/f d/g; ln -s f d/s")
     acts(ALICE, mounted.path / "own", "mv d e; mkfifo e/p; chmod 604 e/f; touch -d @5 e/f")
@@ -242,7 +242,7 @@ def test_a_change_of_others_is_not_overwritten(monarch: MonarchCommand, tree: Tr
 @pytest.mark.fault("U7")
 @pytest.mark.promise(88)
 @pytest.mark.finding("D1")
-def test_a_write_of_another_user_takes_the_set_id_bit_and_is_brought(mounted: Mounted) -> None:
+def test_a_write_by_another_user_clears_the_set_id_bit_and_is_drained(mounted: Mounted) -> None:
     source = mounted.source
     acts(ALICE, mounted.path / "own", "echo alice > program; chmod 4777 program")
     drain(mounted)
@@ -293,7 +293,7 @@ def test_a_change_that_is_refused_holds_up_no_other_user(
 @pytest.mark.finding("D9")
 @pytest.mark.promise(81)
 @pytest.mark.fault("U4")
-def test_who_removes_what_is_refused_is_held_up_no_longer(
+def test_removing_the_refused_file_unblocks_its_user(
     mounted: Mounted, monarch: MonarchCommand
 ) -> None:
     monarch.expects_log("the source refuses")

@@ -116,7 +116,7 @@ def test_wrong_bytes_that_were_read_already_are_not_read_again_from_memory(
 @pytest.mark.fault("T4")
 @pytest.mark.promise(46)
 @pytest.mark.modes("python", "relay", "no_open")
-def test_who_has_a_damaged_copy_open_reads_on_at_the_source(
+def test_a_process_with_a_damaged_copy_open_continues_at_the_source(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy of .*f.* dropped")
@@ -135,7 +135,7 @@ def test_who_has_a_damaged_copy_open_reads_on_at_the_source(
 
 @pytest.mark.fault("T4", "T5")
 @pytest.mark.promise(46)
-def test_what_is_missing_cut_short_or_swapped_is_found_before_anybody_opens_it(
+def test_missing_truncated_and_swapped_copies_are_found_before_an_open(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("dropped.*: found by scrub")
@@ -171,7 +171,7 @@ def disk(tmp_path: Path) -> Iterator[SlowSource]:
 
 @pytest.mark.fault("T3")
 @pytest.mark.promise(46)
-def test_a_copy_that_the_disk_does_not_give_back_is_found_before_anybody_opens_it(
+def test_a_copy_with_a_read_error_is_found_before_an_open(
     disk: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy of 'large' dropped.*: found by scrub: Input/output error")

@@ -32,7 +32,7 @@ KEY = "what-only-the-environment-holds-9d02b4"
 
 @pytest.mark.fault("Security")
 @pytest.mark.promise(19, 23)
-def test_what_a_user_may_not_read_at_the_source_he_finds_nowhere(
+def test_bytes_that_a_user_may_not_read_at_the_source_are_nowhere_readable_for_that_user(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)

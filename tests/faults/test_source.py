@@ -113,7 +113,7 @@ def epochs_by_four(mounted: Mounted, content: dict[str, bytes]) -> Iterator[Call
 
 @pytest.mark.fault("S1")
 @pytest.mark.promise(11)
-def test_while_every_call_of_the_source_hangs_who_needs_none_goes_on(
+def test_while_every_call_of_the_source_hangs_processes_that_need_no_call_continue(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = files() | {"large": contents("large", LARGE)}
@@ -218,7 +218,7 @@ def failing(slow: SlowSource) -> int:
 
 @pytest.mark.fault("S2")
 @pytest.mark.promise(9, 10, 57, 58)
-def test_a_source_that_is_gone_is_an_error_only_to_who_needs_it_until_it_is_back(
+def test_a_source_that_is_away_is_an_error_only_for_processes_that_need_it(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("source: ")
@@ -382,7 +382,7 @@ CHANGES = (unlinked, renamed, truncated, emptied, replaced, rewritten)
 
 @pytest.mark.fault("M9", "S4", "S5", "S6")
 @pytest.mark.promise(2, 26)
-def test_what_changes_at_the_source_while_it_is_copied_leaves_no_copy_and_no_name(
+def test_a_file_that_changes_while_it_is_copied_leaves_no_copy_and_no_temporary_name(
     monarch: MonarchCommand, tree: Tree, source: Path, tmp_path: Path
 ) -> None:
     if reason := slowfs.unavailable():
@@ -452,7 +452,7 @@ def _require_new(mounted: Mounted, original: Path, name: str, old: bytes) -> Non
 
 @pytest.mark.fault("S7")
 @pytest.mark.promise(24, 59)
-def test_what_the_source_does_not_let_us_list_is_closed_and_not_empty(
+def test_directories_that_cannot_be_listed_at_the_source_are_closed_and_not_empty(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     """As a server does that does not believe root."""
@@ -484,7 +484,7 @@ def test_what_the_source_does_not_let_us_list_is_closed_and_not_empty(
 @pytest.mark.fault("S7")
 @pytest.mark.promise(24)
 @pytest.mark.modes("python", "relay", "no_open")
-def test_an_ordinary_users_mount_shows_what_he_may_not_read_and_serves_the_rest(
+def test_an_ordinary_users_mount_shows_unreadable_files_and_serves_the_others(
     monarch: MonarchCommand,
 ) -> None:
     with nobody(monarch.case) as user:
@@ -527,7 +527,7 @@ def test_an_ordinary_users_mount_shows_what_he_may_not_read_and_serves_the_rest(
 @pytest.mark.promise(16, 60)
 @pytest.mark.modes("python", "relay")
 @pytest.mark.parametrize("one_file_system", [False, True])
-def test_a_scan_neither_follows_cycles_nor_leaves_the_file_system_if_told_so(
+def test_a_scan_neither_follows_cycles_nor_leaves_the_file_system_with_one_file_system(
     monarch: MonarchCommand, tree: Tree, *, one_file_system: bool
 ) -> None:
     source = tree({"a/file": 5000, "a/b/file": 5000, "again": None, "other": None, "bound": b""})
@@ -633,7 +633,7 @@ def _tree_of(path: Path) -> dict[str, list[str]]:
 @pytest.mark.promise(98)
 @pytest.mark.finding("D2")
 @pytest.mark.modes("python", "relay", "no_open")
-def test_whatever_befalls_a_given_snapshot_a_mount_goes_on(
+def test_damage_to_a_given_snapshot_does_not_stop_a_mount(
     monarch: MonarchCommand, source: Path, tmp_path: Path
 ) -> None:
     names = {f"d{d:02}": [f"{n:04}" for n in range(400)] for d in range(12)}
@@ -738,7 +738,7 @@ def _read_or_stale(mounted: Mounted, name: str, mode: str) -> bytes:
 @pytest.mark.fault("S14")
 @pytest.mark.promise(29)
 @pytest.mark.finding("D4")
-def test_two_versions_of_one_second_are_told_apart(
+def test_two_versions_within_one_second_are_distinguished(
     coarse: Path, monarch: MonarchCommand, mode: str
 ) -> None:
     one, two = contents("one", 20_000), contents("two", 20_000)
@@ -789,7 +789,7 @@ def test_without_opens_a_second_look_takes_the_old_version_out_of_the_kernel_s_p
 @pytest.mark.fault("S14")
 @pytest.mark.promise(29)
 @pytest.mark.finding("D4")
-def test_what_was_fetched_of_young_files_is_compared_with_the_source(
+def test_fetched_bytes_of_young_files_are_compared_with_the_source(
     coarse: Path, tmp_path: Path, monarch: MonarchCommand, mode: str
 ) -> None:
     """All that the daemon fetches by itself, files that have no room in a tier, and large ones."""
@@ -852,7 +852,7 @@ def test_a_file_that_was_fetched_while_it_was_being_written_is_whole_soon(
 
 @pytest.mark.fault("S14")
 @pytest.mark.finding("D4")
-def test_a_file_that_has_rested_is_looked_at_once(
+def test_a_file_that_has_rested_is_checked_once(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = files(20)

@@ -200,7 +200,7 @@ def _rewrite(path: Path, name: bytes, value: bytes) -> None:
         (newer_snapshot, 5, "has format version 3, this Monarch reads 2"),
     ],
 )
-def test_what_a_newer_monarch_wrote_is_refused_and_kept_to_the_byte(
+def test_files_of_a_newer_monarch_are_refused_and_kept_to_the_byte(
     monarch: MonarchCommand,
     prepared: Prepared,
     write: Callable[[Path], None],
@@ -289,7 +289,7 @@ def test_names_of_an_older_format_are_read_anew_and_the_copies_stay(
 
 
 @pytest.mark.fault("T8")
-def test_records_that_nobody_can_read_are_begun_anew_and_a_line_says_so(
+def test_unreadable_records_are_started_anew_and_a_line_reports_it(
     monarch: MonarchCommand, prepared: Prepared
 ) -> None:
     monarch.expects_log("cannot be read, so copies are made again")

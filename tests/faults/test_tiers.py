@@ -298,7 +298,7 @@ def test_a_file_that_stays_open_while_a_tier_is_full_is_copied_when_it_has_room_
 
 @pytest.mark.modes("relay")
 @pytest.mark.finding("C8")
-def test_what_the_end_waits_for_is_in_the_log(
+def test_the_log_names_the_calls_that_the_end_waits_for(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = files(1)
@@ -343,7 +343,7 @@ def test_a_disk_that_became_read_only_serves_what_it_has_and_the_next_tier_takes
 
 @pytest.mark.fault("T2")
 @pytest.mark.promise(48)
-def test_a_disk_that_was_unmounted_is_let_go_and_its_copies_are_used_again_when_it_is_back(
+def test_a_disk_that_was_unmounted_is_released_and_its_copies_are_used_again_when_it_is_back(
     ext4: Disk, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service")
@@ -424,7 +424,7 @@ def test_a_disk_that_answers_everything_with_an_error_is_a_miss_until_it_is_repa
 
 @pytest.mark.fault("T3")
 @pytest.mark.promise(4, 8)
-def test_a_copy_that_cannot_be_read_is_dropped_and_told_once(
+def test_a_copy_that_cannot_be_read_is_dropped_and_reported_once(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log(r"tier fast: copy of '00.\.jpg' dropped, and the source read .*EIO")
@@ -455,7 +455,7 @@ def test_a_copy_that_cannot_be_read_is_dropped_and_told_once(
 @pytest.mark.fault("T3")
 @pytest.mark.promise(39)
 @pytest.mark.modes("passthrough")
-def test_with_passthrough_only_who_has_the_copy_open_sees_that_the_disk_fails(
+def test_with_passthrough_only_processes_with_the_copy_open_see_that_the_disk_fails(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("dropped")
@@ -515,7 +515,7 @@ def test_a_disk_that_cannot_be_read_any_more_takes_no_copies_until_it_can(
 
 @pytest.mark.fault("T9")
 @pytest.mark.promise(37, 47)
-def test_a_tier_that_hangs_while_copies_are_made_holds_up_nobody(
+def test_a_tier_that_hangs_while_copies_are_made_blocks_no_reader(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     _hangs_at("write", slow_tier, monarch, tree, source)

@@ -91,7 +91,7 @@ def small_tier(monarch: MonarchCommand) -> Iterator[CuttableDisk]:
 
 
 @pytest.mark.promise(71)
-def test_what_does_not_fit_into_the_tier_goes_to_the_source(
+def test_files_that_do_not_fit_into_the_tier_are_written_to_the_source(
     small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
 ) -> None:
     mounted = monarch.mount(tree({"a": 10}), tiers={"fast": "12MiB"}, options=OPTIONS)
@@ -310,7 +310,7 @@ def test_a_tier_full_of_what_is_not_drained_ends_and_mounts_and_drains(
 
 @pytest.mark.promise(69)
 @pytest.mark.parametrize("rule", ["err * EIO .*", "hang * .*", "err write ENOSPC .*"])
-def test_a_source_that_fails_loses_nothing_and_holds_up_nobody(
+def test_a_source_that_fails_loses_nothing_and_blocks_no_writer(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, rule: str
 ) -> None:
     if "hang" not in rule:
@@ -380,7 +380,7 @@ def test_a_tier_with_what_is_not_drained_cannot_be_forgotten(
 
 @pytest.mark.promise(73)
 @pytest.mark.modes("relay")
-def test_a_record_whose_bytes_are_gone_is_told_and_what_is_behind_it_goes_on(
+def test_an_object_without_its_bytes_is_reported_and_later_changes_are_drained(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("'one' is lost")
@@ -603,7 +603,7 @@ def test_an_fsync_that_failed_fails_until_the_file_is_written_anew(
 
 @pytest.mark.promise(155)
 @pytest.mark.modes("relay")
-def test_many_slow_fsyncs_hold_up_nobody_who_opens_or_creates(
+def test_many_slow_fsyncs_delay_no_open_and_no_creation(
     syncs: Syncs, monarch: MonarchCommand, tree: Tree
 ) -> None:
     tree({"a": 10})
@@ -689,7 +689,7 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
 @pytest.mark.promise(68, 151, 152)
 @pytest.mark.modes("auto")
 @needs_root
-def test_what_was_safe_in_other_ways_is_there_after_a_power_cut(
+def test_syncs_of_other_kinds_survive_a_power_cut(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     tree({"a": 10})

@@ -103,7 +103,7 @@ def test_the_weights_do_not_change_while_they_are_copied(tmp_path: Path) -> None
     assert restored is not None and restored.state.tolist() == [1.0] * 1000
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_none_is_begun_beside_it(
+def test_training_continues_while_a_checkpoint_is_written_and_no_second_one_is_begun(
     tmp_path: Path, storage: Slow
 ) -> None:
     state = {"w": UpdatedOnly(np.zeros(1000))}
@@ -128,7 +128,7 @@ def test_as_many_are_in_flight_as_were_asked_for(tmp_path: Path, storage: Slow) 
     assert steps(tmp_path) == [3, 2, 1]
 
 
-def test_an_update_without_the_gate_is_a_mistake_that_is_told(tmp_path: Path) -> None:
+def test_an_update_without_the_gate_is_reported_as_a_mistake(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(CheckpointError, match="before_update"):
             checkpointer.after_update(dict)
@@ -137,7 +137,7 @@ def test_an_update_without_the_gate_is_a_mistake_that_is_told(tmp_path: Path) ->
             checkpointer.after_update(dict)
 
 
-def test_what_a_checkpoint_cannot_hold_is_told_at_once_and_the_next_is_taken(
+def test_state_that_a_checkpoint_cannot_hold_is_reported_at_once_and_the_next_one_is_taken(
     tmp_path: Path,
 ) -> None:
     with Checkpointer(tmp_path, every=1) as checkpointer:
@@ -169,7 +169,7 @@ def test_the_order_of_the_data_is_saved_with_the_state_and_comes_back_with_it(
             checkpointer.restore()
 
 
-def test_a_checkpoint_that_fails_is_told_of_once_kept_away_from_the_old_one_and_tried_again(
+def test_a_checkpoint_that_fails_is_reported_once_never_replaces_the_old_one_and_is_retried(
     tmp_path: Path, storage: Slow
 ) -> None:
     storage.may_write.set()

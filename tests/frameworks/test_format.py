@@ -91,7 +91,7 @@ def test_arrays_that_do_not_lie_in_order_come_back_in_order() -> None:
     ]
 
 
-def test_what_is_copied_at_once_is_apart_from_what_only_the_update_changes() -> None:
+def test_arrays_copied_at_once_are_separate_from_arrays_that_only_the_update_changes() -> None:
     weights, means = np.ones(3), np.ones(3)
     capture = Capture([UpdatedOnly(weights), means], {})
     buffer = np.zeros(capture.nbytes, np.uint8)
@@ -144,7 +144,7 @@ Pair = namedtuple("Pair", "a b")
         (np.ma.masked_array([1]), "state: .*MaskedArray"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_by_its_place(state: object, place: str) -> None:
+def test_a_value_that_cannot_be_saved_is_refused_with_its_place(state: object, place: str) -> None:
     with pytest.raises(TypeError, match=place):
         Capture(state, {})
 
@@ -175,7 +175,7 @@ def test_every_damaged_byte_and_every_cut_is_seen() -> None:
         (b'{"version":1,"arrays":[],"state":{"dict":[[{"dict":[]},1]]}}', "is not valid"),
     ],
 )
-def test_a_file_that_nobody_here_wrote_is_refused(header: bytes, complaint: str) -> None:
+def test_a_file_that_monarch_did_not_write_is_refused(header: bytes, complaint: str) -> None:
     content = b"MONARCHk" + len(header).to_bytes(8, "little") + header
     content += bytes(-len(content) % 4096) + bytes(8)
     content += trailer(xxhash.xxh3_64_intdigest(content))
@@ -205,7 +205,7 @@ def container(own: object, **tensors: object) -> np.ndarray[Any, np.dtype[np.uin
         ),
     ],
 )
-def test_a_file_of_safetensors_that_nobody_here_wrote_is_refused(
+def test_a_file_of_safetensors_that_monarch_did_not_write_is_refused(
     own: object, tensors: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(CheckpointError, match=complaint):

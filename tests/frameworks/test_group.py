@@ -120,7 +120,7 @@ def test_ranks_put_a_checkpoint_off_together_until_all_have_room(
         assert taken[0] == [10, 18, 25, 32, 39]
 
 
-def test_ranks_that_are_not_at_the_same_call_are_told_so_and_nobody_waits(tmp_path: Path) -> None:
+def test_ranks_that_are_not_at_the_same_call_get_an_error_and_none_waits(tmp_path: Path) -> None:
     def train(group: Group) -> str:
         with Checkpointer(tmp_path, every=2, group=group) as checkpointer:
             checkpointer.step = group.rank
@@ -268,7 +268,7 @@ def test_ranks_tell_each_other_of_few_sets_however_long_one_cannot_save(
     assert [len(each) <= 3 for each in steps_of(tmp_path, 2)] == [True, True]
 
 
-def test_a_part_that_cannot_be_saved_is_told_to_every_rank(tmp_path: Path) -> None:
+def test_a_part_that_cannot_be_saved_is_an_error_at_every_rank(tmp_path: Path) -> None:
     def work(group: Group) -> str:
         with Checkpointer(tmp_path, group=group) as checkpointer:
             checkpointer.save({"w": 1})

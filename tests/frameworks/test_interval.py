@@ -251,7 +251,7 @@ def test_interference_that_never_ends_does_not_end_the_checkpoints() -> None:
     assert max(window(interval, 0.2) for _ in range(200)) == 80
 
 
-def test_what_a_copy_holds_up_the_training_is_kept_within_the_budget() -> None:
+def test_the_time_that_copies_take_from_the_training_stays_within_the_budget() -> None:
     interval = fed()
     for _ in range(3):
         for n in range(interval.iterations):

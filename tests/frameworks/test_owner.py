@@ -94,7 +94,7 @@ def test_an_owner_that_is_not_renewed_is_void(tmp_path: Path, other_node: Node) 
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\0" * 100])
-def test_what_is_no_owner_is_watched_as_one(
+def test_a_file_that_is_not_an_owner_is_watched_as_one(
     tmp_path: Path, other_node: Node, content: bytes
 ) -> None:
     (tmp_path / owner.OWNER).write_bytes(content)
@@ -108,7 +108,7 @@ def test_an_owner_is_not_followed_anywhere(tmp_path: Path) -> None:
         Checkpointer(tmp_path)
 
 
-def test_one_of_this_machine_that_is_gone_holds_nobody_up(tmp_path: Path) -> None:
+def test_an_owner_of_this_machine_that_is_dead_blocks_no_trainer(tmp_path: Path) -> None:
     here = {"boot": owner._boot(), "namespace": owner._namespace()}
     for dead in ({"pid": os.getpid()}, {"pid": os.getppid(), "started": 1}, {"pid": 1 << 22}):
         owned(tmp_path, **here, **dead)
@@ -122,7 +122,9 @@ def test_one_of_this_machine_that_is_gone_holds_nobody_up(tmp_path: Path) -> Non
 
 
 @pytest.mark.promise(165)
-def test_who_lost_the_directory_enters_no_checkpoint_and_removes_none(tmp_path: Path) -> None:
+def test_a_trainer_that_lost_the_directory_enters_no_checkpoint_and_removes_none(
+    tmp_path: Path,
+) -> None:
     checkpointer = Checkpointer(tmp_path, keep_last=1)
     checkpointer.save({"w": 1})
     before = list_checkpoints(tmp_path)
@@ -136,7 +138,7 @@ def test_who_lost_the_directory_enters_no_checkpoint_and_removes_none(tmp_path: 
     assert path.exists()
 
 
-def test_an_owner_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+def test_an_owner_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         (tmp_path / owner.OWNER).unlink()
         checkpointer.save({"w": 1})

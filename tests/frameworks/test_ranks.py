@@ -63,7 +63,7 @@ def jobs() -> Iterator[Jobs]:
 
 
 @pytest.mark.promise(162)
-def test_four_ranks_of_which_one_is_killed_go_on_with_a_step_that_all_have(
+def test_four_ranks_of_which_one_is_killed_continue_with_a_step_that_all_have(
     jobs: Jobs, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     (expected, *_) = jobs.told("train", *[{"directory": str(tmp_path / "whole"), "steps": 12}] * 4)
@@ -130,7 +130,9 @@ def test_a_model_of_which_each_rank_has_a_part_is_restored_by_any_number_of_rank
 
 
 @pytest.mark.promise(163)
-def test_what_cannot_be_saved_is_told_at_the_first_update(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_saved_is_reported_at_the_first_update(
+    jobs: Jobs, tmp_path: Path
+) -> None:
     answers = jobs.run(
         "sharded", *[{"directory": str(tmp_path / "a"), "steps": 1, "grouped": False}]
     )

@@ -140,7 +140,7 @@ def test_a_run_that_crashes_at_any_index_uses_every_sample_once() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7])
-def test_a_run_goes_on_with_other_numbers_of_ranks(batch: int) -> None:
+def test_a_run_continues_with_other_numbers_of_ranks(batch: int) -> None:
     count = 1000
     for crash in range(0, count, 3 * batch):
         used: list[int] = []
@@ -166,7 +166,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(batch: int) -> None:
         assert set(used) == set(range(count)) and again.total() <= 2, crash
 
 
-def test_what_workers_fetch_ahead_is_not_consumed() -> None:
+def test_samples_that_workers_prefetch_are_not_consumed() -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     from torch.utils.data import DataLoader
@@ -192,7 +192,7 @@ def test_what_workers_fetch_ahead_is_not_consumed() -> None:
     assert used == epoch_permutation(1, 0, count).tolist()
 
 
-def test_epochs_go_on_where_the_run_was() -> None:
+def test_epochs_continue_where_the_run_was() -> None:
     sampler = ResumableSampler(4, seed=1)
     seen = []
     for epoch in sampler.epochs(3):
@@ -284,7 +284,7 @@ def test_every_rank_has_as_many_batches_as_torchs_own_sampler_gives_it(drop_last
 
 
 @pytest.mark.promise(166)
-def test_frameworks_may_set_the_epoch_and_a_run_that_goes_on_stays_where_it_was() -> None:
+def test_frameworks_may_set_the_epoch_and_a_continued_run_keeps_its_place() -> None:
     sampler = ResumableSampler(10, seed=1)
     sampler.set_epoch(2)
     assert list(sampler) == epoch_permutation(1, 2, 10).tolist()

@@ -129,7 +129,7 @@ def test_storage_that_fails_at_any_call_harms_no_older_checkpoint(
     assert failed > 8
 
 
-def test_the_newest_whole_checkpoint_is_restored_and_damaged_ones_are_told_of(
+def test_the_newest_whole_checkpoint_is_restored_and_damaged_ones_are_reported(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, 10, 20, 30)
@@ -211,7 +211,7 @@ def test_a_name_in_the_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     assert outside.read_bytes() == b"precious"
 
 
-def test_a_second_trainer_is_kept_out_and_a_forked_worker_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_second_trainer_is_refused_and_a_forked_worker_blocks_no_trainer(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path)
     with pytest.raises(LockedError, match="another trainer"):
         Checkpointer(tmp_path)
@@ -343,7 +343,7 @@ def test_a_mount_that_cannot_say_how_durable_a_file_is_lets_no_old_one_go(
     assert told == (None if error == errno.ENODATA else "none")
 
 
-def test_what_is_read_back_before_old_ones_go_is_not_what_the_kernel_still_has(
+def test_reading_back_before_old_ones_are_removed_does_not_use_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 10, 20)

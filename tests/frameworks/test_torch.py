@@ -55,7 +55,7 @@ def test_tensors_within_any_nest_come_back_where_they_were(tmp_path: Path) -> No
     assert found[5] == "x" and found["n"].tolist() == [0, 1]
 
 
-def test_a_tensor_that_nobody_prepared_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_tensor_that_was_not_prepared_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(TypeError, match=r"state\['w'\].*leaves\(\) prepares tensors"):
             checkpointer.save({"w": torch.ones(1)})
@@ -85,7 +85,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: int) -> list[float]
     return losses
 
 
-def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_a_run_continues_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     model, optimizer, scheduler = run()
     train(model, optimizer, scheduler, 5)
     state = adapter.TorchState(model=model, optimizer=optimizer, scheduler=scheduler)

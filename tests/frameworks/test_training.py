@@ -156,7 +156,7 @@ def test_a_killed_run_ends_with_the_same_weights_and_each_sample_used_once_an_ep
     assert [name for name in found if found[name] != expected[name]] == []
 
 
-def test_the_example_of_the_document_runs_and_goes_on(tmp_path: Path) -> None:
+def test_the_example_of_the_document_runs_and_continues(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     text = (ROOT / "docs" / "training.md").read_text()

@@ -96,7 +96,7 @@ def told_as(seen: wire.Stat, known: Attributes) -> None:
     assert seen.ctime_ns == known.ctime_ns
 
 
-def test_every_name_and_attribute_is_told_as_the_snapshot_has_it(
+def test_every_name_and_attribute_is_answered_as_in_the_snapshot(
     varied: Path, tmp_path: Path
 ) -> None:
     with rig(varied, tmp_path) as made:
@@ -172,7 +172,7 @@ def test_listings_are_the_snapshots_whatever_the_buffer(
         assert made.is_quiet()
 
 
-def test_a_listing_goes_on_from_any_place_and_ends_behind_the_last(
+def test_a_listing_continues_at_any_offset_and_ends_behind_the_last(
     varied: Path, tmp_path: Path
 ) -> None:
     with rig(varied, tmp_path) as made:
@@ -188,7 +188,7 @@ def test_a_listing_goes_on_from_any_place_and_ends_behind_the_last(
             assert told.error == 0 and told.body == b""
 
 
-def test_what_was_not_read_from_the_snapshot_yet_is_pythons_to_answer(
+def test_blocks_that_were_not_read_from_the_snapshot_yet_are_answered_by_python(
     varied: Path, tmp_path: Path
 ) -> None:
     with rig(varied, tmp_path, loaded=False) as made:
@@ -207,7 +207,7 @@ def test_what_was_not_read_from_the_snapshot_yet_is_pythons_to_answer(
         assert wire.parse_entry(made.lookup(1, b"a").body)[0] == made.ino("a")
 
 
-def test_what_is_not_as_the_snapshot_tells_is_pythons_to_answer(made: Rig) -> None:
+def test_files_that_differ_from_the_snapshot_are_answered_by_python(made: Rig) -> None:
     ino = made.ino("b")
     made.residency.mark_differing(ino)
     made.residency.mark_differing(made.ino("sub"))
@@ -243,7 +243,7 @@ def test_names_that_only_python_understands_are_passed_on(made: Rig) -> None:
         del unique
 
 
-def test_attributes_that_are_not_ours_are_refused_without_python(made: Rig) -> None:
+def test_foreign_attributes_are_refused_without_python(made: Rig) -> None:
     ino = made.ino("a")
     for name in (b"security.capability", b"user.x", b"user.monarc", b""):
         told = made.ask(Op.GETXATTR, ino, wire.GETXATTR_IN.pack(100, 0) + name + b"\0")
@@ -263,7 +263,7 @@ def test_whether_a_file_is_a_terminal_is_answered_without_python(made: Rig) -> N
     assert made.is_quiet()
 
 
-def test_the_kernel_is_told_what_libfuse_does_not_know(tree: Tree, tmp_path: Path) -> None:
+def test_the_kernel_gets_the_flags_that_libfuse_does_not_know(tree: Tree, tmp_path: Path) -> None:
     with rig(tree({}), tmp_path, passthrough=True, cache_listings=True) as made:
         told = made.init(wire.INIT_EXT | wire.INIT_NO_OPENDIR_SUPPORT, wire.INIT2_PASSTHROUGH)
         flags, flags2, depth = told[3], told[10], told[11]
@@ -388,7 +388,7 @@ def test_a_descriptor_that_python_hands_over_is_read_without_it(made: Rig) -> No
     assert made.is_quiet()
 
 
-def test_what_is_open_with_python_cannot_be_handed_over(made: Rig) -> None:
+def test_an_inode_that_is_open_with_python_cannot_be_handed_over(made: Rig) -> None:
     ino = made.ino("a")
     with open(made.source / "a", "rb") as file:
         assert not made.datapath.bind(ino, file.fileno(), tier=0, size=SIZE)
@@ -431,7 +431,7 @@ def test_a_copy_that_is_cut_while_it_is_open_is_read_by_python(made: Rig) -> Non
 
 
 @pytest.mark.parametrize("mark", ["mark_changed", "mark_differing", "mark_unverified"])
-def test_a_copy_that_somebody_must_look_at_first_is_pythons(made: Rig, mark: str) -> None:
+def test_a_copy_that_must_be_verified_first_is_opened_by_python(made: Rig, mark: str) -> None:
     ino = made.place("a")
     call = getattr(made.residency, mark)
     call(np.array([ino]) if mark == "mark_unverified" else ino)
@@ -590,7 +590,9 @@ def test_bytes_that_python_keeps_outlive_the_datapath(tree: Tree, tmp_path: Path
 
 
 @pytest.mark.parametrize("why", ["changed", "gone", "other", "marked", "large", "held"])
-def test_what_cannot_be_fetched_is_pythons(tree: Tree, tmp_path: Path, why: str) -> None:
+def test_files_that_cannot_be_fetched_are_opened_by_python(
+    tree: Tree, tmp_path: Path, why: str
+) -> None:
     source = tree({"a": SIZE, **{f"b{n}": SIZE for n in range(4)}})
     with rig(source, tmp_path, fetch_max=SIZE - 1 if why == "large" else SIZE) as made:
         made.init()
@@ -804,7 +806,7 @@ def test_a_read_without_an_open_goes_to_python_rather_than_uncounted(no_open: Ri
 # -- callers that are killed -----------------------------------------------------------------------
 
 
-def test_who_is_killed_while_python_looks_for_a_file_is_let_go(made: Rig, killed: int) -> None:
+def test_a_process_killed_while_python_opens_its_file_is_released(made: Rig, killed: int) -> None:
     ino = made.ino("a")
     opened = made.send_open(ino, pid=killed)
     passed = made.passed()
@@ -819,7 +821,7 @@ def test_who_is_killed_while_python_looks_for_a_file_is_let_go(made: Rig, killed
         made.any_answer(0.1)
 
 
-def test_who_is_killed_while_python_reads_is_let_go(made: Rig, killed: int) -> None:
+def test_a_process_killed_while_python_reads_is_released(made: Rig, killed: int) -> None:
     unique = made.send(Op.STATFS, 1, pid=killed)
     read = made.send_read(made.ino("a"), 2, 0, 10, pid=killed)
     late = [made.passed(), made.passed()]
@@ -844,7 +846,7 @@ def test_an_interrupt_that_comes_first_is_not_lost(made: Rig, killed: int) -> No
     assert made.answer(unique).error == errno.EINTR
 
 
-def test_who_is_killed_after_a_signal_that_it_survived_is_let_go(
+def test_a_process_killed_after_a_signal_that_it_survived_is_released(
     made: Rig, stuck: subprocess.Popen[bytes]
 ) -> None:
     """The kernel tells of the first signal only, so the datapath looks again, however busy."""
@@ -871,7 +873,7 @@ def test_who_is_killed_after_a_signal_that_it_survived_is_let_go(
 # -- the end ---------------------------------------------------------------------------------------
 
 
-def test_the_end_of_the_device_is_told(made: Rig) -> None:
+def test_the_end_of_the_device_is_reported(made: Rig) -> None:
     assert not made.datapath.state().ended
     made.kernel.shutdown(socket.SHUT_RDWR)
     eventually(lambda: made.datapath.state().ended, "the end is noticed")

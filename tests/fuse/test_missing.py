@@ -66,12 +66,12 @@ def test_readers_tell_what_is_missing_only_where_python_lets_them(
     assert is_passed(made, directory, b"none")
 
 
-def test_the_kernel_is_told_for_how_long_a_name_is_missing(made: Rig) -> None:
+def test_the_kernel_is_given_the_time_for_which_a_name_is_missing(made: Rig) -> None:
     made.datapath.tell_missing(MADE, valid_s=7, for_s=LONG_S)
     assert wire.ENTRY.unpack_from(made.lookup(MADE, b"none").body)[2:] == (7, 0, 0, 0)
 
 
-def test_what_readers_may_tell_has_an_end(made: Rig) -> None:
+def test_missing_names_are_answered_only_for_a_limited_time(made: Rig) -> None:
     made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=1e-9)
     assert is_passed(made, MADE, b"none")
 
@@ -84,7 +84,7 @@ def test_names_of_the_snapshot_in_a_changed_directory_are_pythons(made: Rig) -> 
     assert not is_passed(made, ROOT_INO, b"aa")
 
 
-def test_no_name_that_is_there_is_ever_told_to_be_missing(made: Rig) -> None:
+def test_no_name_that_exists_is_ever_answered_as_missing(made: Rig) -> None:
     """Names come and go at random; one is only as often taken as it was given."""
     dice, path = random.Random(5), made.datapath
     there: Counter[bytes] = Counter()
@@ -118,7 +118,7 @@ def attributes_of(made: Rig, ino: Ino) -> wire.Stat | None:
     return None
 
 
-def test_attributes_of_a_directory_are_told_until_they_change(made: Rig) -> None:
+def test_attributes_of_a_directory_are_answered_until_they_change(made: Rig) -> None:
     now = Attributes(MADE, ROOT_INO, 0o41750, 3, 7, 8, 4096, -1, 2 * 10**9 + 5, 0, 8, 0, 17)
     made.datapath.tell_attributes(now)
     assert attributes_of(made, MADE) is None

@@ -169,7 +169,7 @@ def test_only_so_many_that_need_the_source_are_with_python(made: Rig, slow: Slow
 @pytest.mark.finding("D3", "D11")
 @pytest.mark.promise(11)
 @pytest.mark.fault("M8")
-def test_who_is_killed_while_its_request_has_no_turn_is_let_go(
+def test_a_process_killed_while_its_request_has_no_slot_is_released(
     made: Rig, slow: SlowSource, killed: int
 ) -> None:
     ino, handle = hand_over(made, "large")
@@ -207,7 +207,7 @@ def test_who_is_killed_while_its_request_has_no_turn_is_let_go(
 
 @pytest.mark.finding("D3")
 @pytest.mark.promise(44)
-def test_who_waits_for_its_turn_with_python_is_let_go(made: Rig, killed: int) -> None:
+def test_a_process_waiting_for_its_turn_with_python_is_released(made: Rig, killed: int) -> None:
     ino = made.ino("large")
     for _ in range(256):
         made.send_open(ino)
@@ -224,7 +224,7 @@ def test_who_waits_for_its_turn_with_python_is_let_go(made: Rig, killed: int) ->
 @pytest.mark.finding("D11")
 @pytest.mark.promise(11)
 @pytest.mark.fault("M8")
-def test_a_killed_caller_with_many_groups_is_let_go(
+def test_a_killed_caller_with_many_groups_is_released(
     made: Rig, slow: SlowSource, tmp_path: Path
 ) -> None:
     if os.geteuid() != 0:
@@ -252,7 +252,7 @@ def test_a_killed_caller_with_many_groups_is_let_go(
 
 @pytest.mark.finding("D3")
 @pytest.mark.promise(44)
-def test_who_is_killed_when_it_waits_for_something_else_than_at_its_signal_is_let_go(
+def test_a_process_killed_while_it_waits_elsewhere_than_at_its_signal_is_released(
     made: Rig, slow: SlowSource, stuck: subprocess.Popen[bytes]
 ) -> None:
     ino = made.ino("small")
@@ -313,7 +313,7 @@ def test_looking_after_those_that_wait_takes_what_was_interrupted_and_no_more(
 
 @pytest.mark.finding("D6")
 @pytest.mark.promise(90)
-def test_the_age_that_is_told_is_that_of_the_oldest_without_an_answer(
+def test_the_reported_age_is_that_of_the_oldest_request_without_an_answer(
     made: Rig, killed: int
 ) -> None:
     first, later = (made.send_open(made.ino("large"), pid=killed) for _ in range(2))
@@ -340,7 +340,7 @@ def test_the_age_that_is_told_is_that_of_the_oldest_without_an_answer(
 @pytest.mark.promise(90)
 @pytest.mark.fault("M11")
 @pytest.mark.parametrize("how", ["killed", "released", "refused"])
-def test_nobody_waits_for_a_file_of_the_source_to_be_closed(
+def test_closing_a_file_of_the_source_blocks_no_request(
     tree: Tree, source: Path, tmp_path: Path, how: str, killed: int
 ) -> None:
     tree({"resident": SMALL, "large": LARGE})
@@ -379,7 +379,7 @@ def test_nobody_waits_for_a_file_of_the_source_to_be_closed(
 
 @pytest.mark.finding("D15")
 @pytest.mark.promise(90)
-def test_python_is_told_without_waiting_for_itself(made: Rig) -> None:
+def test_python_is_notified_without_waiting_for_itself(made: Rig) -> None:
     ino = made.ino("small")
     handle, _, _ = made.open(ino)
     resident = made.ino("resident")
@@ -430,7 +430,7 @@ def test_a_second_unbinder_waits_for_the_first_ones_writers(
 
 @pytest.mark.finding("D15")
 @pytest.mark.fault("M4")
-def test_the_devices_are_let_go_of_without_a_free_descriptor(made: Rig, slow: SlowSource) -> None:
+def test_the_devices_are_released_without_a_free_descriptor(made: Rig, slow: SlowSource) -> None:
     slow.rules("hang open ^/small")
     made.send_open(made.ino("small"))
     eventually(lambda: slow.counters()["hanging"] > 0, "a thread hangs")
@@ -485,7 +485,9 @@ def test_nothing_is_answered_twice_under_interrupts(made: Rig, slow: SlowSource)
 
 @pytest.mark.finding("D13")
 @pytest.mark.fault("M10")
-def test_nobody_has_a_file_open_whose_pages_are_not_stored_yet(tree: Tree, tmp_path: Path) -> None:
+def test_no_process_has_a_file_open_whose_pages_are_not_stored_yet(
+    tree: Tree, tmp_path: Path
+) -> None:
     """Else a reader may hold the lock of a page that the thread which stores it waits for.
 
     Whoever should take the pages reads nothing here, so one of the files comes to a stop.
@@ -516,7 +518,7 @@ def test_nobody_has_a_file_open_whose_pages_are_not_stored_yet(tree: Tree, tmp_p
 
 @pytest.mark.finding("D14")
 @pytest.mark.fault("M10")
-def test_what_python_was_not_told_when_it_slept_wakes_it(tree: Tree, tmp_path: Path) -> None:
+def test_events_that_python_missed_while_it_slept_wake_it(tree: Tree, tmp_path: Path) -> None:
     """Python is told that the last reader of an outdated copy is gone while it looks for news."""
     tree({"a": SMALL})
     with rig(tmp_path / "source", tmp_path) as made:

@@ -371,7 +371,7 @@ def test_a_write_that_the_disk_refuses_comes_to_python_whole(
     assert made.answer(unique).error == errno.ENOSPC
 
 
-def test_what_was_unbound_is_pythons_until_it_is_bound_again(
+def test_an_unbound_inode_is_opened_by_python_until_it_is_bound_again(
     made: Rig, fd: int, tmp_path: Path
 ) -> None:
     handle = created(made, fd)
@@ -584,7 +584,7 @@ def test_writes_that_make_no_sense_are_refused(made: Rig, fd: int) -> None:
     passed_write(made, made.ino("a"), 0, b"x")
 
 
-def test_what_cannot_be_bound_is_not(made: Rig, fd: int) -> None:
+def test_an_inode_that_cannot_be_bound_is_not_bound(made: Rig, fd: int) -> None:
     bind = made.datapath.bind_written
     assert not bind(NEW, fd, tier=1, create=False)  # nobody has it open
     assert not bind(NEW, -1, tier=1, create=True)
@@ -667,7 +667,7 @@ def test_an_open_to_write_is_pythons_and_its_readers_see_what_is_written(
 
 @pytest.mark.fault("M17")
 @pytest.mark.parametrize("what", ["forgotten", "missing", "of the snapshot"])
-def test_what_python_has_taken_back_or_is_not_there_is_opened_by_python(
+def test_objects_that_python_has_taken_back_or_that_are_missing_are_opened_by_python(
     made: Rig, closed: Path, what: str
 ) -> None:
     ino = NEW
@@ -687,7 +687,7 @@ def test_what_python_has_taken_back_or_is_not_there_is_opened_by_python(
     assert made.answer(unique).error == 0
 
 
-def test_the_last_release_of_a_file_without_a_name_is_told(made: Rig, closed: Path) -> None:
+def test_the_last_release_of_a_file_without_a_name_is_reported(made: Rig, closed: Path) -> None:
     first, _, _ = made.open(NEW)
     second, _, _ = made.open(NEW)
     made.datapath.forget_object(NEW)

@@ -310,7 +310,7 @@ def test_a_source_without_lists_is_asked_once_for_all_its_entries(
 
 @pytest.mark.promise(20, 49)
 @pytest.mark.modes("relay")
-def test_lists_are_looked_for_where_an_older_snapshot_has_none(
+def test_access_control_lists_are_looked_up_where_an_older_snapshot_has_none(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     source = guarded(tree)
@@ -349,7 +349,7 @@ def make_older(file: Path) -> None:
 @pytest.mark.promise(80)
 @pytest.mark.modes("relay")
 @needs_root
-def test_what_is_changed_keeps_all_that_the_source_has_of_it_beside_its_bytes(
+def test_a_changed_file_keeps_all_attributes_that_it_has_at_the_source(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     names = ("renamed", "touched", "modded", "appended", "linked", "owned")

@@ -263,7 +263,9 @@ def test_access_answers_as_at_the_source_but_for_writing(
 
 @pytest.mark.promise(31)
 @pytest.mark.modes("relay", "python")
-def test_what_was_set_is_shown_after_the_next_mount(monarch: MonarchCommand, tree: Tree) -> None:
+def test_attributes_that_were_set_are_shown_after_the_next_mount(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
     source = tree({"d/f": 10, "d/sub/g": 10, "data/f": 10})
     for name in ("d/f", "data/f"):
         os.setxattr(source / name, b"user.theirs", b"1")

@@ -563,7 +563,7 @@ def test_a_source_that_is_stale_as_a_whole_has_not_lost_its_files(
 
 @pytest.mark.fault("S4", "S5")
 @pytest.mark.promise(27)
-def test_what_came_and_went_and_was_replaced_is_seen_by_the_next_mount(
+def test_names_made_removed_and_replaced_meanwhile_are_seen_by_the_next_mount(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     source = tree({"d/gone": 10, "d/replaced": SMALL, "e/same": 10})
@@ -584,7 +584,7 @@ def test_what_came_and_went_and_was_replaced_is_seen_by_the_next_mount(
 
 
 @pytest.mark.promise(27)
-def test_new_names_are_only_told_where_the_snapshot_was_given(
+def test_new_names_are_only_reported_where_the_snapshot_was_given(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     source = tree({"d/file": 10, "e/file": 10})

@@ -136,7 +136,7 @@ def test_wait_comes_back_when_what_was_closed_is_at_the_source(absorb: Absorb, t
     assert desk.run("ckpt", "lost", desk.mounted.path).out == "nothing is lost\n"
 
 
-def test_what_is_open_and_written_without_a_pause_does_not_hold_up_who_waits(
+def test_a_file_that_is_open_and_written_without_a_pause_does_not_delay_waiting_processes(
     absorb: Absorb, source: Path
 ) -> None:
     desk = absorb(source)
@@ -208,7 +208,7 @@ def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
     assert [(source / name).exists() for name in names] == [False, True, True, True]
 
 
-def test_a_source_that_refuses_is_told_everywhere_and_nothing_is_given_up(
+def test_a_source_that_refuses_is_reported_everywhere_and_nothing_is_given_up(
     refusing: tuple[Desk, SlowSource],
 ) -> None:
     desk, slow = refusing
@@ -233,7 +233,7 @@ def test_a_source_that_refuses_is_told_everywhere_and_nothing_is_given_up(
     assert desk.alarm() == []
 
 
-def test_what_was_lost_is_told_until_somebody_says_that_he_knows(
+def test_a_loss_is_reported_until_a_person_acknowledges_it(
     refusing: tuple[Desk, SlowSource], absorb: Absorb
 ) -> None:
     desk, slow = refusing
@@ -347,7 +347,7 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
 
 
 @pytest.mark.promise(136)
-def test_what_was_never_fsynced_survives_a_reboot_after_a_clean_end(
+def test_files_that_were_never_fsynced_survive_a_reboot_after_a_clean_end(
     refusing: tuple[Desk, SlowSource],
 ) -> None:
     desk, _ = refusing
@@ -374,7 +374,7 @@ def of_another_start(journal: Path) -> None:
 
 
 @pytest.mark.promise(137)
-def test_what_a_power_cut_has_left_of_a_file_can_be_recovered_or_given_up(
+def test_a_file_that_a_power_cut_may_have_damaged_can_be_recovered_or_given_up(
     monarch: MonarchCommand, run: Run, slow: SlowSource, tmp_path: Path
 ) -> None:
     monarch.expects_log(
@@ -429,7 +429,7 @@ def test_umount_of_a_dead_mount_says_what_waits_for_the_next(
     assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
 
 
-def test_a_busy_mount_is_refused_and_lazily_unmounted_all_comes_home_after_the_last_close(
+def test_a_busy_mount_is_refused_and_after_a_lazy_unmount_all_is_drained_at_the_last_close(
     absorb: Absorb, source: Path
 ) -> None:
     desk = absorb(source)
@@ -470,7 +470,7 @@ def test_a_mount_that_is_read_only_is_asked_for_nothing(
 @pytest.mark.promise(99)
 @pytest.mark.finding("B2")
 @pytest.mark.modes("auto")
-def test_what_was_written_before_is_read_by_a_mount_that_absorbs_nothing(
+def test_files_written_before_are_read_by_a_mount_that_absorbs_nothing(
     monarch: MonarchCommand, tree: Tree, run: Run
 ) -> None:
     monarch.expects_log("were not drained; they stay in tier fast")
@@ -520,9 +520,7 @@ def test_what_was_written_before_is_read_by_a_mount_that_absorbs_nothing(
 
 
 @pytest.mark.promise(147)
-def test_what_the_source_refuses_is_set_aside_tried_again_and_given_up(
-    absorb: Absorb, tree: Tree
-) -> None:
+def test_a_refused_change_is_set_aside_retried_and_given_up(absorb: Absorb, tree: Tree) -> None:
     source = tree({"data": 10})
     desk = absorb(source)
     desk.mounted.cli.expects_log("the source refuses|set aside|draining to the source continues")

@@ -126,7 +126,7 @@ def test_in_the_foreground_it_stays_logs_to_stderr_and_ends_on_sigterm_with_0(
 @needs_slow_source
 @pytest.mark.fault("M3")
 @pytest.mark.promise(103)
-def test_what_nohup_and_the_background_of_a_shell_ignore_ends_nothing_and_sigterm_all(
+def test_signals_ignored_by_nohup_end_nothing_and_sigterm_ends_the_daemon(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     source, mnt, state = tree({f"{name}": 1 for name in range(400)}), tmp_path / "mnt", "state"
@@ -312,7 +312,7 @@ def _read_on(
 @pytest.mark.promise(126)
 @pytest.mark.modes(*EVERY_MODE)
 @pytest.mark.fault("I2", "M3")
-def test_umount_of_a_busy_mount_names_who_and_does_nothing_unless_lazy(
+def test_umount_of_a_busy_mount_names_the_processes_and_does_nothing_unless_lazy(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     made = monarch.mount(tree({"a": b"content"}))
@@ -450,7 +450,7 @@ sys.exit(main())
 @pytest.mark.modes(*EVERY_MODE)
 @pytest.mark.fault("M1", "M2")
 @pytest.mark.promise(12)
-def test_a_killed_daemon_is_told_at_once_and_the_next_mount_repairs_it(
+def test_a_killed_daemon_is_reported_at_once_and_the_next_mount_repairs_it(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     made = monarch.mount(tree({"a": b"content", "b": 100_000, "c": 10}))

@@ -75,7 +75,7 @@ def _looks(path: Path) -> object:
 
 
 @pytest.mark.fault("M1")
-def test_a_missing_mount_point_is_told_with_how_to_make_it(
+def test_a_missing_mount_point_is_reported_with_the_command_that_makes_it(
     monarch: MonarchCommand, source: Path, tmp_path: Path
 ) -> None:
     missing = tmp_path / "missing"
@@ -154,7 +154,7 @@ def test_a_link_is_a_mount_point_where_it_leads(
 
 
 @pytest.mark.fault("M1")
-def test_a_missing_source_is_told(monarch: MonarchCommand, tmp_path: Path, mnt: Path) -> None:
+def test_a_missing_source_is_reported(monarch: MonarchCommand, tmp_path: Path, mnt: Path) -> None:
     told = refused(monarch, tmp_path / "no", mnt, code=4, words="No such file or directory")
     assert "check the path" in told
 
@@ -165,7 +165,7 @@ def test_a_file_is_no_source(monarch: MonarchCommand, tmp_path: Path, mnt: Path)
     refused(monarch, tmp_path / "file", mnt, code=4, words="is not a directory")
 
 
-def test_a_source_that_the_user_may_not_read_is_told(monarch: MonarchCommand) -> None:
+def test_a_source_that_the_user_may_not_read_is_reported(monarch: MonarchCommand) -> None:
     with nobody(monarch.case) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         os.chown(source, 0, 0)
@@ -204,7 +204,7 @@ def test_a_file_is_no_tier(
     assert (tmp_path / "file").read_bytes() == b"mine"
 
 
-def test_a_tier_that_the_user_may_not_write_is_told(monarch: MonarchCommand) -> None:
+def test_a_tier_that_the_user_may_not_write_is_reported(monarch: MonarchCommand) -> None:
     with nobody(monarch.case) as user:
         source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("tier")
         os.chown(tier, 0, 0)
@@ -216,7 +216,7 @@ def test_a_tier_that_the_user_may_not_write_is_told(monarch: MonarchCommand) -> 
         assert list(tier.iterdir()) == []
 
 
-def test_a_state_directory_that_the_user_may_not_write_is_told(monarch: MonarchCommand) -> None:
+def test_a_state_directory_that_the_user_may_not_write_is_reported(monarch: MonarchCommand) -> None:
     with nobody(monarch.case) as user:
         source, mnt, state = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("state")
         state.chmod(0o555)
@@ -230,7 +230,7 @@ def test_a_state_directory_that_the_user_may_not_write_is_told(monarch: MonarchC
         assert str(mnt) not in user.mounts()
 
 
-def test_a_state_directory_in_use_names_who_uses_it(
+def test_the_error_for_a_state_directory_in_use_names_the_daemon(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     made = monarch.mount(tree({"a": 3}))
@@ -244,7 +244,7 @@ def test_a_state_directory_in_use_names_who_uses_it(
 
 
 @pytest.mark.finding("F7")
-def test_the_settings_of_a_running_mount_stay_and_the_way_to_others_is_told(
+def test_settings_of_a_running_mount_stay_and_the_message_says_how_to_change_them(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     made = monarch.mount(tree({"a": 3}))
@@ -322,7 +322,7 @@ def test_a_state_directory_that_is_not_monarch_s_is_refused_and_stays_as_it_is(
 @pytest.mark.finding("B6", "B23")
 @pytest.mark.promise(109)
 @pytest.mark.fault("I7")
-def test_what_a_mount_keeps_lies_in_no_monarch_mount_and_not_within_another_s(
+def test_directories_of_a_mount_are_refused_within_a_monarch_mount_or_one_another(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     made = monarch.mount(tree({"a": 1, "directory/b": 1}), options=["write=absorb"])
@@ -352,7 +352,7 @@ def test_what_a_mount_keeps_lies_in_no_monarch_mount_and_not_within_another_s(
 
 
 @pytest.mark.fault("I1", "I2")
-def test_every_mistake_of_the_command_line_is_told_at_once(
+def test_every_mistake_of_the_command_line_is_reported_at_once(
     monarch: MonarchCommand, source: Path, mnt: Path
 ) -> None:
     wrong = ["--tier", "/tmp/t:10GBB", "-o", "limits.copy_wrokers=8,snapshot.freshness=daily"]
@@ -367,7 +367,7 @@ def test_every_mistake_of_the_command_line_is_told_at_once(
 # -- the kernel --------------------------------------------------------------------------------
 
 
-def test_a_user_without_access_to_dev_fuse_is_told_whom_to_ask(monarch: MonarchCommand) -> None:
+def test_a_user_without_access_to_dev_fuse_learns_whom_to_ask(monarch: MonarchCommand) -> None:
     with nobody(monarch.case, device_mode=0o600) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")
@@ -447,7 +447,7 @@ def test_a_log_file_that_cannot_be_written_is_the_error_of_the_mount(
 
 
 @needs_root
-def test_a_tier_without_room_for_its_lock_is_told(
+def test_a_tier_without_room_for_its_lock_is_reported(
     monarch: MonarchCommand, tree: Tree, mnt: Path, full: Path
 ) -> None:
     _fill(full)
@@ -466,7 +466,7 @@ def _fill(directory: Path) -> None:
 
 @pytest.mark.finding("B19")
 @pytest.mark.fault("I9")
-def test_a_source_that_the_user_may_not_read_is_told_with_the_remedy(
+def test_a_source_that_the_user_may_not_read_is_reported_with_the_remedy(
     monarch: MonarchCommand,
 ) -> None:
     with nobody(monarch.case) as user:

@@ -103,14 +103,16 @@ def test_a_name_alone_is_looked_up_where_configurations_are(
 
 
 @pytest.mark.fault("I1")
-def test_an_unknown_name_is_told_with_those_there_are(monarch: MonarchCommand, file: Path) -> None:
+def test_an_unknown_name_is_reported_with_the_known_ones(
+    monarch: MonarchCommand, file: Path
+) -> None:
     done = monarch("mount", "-c", str(file), "tow", check=False)
     assert (done.returncode, "no mount 'tow'; there are one, two" in one_line(done)) == (2, True)
     assert_nothing_is_left(monarch)
 
 
 @pytest.mark.fault("I1")
-def test_all_mistakes_of_a_file_are_told_with_their_lines_and_nothing_is_mounted(
+def test_all_mistakes_of_a_file_are_reported_with_their_lines_and_nothing_is_mounted(
     monarch: MonarchCommand, file: Path
 ) -> None:
     text = file.read_text().replace("capacity: 1MiB", "capacity: 10GBB", 1)

@@ -205,7 +205,7 @@ def test_a_name_that_does_not_exist_is_enoent_and_one_too_long_enametoolong(
         assert caught.value.errno == expected, name
 
 
-def test_a_listing_in_small_pieces_goes_on_where_it_stopped(
+def test_a_listing_in_small_pieces_continues_where_it_stopped(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     names = {f"file-{number:04}".encode() for number in range(2000)}

@@ -200,7 +200,7 @@ def test_copies_state_log_and_socket_are_closed_to_others(
 @pytest.mark.finding("B16", "F1")
 @pytest.mark.promise(23)
 @pytest.mark.fault("Security")
-def test_another_user_of_a_shared_mount_is_told_its_numbers_and_no_names(
+def test_another_user_of_a_shared_mount_sees_its_numbers_and_no_names(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     mounted = monarch.mount(guarded(tree), options=["allow_other"])

@@ -232,7 +232,7 @@ def test_where_the_bandwidth_is_the_limit_readers_have_it(
     assert copy_of(mounted, "random").read_bytes() == contents("random", size)
 
 
-def test_a_copy_goes_on_when_its_reader_closes_early(
+def test_a_copy_continues_when_its_reader_closes_early(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree, calls: Calls
 ) -> None:
     size = 2_000_000
@@ -445,7 +445,7 @@ def test_an_evicted_file_gives_its_space_back_and_is_read_from_the_source(
 
 
 @pytest.mark.promise(112)
-def test_what_is_evicted_while_it_is_warmed_stays_out(
+def test_a_file_evicted_while_it_is_warmed_stays_out(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = {f"{where}/{n}": contents(f"{where}{n}", 9000) for where in "ab" for n in range(8)}
@@ -476,7 +476,7 @@ def test_what_is_evicted_while_it_is_warmed_stays_out(
 
 
 @pytest.mark.promise(112)
-def test_what_is_evicted_and_asked_for_again_while_it_is_copied_stays(
+def test_a_file_evicted_and_warmed_again_while_it_is_copied_stays(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
     content = {name: contents(name, 9000) for name in ("warmed", "read", "left", "queued")}

@@ -72,7 +72,7 @@ def test_a_file_that_came_and_went_keeps_no_mount_from_coming_up(
 @needs_root
 @pytest.mark.promise(128)
 @pytest.mark.parametrize("more", [[], ["--refresh"]], ids=["as it is", "refresh"])
-def test_a_directory_that_was_renamed_before_the_kill_is_shown_and_comes_home(
+def test_a_directory_renamed_before_the_kill_is_shown_and_drained(
     monarch: MonarchCommand, closable: Path, more: list[str]
 ) -> None:
     monarch.allows_log("draining to the source has stopped|the names are those of|EROFS")
@@ -108,7 +108,7 @@ def test_a_directory_that_was_renamed_before_the_kill_is_shown_and_comes_home(
 @needs_root
 @pytest.mark.promise(129)
 @pytest.mark.parametrize("how", ["renamed", "removed"])
-def test_what_was_written_into_a_directory_that_others_took_away_comes_home(
+def test_files_written_into_a_directory_that_others_removed_are_drained(
     monarch: MonarchCommand, closable: Path, how: str
 ) -> None:
     monarch.allows_log(

@@ -258,7 +258,7 @@ def test_a_daemon_killed_under_load_leaves_nothing_that_the_next_one_believes_wr
 
 
 @pytest.mark.fault("T7")
-def test_a_second_daemon_on_one_state_directory_is_refused_and_told_who_has_it(
+def test_a_second_daemon_on_one_state_directory_is_refused_with_the_pid_of_the_first(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     tree({"file": 1000})
@@ -307,7 +307,7 @@ def test_a_source_that_is_not_there_yet_costs_neither_the_snapshot_nor_the_copie
     nothing_is_asked_or_copied_again(monarch.mount(source, tiers=TIERS), source, content)
 
 
-def test_a_source_that_was_emptied_is_mounted_when_told_so(
+def test_a_source_that_was_emptied_is_mounted_on_demand(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = files(5)

@@ -184,7 +184,7 @@ def test_a_path_in_the_mount_in_the_place_of_the_mount_is_that_path_alone(
 @pytest.mark.finding("B3")
 @pytest.mark.promise(107)
 @pytest.mark.modes("relay")
-def test_copies_that_the_state_directory_does_not_know_are_told_before_they_go(
+def test_copies_that_the_state_directory_does_not_know_are_reported_before_their_removal(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = {f"{number}.jpg": b"%d" % number * 4000 for number in range(8)}

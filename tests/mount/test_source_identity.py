@@ -164,7 +164,7 @@ def test_warm_says_how_many_files_are_closed_to_the_daemon(
 
 @pytest.mark.modes("auto")
 @pytest.mark.promise(85)
-def test_what_cannot_act_as_its_callers_is_refused(
+def test_a_mount_that_cannot_act_as_its_callers_is_refused(
     monarch: MonarchCommand, source: Path, tmp_path: Path
 ) -> None:
     mnt = tmp_path / "mnt"

@@ -84,7 +84,7 @@ def fill(disk: Path) -> Path:
 @pytest.mark.promise(33)
 @pytest.mark.fault("T1")
 @pytest.mark.promise(8)
-def test_reads_go_on_when_somebody_else_has_filled_the_disk(
+def test_reads_continue_when_another_program_has_filled_the_disk(
     small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy to tier fast given up")
@@ -342,7 +342,7 @@ def test_after_an_unclean_end_every_copy_is_verified_before_it_is_used(
 
 
 @pytest.mark.fault("T5")
-def test_what_no_record_knows_is_removed_from_a_tier_at_start(
+def test_files_without_a_record_are_removed_from_a_tier_at_start(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = files(5)
@@ -407,7 +407,7 @@ def test_a_daemon_without_a_free_descriptor_keeps_its_copies(
 
 
 @pytest.mark.promise(7)
-def test_an_emptied_tier_is_filled_again_by_those_who_read(
+def test_an_emptied_tier_is_filled_again_by_readers(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     content = files(600, 1000)

@@ -18,7 +18,7 @@ ABSORB = ["write=absorb"]
 
 @pytest.mark.promise(167, 168)
 @pytest.mark.fault("N1", "N2")
-def test_the_second_one_is_refused_or_both_are_told(
+def test_the_second_writer_is_refused_or_both_are_warned(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
     source = tree({"a": 10})

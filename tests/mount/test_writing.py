@@ -68,7 +68,7 @@ def absorbing(monarch: MonarchCommand, tree: Tree) -> Mounted:
 
 
 @pytest.mark.promise(61)
-def test_without_being_told_to_a_mount_absorbs_nothing(monarch: MonarchCommand, tree: Tree) -> None:
+def test_by_default_a_mount_absorbs_nothing(monarch: MonarchCommand, tree: Tree) -> None:
     mounted = monarch.mount(tree({"a": 1}))
     with pytest.raises(OSError) as raised:
         (mounted.path / "new").write_bytes(b"x")
@@ -171,7 +171,7 @@ def test_of_a_name_that_is_made_only_the_making_is_pythons(
 
 
 @pytest.mark.promise(62)
-def test_what_is_written_is_seen_at_once_and_comes_to_the_source(absorbing: Mounted) -> None:
+def test_written_bytes_are_seen_at_once_and_reach_the_source(absorbing: Mounted) -> None:
     at, source = absorbing.path, absorbing.source
     (at / "ckpt").mkdir()
     content = contents("big", 3 * _MB + 17)
@@ -224,7 +224,7 @@ def test_a_file_says_how_durable_it_is(absorbing: Mounted) -> None:
 
 
 @pytest.mark.promise(151)
-def test_what_is_written_in_step_is_safe_when_the_write_returns(absorbing: Mounted) -> None:
+def test_a_synchronous_write_is_safe_when_it_returns(absorbing: Mounted) -> None:
     for flag in (os.O_DSYNC, os.O_SYNC):
         for mode in (os.O_WRONLY, os.O_RDWR):
             path = absorbing.path / f"{flag}-{mode}"
@@ -363,7 +363,7 @@ def test_times_that_were_set_make_nothing_new_of_a_drained_file(
 
 
 @pytest.mark.promise(79, 116)
-def test_what_another_snapshot_numbers_otherwise_is_not_mixed_up(
+def test_inodes_numbered_otherwise_by_another_snapshot_are_not_mixed_up(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     source = tree({f"d{number}/x": 1 for number in range(6)})
@@ -402,7 +402,7 @@ def test_a_file_that_others_removed_while_it_was_written_is_made_again(
 
 
 @pytest.mark.promise(67)
-def test_what_was_removed_before_the_source_had_it_is_no_hindrance_to_the_next_mount(
+def test_a_file_removed_before_it_was_drained_does_not_hinder_the_next_mount(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
     """The source has not changed, so the next mount goes by the same snapshot and the journal."""
@@ -436,7 +436,7 @@ def test_bytes_that_no_name_leads_to_are_gone_with_the_mount_after_a_kill(
 
 
 @pytest.mark.promise(67)
-def test_a_file_that_is_brought_again_keeps_its_names(
+def test_a_file_that_is_copied_up_again_keeps_its_names(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
     at, source = absorbing.path, absorbing.source
@@ -458,7 +458,7 @@ def test_a_file_that_is_brought_again_keeps_its_names(
 
 
 @pytest.mark.promise(67)
-def test_what_was_open_when_the_daemon_was_killed_is_there_as_it_was_written(
+def test_a_file_open_when_the_daemon_was_killed_has_the_bytes_that_were_written(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
     at = absorbing.path
@@ -485,7 +485,7 @@ def test_what_was_open_when_the_daemon_was_killed_is_there_as_it_was_written(
 
 
 @pytest.mark.promise(62)
-def test_what_came_and_went_before_it_was_drained_leaves_nothing(absorbing: Mounted) -> None:
+def test_files_made_and_removed_before_they_were_drained_leave_nothing(absorbing: Mounted) -> None:
     at = absorbing.path
     for number in range(20):
         (at / f"tmp{number}").write_bytes(b"x" * 1000)
@@ -608,7 +608,7 @@ def test_a_file_whose_copy_is_under_way_can_be_written_and_removed(
 
 
 @pytest.mark.promise(75)
-def test_what_is_absorbed_is_closed_to_everybody_else(absorbing: Mounted) -> None:
+def test_absorbed_files_are_closed_to_other_users(absorbing: Mounted) -> None:
     (absorbing.path / "open to all").write_bytes(b"x")
     (absorbing.path / "open to all").chmod(0o777)
     drained(absorbing, "open to all")
@@ -621,7 +621,7 @@ def test_what_is_absorbed_is_closed_to_everybody_else(absorbing: Mounted) -> Non
 
 
 @pytest.mark.promise(76)
-def test_what_is_on_its_way_is_not_shown_and_such_names_are_not_made(
+def test_temporary_names_are_not_shown_and_cannot_be_made(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     source = tree({"a": 1, ".monarch-0123456789abcdef-7.part": 10})
@@ -772,7 +772,7 @@ def test_many_files_that_are_drained_leave_memory_and_are_as_they_were(
 
 @pytest.mark.promise(1, 156)
 @pytest.mark.modes("relay", "python")
-def test_what_others_change_after_it_was_drained_is_read_whole(
+def test_a_drained_file_that_others_change_is_read_whole(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     monarch.expects_log("changed at the source since")
@@ -813,7 +813,7 @@ def test_what_others_change_after_it_was_drained_is_read_whole(
 
 @pytest.mark.promise(31)
 @pytest.mark.modes("relay")
-def test_an_attribute_can_be_removed_that_an_earlier_mount_has_brought(
+def test_an_attribute_that_an_earlier_mount_has_drained_can_be_removed(
     monarch: MonarchCommand, absorbing: Mounted
 ) -> None:
     source, tiers = absorbing.source, {"fast": "64MiB"}
@@ -903,7 +903,7 @@ def test_a_closed_file_has_its_holes_and_is_mapped(absorbing: Mounted) -> None:
 
 
 @pytest.mark.modes("relay", "passthrough")
-def test_what_was_let_go_of_is_read_whole_by_who_has_it_open_and_who_opens_it_then(
+def test_a_dropped_object_is_read_whole_by_old_and_new_descriptors(
     slow: SlowSource, monarch: MonarchCommand
 ) -> None:
     monarch.allows_log("draining to the source has stopped|EIO")

@@ -139,7 +139,7 @@ def planned(source: Path, tmp_path: Path) -> Callable[..., list[Check]]:
     return checks
 
 
-def test_doctor_says_whether_what_is_written_can_come_home_and_is_safe_meanwhile(
+def test_doctor_shows_whether_written_files_can_be_drained_and_are_safe_meanwhile(
     planned: Callable[..., list[Check]], source: Path
 ) -> None:
     (source / "ckpt").mkdir()

@@ -342,7 +342,7 @@ def locked(source: Path) -> Iterator[Path]:
 
 
 @pytest.mark.fault("S7")
-def test_what_may_not_be_read_is_shown_and_counted(locked: Path, file: Path, workers: str) -> None:
+def test_unreadable_entries_are_shown_and_counted(locked: Path, file: Path, workers: str) -> None:
     if os.getuid() != 0:
         (locked / "names only").chmod(0o400)
     in_child_as_nobody(locked, file)
@@ -429,7 +429,7 @@ def test_a_new_snapshot_is_closed_to_others_unless_a_mode_is_given(
 
 @pytest.mark.fault("S15")
 @pytest.mark.finding("B21")
-def test_what_a_killed_build_left_is_removed_by_the_next_and_that_of_a_living_one_is_kept(
+def test_temporary_files_of_a_killed_build_are_removed_and_those_of_a_running_one_kept(
     source: Path, file: Path
 ) -> None:
     child = os.fork()
@@ -541,7 +541,7 @@ def test_a_tree_that_changes_during_the_scan(source: Path, file: Path, workers: 
         assert b"29/00" not in paths
 
 
-def test_what_vanishes_between_listing_and_look_is_left_out(source: Path) -> None:
+def test_an_entry_that_vanishes_between_listing_and_lstat_is_left_out(source: Path) -> None:
     for name in range(200):
         (source / f"{name:03}").touch()
     with open_root(str(source)) as fd, Scan(fd, jobs=1) as scan:
@@ -683,7 +683,7 @@ def test_a_small_directory_is_listed_in_one_call_and_not_closed_by_the_main_thre
 
 
 @pytest.mark.fault("S2")
-def test_an_entry_that_cannot_be_looked_at(
+def test_an_entry_whose_attributes_cannot_be_read(
     slow: slowfs.SlowSource, source: Path, file: Path
 ) -> None:
     for name in ("good", "broken", "also good"):

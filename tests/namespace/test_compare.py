@@ -91,7 +91,7 @@ def test_each_change_is_found(filled: Path, taken: Taken, workers: str) -> None:
     assert verify(filled, after) == []
 
 
-def test_what_changed_is_said(filled: Path, taken: Taken) -> None:
+def test_differences_are_named(filled: Path, taken: Taken) -> None:
     before = taken(filled)
     mutate(filled)
     what = {difference.path: difference.what for difference in verify(filled, before)}

@@ -179,7 +179,7 @@ def tree_pages(content: bytes) -> list[int]:
 
 
 @pytest.mark.finding("D2")
-def test_a_snapshot_of_somebody_else_may_hold_any_numbers_in_its_tree(
+def test_a_foreign_snapshot_may_hold_any_numbers_in_its_tree(
     source: Path, given: Path, state: Path
 ) -> None:
     """With the right checksum: it is refused in words, or serves what it says."""
@@ -207,9 +207,7 @@ def test_a_snapshot_of_somebody_else_may_hold_any_numbers_in_its_tree(
 
 
 @pytest.mark.finding("D2")
-def test_a_snapshot_of_somebody_else_may_say_anything_of_itself(
-    source: Path, given: Path, state: Path
-) -> None:
+def test_a_foreign_snapshot_may_have_any_trailer(source: Path, given: Path, state: Path) -> None:
     with Snapshot.open(given) as snapshot:
         told = snapshot.info()
     fields = {"version": 2, **told.as_json()}
@@ -235,7 +233,7 @@ def test_a_snapshot_of_somebody_else_may_say_anything_of_itself(
 
 
 @pytest.mark.finding("D2")
-def test_a_snapshot_of_somebody_else_leads_to_no_place_that_it_does_not_have(
+def test_a_foreign_snapshot_leads_to_no_address_outside_the_file(
     source: Path, given: Path, state: Path
 ) -> None:
     with Snapshot.open(given) as snapshot:

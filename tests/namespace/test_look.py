@@ -104,7 +104,7 @@ def test_a_scan_takes_files_that_are_dated_beyond_the_year_2262(
     assert (report.added, report.removed, report.changed) == (0, 0, 0)
 
 
-def test_devices_are_looked_at_alike() -> None:
+def test_devices_are_compared_alike() -> None:
     fd = os.open("/dev", os.O_RDONLY | os.O_DIRECTORY)
     try:
         names = (b"null", b"zero")
@@ -121,7 +121,7 @@ def test_a_device_that_knows_no_lists_is_not_asked_for_them(descriptor: int, loo
     assert [Seen(*seen) for seen in others] == [Seen(1, 0, here)]
 
 
-def test_a_signal_ends_a_look_at_a_slow_source(tmp_path: Path) -> None:
+def test_a_signal_ends_a_comparison_with_a_slow_source(tmp_path: Path) -> None:
     reason = slowfs.unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -158,7 +158,7 @@ def test_a_signal_ends_a_look_at_a_slow_source(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_what_goes_while_it_is_looked_at_moves_nothing_else(
+def test_entries_that_vanish_during_the_comparison_move_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, file = tmp_path / "source", tmp_path / "snapshot"

@@ -69,7 +69,7 @@ def test_a_refreshed_entry_keeps_its_number_and_place(names: Namespace) -> None:
     assert names.attributes(ino).parent == names.resolve(b"dir")
 
 
-def test_what_is_gone_is_not_shown(names: Namespace) -> None:
+def test_removed_names_are_not_shown(names: Namespace) -> None:
     ino = ino_of(names, b"b")
     names.forget(ino)
     assert names.is_gone(ino)
@@ -86,14 +86,14 @@ def test_nothing_beneath_a_directory_that_is_gone_is_found(names: Namespace) -> 
     assert names.resolve(b"dir/file") is None
 
 
-def test_a_listing_goes_on_behind_an_entry_though_others_went(names: Namespace) -> None:
+def test_a_listing_continues_behind_an_entry_though_others_were_removed(names: Namespace) -> None:
     first = listed(names)[:2]
     names.forget(ino_of(names, b"a"))
     following = listed(names, first[-1][0] + 1)
     assert [name for _, name in first + following] == [b"a", b"b", b"c", b"d", b"dir"]
 
 
-def test_what_was_gone_may_come_back(names: Namespace) -> None:
+def test_a_removed_name_may_come_back(names: Namespace) -> None:
     ino = ino_of(names, b"b")
     names.forget(ino)
     names.refresh(ino, changed(names, ino))

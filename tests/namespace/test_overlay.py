@@ -188,7 +188,7 @@ def number(call: Callable[[], object]) -> int:
 
 
 @in_memory
-def test_what_is_removed_gives_its_memory_back(shown: Shown) -> None:
+def test_removed_names_release_their_memory(shown: Shown) -> None:
     names = shown.names
     shown.names.copy_up(ROOT_INO)
     before = names.held_bytes
@@ -248,7 +248,7 @@ def test_what_is_removed_gives_its_memory_back(shown: Shown) -> None:
 # -- what is made ------------------------------------------------------------------------------
 
 
-def test_what_is_made_is_found_and_listed_behind_the_snapshot(shown: Shown) -> None:
+def test_new_names_are_found_and_listed_behind_the_snapshot(shown: Shown) -> None:
     names = shown.names
     before = shown.listed(b"dir")
     node = shown.make(b"dir/new", uid=7, gid=8, object=3)
@@ -378,7 +378,7 @@ def test_a_directory_that_could_not_be_listed_takes_nothing_and_is_not_empty(
 # -- what is removed -----------------------------------------------------------------------------
 
 
-def test_what_is_removed_is_neither_found_nor_listed(shown: Shown) -> None:
+def test_removed_names_are_neither_found_nor_listed(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"dir/file")
     node = shown.unlink(b"dir/file")
     assert (node.ino, node.nlink, list(node.names)) == (ino, 0, [])
@@ -395,7 +395,7 @@ def test_what_is_removed_is_neither_found_nor_listed(shown: Shown) -> None:
     assert number(lambda: names.copy_up(ino)) == errno.ESTALE
 
 
-def test_what_was_made_and_removed_is_forgotten(shown: Shown) -> None:
+def test_names_that_were_made_and_removed_are_forgotten(shown: Shown) -> None:
     names, node = shown.names, shown.make(b"new", object=1)
     with pytest.raises(ValueError, match="has a name"):
         names.forget_node(node.ino)
@@ -603,7 +603,7 @@ def test_a_rename_that_cannot_be_is_refused(
 # -- attributes ------------------------------------------------------------------------------------
 
 
-def test_what_is_changed_keeps_its_number_and_the_rest(shown: Shown) -> None:
+def test_a_changed_file_keeps_its_inode_number_and_its_other_attributes(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"file")
     before = names.attributes(ino)
     names.change(ino, mode=0o600, now_ns=NOW)
@@ -626,7 +626,7 @@ def test_owners_times_and_sizes_are_set(shown: Shown) -> None:
     assert (node.size, node.mtime_ns, node.ctime_ns) == (0, 3, LATER)
 
 
-def test_what_has_no_size_gets_none(shown: Shown) -> None:
+def test_entries_without_a_size_get_none(shown: Shown) -> None:
     names = shown.names
     assert number(lambda: names.change(ROOT_INO, size=0, now_ns=NOW)) == errno.EISDIR
     link = shown.ino(b"link")
@@ -719,7 +719,7 @@ def test_attributes_of_the_user_are_kept(shown: Shown) -> None:
 # -- listings that are read while names come and go ------------------------------------------------
 
 
-def test_a_listing_that_goes_on_shows_each_entry_once_whatever_happens_meanwhile(
+def test_a_continued_listing_shows_each_entry_once_whatever_happens_meanwhile(
     tree: Tree, over: Callable[[Path], Shown]
 ) -> None:
     shown = over(tree({f"d/{n:03}": b"" for n in range(60)}))
@@ -773,7 +773,7 @@ def test_removing_all_that_is_listed_finds_each_entry_once(
     shown.rmdir(b"d")
 
 
-def test_who_renames_each_file_that_he_finds_comes_to_an_end(
+def test_a_process_that_renames_each_file_that_it_lists_comes_to_an_end(
     tree: Tree, over: Callable[[Path], Shown]
 ) -> None:
     shown = over(tree({f"d/{n}": b"" for n in range(10)}))
@@ -789,7 +789,7 @@ def test_who_renames_each_file_that_he_finds_comes_to_an_end(
     assert all(name.endswith(b".bak") for name in shown.listed(b"d"))
 
 
-def test_what_replaces_a_name_has_its_place_in_the_listing(shown: Shown) -> None:
+def test_a_name_that_replaces_another_has_its_place_in_the_listing(shown: Shown) -> None:
     names, parent = shown.names, shown.ino(b"full")
     for name in (b"x", b"y", b"z"):
         shown.make(b"full/" + name)
@@ -802,7 +802,7 @@ def test_what_replaces_a_name_has_its_place_in_the_listing(shown: Shown) -> None
 
 
 @in_memory
-def test_what_came_and_went_takes_no_memory(shown: Shown) -> None:
+def test_names_made_and_removed_again_take_no_memory(shown: Shown) -> None:
     names = shown.names
     for _ in range(500):
         shown.make(b"empty/d", DIR)
@@ -827,7 +827,7 @@ def test_indices_of_what_is_added_grow_and_never_come_again(shown: Shown) -> Non
 # -- changes at the source -------------------------------------------------------------------------
 
 
-def test_what_the_source_changes_shows_where_nothing_was_written(shown: Shown) -> None:
+def test_changes_at_the_source_show_where_nothing_was_written(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"file")
     known = names.attributes(ino)
     names.change(ino, mode=0o600, now_ns=NOW)
@@ -839,7 +839,7 @@ def test_what_the_source_changes_shows_where_nothing_was_written(shown: Shown) -
     assert names.at_source(ino) == fresh
 
 
-def test_what_was_absorbed_does_not_follow_the_source(shown: Shown) -> None:
+def test_absorbed_files_do_not_follow_the_source(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"file")
     fresh = replace(names.attributes(ino), size=77, mtime_ns=5)
     names.copy_up(ino).object = 1
@@ -852,7 +852,7 @@ def test_what_was_absorbed_does_not_follow_the_source(shown: Shown) -> None:
     assert names.at_source(ino) == fresh
 
 
-def test_what_was_removed_does_not_come_back_by_the_source(shown: Shown) -> None:
+def test_removed_files_do_not_come_back_by_a_change_at_the_source(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"file")
     known = names.attributes(ino)
     shown.unlink(b"file")
@@ -879,7 +879,7 @@ def test_a_name_that_the_source_lost_can_be_given_anew(shown: Shown) -> None:
     assert shown.ino(b"file") == node.ino
 
 
-def test_what_the_source_has_again_has_only_the_names_that_are_left(shown: Shown) -> None:
+def test_a_file_that_is_the_sources_again_has_only_its_remaining_names(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"hard")
     known = names.attributes(ino)
     first = names.visible_path(ino)
@@ -906,7 +906,7 @@ def test_a_renamed_file_that_the_source_loses_leaves_its_name_to_others(shown: S
     assert shown.ino(b"dir/moved") == other.ino and names.is_gone(ino)
 
 
-def test_what_was_open_when_the_source_lost_it_has_no_name_to_be_written_to(shown: Shown) -> None:
+def test_an_open_file_that_the_source_lost_has_no_name_to_be_written_to(shown: Shown) -> None:
     names, ino = shown.names, shown.ino(b"file")
     known = names.attributes(ino)
     names.forget(ino)
@@ -933,7 +933,7 @@ def test_a_directory_whose_rest_the_source_lost_is_empty(shown: Shown) -> None:
         assert names.is_gone(ino), "there is no directory to show it in"
 
 
-def test_what_was_made_is_at_the_source_once_it_is_told(shown: Shown) -> None:
+def test_a_new_file_is_at_the_source_once_that_is_recorded(shown: Shown) -> None:
     names = shown.names
     node = shown.make(b"dir/new", object=1)
     assert names.at_source(node.ino) is None
@@ -1390,7 +1390,7 @@ def no_umask() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_is_done_a_real_directory_does_the_same(
+def test_every_sequence_of_changes_has_the_result_that_it_has_in_a_real_directory(
     seed: int,
     source: Path,
     tmp_path: Path,

@@ -63,7 +63,9 @@ def test_nothing_changed(settled: Path, file: Path, workers: str, quick: bool) -
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_what_came_and_went_is_found(settled: Path, file: Path, workers: str, quick: bool) -> None:
+def test_names_made_and_removed_at_the_source_are_found(
+    settled: Path, file: Path, workers: str, quick: bool
+) -> None:
     (settled / "a" / "00 new").touch()
     (settled / "b" / "below" / "tree").mkdir()
     (settled / "b" / "below" / "tree" / "file").touch()
@@ -123,7 +125,7 @@ def test_the_snapshot_of_another_source_is_refused(settled: Path, file: Path) ->
     assert file.read_bytes() == before
 
 
-def test_an_open_snapshot_goes_on_answering(settled: Path, file: Path) -> None:
+def test_an_open_snapshot_continues_to_answer(settled: Path, file: Path) -> None:
     with Snapshot.open(file) as snapshot:
         (settled / "a" / "new").touch()
         report = refresh(settled, file)

@@ -98,7 +98,7 @@ def test_a_file_that_was_cut_short(built: Path) -> None:
         Snapshot.open(built)
 
 
-def test_a_newer_format_is_told_as_such(built: Path) -> None:
+def test_a_newer_format_is_reported_as_such(built: Path) -> None:
     with lmdb.open(str(built), subdir=False, lock=False) as environment:
         with environment.begin(write=True) as transaction:
             transaction.put(META, seal(META, b'{"version": 3, "more": 1}'))

@@ -36,7 +36,7 @@ def test_an_item_is_promoted_once_however_often_it_is_opened() -> None:
     assert (mount.ledger.used(1), mount.ledger.reserved(1)) == (10, 0)
 
 
-def test_what_is_deferred_holds_no_room_and_gets_its_turn() -> None:
+def test_deferred_files_reserve_no_room_and_get_their_turn() -> None:
     items = items_of([60, 60])
     mount = Mount("first_come", items, [100])
     mount.controller.deferred(promoted(mount.controller.opened(items[0])))
@@ -91,7 +91,7 @@ def test_a_copy_that_always_fails_does_not_keep_the_others_from_their_turn() -> 
 
 
 @pytest.mark.finding("C3")
-def test_what_is_read_on_is_offered_again_until_there_is_room_and_nothing_leaves_for_it() -> None:
+def test_files_read_again_are_offered_until_there_is_room_and_nothing_is_evicted_for_them() -> None:
     items = items_of([60, 60])
     mount = Mount("first_come", items, [100])
     promote = promoted(mount.controller.opened(items[0]))
@@ -112,7 +112,7 @@ def test_what_is_read_on_is_offered_again_until_there_is_room_and_nothing_leaves
     assert lru.residency.tier_of(items[0].ino) == 1
 
 
-def test_what_is_given_up_is_not_wanted_and_may_be_opened_anew() -> None:
+def test_a_cancelled_copy_is_not_wanted_and_the_file_may_be_opened_again() -> None:
     mount = Mount("first_come", items_of([10]), [100])
     promote = promoted(mount.controller.opened(mount.items[0]))
     mount.controller.abandoned(promote.item, promote.tier, retry=False)

@@ -121,7 +121,7 @@ def test_loading_many_counts_them() -> None:
         residency.load(np.array([0]), 1)
 
 
-def test_who_reads_the_tables_sees_every_change_and_cannot_make_one() -> None:
+def test_readers_of_the_tables_see_every_change_and_cannot_make_one() -> None:
     residency = Residency(10)
     tiers, marks = residency.tiers_table, residency.marks_table
     residency.place(A, 1)

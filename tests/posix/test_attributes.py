@@ -128,7 +128,7 @@ def test_chown_of_a_link_is_the_link_s_if_asked_so(here: Place) -> None:
 
 
 @needs_root
-def test_a_user_gives_nothing_away_and_changes_the_group_to_his_own_only(here: Place) -> None:
+def test_a_user_cannot_give_a_file_away_and_may_set_only_groups_of_that_user(here: Place) -> None:
     write_file("f", b"x")
     os.chown("f", USER, 0)
     os.chmod("f", 0o6755)
@@ -149,7 +149,9 @@ def test_a_user_gives_nothing_away_and_changes_the_group_to_his_own_only(here: P
 
 @needs_root
 @pytest.mark.parametrize("change", ["written", "cut", "emptied"])
-def test_writing_clears_the_bits_of_a_program_for_who_is_not_root(here: Place, change: str) -> None:
+def test_writing_clears_the_set_id_bits_of_a_program_for_ordinary_users(
+    here: Place, change: str
+) -> None:
     write_file("f", OLD)
     for name in ("f", "old"):
         os.chown(name, USER, USER)
@@ -168,7 +170,7 @@ def test_writing_clears_the_bits_of_a_program_for_who_is_not_root(here: Place, c
 
 
 @needs_root
-def test_a_user_cannot_set_the_group_bit_of_a_group_that_is_not_his(here: Place) -> None:
+def test_a_user_cannot_set_the_set_group_id_bit_of_a_foreign_group(here: Place) -> None:
     write_file("f", b"x")
     os.chown("f", USER, 1234)
     elsewhere(lambda: os.chmod("f", 0o2755), uid=USER)
@@ -176,7 +178,7 @@ def test_a_user_cannot_set_the_group_bit_of_a_group_that_is_not_his(here: Place)
 
 
 @needs_root
-def test_what_an_ordinary_user_makes_is_his(here: Place) -> None:
+def test_files_made_by_an_ordinary_user_belong_to_that_user(here: Place) -> None:
     os.mkdir("open")
     os.chmod("open", 0o777)
 
@@ -323,7 +325,7 @@ def test_a_new_file_has_the_time_of_now(anyone: Place) -> None:
             assert begin <= told <= time.time_ns() + 1_000_000, made
 
 
-def test_blocks_and_block_size_are_told(name: str) -> None:
+def test_blocks_and_block_size_are_reported(name: str) -> None:
     with opened(name, os.O_RDWR) as fd:
         os.write(fd, os.urandom(100_000))
         os.fsync(fd)
@@ -429,7 +431,7 @@ def test_setting_an_attribute_changes_ctime_and_not_mtime(name: str) -> None:
 
 
 @needs_root
-def test_only_who_may_write_sets_attributes(here: Place) -> None:
+def test_only_users_who_may_write_set_attributes(here: Place) -> None:
     os.setxattr("old", "user.a", b"x")
     write_file("private", b"x", 0o600)
     os.setxattr("private", "user.a", b"x")

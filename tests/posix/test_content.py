@@ -47,7 +47,7 @@ def mapped(fd: int, length: int = 0) -> Iterator[mmap.mmap]:
 # -- writing and cutting ---------------------------------------------------------------------------
 
 
-def test_writes_go_where_they_are_told_and_change_nothing_else(name: str) -> None:
+def test_writes_go_to_their_offset_and_change_nothing_else(name: str) -> None:
     expected = bytearray(OLD)
     with opened(name, os.O_RDWR) as fd:
         for offset, content in (
@@ -64,7 +64,9 @@ def test_writes_go_where_they_are_told_and_change_nothing_else(name: str) -> Non
     assert read_file(name) == expected
 
 
-def test_positions_are_of_the_open_file_and_shared_with_who_inherits_it(name: str) -> None:
+def test_positions_belong_to_the_open_file_and_are_shared_with_inheriting_processes(
+    name: str,
+) -> None:
     with opened(name, os.O_RDWR) as fd, opened(name, os.O_RDWR) as other:
         assert os.read(fd, 100) == OLD[:100]
         assert elsewhere(lambda: os.read(fd, 100)) == OLD[100:200]
@@ -89,7 +91,7 @@ def test_a_write_beyond_the_end_leaves_zeros_between(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 14_999])
-def test_what_was_cut_off_is_zeros_when_the_file_grows_again(name: str, size: int) -> None:
+def test_truncated_bytes_are_zeros_when_the_file_grows_again(name: str, size: int) -> None:
     os.truncate(name, size)
     assert read_file(name) == OLD[:size]
     os.truncate(name, len(OLD) + 1000)
@@ -184,7 +186,7 @@ def test_direct_reads_and_writes_see_what_others_wrote(here: Place, flags: int) 
 # -- holes and space -------------------------------------------------------------------------------
 
 
-def test_holes_and_data_are_told_truly(here: Place) -> None:
+def test_holes_and_data_are_reported_correctly(here: Place) -> None:
     hole = 1 << 20
     with opened("f", os.O_RDWR | os.O_CREAT) as fd:
         os.pwrite(fd, b"x" * 4096, hole)
@@ -251,7 +253,7 @@ def test_posix_fallocate_works_everywhere(name: str) -> None:
 # -- mappings --------------------------------------------------------------------------------------
 
 
-def test_what_is_written_into_a_mapping_is_read_by_all(name: str) -> None:
+def test_bytes_written_into_a_mapping_are_read_by_all_processes(name: str) -> None:
     with opened(name, os.O_RDWR) as fd, mapped(fd) as pages:
         assert pages[:] == OLD
         pages[5000:5005] = b"INTO!"
@@ -278,7 +280,7 @@ def test_a_mapping_outlives_its_descriptor_and_its_name(name: str) -> None:
     assert read_file("kept") == b"after" + OLD[5:]
 
 
-def test_what_was_mapped_and_written_is_there_when_the_process_is_killed(name: str) -> None:
+def test_bytes_written_into_a_mapping_survive_a_kill_of_the_process(name: str) -> None:
     def write() -> None:
         with opened(name, os.O_RDWR) as fd, mapped(fd) as pages:
             pages[100:105] = b"alive"
@@ -324,7 +326,7 @@ def test_a_private_mapping_changes_no_file(name: str) -> None:
     assert read_file(name) == OLD
 
 
-def test_what_a_mapping_writes_beyond_the_end_of_its_last_page_is_not_in_the_file(
+def test_bytes_written_into_a_mapping_beyond_the_end_of_the_file_are_not_in_the_file(
     name: str,
 ) -> None:
     with opened(name, os.O_RDWR) as fd:
@@ -478,7 +480,9 @@ def test_a_lock_goes_with_the_process_that_held_it(name: str) -> None:
 # -- several processes -----------------------------------------------------------------------------
 
 
-def test_processes_that_write_their_own_parts_of_one_file_disturb_nobody(here: Place) -> None:
+def test_processes_that_write_their_own_parts_of_one_file_do_not_disturb_each_other(
+    here: Place,
+) -> None:
     part, parts = 300_000, 4
     write_file("parts", b"")
 
@@ -494,7 +498,7 @@ def test_processes_that_write_their_own_parts_of_one_file_disturb_nobody(here: P
     assert read_file("parts") == expected
 
 
-def test_a_writer_and_a_reader_who_follows_it_agree(here: Place) -> None:
+def test_a_writer_and_a_following_reader_agree(here: Place) -> None:
     lines = [b"line %04d %s\n" % (number, b"x" * (number % 50)) for number in range(400)]
     write_file("log", b"")
 

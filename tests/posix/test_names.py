@@ -85,7 +85,7 @@ def test_rename_of_a_directory_replaces_an_empty_one_only(anyone: Place, full: s
     assert sorted(os.listdir("empty")) == ["deep", "inner"]
 
 
-def test_what_is_below_a_renamed_directory_goes_with_it_and_stays_usable(
+def test_entries_below_a_renamed_directory_move_with_it_and_stay_usable(
     anyone: Place, full: str
 ) -> None:
     write_file(f"{full}/deep/new", b"new")
@@ -190,7 +190,7 @@ def test_exchange_exchanges_where_it_can_be_had(here: Place) -> None:
         renameat2("old", "missing", RENAME_EXCHANGE)
 
 
-def test_flags_that_nobody_knows_or_that_exclude_each_other_are_einval(anyone: Place) -> None:
+def test_unknown_flags_and_flags_that_exclude_each_other_are_einval(anyone: Place) -> None:
     for flags in (1 << 10, RENAME_NOREPLACE | RENAME_EXCHANGE):
         with fails(errno.EINVAL):
             renameat2("old", "twin", flags)
@@ -365,7 +365,7 @@ def test_a_removed_file_lives_as_long_as_it_is_open(name: str) -> None:
     assert read_file(name) == b"another"
 
 
-def test_a_removed_file_that_nobody_wrote_is_read_to_its_end(here: Place) -> None:
+def test_a_removed_file_that_was_not_written_is_read_to_its_end(here: Place) -> None:
     with opened("old", os.O_RDONLY) as fd:
         os.unlink("old")
         assert os.read(fd, 100) == OLD[:100]
@@ -433,7 +433,7 @@ def test_a_removed_directory_that_is_open_takes_nothing(anyone: Place) -> None:
         assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o700
 
 
-def test_a_removed_fifo_that_is_open_is_told_of(anyone: Place) -> None:
+def test_a_removed_fifo_that_is_open_has_attributes(anyone: Place) -> None:
     os.mkfifo("pipe")
     with opened("pipe", os.O_RDWR) as fd:
         os.unlink("pipe")
@@ -716,7 +716,7 @@ def test_a_socket_is_a_name(anyone: Place) -> None:
         os.open("socket", os.O_RDONLY)
 
 
-def test_what_one_process_makes_another_sees_at_once(here: Place) -> None:
+def test_changes_by_one_process_are_seen_by_another_at_once(here: Place) -> None:
     with fails(errno.ENOENT):
         os.stat("f")
 

@@ -92,7 +92,9 @@ def test_trunc_empties_a_file_and_leaves_its_inode_mode_and_owner(name: str) -> 
     assert after.st_mtime_ns >= before.st_mtime_ns
 
 
-def test_who_has_a_file_open_sees_it_emptied_and_written_by_another(here: Place, name: str) -> None:
+def test_processes_with_a_file_open_see_it_emptied_and_written_by_another(
+    here: Place, name: str
+) -> None:
     with opened(name, os.O_RDONLY) as reader, contextlib.ExitStack() as stack:
         assert os.pread(reader, 10, 0) == OLD[:10]
         with here.may_refuse("a file of the source that is written while it is read"):
@@ -104,7 +106,7 @@ def test_who_has_a_file_open_sees_it_emptied_and_written_by_another(here: Place,
             os.ftruncate(writer, 0)
 
 
-def test_who_has_a_file_open_sees_it_cut_by_name(here: Place, name: str) -> None:
+def test_processes_with_a_file_open_see_it_truncated_by_name(here: Place, name: str) -> None:
     with opened(name, os.O_RDONLY) as reader:
         assert os.pread(reader, 10, 0) == OLD[:10]
         with here.may_refuse("a file of the source that is written while it is read"):
@@ -112,7 +114,7 @@ def test_who_has_a_file_open_sees_it_cut_by_name(here: Place, name: str) -> None
         assert (os.fstat(reader).st_size, os.pread(reader, 10, 0)) == (5, OLD[:5])
 
 
-def test_a_reader_who_opened_before_the_first_write_sees_what_is_written(
+def test_a_reader_that_opened_before_the_first_write_sees_the_written_bytes(
     here: Place, name: str
 ) -> None:
     with opened(name, os.O_RDONLY) as reader, contextlib.ExitStack() as stack:
@@ -155,7 +157,7 @@ def test_processes_that_append_at_once_lose_nothing_and_mix_nothing(here: Place)
         assert own == [(letter + b"%05d" % n).ljust(width - 1, letter) for n in range(count)]
 
 
-def test_what_a_descriptor_was_not_opened_for_is_ebadf(name: str) -> None:
+def test_calls_that_the_descriptor_was_not_opened_for_are_ebadf(name: str) -> None:
     with opened(name, os.O_RDONLY) as fd, fails(errno.EBADF):
         os.write(fd, b"x")
     with opened(name, os.O_RDONLY) as fd, fails(errno.EINVAL, errno.EBADF):
@@ -211,7 +213,7 @@ def test_modes_are_those_asked_for_less_the_mask(here: Place, mask: int) -> None
     )
 
 
-def test_a_file_that_is_made_without_the_right_to_write_it_is_written_by_who_made_it(
+def test_a_file_made_without_write_permission_is_writable_by_its_maker(
     anyone: Place,
 ) -> None:
     with opened("f", os.O_WRONLY | os.O_CREAT, 0o400) as fd:
@@ -221,7 +223,7 @@ def test_a_file_that_is_made_without_the_right_to_write_it_is_written_by_who_mad
 
 
 @needs_root
-def test_what_is_made_in_a_setgid_directory_has_its_group_and_directories_the_bit(
+def test_entries_made_in_a_setgid_directory_get_its_group_and_directories_the_bit(
     here: Place,
 ) -> None:
     os.mkdir("shared")
@@ -272,7 +274,7 @@ def test_in_a_sticky_directory_only_the_owner_removes_and_renames(here: Place) -
 
 
 @needs_root
-def test_who_has_no_right_is_eacces_and_changes_nothing(here: Place) -> None:
+def test_a_user_without_permission_gets_eacces_and_changes_nothing(here: Place) -> None:
     write_file("private", b"secret", 0o600)
     os.mkdir("closed", 0o700)
     write_file("closed/f", b"x")
@@ -337,7 +339,7 @@ def test_fsync_of_files_and_directories_and_of_all_succeeds(name: str) -> None:
 
 
 @pytest.mark.parametrize("flag", [os.O_SYNC, os.O_DSYNC])
-def test_what_is_written_in_step_is_there(anyone: Place, flag: int) -> None:
+def test_synchronous_writes_are_in_the_file(anyone: Place, flag: int) -> None:
     with opened("f", os.O_WRONLY | os.O_CREAT | flag) as fd:
         for number in range(3):
             os.write(fd, b"%d" % number)

@@ -19,7 +19,7 @@ def version(ctime_ns: int, mtime_ns: int | None = None) -> Identity:
 @pytest.mark.promise(29)
 @pytest.mark.finding("D4")
 @pytest.mark.parametrize("clock_s", [0, 1_700_000_000, 10**10], ids=["1970", "ours", "ahead"])
-def test_what_has_rested_by_the_sources_clock_is_not_doubted(clock_s: int) -> None:
+def test_a_version_that_has_rested_by_the_clock_of_the_source_is_not_young(clock_s: int) -> None:
     newest = clock_s * S + 12_345
     doubts = Doubts(SourceClock(newest, 50 * S))
     doubts.fetched(INO, version(newest - WINDOW_NS), since_ns=50 * S)

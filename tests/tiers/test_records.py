@@ -191,7 +191,7 @@ def test_the_inode_numbers_of_the_source_are_given_in_order(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "header", [b"", b"not json", b"[]", json.dumps({"magic": "other"}).encode()]
 )
-def test_a_file_that_is_not_ours_is_begun_anew(tmp_path: Path, header: bytes) -> None:
+def test_a_file_of_another_format_is_started_anew(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "residency-g").write_bytes(header.ljust(4096) + b"\x01" * 6400)
     records = Records(tmp_path, "g", ["a"])
     assert loaded(records) == {}
@@ -260,7 +260,7 @@ def test_the_place_of_a_tier_that_is_gone_goes_to_the_next_one_with_none_of_its_
         records.close(clean=True)
 
 
-def test_generations_are_told_apart(tmp_path: Path) -> None:
+def test_generations_are_distinguished(tmp_path: Path) -> None:
     for generation in ("one", "two", "three"):
         Records(tmp_path, generation, ["a"]).close(clean=True)
     (tmp_path / "snapshot.lmdb").write_bytes(b"")
@@ -272,6 +272,6 @@ def test_generations_are_told_apart(tmp_path: Path) -> None:
     assert other_generations(tmp_path, "two") == ["three"]
 
 
-def test_a_state_directory_that_cannot_be_used_is_told_of(tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="residency-g"):
         Records(tmp_path / "missing", "g", ["a"])

@@ -51,7 +51,7 @@ def test_a_descriptor_is_closed_with_its_last_user(opened: Source) -> None:
 
 
 @pytest.mark.fault("S5")
-def test_what_took_the_place_of_a_file_is_not_opened(
+def test_another_entry_in_the_place_of_a_file_is_not_opened(
     opened: Source, source: Path, tmp_path: Path
 ) -> None:
     outside = tmp_path / "outside"
@@ -67,7 +67,7 @@ def test_what_took_the_place_of_a_file_is_not_opened(
             opened.fetch(path, identity_of(opened.status(b"directory/file")))
 
 
-def test_a_missing_file_is_a_change_to_who_opens_it(opened: Source) -> None:
+def test_opening_a_missing_file_raises_that_the_source_changed(opened: Source) -> None:
     with pytest.raises(SourceChanged):
         opened.open(b"directory/missing")
     with pytest.raises(FileNotFoundError):
@@ -149,7 +149,7 @@ def _is_there(source: Source) -> bool:
     return True
 
 
-def test_a_source_that_is_missing_or_a_file_is_told_of(tmp_path: Path) -> None:
+def test_a_source_that_is_missing_or_a_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="missing") as missing:
         Source(os.fsencode(tmp_path / "missing"))
     assert missing.value.errno == errno.ENOENT

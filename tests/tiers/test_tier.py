@@ -59,7 +59,7 @@ def stages(tier: Tier) -> list[str]:
     return os.listdir(tier.own / "stage")
 
 
-def test_nobody_sees_a_copy_before_it_is_committed(tier: Tier) -> None:
+def test_a_copy_is_invisible_before_it_is_committed(tier: Tier) -> None:
     with tier.stage(Ino(7)) as staged:
         staged.append(b"half")
         with pytest.raises(FileNotFoundError):
@@ -105,7 +105,9 @@ def test_a_copy_that_ends_in_a_hole_has_its_full_size(tier: Tier) -> None:
     assert read(tier.open(Ino(3), version(MIB))) == bytes(MIB)
 
 
-def test_who_has_a_copy_open_reads_on_when_it_is_removed_or_replaced(tier: Tier) -> None:
+def test_a_process_with_a_copy_open_continues_to_read_when_it_is_removed_or_replaced(
+    tier: Tier,
+) -> None:
     put(tier, 7, b"old")
     fd = tier.open(Ino(7), version(3))
     tier.remove(Ino(7))
@@ -116,7 +118,7 @@ def test_who_has_a_copy_open_reads_on_when_it_is_removed_or_replaced(tier: Tier)
 
 
 @pytest.mark.fault("Security")
-def test_what_a_tier_holds_is_closed_to_others(tier: Tier) -> None:
+def test_files_of_a_tier_are_closed_to_other_users(tier: Tier) -> None:
     put(tier, 7, b"secret")
     own = tier.own
     assert own.stat().st_mode & 0o777 == 0o700
@@ -156,7 +158,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
 
 
-def test_a_file_in_the_place_of_a_tier_is_told_of(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_tier_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match="file"):
         Tier(1, "fast", tmp_path / "file", owner=Owner("mount"))
@@ -235,7 +237,7 @@ def test_a_seal_tells_copies_numbers_and_versions_apart() -> None:
     assert all(0 <= value < 1 << 60 for value in seals)
 
 
-def test_whoever_writes_into_a_copy_swaps_it_or_puts_back_an_old_one_breaks_its_seal(
+def test_writing_swapping_or_restoring_a_copy_breaks_its_seal(
     tier: Tier,
 ) -> None:
     for number in (7, 8, 9):
@@ -267,7 +269,7 @@ def test_a_copy_whose_bytes_are_right_is_sealed_again_and_another_is_not(tier: T
         tier.open(Ino(7), version(5))
 
 
-def test_something_that_is_no_file_is_not_opened_and_nobody_waits_for_it(tier: Tier) -> None:
+def test_an_entry_that_is_not_a_file_is_not_opened_and_blocks_no_thread(tier: Tier) -> None:
     put(tier, 7, b"")
     place = path_of(tier, 7)
     place.unlink()
@@ -347,7 +349,7 @@ def test_a_tier_knows_whether_its_reads_can_wait_for_a_disk(tier: Tier) -> None:
     assert tier.in_memory == (kind_of_file_system(tier.path) == "tmpfs")
 
 
-def test_a_tier_has_what_was_committed_until_somebody_takes_it(tier: Tier) -> None:
+def test_a_tier_keeps_a_committed_copy_until_it_is_removed(tier: Tier) -> None:
     assert not tier.has(Ino(7))
     put(tier, 7, b"content")
     assert tier.has(Ino(7))
@@ -357,7 +359,7 @@ def test_a_tier_has_what_was_committed_until_somebody_takes_it(tier: Tier) -> No
 
 @pytest.mark.finding("B3")
 @pytest.mark.fault("T11", "T8")
-def test_what_an_earlier_version_left_goes_to_the_mount_that_knows_it(
+def test_files_of_an_earlier_version_are_moved_to_the_mount_that_knows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = tmp_path / "tier/monarch"

@@ -202,7 +202,7 @@ async def running(
 
 
 @pytest.mark.parametrize("inline_max", [100, 100_000])
-async def test_what_is_submitted_becomes_resident_with_its_bytes(
+async def test_a_submitted_file_becomes_resident_with_its_bytes(
     source: Path, tmp_path: Path, inline_max: int, clock: trio.testing.MockClock
 ) -> None:
     async with running(source, tmp_path, inline_max=inline_max) as rig:
@@ -294,7 +294,7 @@ async def test_several_pieces_of_a_large_file_are_read_at_once_and_written_in_or
         ({"buffer_max": 2 * PIECE, "copy_workers": 1}, 3),
     ],
 )
-async def test_what_is_read_at_once_keeps_to_the_limits(
+async def test_concurrent_reads_stay_within_the_limits(
     source: Path, tmp_path: Path, reads: Reads, limits: dict[str, int], most: int
 ) -> None:
     async with running(source, tmp_path, **limits) as rig:
@@ -415,7 +415,7 @@ async def test_failures_at_the_same_time_are_one_reason_to_rest(
         assert trio.current_time() - started < 3
 
 
-async def test_a_file_that_changed_is_not_copied_and_its_change_is_told(
+async def test_a_changed_file_is_not_copied_and_its_change_is_reported(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:
     async with running(source, tmp_path) as rig:
@@ -431,7 +431,7 @@ async def test_a_file_that_changed_is_not_copied_and_its_change_is_told(
 
 
 @pytest.mark.finding("C3")
-async def test_what_is_wanted_waits_while_the_queue_is_full_and_is_copied_later(
+async def test_a_wanted_file_waits_while_the_queue_is_full_and_is_copied_later(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_QUEUE_LIMIT", 1)
@@ -453,7 +453,7 @@ async def test_what_is_wanted_waits_while_the_queue_is_full_and_is_copied_later(
         await until(lambda: rig.resident() == [1, 2])
 
 
-async def test_what_does_not_fit_is_refused_and_the_rest_is_copied(
+async def test_a_file_that_does_not_fit_is_refused_and_the_others_are_copied(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock
 ) -> None:
     async with running(source, tmp_path, capacity=3 * SIZE + SIZE // 2) as rig:

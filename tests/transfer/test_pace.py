@@ -59,7 +59,7 @@ def test_a_reader_that_waits_for_a_part_of_its_time_leaves_the_more_the_less_it_
     assert copied > 0.2 * 0.05 / share
 
 
-def test_who_reads_alone_is_not_held_back() -> None:
+def test_a_reader_alone_is_not_delayed() -> None:
     assert shares(lambda now: False, seconds=5)[0] > 0.95
     # Nor is it long after the last reader has gone.
     copied, _ = shares(lambda now: now < 5, seconds=20)

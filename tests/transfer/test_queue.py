@@ -25,7 +25,7 @@ def flight(controller: Controller, number: int, content: bytes | None = None) ->
     return Flight(promote, IDENTITY, content)
 
 
-def test_what_waits_for_a_tier_that_is_out_is_given_up_and_its_bytes_are_free() -> None:
+def test_copies_queued_for_a_tier_out_of_service_are_cancelled_and_their_bytes_are_freed() -> None:
     flights, controller, ledger, buffer = queue()
     for number in range(1, 4):
         flights.put(flight(controller, number, bytes(10)))
@@ -39,7 +39,7 @@ def test_what_waits_for_a_tier_that_is_out_is_given_up_and_its_bytes_are_free() 
     assert ledger.reserved(1) == 0
 
 
-def test_what_is_under_way_to_a_tier_that_hangs_is_left_with_its_bytes() -> None:
+def test_a_copy_in_progress_to_a_tier_that_hangs_keeps_its_bytes() -> None:
     flights, controller, ledger, buffer = queue()
     flights.put(flight(controller, 1, bytes(10)))
     (under_way,) = flights.contents[1].take()

@@ -99,7 +99,7 @@ async def watching(memory: Path, *, keep_free: int = 0) -> AsyncIterator[Rig]:
         tier.close()
 
 
-async def test_a_call_that_hangs_is_noticed_while_it_lasts_and_the_other_tier_goes_on(
+async def test_a_call_that_hangs_is_noticed_while_it_lasts_and_the_other_tier_continues(
     memory: Path, clock: trio.testing.MockClock
 ) -> None:
     answer = threading.Event()
@@ -183,7 +183,7 @@ async def test_a_tier_whose_copies_are_slow_to_open_elsewhere_is_slow(
                 await trio.sleep(1)
 
 
-async def test_a_tier_that_is_gone_is_let_go_and_taken_up_again_as_the_same(
+async def test_a_tier_that_is_gone_is_detached_and_attached_again_as_the_same(
     memory: Path, clock: trio.testing.MockClock
 ) -> None:
     async with watching(memory) as rig:
@@ -222,7 +222,7 @@ async def test_another_tier_in_the_place_of_one_is_not_taken_for_it(
                 await trio.sleep(1)
 
 
-async def test_a_disk_that_others_have_filled_is_full_before_anybody_asks(
+async def test_a_disk_that_others_have_filled_is_full_before_the_first_call(
     memory: Path, clock: trio.testing.MockClock
 ) -> None:
     async with watching(memory, keep_free=1 << 60) as rig:

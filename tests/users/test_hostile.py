@@ -55,7 +55,7 @@ def test_users_do_to_each_other_only_what_they_could_do_without_the_mount(
 
 @pytest.mark.timeout(0)
 @pytest.mark.modes("relay", "passthrough")
-def test_users_go_on_for_as_long_as_they_are_told_to(
+def test_users_run_for_the_given_time(
     monarch: MonarchCommand, tmp_path: Path, mode: str, request: pytest.FixtureRequest
 ) -> None:
     seconds = request.config.getoption("--soak")

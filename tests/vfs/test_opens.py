@@ -210,7 +210,7 @@ async def test_a_number_for_the_kernel_that_is_not_used_is_given_back(rigs: Rigs
     assert fast.unregistered == [101]
 
 
-async def test_a_file_that_is_gone_is_looked_for_when_it_is_opened(rig: Rig) -> None:
+async def test_a_file_that_was_removed_is_checked_at_the_source_when_it_is_opened(rig: Rig) -> None:
     ino = rig.ino("small")
     rig.names.forget(ino)
     assert rig.names.is_gone(ino)

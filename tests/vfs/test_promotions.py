@@ -158,7 +158,7 @@ async def test_a_damaged_copy_is_taken_from_its_readers_unless_the_kernel_reads(
     rig.filesystem.release(ino)
 
 
-async def test_what_a_file_says_of_itself(rig: Rig) -> None:
+async def test_the_extended_attributes_of_a_file_show_its_state(rig: Rig) -> None:
     ino, xattrs = rig.ino("small"), rig.filesystem.xattrs
     assert await xattrs.get(ino, b"user.monarch.tier") == b"source"
     assert await xattrs.get(ino, b"user.monarch.state") == b"source"

@@ -138,7 +138,7 @@ async def test_nothing_is_staged_while_the_source_takes_nothing_or_has_much_that
     assert waiting.next() == [[1]]
 
 
-async def test_what_depends_on_a_refused_change_is_not_staged() -> None:
+async def test_a_content_that_depends_on_a_refused_change_is_not_staged() -> None:
     waiting = Waiting()
     waiting.put(b"d", kind="mkdir")
     waiting.queue.hold_front(PermissionError(errno.EACCES, ""))

@@ -92,7 +92,7 @@ async def test_no_call_waits_for_a_source_that_is_full(
 
 
 @pytest.mark.promise(71)
-async def test_what_has_come_to_the_source_under_an_older_name_is_not_looked_for_under_a_newer(
+async def test_a_file_published_under_an_older_name_is_not_searched_under_a_newer(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
     with trio.fail_after(PATIENCE_S):

@@ -32,7 +32,7 @@ def rebooted(world: World) -> list[bytes]:
 
 
 @pytest.mark.promise(136)
-async def test_what_was_never_fsynced_survives_the_machine_after_a_commit(
+async def test_files_that_were_never_fsynced_survive_a_power_cut_after_a_commit(
     world: World, clock: Clock
 ) -> None:
     world.write(b"new", b"closed")
@@ -42,7 +42,7 @@ async def test_what_was_never_fsynced_survives_the_machine_after_a_commit(
     assert rebooted(world) == []
 
 
-async def test_what_is_made_while_all_is_synced_is_not_said_to_be_on_the_disk(
+async def test_files_made_during_a_sync_do_not_count_as_synced(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = Disk.sync_all
@@ -57,7 +57,7 @@ async def test_what_is_made_while_all_is_synced_is_not_said_to_be_on_the_disk(
     assert rebooted(world) == [b"late"]
 
 
-async def test_what_the_disk_did_not_take_is_not_believed_by_a_later_commit(
+async def test_bytes_that_the_disk_refused_do_not_become_durable_by_a_later_commit(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(self: Disk, fd: int) -> None:

@@ -83,7 +83,7 @@ def test_a_mount_that_was_killed_before_it_was_put_aside_leaves_it_to_the_next(
     assert [it.path for it in kept.list()] == [b"d/\xff"]
 
 
-def test_what_cannot_be_put_aside_stays_for_the_next_mount(
+def test_objects_that_cannot_be_moved_aside_stay_for_the_next_mount(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(directory)

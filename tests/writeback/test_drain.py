@@ -84,7 +84,7 @@ async def test_holes_stay_holes(world: World, clock: Clock) -> None:
     assert (world.source / "sparse").read_bytes() == node.content
 
 
-async def test_the_next_life_goes_on_where_this_one_stopped(world: World, clock: Clock) -> None:
+async def test_the_next_mount_continues_where_this_one_stopped(world: World, clock: Clock) -> None:
     async with draining(world) as drain:
         world.write(b"first", b"1")
         await drain.progress.wait(world.last_seq)
@@ -118,7 +118,7 @@ async def test_a_journal_that_was_written_anew_loses_no_change_of_a_drained_file
     world.check_all_is_there()
 
 
-async def test_bytes_that_the_source_has_are_not_brought_twice(world: World, clock: Clock) -> None:
+async def test_bytes_that_the_source_has_are_not_drained_twice(world: World, clock: Clock) -> None:
     async with draining(world) as drain:
         node = world.begin(b"a")
         world.store(node, b"new")
@@ -133,7 +133,7 @@ async def test_bytes_that_the_source_has_are_not_brought_twice(world: World, clo
     world.check_all_is_there()
 
 
-async def test_what_replaces_a_file_takes_its_place_in_one_moment(
+async def test_a_file_that_replaces_another_takes_its_place_atomically(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = set()
@@ -149,9 +149,7 @@ async def test_what_replaces_a_file_takes_its_place_in_one_moment(
     world.check_all_is_there()
 
 
-async def test_what_was_removed_before_its_turn_is_never_brought(
-    world: World, clock: Clock
-) -> None:
+async def test_a_file_removed_before_its_turn_is_never_drained(world: World, clock: Clock) -> None:
     for number in range(10):
         world.write(b"tmp", b"%d" % number)
         world.unlink(b"tmp")
@@ -161,7 +159,7 @@ async def test_what_was_removed_before_its_turn_is_never_brought(
     world.check_all_is_there()
 
 
-async def test_a_file_that_somebody_writes_waits_for_his_close(world: World, clock: Clock) -> None:
+async def test_a_file_open_for_writing_waits_for_its_close(world: World, clock: Clock) -> None:
     node = world.begin(b"a")
     world.store(node, b"whole")
     world.content(node, synced=True)
@@ -179,7 +177,7 @@ async def test_a_file_that_somebody_writes_waits_for_his_close(world: World, clo
     world.check_all_is_there()
 
 
-async def test_what_a_file_without_content_replaced_stays_and_comes_under_no_other_name(
+async def test_a_file_replaced_by_one_without_content_stays_and_is_published_under_no_other_name(
     world: World, clock: Clock
 ) -> None:
     node = world.create(b"tmp")
@@ -202,9 +200,7 @@ async def test_what_a_file_without_content_replaced_stays_and_comes_under_no_oth
     world.check_all_is_there()
 
 
-async def test_a_close_without_another_write_brings_what_was_left_out(
-    world: World, clock: Clock
-) -> None:
+async def test_a_close_without_another_write_drains_the_rest(world: World, clock: Clock) -> None:
     async with draining(world) as drain:
         node = world.begin(b"a")
         world.store(node, b"whole")
@@ -368,7 +364,7 @@ async def test_a_source_that_hangs_holds_up_neither_the_loop_nor_the_end(
     world.check_all_is_there()
 
 
-async def test_a_source_whose_client_died_is_gone_on_with_when_it_is_mounted_again(
+async def test_a_source_with_a_dead_client_is_used_again_when_it_is_mounted_again(
     world: World, slow: SlowSource, clock: Clock
 ) -> None:
     async with draining(world, root=slow.path) as drain:
@@ -423,7 +419,7 @@ async def test_a_directory_that_others_removed_is_made_again(
     assert "was removed by others" in caplog.text
 
 
-async def test_what_others_put_into_a_directory_stays_when_it_is_removed(
+async def test_files_that_others_put_into_a_directory_stay_when_it_is_removed(
     world: World, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     (world.source / "d/theirs").write_bytes(b"theirs")
@@ -480,7 +476,7 @@ async def test_a_link_in_the_place_of_a_file_is_not_followed(
 # -- a tier that has lost something ------------------------------------------------------------
 
 
-async def test_a_record_without_its_bytes_is_told_and_what_is_behind_it_goes_on(
+async def test_an_object_without_its_bytes_is_reported_and_later_records_are_drained(
     world: World, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.write(b"whole", b"1" * 100, synced=True)
@@ -621,7 +617,7 @@ assert outcome.error is None and len(outcome.made) == 3, outcome
 """
 
 
-def test_an_ordinary_user_s_files_are_his_and_he_is_told_once() -> None:
+def test_an_ordinary_users_files_keep_their_owner_and_one_warning_is_logged() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may become somebody else")
     with nobody(uuid.uuid4().hex) as user:
@@ -637,7 +633,7 @@ def test_an_ordinary_user_s_files_are_his_and_he_is_told_once() -> None:
         assert done.stderr.count("does not take special files") == 1
 
 
-async def test_readers_of_the_source_go_first_until_somebody_waits_or_room_runs_out(
+async def test_readers_of_the_source_have_priority_until_a_caller_waits_or_room_runs_out(
     world: World, clock: Clock
 ) -> None:
     pressed = False

@@ -73,7 +73,9 @@ def line() -> Line:
     return Line()
 
 
-async def test_what_depends_on_a_refused_change_waits_and_other_users_go_first(line: Line) -> None:
+async def test_dependents_of_a_refused_change_wait_and_other_users_overtake_them(
+    line: Line,
+) -> None:
     line.put(b"d", by=1)
     line.put(b"e", by=2)
     line.put(b"d/x", by=2)
@@ -94,7 +96,7 @@ async def test_what_depends_on_a_refused_change_waits_and_other_users_go_first(l
     assert not line.progress.has_all(2)
 
 
-async def test_what_is_held_is_tried_again_in_its_order_after_pauses_that_double(
+async def test_held_changes_are_retried_in_their_order_after_pauses_that_double(
     line: Line, clock: Clock
 ) -> None:
     line.put(b"d", by=1)
@@ -141,7 +143,7 @@ async def test_a_source_without_links_is_asked_for_one_only_once(line: Line) -> 
     assert line.aside == [{1}]
 
 
-async def test_what_is_given_up_waits_for_nothing(line: Line) -> None:
+async def test_discarded_changes_block_nothing(line: Line) -> None:
     line.put(b"d", by=1)
     line.put(b"d/x", by=1).is_moot = True
     line.refuse()

@@ -281,7 +281,7 @@ async def test_a_content_that_did_not_fit_is_recorded_as_the_file_is_by_then(fro
     assert [op.size for op in front.journal.ops] == [7]
 
 
-async def test_the_user_who_opened_a_file_last_for_writing_made_its_content(front: Front) -> None:
+async def test_the_last_user_with_the_file_open_for_writing_makes_its_content(front: Front) -> None:
     file = front.create()
     front.recorder.copied_up(file.object, BOB)
     front.recorder.record(file.node)

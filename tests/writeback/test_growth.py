@@ -28,7 +28,7 @@ class Growing:
             self.growth.write()
 
 
-def test_what_was_appended_comes_in_turns_with_the_time_of_its_bytes(tmp_path: Path) -> None:
+def test_appended_bytes_are_drained_in_turns_with_the_time_of_the_file(tmp_path: Path) -> None:
     it = Growing(tmp_path, b"old, and new bytes", base=3)
     it.bring(12)
     identity = it.growth.finish(12, 1_000_000_007)

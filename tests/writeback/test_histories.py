@@ -272,7 +272,7 @@ async def test_a_history_of_mounts_with_new_snapshots_ends_with_the_source_as_th
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_goes_on(
+async def test_power_cuts_lose_nothing_that_was_synced_and_the_drain_continues(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,

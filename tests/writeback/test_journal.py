@@ -143,7 +143,7 @@ def damaged(path: Path, line: int) -> bytes:
     return path.read_bytes()
 
 
-def test_a_damaged_record_with_good_ones_behind_it_is_told_and_nothing_is_touched(
+def test_a_damaged_record_before_good_ones_is_reported_and_nothing_is_changed(
     directory: Path,
 ) -> None:
     filled(directory, *EVERYTHING)
@@ -153,7 +153,7 @@ def test_a_damaged_record_with_good_ones_behind_it_is_told_and_nothing_is_touche
     assert (directory / "journal").read_bytes() == content
 
 
-def test_what_was_not_synced_may_be_lost_page_by_page_when_the_power_fails(
+def test_unsynced_records_may_be_lost_page_by_page_when_the_power_fails(
     directory: Path,
 ) -> None:
     folders = [Op(kind="mkdir", path=b"%d" % number) for number in range(9)]
@@ -162,7 +162,7 @@ def test_what_was_not_synced_may_be_lost_page_by_page_when_the_power_fails(
     assert [op for _, op in read(directory, boot="two").ops] == folders[:2]
 
 
-def test_what_was_synced_is_not_lost_when_the_power_fails_but_damaged(directory: Path) -> None:
+def test_synced_records_that_are_missing_after_a_power_cut_are_damage(directory: Path) -> None:
     journal, _ = opened(directory)
     for op in EVERYTHING[:6]:
         journal.append(op)
@@ -220,7 +220,7 @@ def test_a_journal_of_another_source_is_refused(directory: Path) -> None:
         Journal.open(directory, source=b"/elsewhere", boot="one")
 
 
-def test_objects_without_a_journal_are_not_taken_for_nobody_s(directory: Path) -> None:
+def test_objects_without_a_journal_are_not_taken_for_leftovers(directory: Path) -> None:
     filled(directory, *EVERYTHING)
     os.close(Objects(directory).create(5))
     (directory / "journal").unlink()
@@ -271,7 +271,7 @@ def test_a_full_disk_takes_what_there_is_room_for_and_no_half_record(small_disk:
     assert last == kept + 2
 
 
-def test_those_who_sync_at_once_share_the_wait(
+def test_callers_that_sync_at_once_share_the_wait(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal, _ = opened(directory)
@@ -323,7 +323,7 @@ def test_a_sync_that_failed_is_not_taken_for_done_by_the_next(
 # -- compaction ------------------------------------------------------------------------------
 
 
-def test_compaction_keeps_what_is_told_and_no_number_comes_again(directory: Path) -> None:
+def test_compaction_keeps_the_known_states_and_never_reuses_a_number(directory: Path) -> None:
     journal, _ = opened(directory)
     for op in EVERYTHING:
         journal.append(op)
@@ -393,7 +393,7 @@ def rename(path: bytes, to: bytes, number: int = 0) -> Op:
     return Op(kind="rename", path=path, to=to, object=number)
 
 
-def test_what_was_never_synced_is_lost_with_the_power_and_what_it_replaced_is_there(
+def test_a_file_that_was_never_synced_is_lost_with_the_power_and_the_replaced_one_stays(
     directory: Path,
 ) -> None:
     kept = [create(b"v1", 1), content(b"v1", 1, synced=True), rename(b"v1", b"ckpt", 1)]
@@ -406,7 +406,7 @@ def test_what_was_never_synced_is_lost_with_the_power_and_what_it_replaced_is_th
     assert replay.next_object == 3
 
 
-def test_a_loss_is_told_once_and_stays_one(directory: Path) -> None:
+def test_a_loss_is_reported_once_and_stays_recorded(directory: Path) -> None:
     filled(directory, create(b"a", 1), content(b"a", 1))
     assert read(directory, boot="two").lost
     again = filled(directory, create(b"a", 2), content(b"a", 2), boot="two")
@@ -445,7 +445,7 @@ def test_a_file_that_was_replaced_and_then_removed_does_not_come_back(directory:
     assert [op.path for op in replay.lost] == [b"e/other"]
 
 
-def test_what_has_no_name_or_is_at_the_source_is_not_lost(directory: Path) -> None:
+def test_a_file_without_a_name_or_at_the_source_is_not_lost(directory: Path) -> None:
     journal, _ = opened(directory)
     history = [
         create(b"gone", 1),
@@ -463,7 +463,7 @@ def test_what_has_no_name_or_is_at_the_source_is_not_lost(directory: Path) -> No
     assert replay.lost == ()
 
 
-def test_what_was_synced_once_is_believed_after_compaction(directory: Path) -> None:
+def test_a_synced_file_stays_durable_after_compaction(directory: Path) -> None:
     journal, _ = opened(directory)
     journal.append(create(b"a", 1))
     journal.append(content(b"a", 1, synced=True))

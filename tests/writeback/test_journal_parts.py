@@ -54,7 +54,7 @@ def test_only_a_whole_line_with_an_object_is_a_record(content: bytes) -> None:
     assert decoded(b"0" * 16 + line[16:]) is None
 
 
-def test_what_is_known_comes_back() -> None:
+def test_known_states_are_restored() -> None:
     known = Known(
         known={1: ONE},
         made={2: TWO},
@@ -139,7 +139,7 @@ def test_a_file_is_cut_and_overwritten_before_it_is_used(file: JournalFile) -> N
     assert os.listdir(file.path.parent) == ["journal"]
 
 
-def test_what_is_appended_while_records_are_replaced_follows_them(file: JournalFile) -> None:
+def test_records_appended_during_a_compaction_follow_the_replaced_ones(file: JournalFile) -> None:
     file.append({"n": 1})
     file.sync()
     end = file.position
@@ -239,7 +239,7 @@ def test_a_content_without_a_sync_is_lost_at_the_next_start_of_the_machine() -> 
 
 
 @pytest.mark.promise(67)
-def test_an_earlier_content_does_not_bring_bytes_that_went_to_the_source_directly() -> None:
+def test_an_earlier_content_does_not_cover_bytes_written_through_later() -> None:
     through = Op(kind="through", path=CONTENT.path, object=1)
     records: list[Record] = [change(1, 10, CREATE), change(2, 20, CONTENT), change(3, 30, through)]
     for mark in ({"done": 1}, {"done": 2, "at": [[2, 5, 0, 0, 9]]}):
@@ -248,7 +248,7 @@ def test_an_earlier_content_does_not_bring_bytes_that_went_to_the_source_directl
         assert found_of(*records, behind, mark).replay({}).unpublished([1]) == set()
 
 
-def test_a_staged_file_is_ours_until_the_content_is_published() -> None:
+def test_a_staged_file_is_monarchs_until_the_content_is_published() -> None:
     records: list[Record] = [
         {"boot": "one"},
         change(1, 10, CONTENT),
@@ -294,7 +294,7 @@ def test_a_record_of_another_program_is_an_error_that_names_its_line(record: Rec
         Found.of(encoded({"monarch": VERSION + 7}), Path("journal"), "one")
 
 
-def test_a_journal_that_was_looked_at_is_read_once(
+def test_a_journal_that_was_inspected_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal"

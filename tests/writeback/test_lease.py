@@ -82,7 +82,7 @@ def test_patterns_meet_unless_no_path_can_have_both(one: str, other: str, meets:
 
 @pytest.mark.promise(167)
 @pytest.mark.fault("N1")
-def test_a_second_writer_of_the_same_paths_is_refused_and_told_by_whom(
+def test_a_second_writer_of_the_same_paths_is_refused_with_the_name_of_the_first(
     take: Take, shared: Source, elsewhere: Callable[[str], None]
 ) -> None:
     elsewhere("one")
@@ -101,7 +101,9 @@ def test_a_second_writer_of_the_same_paths_is_refused_and_told_by_whom(
 
 @pytest.mark.promise(168)
 @pytest.mark.fault("N1")
-def test_where_both_shall_write_both_are_told(take: Take, elsewhere: Callable[[str], None]) -> None:
+def test_two_mounts_with_shared_paths_are_both_warned(
+    take: Take, elsewhere: Callable[[str], None]
+) -> None:
     elsewhere("one")
     first = take("aa")
     elsewhere("two")
@@ -128,7 +130,7 @@ def test_of_two_that_came_at_once_the_later_one_is_refused(
 
 @pytest.mark.promise(167)
 @pytest.mark.fault("N2")
-def test_a_lease_that_nobody_renews_does_not_count(
+def test_an_expired_lease_does_not_count(
     take: Take, shared: Source, elsewhere: Callable[[str], None]
 ) -> None:
     elsewhere("one")
@@ -148,7 +150,7 @@ def test_a_lease_that_nobody_renews_does_not_count(
 
 @pytest.mark.promise(167)
 @pytest.mark.fault("N2")
-def test_a_killed_daemon_of_this_machine_keeps_nobody_waiting(take: Take, shared: Source) -> None:
+def test_a_killed_daemon_of_this_machine_blocks_no_mount(take: Take, shared: Source) -> None:
     child = os.fork()
     if not child:
         take("aa")
@@ -168,7 +170,7 @@ def test_the_next_mount_with_the_same_journal_takes_its_lease_over(
     assert take("aa").others == ()
 
 
-def test_what_an_ended_mount_has_not_brought_is_told_and_refuses_nobody(
+def test_undrained_files_of_an_ended_mount_are_reported_and_no_mount_is_refused(
     take: Take, elsewhere: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere("one")
@@ -181,7 +183,7 @@ def test_what_an_ended_mount_has_not_brought_is_told_and_refuses_nobody(
 
 @pytest.mark.promise(169)
 @pytest.mark.fault("N3")
-def test_what_strangers_put_among_the_leases_does_no_harm(
+def test_foreign_files_among_the_leases_do_no_harm(
     take: Take, shared: Source, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
@@ -217,7 +219,7 @@ def test_what_strangers_put_among_the_leases_does_no_harm(
 @pytest.mark.promise(169)
 @pytest.mark.fault("N3")
 @pytest.mark.parametrize("how", ["removed", "directory removed", "link", "another's"])
-def test_a_lease_that_others_took_away_is_made_again_and_told(
+def test_a_lease_that_others_removed_is_made_again_and_reported(
     take: Take, shared: Source, tmp_path: Path, how: str
 ) -> None:
     first = take("aa")
@@ -240,7 +242,7 @@ def test_a_lease_that_others_took_away_is_made_again_and_told(
 
 
 @pytest.mark.fault("N4")
-def test_a_source_that_takes_no_lease_is_told_and_mounted(
+def test_a_source_that_refuses_a_lease_is_reported_and_mounted(
     take: Take, shared: Source, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path(os.fsdecode(shared.path), LEASES).write_bytes(b"")

@@ -88,7 +88,7 @@ async def test_the_disk_has_the_bytes_of_many_files_before_it_is_waited_for(
 
 
 @pytest.mark.fault("T12")
-async def test_a_lot_goes_on_without_those_of_which_the_object_is_gone_or_was_written_again(
+async def test_a_lot_continues_without_contents_whose_object_is_gone_or_was_written_again(
     world: World, clock: Clock, calls: Calls
 ) -> None:
     write_all(world, synced=True)
@@ -106,7 +106,7 @@ async def test_a_lot_goes_on_without_those_of_which_the_object_is_gone_or_was_wr
 
 
 @pytest.mark.fault("T12")
-async def test_what_is_written_while_a_lot_is_brought_comes_with_its_time(
+async def test_a_file_written_while_its_lot_is_staged_keeps_its_time(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_all(world, synced=True)
@@ -126,7 +126,7 @@ async def test_what_is_written_while_a_lot_is_brought_comes_with_its_time(
     assert (world.source / "new9").read_bytes() == b"newer"
 
 
-async def test_what_cannot_be_staged_ahead_is_staged_in_its_turn(
+async def test_a_content_that_cannot_be_staged_in_advance_is_staged_in_its_turn(
     world: World, clock: Clock, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_all(world)
@@ -139,7 +139,7 @@ async def test_what_cannot_be_staged_ahead_is_staged_in_its_turn(
     world.check_all_is_there()
 
 
-async def test_who_writes_many_files_wakes_no_worker_while_the_drain_is_held(
+async def test_a_writer_of_many_files_wakes_no_worker_while_the_drain_is_held(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0

@@ -144,7 +144,7 @@ async def test_files_that_are_drained_take_no_memory_and_are_as_they_were(
 
 
 @pytest.mark.promise(131)
-async def test_what_is_removed_gives_its_memory_back(ground: Ground, clock: Clock) -> None:
+async def test_removed_files_release_their_memory(ground: Ground, clock: Clock) -> None:
     async with mounted(ground) as life:
         await life.mkdir(b"d")
         for _ in range(3):

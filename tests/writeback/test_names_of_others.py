@@ -77,7 +77,7 @@ async def looked(life: Life) -> None:
             await trio.lowlevel.checkpoint()
 
 
-async def test_what_others_make_and_remove_is_shown(ground: Ground, clock: Clock) -> None:
+async def test_names_that_others_make_and_remove_are_shown(ground: Ground, clock: Clock) -> None:
     async with ground.mount() as life:
         await life.write(b"d/mine", b"mine")
         await life.drained()
@@ -108,7 +108,7 @@ async def test_what_others_make_and_remove_is_shown(ground: Ground, clock: Clock
         assert life.write_back.drain.backlog().conflicts == 0
 
 
-async def test_what_the_source_has_not_got_yet_stays(ground: Ground, clock: Clock) -> None:
+async def test_names_that_the_source_does_not_have_yet_stay(ground: Ground, clock: Clock) -> None:
     async with ground.mount(works=False) as life:
         use(life, b"d")
         await life.write(b"d/mine", b"mine")
@@ -148,7 +148,7 @@ async def test_modes_and_attributes_come_to_the_names_that_others_have_not_taken
         assert life.write_back.drain.backlog().conflicts == 0
 
 
-async def test_what_is_made_and_drained_while_a_directory_is_listed_stays(
+async def test_a_file_made_and_drained_while_its_directory_is_listed_stays(
     ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ground.mount() as life:
@@ -383,7 +383,7 @@ async def test_a_link_that_was_made_here_and_leads_elsewhere_by_now(
         assert life.shown()[b"d/latest"].target == b"step-2"
 
 
-async def test_only_used_directories_are_looked_at_and_only_if_they_are_absorbed(
+async def test_only_used_directories_are_checked_and_only_if_they_are_absorbed(
     ground: Ground, clock: Clock
 ) -> None:
     (ground.source / "ckpt").mkdir()

@@ -115,7 +115,7 @@ def test_an_object_without_a_file_is_known_to_be_at_the_source(states: ObjectSta
     assert not states.is_drained(1)
 
 
-def test_what_earlier_mounts_recorded_is_taken_up(states: ObjectStates) -> None:
+def test_records_of_earlier_mounts_are_adopted(states: ObjectStates) -> None:
     ops = [
         (1, content(1, synced=True)),
         (2, content(2)),

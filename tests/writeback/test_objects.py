@@ -114,7 +114,7 @@ def test_syncs_of_one_object_at_once_fail_together(tmp_path: Path, disk: Disk) -
 
 
 @pytest.mark.promise(154)
-async def test_what_could_not_be_synced_is_drained_and_not_believed(
+async def test_an_object_whose_sync_failed_is_drained_and_not_durable(
     world: World, clock: trio.testing.MockClock, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     believed: list[int] = []

@@ -69,7 +69,7 @@ async def test_a_content_that_gave_way_is_waited_for_until_its_bytes_are_there(
 
 
 @pytest.mark.promise(143)
-async def test_what_was_only_appended_to_is_there_before_what_refers_to_it(
+async def test_appended_records_are_at_the_source_before_files_that_refer_to_them(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = world.create(b"data")
@@ -178,7 +178,7 @@ async def test_a_content_that_was_published_under_some_of_its_names_does_not_giv
 
 
 @pytest.mark.promise(145)
-async def test_what_is_appended_comes_behind_what_the_source_has(
+async def test_appended_bytes_are_written_behind_those_at_the_source(
     world: World, clock: Clock
 ) -> None:
     async with draining(world) as drain:
@@ -207,7 +207,7 @@ async def test_what_is_appended_comes_behind_what_the_source_has(
 
 @pytest.mark.promise(145)
 @pytest.mark.parametrize("change", ["rewritten", "cut", "left out"])
-async def test_what_was_changed_before_its_end_is_brought_whole(
+async def test_a_file_changed_before_its_end_is_drained_whole(
     world: World, clock: Clock, change: str
 ) -> None:
     async with draining(world) as drain:

@@ -65,7 +65,7 @@ async def test_a_directory_of_others_keeps_its_mode(shared: World, clock: Clock)
 
 @pytest.mark.promise(176)
 @pytest.mark.parametrize("recorded", [False, True])
-async def test_what_is_brought_whole_after_a_rename_is_still_its_owners_alone(
+async def test_a_file_drained_whole_after_a_rename_is_readable_for_its_owner_alone(
     shared: World, clock: Clock, recorded: bool
 ) -> None:
     (shared.source / "d/a").chmod(0o600)
@@ -167,7 +167,7 @@ async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its
 
 
 @pytest.mark.promise(153)
-async def test_who_waits_for_the_source_waits_for_no_change_that_another_is_refused(
+async def test_a_caller_waiting_for_the_source_does_not_wait_for_refused_changes_of_others(
     shared: World, clock: Clock
 ) -> None:
     (shared.source / "x").write_bytes(b"blocks")
@@ -224,7 +224,7 @@ async def test_a_journal_without_users_acts_as_the_owner(shared: World, clock: C
 
 
 @pytest.mark.finding("D1")
-async def test_what_was_taken_and_not_written_is_not_brought_again(
+async def test_a_file_that_was_copied_up_and_not_written_is_not_drained_again(
     shared: World, clock: Clock, tmp_path: Path
 ) -> None:
     # As a chmod of one's own file that is read-only does: the owner need not be able to write it.
@@ -251,7 +251,7 @@ async def test_what_was_taken_and_not_written_is_not_brought_again(
 
 
 @pytest.mark.finding("D1")
-async def test_what_another_writes_into_a_program_takes_its_special_rights(
+async def test_a_write_by_another_user_clears_the_set_id_bits_of_a_program(
     shared: World, clock: Clock
 ) -> None:
     async with draining(shared) as drain:
@@ -304,7 +304,7 @@ async def replaced(world: World, drain: Drain, content: bytes) -> None:
 
 @pytest.mark.promise(66)
 @pytest.mark.parametrize(("user", "bits"), [(ROOT, 0o1777), (ALICE, 0o777), (ALICE, 0o1777)])
-async def test_what_is_replaced_by_a_file_of_another_is_never_missing(
+async def test_a_file_replaced_by_one_of_another_user_is_never_missing(
     shared: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, user: Credentials, bits: int
 ) -> None:
     shared.source.chmod(bits)
@@ -370,7 +370,9 @@ async def test_bytes_of_another_user_are_never_there_with_the_set_id_bit_of_the_
     assert (b"of mallory", stat.S_ISUID) not in seen
 
 
-async def test_what_a_user_may_not_remove_is_not_replaced(shared: World, clock: Clock) -> None:
+async def test_a_file_that_the_user_may_not_remove_is_not_replaced(
+    shared: World, clock: Clock
+) -> None:
     shared.by, shared.owner = ALICE, 1002
     async with draining(shared) as drain:
         await replaced(shared, drain, b"new")
@@ -380,7 +382,7 @@ async def test_what_a_user_may_not_remove_is_not_replaced(shared: World, clock: 
 
 
 @pytest.mark.finding("D9")
-async def test_what_a_refused_rename_replaces_is_known_until_it_is_done(
+async def test_the_file_that_a_refused_rename_replaces_is_known_until_the_rename_is_done(
     shared: World, clock: Clock
 ) -> None:
     async with draining(shared) as drain:
@@ -410,7 +412,7 @@ def owned(world: World, name: str, mode: int) -> None:
 @pytest.mark.fault("U7")
 @pytest.mark.promise(159)
 @pytest.mark.parametrize("end", ["none", "killed", "compacted"])
-async def test_what_another_has_under_the_name_of_what_was_made_here_is_not_touched(
+async def test_a_file_of_others_under_the_name_of_a_new_file_is_not_changed(
     shared: World, clock: Clock, end: str
 ) -> None:
     for name in ("file", "removed"):
@@ -496,7 +498,7 @@ async def test_root_gives_no_right_in_the_directory_of_another_that_is_shared(
 
 @pytest.mark.fault("U7")
 @pytest.mark.promise(160)
-async def test_bytes_of_root_do_not_bring_back_a_program_whose_owner_has_removed_it(
+async def test_bytes_of_root_do_not_restore_a_program_that_its_owner_removed(
     shared: World, clock: Clock
 ) -> None:
     async with draining(shared) as drain:
@@ -544,7 +546,7 @@ async def test_bytes_of_root_do_not_bring_back_a_program_whose_owner_has_removed
 
 @pytest.mark.fault("U7")
 @pytest.mark.promise(160)
-async def test_a_program_that_its_owner_removed_has_no_bits_if_it_is_staged_ahead(
+async def test_a_program_that_its_owner_removed_is_staged_in_advance_without_set_id_bits(
     shared: World, clock: Clock
 ) -> None:
     shared.by, shared.owner = ROOT, 1001
@@ -566,7 +568,7 @@ async def test_a_program_that_its_owner_removed_has_no_bits_if_it_is_staged_ahea
 
 
 @pytest.mark.promise(157)
-async def test_attributes_that_the_source_does_not_take_are_told_of_until_it_has_all(
+async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setxattr = os.setxattr

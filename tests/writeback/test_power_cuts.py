@@ -67,7 +67,7 @@ async def test_no_staged_file_is_left_of_a_file_that_a_power_cut_takes(
     await drained(world, world.cut_power(Least()))
 
 
-async def test_what_replaces_a_name_of_a_file_that_a_power_cut_takes_is_no_conflict(
+async def test_a_file_that_replaces_a_name_of_one_lost_by_a_power_cut_is_no_conflict(
     world: World, clock: Clock
 ) -> None:
     # It has another name at the source.
@@ -81,7 +81,7 @@ async def test_what_replaces_a_name_of_a_file_that_a_power_cut_takes_is_no_confl
     assert (world.source / "b").read_bytes() == b"synced"
 
 
-def test_what_replaces_a_lost_file_replaces_what_that_had_replaced() -> None:
+def test_a_file_that_replaces_a_lost_one_replaces_the_version_before_it() -> None:
     was, by_name = Identity(5, 6, 7, 8), Identity(9, 10, 11, 12)
     ops = [
         Op(kind="create", path=b"n", object=1),
@@ -98,7 +98,7 @@ def test_what_replaces_a_lost_file_replaces_what_that_had_replaced() -> None:
     ]
 
 
-async def test_what_a_done_rename_replaced_is_known_in_the_next_life(
+async def test_the_file_that_a_done_rename_replaced_is_known_to_the_next_mount(
     world: World, clock: Clock
 ) -> None:
     (world.source / "x").write_bytes(b"older")
@@ -226,7 +226,7 @@ def written_anew(world: World) -> Replay:
 
 
 @pytest.mark.promise(116)
-async def test_what_the_source_has_is_known_by_a_journal_that_was_written_anew(
+async def test_the_state_of_the_source_is_known_from_a_rewritten_journal(
     world: World, clock: Clock
 ) -> None:
     async with draining(world) as drain:
@@ -258,7 +258,7 @@ async def test_what_the_source_has_is_known_by_a_journal_that_was_written_anew(
 
 
 @pytest.mark.promise(116)
-async def test_what_others_changed_is_known_by_a_journal_that_was_written_anew(
+async def test_conflicts_with_others_are_known_from_a_rewritten_journal(
     world: World, clock: Clock
 ) -> None:
     async with draining(world) as drain:
@@ -292,7 +292,7 @@ async def test_a_file_that_replaced_others_at_two_names_is_replaced_at_both(
     await drained(world, world.kill())
 
 
-async def test_what_is_to_be_replaced_may_be_changed_here_by_its_other_name(
+async def test_a_file_to_be_replaced_may_be_changed_on_the_mount_by_its_other_name(
     world: World, clock: Clock
 ) -> None:
     async with draining(world) as drain:
@@ -322,7 +322,7 @@ async def test_a_name_goes_that_is_renamed_to_another_of_its_file_at_the_source(
 
 
 @pytest.mark.promise(116)
-async def test_what_was_published_again_is_known_behind_a_rename_over_it(
+async def test_a_file_published_again_is_known_behind_a_rename_over_it(
     world: World, clock: Clock
 ) -> None:
     async with draining(world) as drain:

@@ -49,7 +49,7 @@ def paths(life: Life) -> list[bytes]:
     return [refusal.path for refusal in life.write_back.refusals.list()]
 
 
-async def test_what_is_set_aside_lets_its_user_go_on_and_stays_aside_over_a_remount(
+async def test_a_change_set_aside_does_not_block_its_user_and_stays_aside_over_a_remount(
     ground: Ground,
 ) -> None:
     async with ground.mount() as life:
@@ -98,7 +98,7 @@ async def test_a_retry_asks_the_source_at_once(
             await life.write_back.refusals.retry(b"d/new")
 
 
-async def test_what_is_given_up_is_gone_on_the_mount_and_changes_nothing_at_the_source(
+async def test_a_discarded_change_is_gone_on_the_mount_and_changes_nothing_at_the_source(
     ground: Ground,
 ) -> None:
     async with ground.mount() as life:
@@ -148,7 +148,7 @@ async def test_a_file_of_the_source_is_shown_as_it_is_there_when_its_change_is_g
     assert (ground.source / "kept").read_bytes() == b"of others"
 
 
-async def test_what_was_moved_elsewhere_is_not_given_up_with_where_it_was_made(
+async def test_a_file_moved_elsewhere_is_not_discarded_with_the_directory_it_was_made_in(
     ground: Ground,
 ) -> None:
     async with ground.mount() as life:

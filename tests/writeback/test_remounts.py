@@ -150,7 +150,7 @@ async def test_a_renewed_snapshot_has_what_earlier_mounts_have_changed_in_place(
 
 @pytest.mark.promise(170)
 @pytest.mark.parametrize("kind", ["given", "same"])
-async def test_a_mount_that_never_looks_shows_what_was_brought_over_another_snapshot(
+async def test_a_mount_that_never_checks_shows_drained_files_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, kind: str
 ) -> None:
     ground = prepared(tmp_path, monkeypatch)
@@ -191,7 +191,7 @@ async def test_a_damaged_note_of_the_snapshot_keeps_no_mount_from_coming_up(
 
 
 @pytest.mark.promise(130)
-async def test_what_no_name_leads_to_after_a_remount_is_drained_all_the_same(
+async def test_files_without_a_place_in_the_tree_after_a_remount_are_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
     ground = prepared(tmp_path, monkeypatch)
@@ -240,7 +240,7 @@ async def test_a_file_whose_time_an_earlier_mount_has_set_is_known_over_another_
 @pytest.mark.promise(176)
 @pytest.mark.parametrize("kind", ["same", "lost state"])
 @pytest.mark.parametrize("change", ["rename", "link"])
-async def test_a_renamed_file_that_others_have_taken_away_is_brought_whole(
+async def test_a_renamed_file_that_others_have_removed_is_drained_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,
@@ -272,7 +272,7 @@ async def test_a_renamed_file_that_others_have_taken_away_is_brought_whole(
 
 @pytest.mark.promise(176)
 @pytest.mark.parametrize("change", ["rename", "link"])
-async def test_a_file_that_one_mount_did_not_find_is_brought_by_the_next(
+async def test_a_file_that_one_mount_did_not_find_is_drained_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
 ) -> None:
     ground = prepared(tmp_path, monkeypatch)
@@ -293,7 +293,7 @@ async def test_a_file_that_one_mount_did_not_find_is_brought_by_the_next(
 
 
 @pytest.mark.promise(129)
-async def test_a_renamed_file_that_the_source_has_is_not_brought_again_over_another_snapshot(
+async def test_a_renamed_file_that_the_source_has_is_not_drained_again_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
 ) -> None:
     ground = prepared(tmp_path, monkeypatch)
@@ -313,7 +313,7 @@ async def test_a_renamed_file_that_the_source_has_is_not_brought_again_over_anot
 
 @pytest.mark.promise(129)
 @pytest.mark.parametrize("change", ["rename", "link"])
-async def test_a_time_that_the_source_has_is_not_brought_again_over_another_snapshot(
+async def test_a_time_that_the_source_has_is_not_drained_again_over_another_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock, change: str
 ) -> None:
     ground = prepared(tmp_path, monkeypatch)

@@ -40,7 +40,7 @@ def fill(place: Path) -> Path:
 
 
 @pytest.mark.promise(138)
-def test_what_takes_room_is_refused_before_the_room_for_marks_is_used(place: Path) -> None:
+def test_changes_that_take_room_are_refused_before_the_room_for_marks_is_used(place: Path) -> None:
     reserve = Reserve(place)
     reserve.make()
     held = (place / "reserve").stat().st_blocks * 512

@@ -22,7 +22,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.promise(146)
-async def test_a_change_that_is_refused_for_long_lets_the_others_of_its_user_go_on(
+async def test_a_change_that_is_refused_for_long_does_not_block_other_changes_of_its_user(
     world: World, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     (world.source / "x").write_bytes(b"blocks")
@@ -53,7 +53,7 @@ async def test_a_change_that_is_refused_for_long_lets_the_others_of_its_user_go_
 
 
 @pytest.mark.promise(146)
-async def test_what_is_set_aside_is_never_marked_as_done_whatever_comes_later(
+async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
     world: World, clock: Clock
 ) -> None:
     for name in ("x", "y"):

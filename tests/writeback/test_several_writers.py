@@ -255,7 +255,9 @@ async def test_two_mounts_of_one_node_name_their_conflicts_differently(
 
 @pytest.mark.promise(79)
 @pytest.mark.fault("N1")
-def test_a_file_of_others_with_the_number_of_ours_is_not_ours(tmp_path: Path) -> None:
+def test_a_file_of_others_with_a_reused_inode_number_is_not_taken_for_monarchs(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "theirs").write_bytes(b"theirs")
     found = (tmp_path / "theirs").stat()
     ours = Identity(found.st_size, found.st_mtime_ns, 0, found.st_ino)
@@ -308,7 +310,7 @@ def on_the_same_number(path: Path) -> None:
 @pytest.mark.parametrize(
     "change", ["unlink", "rename", "append rename", "append unlink", "replace"]
 )
-async def test_what_others_wrote_meanwhile_is_neither_removed_nor_renamed(
+async def test_files_that_others_wrote_meanwhile_are_neither_removed_nor_renamed(
     world: World, clock: trio.testing.MockClock, theirs: Callable[[Path], None], change: str
 ) -> None:
     for step in change.split():
@@ -364,7 +366,7 @@ async def test_a_fifo_of_others_is_not_taken_for_a_file(
 
 @pytest.mark.promise(79)
 @pytest.mark.fault("N1")
-async def test_a_time_that_is_set_makes_bytes_of_others_not_ours(
+async def test_a_time_set_on_the_mount_does_not_claim_bytes_of_others(
     world: World, clock: trio.testing.MockClock
 ) -> None:
     world.begin(b"a")

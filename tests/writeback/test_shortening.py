@@ -82,7 +82,7 @@ def test_a_month_of_lines_and_checkpoints_keeps_the_journal_and_its_tables_short
         assert tables(drain) < 1000
 
 
-def test_what_others_need_is_not_left_out() -> None:
+def test_changes_that_later_ones_need_are_not_left_out() -> None:
     def of(*ops: Op, undone: int = 0) -> list[int]:
         numbered = list(enumerate(ops, 1))
         done = {seq: ID if op.kind == "content" else None for seq, op in numbered}
@@ -108,7 +108,7 @@ def test_what_others_need_is_not_left_out() -> None:
 
 
 @pytest.mark.promise(139)
-def test_what_came_and_went_without_an_object_is_left_out_if_it_left_no_trace() -> None:
+def test_a_file_made_and_removed_without_an_object_is_left_out_if_it_left_no_trace() -> None:
     def of(*ops: Op, undone: int = 0) -> list[int]:
         numbered = list(enumerate(ops, 1))
         done: dict[int, Identity | None] = dict.fromkeys(seq for seq, _ in numbered)
@@ -242,7 +242,7 @@ def tree_after(ops: Iterable[Op]) -> dict[bytes, tuple[str, int]]:
 
 
 @pytest.mark.promise(139)
-def test_what_is_left_leads_to_the_same_tree() -> None:
+def test_the_shortened_changes_lead_to_the_same_tree() -> None:
     left = 0
     for seed in range(400):
         chance = random.Random(seed)
@@ -285,7 +285,7 @@ def test_a_kill_while_it_is_shortened_leaves_all_that_matters(
 
 
 @pytest.mark.promise(139)
-def test_what_is_recorded_and_synced_meanwhile_is_not_held_up_and_is_there(
+def test_records_synced_during_the_shortening_are_not_delayed_and_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "absorbed"

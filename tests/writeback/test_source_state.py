@@ -58,7 +58,7 @@ def test_a_content_that_is_left_out_leaves_the_older_version_known(state: Source
     assert (state.is_present(1), state.identity(1), state.version(1)) == (False, OLD, None)
 
 
-def test_a_staged_file_is_ours_until_its_content_is_known_to_be_published(
+def test_a_staged_file_is_monarchs_until_its_content_is_recorded_as_published(
     state: SourceState,
 ) -> None:
     state.note_staged(1, NEW)
@@ -68,7 +68,7 @@ def test_a_staged_file_is_ours_until_its_content_is_known_to_be_published(
     assert state.expected(4, content(1)).ours == frozenset()
 
 
-def test_what_a_rename_replaces_is_known_until_the_content_of_the_new_file_comes(
+def test_the_file_that_a_rename_replaces_is_known_until_the_new_file_has_content(
     state: SourceState,
 ) -> None:
     state.note(content(2), OTHER)
@@ -134,7 +134,7 @@ def test_the_name_of_a_directory_that_belongs_to_others_is_given_up(state: Sourc
     assert not state.is_given_up(content(6))
 
 
-def test_what_is_known_comes_through_a_journal_that_was_compacted(state: SourceState) -> None:
+def test_known_states_survive_a_compaction_of_the_journal(state: SourceState) -> None:
     state.foresee(Op(kind="create", path=b"b", object=2))
     state.note(content(1), OLD)
     state.note_staged(2, NEW)
@@ -157,7 +157,7 @@ def test_a_time_that_may_have_been_set_without_a_mark_is_expected() -> None:
     assert state.expected(2, waiting).as_set == (Identity(OLD.size, 77, 0, OLD.source_ino),)
 
 
-def test_what_was_staged_for_a_file_that_a_rename_has_replaced_since_is_expected() -> None:
+def test_a_file_staged_for_one_that_a_rename_has_replaced_since_is_expected() -> None:
     state = SourceState()
     rename = Op(kind="rename", path=b"b", to=b"a", object=1, over_object=2)
     state.load(replay((1, rename), done={1: None}, staged={2: frozenset({NEW})}))

@@ -98,7 +98,7 @@ def test_an_entry_of_which_nothing_is_known_may_be_it_unless_it_was_made_here(
 
 
 @pytest.mark.parametrize(("size", "is_ours"), [(4, False), (5, True), (9, True), (10, False)])
-def test_a_file_that_may_have_grown_is_ours_within_its_bounds(
+def test_a_file_that_may_have_grown_is_monarchs_within_its_bounds(
     tmp_path: Path, size: int, is_ours: bool
 ) -> None:
     found = status(tmp_path / "a", bytes(size))
@@ -133,7 +133,7 @@ def test_a_conflict_name_is_short_enough_and_names_node_journal_and_change() -> 
     assert (list(log.conflicts), log.conflict_count) == ([], 0)
 
 
-def test_what_a_source_does_not_support_is_reported_once_for_each_reason(
+def test_a_missing_feature_of_the_source_is_reported_once_for_each_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = SourceLog("t", "node")
@@ -392,7 +392,7 @@ def test_a_place_that_changes_meanwhile_is_left_and_staged_for_again(rig: Rig, c
     assert not list(rig.root.glob(".monarch-*"))
 
 
-def test_the_kind_of_a_place_is_told_by_what_is_known(rig: Rig) -> None:
+def test_the_kind_of_a_place_follows_from_the_known_state(rig: Rig) -> None:
     (rig.root / "d").mkdir()
     (rig.root / "a").write_bytes(b"")
     known = rig.identity("a")

@@ -46,7 +46,7 @@ async def at_rest(spares: Spares) -> None:
 
 
 @pytest.mark.fault("T13")
-def test_a_hop_to_a_thread_makes_many_objects_ahead(disk: Disk) -> None:
+def test_a_hop_to_a_thread_makes_many_objects_in_advance(disk: Disk) -> None:
     async def run() -> None:
         spares = Spares(disk, ThreadPool(2, "test", abandon=True), 7)
         assert await taken(spares, 400) == [*range(7, 407)], "in order, and none left out"
@@ -59,7 +59,7 @@ def test_a_hop_to_a_thread_makes_many_objects_ahead(disk: Disk) -> None:
     assert disk.numbers() == {*range(7, 407)}, "what nobody took is gone"
 
 
-def test_who_makes_one_file_leaves_no_more_than_two_ahead(disk: Disk) -> None:
+def test_a_creator_of_one_file_leaves_no_more_than_two_spares(disk: Disk) -> None:
     async def run() -> None:
         spares = Spares(disk, ThreadPool(2, "test", abandon=True), 1)
         await taken(spares, 1)
@@ -70,7 +70,7 @@ def test_who_makes_one_file_leaves_no_more_than_two_ahead(disk: Disk) -> None:
 
 
 @pytest.mark.fault("T13")
-def test_a_disk_without_room_refuses_and_goes_on_with_the_next_number_when_there_is_some(
+def test_a_disk_without_room_refuses_and_the_next_number_follows_when_there_is_some(
     disk: Disk,
 ) -> None:
     async def run() -> None:
@@ -89,7 +89,7 @@ def test_a_disk_without_room_refuses_and_goes_on_with_the_next_number_when_there
 
 
 @pytest.mark.fault("T13")
-def test_what_is_made_while_all_is_closed_goes_too(disk: Disk) -> None:
+def test_objects_made_during_the_close_are_removed_too(disk: Disk) -> None:
     async def run() -> None:
         spares = Spares(disk, ThreadPool(2, "test", abandon=True), 1)
         await taken(spares, 3)

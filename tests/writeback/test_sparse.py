@@ -108,7 +108,7 @@ def test_other_bytes_at_the_source_are_noticed_wherever_they_are(
 
 
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[1]])
-def test_what_is_brought_behind_older_bytes_keeps_its_holes(
+def test_appended_bytes_keep_their_holes(
     objects: Objects, tmp_path: Path, read_bytes: list[int], place: int
 ) -> None:
     fd = objects.create(1)

@@ -125,7 +125,7 @@ async def test_a_lot_is_staged_but_for_what_is_written_meanwhile(stage: Stage) -
     assert stage.part(1).read_bytes() == b"old"
 
 
-async def test_what_the_source_has_already_is_not_staged_again(stage: Stage) -> None:
+async def test_a_content_that_the_source_has_is_not_staged_again(stage: Stage) -> None:
     entry = stage.put(1, b"one")
     await stage.stager.stage(entry, in_turn=False)
     assert entry.staged is not None

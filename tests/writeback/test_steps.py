@@ -144,7 +144,7 @@ def test_newer_bytes_than_the_recorded_ones_do_not_get_the_bits_either(desk: Des
 
 
 @pytest.mark.parametrize("why", ["", "moot", "given up", "lost", "a content waits", "written"])
-def test_a_file_that_others_have_removed_is_brought_back_for_its_new_name(
+def test_a_file_that_others_have_removed_is_published_again_under_its_new_name(
     desk: Desk, why: str
 ) -> None:
     entry = desk.put("rename")
@@ -165,7 +165,7 @@ def test_a_file_that_others_have_removed_is_brought_back_for_its_new_name(
 
 
 @pytest.mark.parametrize(("by", "reader"), [(0, 0), (5, 5), (6, 5)])
-def test_bytes_are_given_to_users_who_may_read_them(by: int, reader: int) -> None:
+def test_bytes_are_given_only_to_users_who_may_read_them(by: int, reader: int) -> None:
     content = Op(kind="content", path=b"a", object=1, uid=5, gid=5, by=Credentials(by, by))
     allowed = with_rights_to_read(content).by
     assert allowed is not None
