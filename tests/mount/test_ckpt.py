@@ -535,6 +535,10 @@ def test_a_refused_change_is_set_aside_retried_and_given_up(absorb: Absorb, tree
         desk.run("ckpt", "set-aside", desk.mounted.path).out
     )
     desk.ckpt("set-aside", "ckpt/x", code=1)
+    wait_until(
+        lambda: "ckpt/y: mkdir" in desk.run("ckpt", "set-aside", desk.mounted.path).out,
+        "the drain does not come to the second directory",
+    )
     desk.ckpt("set-aside", os.fspath(at / "y"), code=1)
     desk.ckpt("wait", "ckpt/weights", "--timeout", "30s")
     told = desk.status()
