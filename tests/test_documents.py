@@ -40,8 +40,7 @@ FORBIDDEN = {
     r"\bhas to do with\b|\bhave to do with\b": "name the relation",
 }
 
-# Phrases that are clear only to a reader who knows the project, with what to write instead. The
-# records of decisions (docs/adr/) are history and keep theirs.
+# Phrases that are clear only to a reader who knows the project, with what to write instead.
 UNCLEAR = {
     r"\b(go|goes|going|went) on\b": "continue",
     r"\b(go|goes|going|went) first\b": "'have priority' or 'overtake'",
@@ -70,6 +69,14 @@ UNCLEAR = {
 
 # A sentence with more words than this has more than one thought.
 _MOST_WORDS = 40
+
+# The record of a decision (docs/adr/): its title, three paragraphs and at most this many lines.
+_MOST_DECISION_LINES = 15
+_DECISION = re.compile(
+    r"# (\d+)\. .+\n\n\*\*Context\.\*\* .+?\n\n\*\*Decision\.\*\* .+?\n\n\*\*Costs\.\*\* .+",
+    re.DOTALL,
+)
+_DECISIONS = sorted((ROOT / "docs/adr").glob("*.md"))
 
 
 def text_of(page: str) -> str:
@@ -185,7 +192,7 @@ def test_each_sentence_of_the_documents_names_its_subject(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*(ROOT / f"{page}.md" for page in PAGES), *sorted((ROOT / "docs").glob("*.md"))],
+    [*(ROOT / f"{page}.md" for page in PAGES), *sorted((ROOT / "docs").rglob("*.md"))],
     ids=lambda path: path.name,
 )
 def test_each_sentence_of_the_documents_is_clear_to_a_new_reader(path: Path) -> None:
@@ -206,6 +213,51 @@ def test_each_sentence_of_the_documents_is_clear_to_a_new_reader(path: Path) -> 
 )
 def test_a_phrase_that_is_clear_only_to_the_authors_is_found(text: str) -> None:
     assert phrases(text, UNCLEAR) != []
+
+
+def faults_of_decision(name: str, text: str) -> list[str]:
+    """What is wrong with the form of a record of a decision."""
+    found = []
+    match = _DECISION.fullmatch(text)
+    if match is None:
+        found.append("not a title and the paragraphs Context, Decision and Costs")
+    elif name[:4] != f"{int(match[1]):04}":
+        found.append("the number of the title is not that of the file")
+    if text.count("\n\n") > 3:
+        found.append("more than three paragraphs")
+    if len(text.splitlines()) > _MOST_DECISION_LINES:
+        found.append(f"more than {_MOST_DECISION_LINES} lines")
+    if re.search(r"-(what|who|whom|nobody|somebody|ours|anothers|his|told)\b", name):
+        found.append("the name does not state the subject")
+    return found
+
+
+@pytest.mark.parametrize("path", _DECISIONS, ids=lambda path: path.name)
+def test_each_decision_states_its_context_and_its_costs(path: Path) -> None:
+    assert faults_of_decision(path.name, path.read_text()) == []
+
+
+def test_a_decision_without_the_form_is_found() -> None:
+    good = "# 7. Keep it\n\n**Context.** a\n\n**Decision.** b\n\n**Costs.** c\n"
+    assert faults_of_decision("0007-keep-it.md", good) == []
+    assert faults_of_decision("0008-keep-it.md", good) != []
+    assert faults_of_decision("0007-what-is-kept.md", good) != []
+    assert faults_of_decision("0007-keep-it.md", good.replace("Costs", "Price")) != []
+    assert faults_of_decision("0007-keep-it.md", good + "\nmore\n") != []
+    assert faults_of_decision("0007-keep-it.md", good + "c\n" * 10) != []
+
+
+def test_the_decisions_that_are_referred_to_are_there() -> None:
+    numbers = {int(path.name[:4]) for path in _DECISIONS}
+    assert len(numbers) == len(_DECISIONS)
+    referred = {
+        int(number)
+        for path in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "monarch").rglob("*.*")]
+        if path.suffix == ".md" or _is_source(path)
+        for number in re.findall(r"\bADR (\d+)", path.read_text())
+    }
+    assert len(referred) > 10
+    assert referred - numbers == set()
 
 
 def test_each_module_of_the_tests_says_in_plain_words_what_it_is_for() -> None:
