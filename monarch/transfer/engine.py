@@ -91,7 +91,7 @@ class Engine:
         self._rest_until = -math.inf
         self._rest_s = _BACKOFF_S[0]
         self._limiter = Limiter(60.0)
-        self._submitted = trio.Event()
+        self._work = trio.Event()
         self.running = 0
 
     # -- state ---------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Engine:
         """Queues a promotion, or puts it back as wanted; never waits. Retains ``file``. A promotion
         that was evicted since the decision is given up."""
         promote = self.make_room(promote)
-        self._submitted.set()
+        self._work.set()
         if not self._controller.is_wanted(promote.ino):
             # The item was evicted during a call to the source.
             self._controller.abandoned(promote.item, promote.tier, retry=False)
@@ -157,6 +157,10 @@ class Engine:
             self._reader.expect()
         failpoints.failpoint("copy-reserved")
         return True
+
+    def wake(self) -> None:
+        """Call this when an item has become wanted without a promotion."""
+        self._work.set()
 
     def remove_copy(self, ino: Ino, tier: int) -> None:
         """Removes a copy that placement has dropped. Readers that have it open continue."""
@@ -202,9 +206,10 @@ class Engine:
         """Submits wanted items when the queue is empty."""
         while True:
             if not self._controller.wanted and not len(self._flights):
-                # An item becomes wanted with its promotion, which is then submitted or abandoned.
-                self._submitted = trio.Event()
-                await self._submitted.wait()
+                # An item becomes wanted with its promotion, which is then submitted or abandoned,
+                # or the caller calls ``wake``.
+                self._work = trio.Event()
+                await self._work.wait()
             await trio.sleep(_WANTED_S)
             while (
                 self._flights.waiting_copies < self._limits.copy_workers

@@ -261,6 +261,7 @@ class Revalidation:
         """
         if self._promotions.forget_copy(ino):
             self._residency.want(ino)
+            self._promotions.wake()
         if self._kernel.sends_opens or differs:
             self._kernel.drop_pages(ino)
         if self._kernel.sends_opens:

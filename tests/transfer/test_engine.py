@@ -430,6 +430,16 @@ async def test_a_changed_file_is_not_copied_and_its_change_is_reported(
         assert rig.records.get(Ino(3)) is None
 
 
+async def test_an_idle_engine_copies_a_file_that_became_wanted_when_it_is_woken(
+    source: Path, tmp_path: Path, clock: trio.testing.MockClock
+) -> None:
+    async with running(source, tmp_path) as rig:
+        await trio.sleep(10)
+        rig.residency.want(Ino(1))
+        rig.engine.wake()
+        await until(lambda: rig.resident() == [1])
+
+
 @pytest.mark.finding("C3")
 async def test_a_wanted_file_waits_while_the_queue_is_full_and_is_copied_later(
     source: Path, tmp_path: Path, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,10 @@ class FakeEngine:
         self._records = records
         self.flights: dict[Ino, FakeFlight] = {}
         self.removed_copies: list[Ino] = []
+        self.wake_ups = 0
+
+    def wake(self) -> None:
+        self.wake_ups += 1
 
     def make_room(self, promote: Promote) -> Promote:
         for victim in promote.evict:
