@@ -57,7 +57,7 @@ class WriteStatus:
             errors=backlog.failures,
             trouble=backlog.trouble or "",
             reserve=write_back.front.space.reserve.bytes,
-            held=write_back.object_table.states.bytes + write_back.place.doubtful.held,
+            held=write_back.front.object_table.states.bytes + write_back.place.doubtful.held,
             lost=[os.fsdecode(name) for name in self._loss_alarm.names[:_NAMED]],
             in_memory=write_back.place.tier.in_memory,
             names=write_back.front.gate.names_held,

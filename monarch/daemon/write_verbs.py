@@ -127,11 +127,11 @@ class WrittenVerbs:
 
     async def _recorded(self, write_back: WriteBack) -> None:
         """Waits until the journal has all data written so far."""
-        pending = write_back.object_table.unrecorded()
+        pending = write_back.front.object_table.unrecorded()
         with trio.move_on_after(_CLOSING_S):
             while pending:
                 await trio.sleep(_STEP_S)
-                pending &= write_back.object_table.unrecorded()
+                pending &= write_back.front.object_table.unrecorded()
         # Files that stay open are recorded in their current state.
         for ino in pending:
             node = self.names.node(ino)
@@ -143,7 +143,7 @@ class WrittenVerbs:
         if below is None:
             return _Waited(write_back.drain.progress, write_back.drain.queue.last_seq, [])
         seqs = [
-            write_back.object_table.states.content(node.object)[0]
+            write_back.front.object_table.states.content(node.object)[0]
             for each in below
             for node, _ in self._nodes(each)
             if node.object

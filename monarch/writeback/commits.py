@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
 
 import trio
 
@@ -19,51 +16,24 @@ from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
-from monarch.writeback.journal import Journal
-from monarch.writeback.objects import Objects
+from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.store import WriteStore
 
 log = logging.getLogger(__name__)
 
 
-class Unsynced(Protocol):
-    """What commits need of the written files. Called on the event loop."""
-
-    def unsynced(self) -> Mapping[int, int]:
-        """The sequence number of the last content of each object that may not be on the disk."""
-        ...
-
-    def is_being_written(self) -> bool:
-        """Whether bytes have changed since the last record of their file."""
-        ...
-
-    def synced(self, contents: Mapping[int, int]) -> None:
-        """Called with contents, as of ``unsynced``, that are on the disk now."""
-        ...
-
-
 class Commits:
     """``run`` commits every ``interval_s`` seconds, never if that is 0; ``commit`` commits now.
+    Belongs to the event loop."""
 
-    Belongs to the event loop; calls that wait for the disk run in their own thread.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        journal: Journal,
-        objects: Objects,
-        contents: Unsynced,
-        interval_s: float,
-    ) -> None:
-        self._journal = journal
-        self._objects = objects
-        self._contents = contents
+    def __init__(self, place: WriteStore, object_table: ObjectTable, interval_s: float) -> None:
+        self._journal, self._objects = place.journal, place.objects
+        self._object_table = object_table
         self._interval_s = interval_s
         self._threads = ThreadPool(1, "commit", abandon=True)
         # Open from the start: ``syncfs`` reports only writes that failed after its descriptor was
         # opened.
-        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # The number of journal records at the last commit.
         self._records = 0
         # Objects that were unsynced when a sync of the tier failed: only an fsync of the object
@@ -81,9 +51,9 @@ class Commits:
 
     async def commit(self) -> bool:
         """Syncs what was written by now; returns whether it is on the disk."""
-        records, contents = self._journal.written, self._contents.unsynced()
+        records, contents = self._journal.written, self._object_table.states.unsynced()
         objects = self._journal.doubtful
-        is_new = records != self._records or self._contents.is_being_written()
+        is_new = records != self._records or self._object_table.is_being_written()
         if not (is_new or objects or contents):
             return True
         try:
@@ -101,7 +71,7 @@ class Commits:
         except OSError as error:
             return self._failed(error)
         failpoints.failpoint("commit-recorded")
-        self._contents.synced(
+        self._object_table.states.synced(
             {number: seq for number, seq in contents.items() if number not in suspect}
         )
         return True

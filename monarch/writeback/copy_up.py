@@ -19,11 +19,10 @@ from monarch.posix.credentials import Credentials
 from monarch.posix.sparse import copy_data
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
-from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
-from monarch.writeback.recorder import Recorder
+from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.source_files import SourceFiles
 from monarch.writeback.tier_objects import FULL, TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -87,7 +86,7 @@ class CopyUp:
                 staged = await self._source.stage(path, number, by=(by,), is_new=False)
                 xattrs = await self._copy(ino, staged, empty=empty)
             if staged < 0 and not empty:
-                await self._objects.sync(number, fd)
+                await self._objects.run_sync(self._objects.on_disk.sync, number, fd)
         except BaseException:
             self._unlinked.abandon_object(number, fd, staged)
             raise

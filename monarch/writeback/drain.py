@@ -390,7 +390,7 @@ class Drain:
             content = with_rights_to_read(replace(content, by=op.by))
             seq = self._journal.append(content)
             self.put(seq, content)
-            self._contents.recorded(number, seq)
+            self._contents.states.record(number, seq, synced=False)
         # A caller that waits for the change waits for the content.
         self._order.await_later(entry)
 
@@ -427,10 +427,10 @@ class Drain:
             return
         if op.kind != "content":
             if (known := self.state.identity(op.object)) is not None:
-                self._contents.changed(op.object, known)
+                self._contents.states.changed(op.object, known)
             return
         if staged is not None:
             self.state.note_version(op.object, staged.version)
             self._drained_files += 1
             self._drained_bytes += staged.size
-        self._contents.published(op.object, op.path, identity)
+        self._contents.states.published(op.object, identity)

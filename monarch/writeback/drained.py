@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from monarch.errors import Refused
 from monarch.namespace.overlay import Node
-from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.drain import Drain
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.open_file import OpenTable
-from monarch.writeback.recorder import Recorder
+from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.unlinked import UnlinkedFiles
 
 

@@ -11,35 +11,34 @@ from dataclasses import dataclass
 import trio
 
 from monarch.config.settings import MountSettings
-from monarch.config.write_patterns import WritePatterns
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
-from monarch.namespace.overlay import NAME_BYTES
+from monarch.placement.residency import Residency
+from monarch.posix.thread_pool import ThreadPool
 from monarch.text import errno_words
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import Ino
 from monarch.writeback.attributes import WrittenAttributes
-from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.copy_up import CopyUp
 from monarch.writeback.drain import Drain
 from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.fsync_failures import FsyncFailures
-from monarch.writeback.fsyncs import Fsyncs
-from monarch.writeback.journal import Journal
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.open_file import OpenTable
-from monarch.writeback.open_files import WrittenFiles
+from monarch.writeback.open_file import FastWrites, OpenTable
+from monarch.writeback.open_files import Fsyncs, WrittenFiles
 from monarch.writeback.operations import WriteOperations
-from monarch.writeback.recorder import Recorder
-from monarch.writeback.source_contents import StagedContents
+from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.source_files import SourceFiles
-from monarch.writeback.space import SpaceReclaimer
+from monarch.writeback.store import WriteStore
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
-from monarch.writeback.write_gate import FileSystems, WriteGate
+from monarch.writeback.write_gate import SpaceReclaimer, WriteGate, WriteReserve
 
 log = logging.getLogger(__name__)
 
+# Concurrent calls of the absorbing tier: opens, and writes that Python makes; fsyncs.
+_TIER_THREADS = 16
+_SYNC_THREADS = 32
 _LOOK_S = 0.5
 # The pause after names could not be put away, in seconds.
 _PUT_AWAY_PAUSE_S = 60.0
@@ -62,27 +61,63 @@ class Reading:
     is_open: Callable[[Ino], bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFront:
     """The parts of one mount. ``operations`` changes names, ``attributes`` what they lead to, and
-    ``files`` bytes."""
+    ``files`` bytes. ``fast`` is the datapath, if there is one."""
 
-    names: Namespace
-    object_table: ObjectTable
-    opens: OpenTable
-    objects: TierObjects
-    changes: ChangeLog
-    recorder: Recorder
-    unlinked: UnlinkedFiles
-    drained: DrainedObjects
-    source: SourceFiles
-    failures: FsyncFailures
-    space: SpaceReclaimer
-    files: WrittenFiles
-    gate: WriteGate
-    operations: WriteOperations
-    attributes: WrittenAttributes
-    fsyncs: Fsyncs
+    def __init__(
+        self,
+        place: WriteStore,
+        *,
+        settings: MountSettings,
+        names: Namespace,
+        object_table: ObjectTable,
+        reserve: WriteReserve,
+        drain: Drain,
+        source_calls: SourceCalls,
+        residency: Residency,
+        fast: FastWrites | None,
+        read: Reading,
+    ) -> None:
+        self.names, self.object_table, self.drain = names, object_table, drain
+        table, staged = object_table, drain.writer.staged
+        copied_up, look_again = read.copied_up, read.look_again
+        # Calls that wait for the absorbing tier must not delay readers.
+        threads = ThreadPool(_TIER_THREADS, "absorb", abandon=True)
+        sync_threads = ThreadPool(_SYNC_THREADS, "fsync", abandon=True)
+        first = place.found.next_object
+        self.opens = opens = OpenTable(fast, place.tier.number)
+        self.objects = objects = TierObjects(place.objects, threads, sync_threads, first)
+        self.changes = changes = ChangeLog(place.journal, drain, table.states, objects)
+        self.recorder = recorder = Recorder(names, table, changes)
+        self.unlinked = unlinked = UnlinkedFiles(
+            names, table, opens, objects, changes, recorder, staged
+        )
+        self.drained = drained = DrainedObjects(
+            table, place.objects, drain, opens, changes, recorder, unlinked
+        )
+        self.space = space = SpaceReclaimer(
+            place, threads, reserve, drained, residency, read.evict, read.evicted
+        )
+        self.source = source = SourceFiles(
+            names, table.states, opens, unlinked, drained, drain, staged, source_calls, look_again
+        )
+        self.failures = failures = FsyncFailures(names, table, objects, opens, drained)
+        self.files = files = WrittenFiles(
+            names, table, opens, objects, changes, recorder, unlinked, failures, source, space
+        )
+        self.fsyncs = Fsyncs(names, files, changes, drain, settings.writeback.fsync == "source")
+        self.gate = gate = WriteGate(names, settings, changes, objects, unlinked, space)
+        copies = CopyUp(
+            names, gate, files, objects, changes, recorder, source, drained, unlinked, copied_up
+        )
+        self.operations = WriteOperations(
+            names, gate, files, opens, copies, changes, recorder, drained, unlinked, copied_up
+        )
+        states, tier = table.states, place.tier.number
+        self.attributes = WrittenAttributes(
+            names, gate, files, copies, changes, recorder, drained, states, source_calls, tier
+        )
 
     async def run(self) -> None:
         """Do what is due without a request, until cancelled: record files that are open and were
@@ -99,78 +134,12 @@ class WriteFront:
             for file in list(self.object_table.open.values()):
                 if not file.is_write_through:
                     self.recorder.record_if_quiet(file, _LOOK_S)
-            if trio.current_time() >= put_away_s and not await self._put_names_away():
+            if trio.current_time() < put_away_s:
+                continue
+            try:
+                # A few unused names leave memory in one turn of the loop.
+                while self.names.put_away():
+                    await trio.lowlevel.checkpoint()
+            except (OSError, Refused) as error:
+                log.warning("names of written files stay in memory: %s", errno_words(error.errno))
                 put_away_s = trio.current_time() + _PUT_AWAY_PAUSE_S
-
-    async def _put_names_away(self) -> bool:
-        """Have unused names out of memory, a few in one turn of the loop; whether that worked."""
-        try:
-            while self.names.put_away():
-                await trio.lowlevel.checkpoint()
-        except (OSError, Refused) as error:
-            log.warning("names of written files stay in memory: %s", errno_words(error.errno))
-            return False
-        return True
-
-
-def build_front(
-    *,
-    settings: MountSettings,
-    names: Namespace,
-    object_table: ObjectTable,
-    opens: OpenTable,
-    objects: TierObjects,
-    journal: Journal,
-    drain: Drain,
-    staged: StagedContents,
-    source_calls: SourceCalls,
-    read: Reading,
-    make_space: Callable[[DrainedObjects], SpaceReclaimer],
-) -> WriteFront:
-    """``make_space`` makes the reclaimer of the tier's room."""
-    table, taken, look_again = object_table, read.copied_up, read.look_again
-    changes = ChangeLog(journal, drain, table.states, objects)
-    recorder = Recorder(names, table, changes)
-    unlinked = UnlinkedFiles(names, table, opens, objects, changes, recorder, staged)
-    drained = DrainedObjects(table, objects.on_disk, drain, opens, changes, recorder, unlinked)
-    space = make_space(drained)
-    source = SourceFiles(
-        names, table.states, opens, unlinked, drained, drain, staged, source_calls, look_again
-    )
-    failures = FsyncFailures(names, table, objects, opens, drained)
-    files = WrittenFiles(
-        names, table, opens, objects, changes, recorder, unlinked, failures, source, space
-    )
-    patterns = WritePatterns(settings.absorbs)
-    names_max = settings.writeback.names_within(0, each=NAME_BYTES)
-    systems = FileSystems(source_calls.source.path)
-    gate = WriteGate(names, patterns, changes, objects, unlinked, space, names_max, systems)
-    copies = CopyUp(
-        names, gate, files, objects, changes, recorder, source, drained, unlinked, taken
-    )
-    operations = WriteOperations(
-        names, gate, files, opens, copies, changes, recorder, drained, unlinked, taken
-    )
-    states, tier = table.states, opens.tier
-    attributes = WrittenAttributes(
-        names, gate, files, copies, changes, recorder, drained, states, source_calls, tier
-    )
-    fsyncs = Fsyncs(names, files, changes, drain, settings.writeback.fsync == "source")
-    return WriteFront(
-        names=names,
-        object_table=table,
-        opens=opens,
-        objects=objects,
-        changes=changes,
-        recorder=recorder,
-        unlinked=unlinked,
-        drained=drained,
-        source=source,
-        failures=failures,
-        space=space,
-        files=files,
-        gate=gate,
-        operations=operations,
-        attributes=attributes,
-        fsyncs=fsyncs,
-    )

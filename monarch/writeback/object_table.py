@@ -16,11 +16,10 @@ from dataclasses import replace
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.types import ROOT_INO, Identity, Ino
-from monarch.writeback.fast_writes import UNTOUCHED
 from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
-from monarch.writeback.open_file import OpenFile
+from monarch.writeback.open_file import UNTOUCHED, OpenFile
 
 log = logging.getLogger(__name__)
 
@@ -112,26 +111,6 @@ class ObjectTable:
             xattrs=dict(node.xattrs),
             strict=True,
         )
-
-    def recorded(self, number: int, seq: int) -> None:
-        """The content that ``whole`` returned was recorded."""
-        self.states.record(number, seq, synced=False)
-
-    def published(self, number: int, path: bytes, identity: Identity) -> None:
-        """The source has the bytes of the last content; ``path`` is its first name there."""
-        self.states.published(number, identity)
-
-    def changed(self, number: int, identity: Identity) -> None:
-        """The source's file has another version, with the same bytes."""
-        self.states.changed(number, identity)
-
-    def unsynced(self) -> dict[int, int]:
-        """The seq of the last content of each object that may not be on the tier's disk."""
-        return self.states.unsynced()
-
-    def synced(self, contents: Mapping[int, int]) -> None:
-        """Contents, by object, are on the tier's disk."""
-        self.states.synced(contents)
 
     # -- objects that come and go ----------------------------------------------------------------
 

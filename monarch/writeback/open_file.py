@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 from typing_extensions import TypeVarTuple, Unpack
@@ -24,11 +24,61 @@ from monarch.posix.credentials import Credentials
 from monarch.tiers.source import SourceFile
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import Ino, file_now_ns
-from monarch.writeback.fast_writes import NO_FAST_WRITES, UNTOUCHED, FastWrites
 from monarch.writeback.tier_objects import TierObjects
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
+
+# An offset that no file has.
+UNTOUCHED = 2**64 - 1
+
+
+class FastWrites(Protocol):
+    """What a datapath does for written files: it reads and writes a duplicate of ``fd``, and opens
+    those that it knows the object of by itself, to read.
+
+    ``written`` counts what has changed the bytes of one since it was bound, until it is released;
+    ``lowest`` is the lowest offset at which it did so.
+    """
+
+    def bind(self, ino: Ino, fd: int, *, tier: int, size: int) -> bool: ...
+    def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool: ...
+    def written(self, ino: Ino) -> int: ...
+    def lowest(self, ino: Ino, *, forget: bool) -> int: ...
+    def set_objects(self, directory: int, *, tier: int) -> None: ...
+    def know_object(self, ino: Ino, number: int) -> bool: ...
+    def forget_object(self, ino: Ino) -> None: ...
+    def name_given(self, parent: Ino, name: bytes) -> None: ...
+    def name_taken(self, parent: Ino, name: bytes) -> None: ...
+    def forget_attributes(self, ino: Ino) -> None: ...
+    def tell_missing(self, directory: Ino, *, valid_s: int, for_s: float) -> None: ...
+    def is_open(self, ino: Ino) -> bool: ...
+    def outdate(self, ino: Ino) -> bool: ...
+    def release_written(self, ino: Ino) -> None: ...
+    def unbind(self, ino: Ino) -> bool: ...
+    def rebind(self, ino: Ino, fd: int, *, tier: int) -> bool: ...
+
+
+class _NoFastWrites:
+    """Where there is no datapath: Python does all."""
+
+    def _no(self, *args: object, **options: object) -> bool:
+        return False
+
+    def _nothing(self, *args: object, **options: object) -> None: ...
+
+    def written(self, ino: Ino) -> int:
+        return 0
+
+    def lowest(self, ino: Ino, *, forget: bool) -> int:
+        return UNTOUCHED
+
+    bind = bind_written = know_object = is_open = outdate = unbind = rebind = _no
+    set_objects = forget_object = release_written = _nothing
+    name_given = name_taken = forget_attributes = tell_missing = _nothing
+
+
+NO_FAST_WRITES: FastWrites = _NoFastWrites()
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +120,7 @@ class ObjectBytes(FileBytes):
 
     async def sync(self, node: Node) -> int:
         size = os.fstat(self.fd).st_size
-        await self._objects.sync(self._number, self.fd)
+        await self._objects.run_sync(self._objects.on_disk.sync, self._number, self.fd)
         return size
 
     def keep_status(self, node: Node) -> bool:

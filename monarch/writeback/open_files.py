@@ -26,27 +26,29 @@ from monarch.posix.descriptors import closing_fd
 from monarch.posix.sparse import copy_data
 from monarch.tiers.source import SourceFile
 from monarch.types import WRITTEN_INO, Ino
-from monarch.units import KiB
-from monarch.writeback.change_log import ChangeLog
-from monarch.writeback.fast_writes import NO_FAST_WRITES
+from monarch.writeback.drain import Drain
 from monarch.writeback.fsync_failures import FsyncFailures
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
-from monarch.writeback.open_file import ObjectBytes, OpenFile, OpenTable, SourceBytes, StagedBytes
-from monarch.writeback.recorder import Recorder
+from monarch.writeback.open_file import (
+    NO_FAST_WRITES,
+    ObjectBytes,
+    OpenFile,
+    OpenTable,
+    SourceBytes,
+    StagedBytes,
+)
+from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.source_files import SourceFiles
-from monarch.writeback.space import SpaceReclaimer
 from monarch.writeback.tier_objects import FULL, TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
+from monarch.writeback.write_gate import OBJECT_BYTES, SpaceReclaimer
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-# An empty object, and what its directory may need.
-OBJECT_BYTES = 64 * KiB
 
 
 @dataclass(eq=False, repr=False)
@@ -95,7 +97,7 @@ class WrittenFiles:
 
     async def stage(self, path: bytes, *, by: Credentials) -> tuple[int, int]:
         """The number and the descriptor of a new file that is staged at the source."""
-        number = await self._objects.number()
+        number = await self._objects.spares.number()
         return number, await self._source.stage(path, number, by=(by,), is_new=True)
 
     def opened(self, node: Node, fd: int, *, created: bool, by: Credentials | None) -> None:
@@ -339,6 +341,56 @@ class WrittenFiles:
             await self.sync(node.ino)
         finally:
             self.release(node.ino)
+
+
+@dataclass(eq=False, repr=False)
+class Fsyncs:
+    """Belongs to the event loop. ``waits_for_source``: safe means at the source.
+
+    ``user`` is the user who calls fsync, as for ``Drain.wait_for``. Raises Refused and SourceError.
+    """
+
+    _names: Namespace
+    _files: WrittenFiles
+    _changes: ChangeLog
+    _drain: Drain
+    _waits_for_source: bool
+
+    async def sync(self, ino: Ino, user: int | None) -> None:
+        """Have a file safe, and all that was done to names."""
+        node = self._names.node(ino)
+        if node is None or not (node.names and node.object) or self._files.is_open(ino):
+            await self._sync(ino, user)
+            return
+        # The process may have opened it without Python, to read.
+        await self._files.open(node)
+        try:
+            await self._sync(ino, user)
+        finally:
+            self._files.release(ino)
+
+    async def _sync(self, ino: Ino, user: int | None) -> None:
+        while True:
+            seq = await self._files.sync(ino) if self._files.is_open(ino) else 0
+            await self._changes.sync()
+            if not self._waits_for_source:
+                return
+            if seq:
+                await self._drain.progress.wait(seq)
+            if not (seq and self._files.is_left_out(ino)):
+                break
+        await self._wait_for_names(ino, user)
+
+    async def sync_directory(self, ino: Ino, user: int | None) -> None:
+        """Have all that was done to names safe."""
+        await self._changes.sync()
+        if self._waits_for_source:
+            await self._wait_for_names(ino, user)
+
+    async def _wait_for_names(self, ino: Ino, user: int | None) -> None:
+        path, node = self._names.visible_path(ino), self._names.node(ino)
+        number = node.object if node is not None else 0
+        await self._drain.progress.wait_for(path, object=number, user=user)
 
 
 def _synced(fd: int) -> int:

@@ -18,13 +18,12 @@ from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES, Node
 from monarch.posix.credentials import Credentials
 from monarch.types import Attributes, Ino, file_now_ns
-from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.copy_up import CopyUp, known_at_source, object_of
 from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.open_file import OpenTable
 from monarch.writeback.open_files import WrittenFiles
-from monarch.writeback.recorder import Recorder
+from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.unlinked import UnlinkedFiles
 from monarch.writeback.write_gate import WriteGate
@@ -179,7 +178,7 @@ class WriteOperations:
 
     async def link(self, ino: Ino, parent: Ino, name: bytes, *, by: Credentials) -> Attributes:
         to = self._gate.require_covered(parent, name)
-        self._gate.file_systems.require_one(self._gate.require_node_covered(ino), to)
+        self._gate.require_one_file_system(self._gate.require_node_covered(ino), to)
         self._gate.require_memory(NAME_BYTES)
         await self._gate.require_room()
         if self._names.attributes(ino).is_file:
@@ -254,7 +253,7 @@ class WriteOperations:
         if not all(covered):
             # The program that moves it then copies it, which may be allowed.
             raise Refused(errno.EXDEV if any(covered) else errno.EROFS)
-        self._gate.file_systems.require_one(path, to)
+        self._gate.require_one_file_system(path, to)
         ino = self._known(parent, name)
         self._gate.require_held(ino)
         await self._gate.require_room()

@@ -15,6 +15,7 @@ from monarch.errors import TierError
 from monarch.namespace.namespace import Namespace
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import counted
 from monarch.transfer.source_calls import SourceCalls
@@ -24,28 +25,23 @@ from monarch.units import format_bytes
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import renumbered, unfinished
-from monarch.writeback.fast_writes import FastWrites
-from monarch.writeback.front import Reading, WriteFront, build_front
+from monarch.writeback.front import Reading, WriteFront
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal import Replay
 from monarch.writeback.lease import RENEW_S, Lease
 from monarch.writeback.object_table import ObjectTable
-from monarch.writeback.open_file import OpenTable
+from monarch.writeback.open_file import FastWrites
 from monarch.writeback.others import Others
 from monarch.writeback.refusals import Refusals
 from monarch.writeback.replay import replay
 from monarch.writeback.source_writer import SourceWriter
-from monarch.writeback.space import SpaceReclaimer, WriteReserve
 from monarch.writeback.store import WriteStore, know_snapshot, snapshot_known
-from monarch.writeback.tier_objects import TierObjects
+from monarch.writeback.write_gate import WriteReserve
 
 log = logging.getLogger(__name__)
 
 # Time limit for the source to remove the lease at the end of the mount, in seconds.
 _RELEASE_S = 5.0
-# Concurrent calls of the absorbing tier: opens, and writes that Python makes; fsyncs.
-_TIER_THREADS = 16
-_SYNC_THREADS = 32
 # The interval of checks of the journal's length, and the pause after it could not be shortened, in
 # seconds.
 _JOURNAL_CHECK_S = 5.0
@@ -54,7 +50,7 @@ _JOURNAL_PAUSE_S = 600.0
 _LAST_COMMIT_S = 30.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class WriteBack:
     """The parts of write-back for one mount, their tasks and their end. ``build_write_back`` makes
     it. ``others`` is None if the source never changes, or the mount cannot be written; ``lease`` if
@@ -63,14 +59,12 @@ class WriteBack:
     place: WriteStore
     settings: WritebackSettings
     lease: Lease | None
-    threads: ThreadPool
-    lease_threads: ThreadPool
-    object_table: ObjectTable
     drain: Drain
     front: WriteFront
     others: Others | None
     refusals: Refusals
     commits: Commits
+    _lease_threads: ThreadPool = field(default_factory=lambda: ThreadPool(1, "lease", abandon=True))
     # Ends the wait for the drain at the end of the mount.
     _patience: trio.CancelScope = field(default_factory=lambda: trio.CancelScope(shield=True))
     _is_abandoned: bool = False
@@ -78,7 +72,7 @@ class WriteBack:
     def hidden(self) -> list[bytes]:
         """Paths of files that were written through earlier mounts and have no place in the tree of
         this one, until their bytes are at the source."""
-        table, is_done = self.object_table, self.drain.progress.is_done
+        table, is_done = self.front.object_table, self.drain.progress.is_done
         return [
             path
             for number, path in table.unshown.items()
@@ -89,7 +83,7 @@ class WriteBack:
         """Discards what a power cut left of objects. Raises TierError."""
         for number in numbers:
             try:
-                await self.threads.run(self.place.doubtful.discard, number)
+                await self.front.objects.threads.run(self.place.doubtful.discard, number)
             except OSError as error:
                 raise TierError(
                     f"tier {self.place.tier.name!r}: {error.strerror}",
@@ -129,7 +123,7 @@ class WriteBack:
         while True:
             await trio.sleep(RENEW_S)
             if self.lease is not None:
-                await self.lease_threads.run(self.lease.renew)
+                await self._lease_threads.run(self.lease.renew)
 
     def abandon(self) -> None:
         """Makes ``finish`` not wait for the drain, even if it waits already."""
@@ -164,7 +158,7 @@ class WriteBack:
         if self.lease is not None:
             release = partial(self.lease.release, undrained=self.drain.queue.last_seq > 0)
             with trio.move_on_after(_RELEASE_S, shield=True):
-                await self.lease_threads.run(release)
+                await self._lease_threads.run(release)
 
     def close(self) -> None:
         self.commits.close()
@@ -197,82 +191,47 @@ def build_write_back(
             shared=given.shared,
         )
     if fast is not None:
-        _connect(fast, place, names, writable=bool(settings.absorbs))
-    # Calls that wait for the absorbing tier must not delay readers.
-    threads = ThreadPool(_TIER_THREADS, "absorb", abandon=True)
-    writer = SourceWriter(source, place.journal.token)
+        if settings.absorbs:
+            with closing_fd(os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+                fast.set_objects(fd, tier=place.tier.number)
+        names.tell_names(fast.name_given, fast.name_taken, fast.forget_attributes)
     table = ObjectTable(names)
     reserve = WriteReserve(given.reserve, place.tier.number, ledger, table.states)
-    drain = _build_drain(settings, place, table, writer, source_load, reserve)
-    sync_threads = ThreadPool(_SYNC_THREADS, "fsync", abandon=True)
-    front = build_front(
-        settings=settings,
-        names=names,
-        object_table=table,
-        opens=OpenTable(fast, place.tier.number),
-        objects=TierObjects(place.objects, threads, sync_threads, place.found.next_object),
-        journal=place.journal,
-        drain=drain,
-        staged=writer.staged,
-        source_calls=source_calls,
-        read=read,
-        make_space=lambda drained: SpaceReclaimer(
-            place, threads, reserve, drained, residency, read.evict, read.evicted
-        ),
-    )
-    _replay(place, front, drain)
-    others = Others(front, drain, source, kernel, read.is_open)
-    return WriteBack(
-        place=place,
-        settings=given,
-        lease=lease,
-        threads=threads,
-        lease_threads=ThreadPool(1, "lease", abandon=True),
-        object_table=table,
-        drain=drain,
-        front=front,
-        others=others if settings.absorbs and settings.snapshot.freshness != "never" else None,
-        refusals=Refusals(front, drain, kernel),
-        commits=Commits(
-            place.directory,
-            journal=place.journal,
-            objects=place.objects,
-            contents=table,
-            interval_s=given.commit,
-        ),
-    )
-
-
-def _build_drain(
-    settings: MountSettings,
-    place: WriteStore,
-    table: ObjectTable,
-    writer: SourceWriter,
-    source_load: SourceLoad,
-    reserve: WriteReserve,
-) -> Drain:
-    given = settings.writeback
-    return Drain(
+    drain = Drain(
         contents=table,
         journal=place.journal,
         objects=place.objects,
-        writer=writer,
+        writer=SourceWriter(source, place.journal.token),
         threads=ThreadPool(given.workers + 2, "drain", abandon=True),
         options=DrainOptions(bandwidth=given.bandwidth, verify=given.verify, workers=given.workers),
         busy=source_load.busy,
         is_urgent=reserve.is_short,
     )
-
-
-def _connect(fast: FastWrites, place: WriteStore, names: Namespace, *, writable: bool) -> None:
-    """Gives the datapath the directory of objects, and the changes of names."""
-    if writable:
-        fd = os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fast.set_objects(fd, tier=place.tier.number)
-        finally:
-            os.close(fd)
-    names.tell_names(fast.name_given, fast.name_taken, fast.forget_attributes)
+    front = WriteFront(
+        place,
+        settings=settings,
+        names=names,
+        object_table=table,
+        reserve=reserve,
+        drain=drain,
+        source_calls=source_calls,
+        residency=residency,
+        fast=fast,
+        read=read,
+    )
+    _replay(place, front, drain)
+    others = Others(front, drain, source, kernel, read.is_open)
+    has_others = settings.absorbs and settings.snapshot.freshness != "never"
+    return WriteBack(
+        place,
+        given,
+        lease,
+        drain,
+        front,
+        others if has_others else None,
+        Refusals(front, drain, kernel),
+        Commits(place, table, given.commit),
+    )
 
 
 def _replay(place: WriteStore, front: WriteFront, drain: Drain) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import trio
@@ -42,51 +42,29 @@ class TierObjects:
         self.on_disk = on_disk
         self.failures = 0
         self.failure = ""
-        self._threads = threads
+        self.threads = threads
         # As many fsyncs as there are threads would hold up every open of a file.
-        self._sync_threads = sync_threads
-        self._spares = Spares(on_disk, threads, next_object)
+        self.sync_threads = sync_threads
+        self.spares = Spares(on_disk, threads, next_object)
         self._closing: list[int] = []
 
     async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        try:
-            return await self._threads.run(function, *args)
-        except OSError as error:
-            raise self._refused(error) from error
+        with self._refusing():
+            return await self.threads.run(function, *args)
 
     async def run_sync(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """The same for a call that waits until bytes are on the disk."""
-        try:
-            return await self._sync_threads.run(function, *args)
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def start(self, function: Callable[[Unpack[Args]], object], *args: Unpack[Args]) -> None:
-        """Have a call made that no caller waits for."""
-        self._threads.start(function, *args)
-
-    def start_sync(self, function: Callable[[Unpack[Args]], object], *args: Unpack[Args]) -> None:
-        """The same for a call that waits until bytes are on the disk."""
-        self._sync_threads.start(function, *args)
+        with self._refusing():
+            return await self.sync_threads.run(function, *args)
 
     async def create(self) -> tuple[int, int]:
         """The number and the descriptor of a new object."""
-        try:
-            return await self._spares.take()
-        except OSError as error:
-            raise self._refused(error) from error
-
-    async def number(self) -> int:
-        """The number of an object for which the tier has no room."""
-        return await self._spares.number()
-
-    async def sync(self, number: int, fd: int) -> None:
-        """Wait until the bytes of an object are safe."""
-        await self.run_sync(self.on_disk.sync, number, fd)
+        with self._refusing():
+            return await self.spares.take()
 
     def close_later(self, fd: int) -> None:
         """Close a file of the tier or of the source in a thread: even that may wait for either."""
-        self._threads.start(os.close, fd)
+        self.threads.start(os.close, fd)
 
     def close_soon(self, fd: int) -> None:
         """Close it together with others."""
@@ -96,19 +74,23 @@ class TierObjects:
 
     def close_pending(self) -> None:
         if self._closing:
-            self._threads.start(_close_all, self._closing)
+            self.threads.start(_close_all, self._closing)
             self._closing = []
 
     def close(self) -> None:
         self.close_pending()
-        self._spares.close()
+        self.spares.close()
 
-    def _refused(self, error: OSError) -> Refused:
-        number = error.errno or errno.EIO
-        # A full tier is no failure before the source is full as well.
-        if number in _OF_THE_DISK:
-            self.count_failure(number)
-        return Refused(number)
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            number = error.errno or errno.EIO
+            # A full tier is no failure before the source is full as well.
+            if number in _OF_THE_DISK:
+                self.count_failure(number)
+            raise Refused(number) from error
 
     def count_failure(self, number: int) -> None:
         self.failures += 1
@@ -135,8 +117,6 @@ class Spares:
         self._filling: trio.Event | None = None
         self._error: OSError | None = None
         self._is_closed = False
-        # The number of fillings since the start.
-        self.fillings = 0
 
     async def take(self) -> tuple[int, int]:
         """Takes a new, empty object: its number, and a descriptor to read and write it. Waits if no
@@ -165,7 +145,6 @@ class Spares:
         ENOMEM, if no thread can be started."""
         token = trio.lowlevel.current_trio_token()
         self._threads.start(self._make, self._wanted, token)
-        self.fillings += 1
         self._wanted = min(2 * self._wanted, MOST)
         self._filling = trio.Event()
         return self._filling

@@ -11,10 +11,9 @@ from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.types import Ino
-from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import OpenTable
-from monarch.writeback.recorder import Recorder
+from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.tier_objects import TierObjects
 
@@ -113,7 +112,7 @@ class UnlinkedFiles:
     def remove_object(self, number: int) -> None:
         """Remove an object that no file has, and what is staged of it at the source."""
         if (path := self._object_table.states.staged_beside(number)) is not None:
-            self._objects.start(self._staged.discard_part, path, number)
+            self._objects.threads.start(self._staged.discard_part, path, number)
         self._object_table.forget(number)
         self._recorder.forget(number)
         self._changes.remove_object(number)

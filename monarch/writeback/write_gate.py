@@ -1,4 +1,10 @@
-"""Whether something may be changed: the patterns, the journal, and the memory for names."""
+"""What a change needs before it is made: a pattern, the journal, memory, and room in the tier.
+
+Written files take precedence over copies of the source. Their room is the size of the present ones,
+at least the reserve. Copies are evicted to make that room. Drained objects stay while they fit into
+the reserve; the oldest are released first. The number of drained objects is limited too, since each
+takes memory.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +12,147 @@ import errno
 import math
 import os
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+import trio
+
+from monarch.config.settings import MountSettings
 from monarch.config.write_patterns import WritePatterns, is_staged
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES
+from monarch.placement.ledger import Ledger
+from monarch.placement.residency import Residency
 from monarch.posix.mounts import mount_table
+from monarch.posix.thread_pool import ThreadPool
+from monarch.tiers.tier import Space
 from monarch.types import Ino
-from monarch.writeback.change_log import ChangeLog
-from monarch.writeback.open_files import OBJECT_BYTES
-from monarch.writeback.space import SpaceReclaimer
+from monarch.units import KiB
+from monarch.writeback.drained import DrainedObjects
+from monarch.writeback.object_states import ObjectStates
+from monarch.writeback.recorder import ChangeLog
+from monarch.writeback.store import WriteStore
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
 
+# An empty object, and what its directory may need.
+OBJECT_BYTES = 64 * KiB
 # How long the mount table is not read again, in seconds.
 _FRESH_S = 1.0
+# The interval of checks of the room, in seconds.
+_CHECK_S = 0.5
+# The default reserve: at least this share of the tier, and this many times the largest file.
+_RESERVE_SHARE = 0.05
+_LARGEST_FILES = 2
+# The most drained objects that stay: each takes about a kilobyte of memory.
+_MOST_DRAINED = 32768
+# How long ``make`` waits for the disk to show released room, and between two checks, in seconds.
+_PATIENCE_S = 2.0
+_STEP_S = 0.02
+# The number of copies that are evicted between two turns of the event loop.
+_STRIDE = 64
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WriteReserve:
+    """The room in ``tier`` that is kept for written files. ``size`` is in bytes; None means twice
+    the largest file, at least a share of the tier."""
+
+    size: int | None
+    tier: int
+    ledger: Ledger
+    states: ObjectStates
+
+    @property
+    def bytes(self) -> int:
+        if self.size is not None:
+            return self.size
+        share = int(self.ledger.capacity(self.tier) * _RESERVE_SHARE)
+        return max(share, _LARGEST_FILES * self.states.largest)
+
+    def is_short(self, waiting_bytes: int) -> bool:
+        """Whether so much waits for the drain that it goes before readers of the source."""
+        return waiting_bytes > self.bytes / 2
 
 
 @dataclass(eq=False, repr=False)
+class SpaceReclaimer:
+    """Keeps room for written files in the tier of ``reserve``. Belongs to the event loop.
+
+    ``evict`` evicts a copy and returns its size in bytes; ``evicted`` is called after the last of
+    several.
+    """
+
+    _place: WriteStore
+    _threads: ThreadPool
+    reserve: WriteReserve
+    _drained: DrainedObjects
+    _residency: Residency
+    _evict: Callable[[Ino], int]
+    _evicted: Callable[[], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self._states, self._ledger = self.reserve.states, self.reserve.ledger
+        self.space = self._place.tier.space()
+
+    def statfs(self) -> Space:
+        """The room for written files: the free room, copies, and drained objects."""
+        gives_way = self._ledger.used(self.reserve.tier) + self._states.drained_bytes
+        available = min(self.space.total, self.space.available + gives_way)
+        return Space(self.space.total, available)
+
+    async def _look(self) -> Space:
+        """The space of the tier's disk. Raises OSError."""
+        return await self._threads.run(self._place.space)
+
+    async def run(self) -> None:
+        """Calls ``keep`` at regular intervals, until cancelled."""
+        while True:
+            with suppress(OSError):
+                self.space = await self._look()
+                await self.keep()
+            await trio.sleep(_CHECK_S)
+
+    async def keep(self) -> None:
+        """Releases drained objects that do not fit into the reserve, and evicts copies as far as
+        written files need their room."""
+        number, reserve = self.reserve.tier, self.reserve.bytes
+        self._drained.release_oldest(
+            self._states.drained_bytes - reserve,
+            count=len(self._states.drained) - _MOST_DRAINED,
+        )
+        written = self._states.bytes + self._place.doubtful.held
+        self._ledger.hold(number, max(reserve, written))
+        wanted = max(0, reserve - written) - self.space.available
+        await self._drop_copies(max(wanted, -self._ledger.room(number)))
+
+    async def make(self, size: int) -> bool:
+        """Makes room for ``size`` bytes now; returns whether any room was released."""
+        freed = self._drained.release_oldest(size)
+        if not (await self._drop_copies(size - freed) or freed > 0):
+            return False
+        # A released object is removed only when its record is in the journal.
+        with trio.move_on_after(_PATIENCE_S), suppress(OSError):
+            while (await self._look()).available < size:
+                await trio.sleep(_STEP_S)
+        return True
+
+    async def _drop_copies(self, size: int) -> bool:
+        freed = dropped = 0
+        for ino in self._residency.resident_in(self.reserve.tier):
+            if freed >= size:
+                break
+            freed += self._evict(ino)
+            dropped += 1
+            if dropped % _STRIDE == 0:
+                await trio.sleep(0)
+        if dropped:
+            await self._evicted()
+        return dropped > 0
+
+
 class WriteGate:
     """Belongs to the event loop. Everything raises Refused.
 
@@ -32,14 +160,26 @@ class WriteGate:
     ``names_max`` new files.
     """
 
-    _names: Namespace
-    patterns: WritePatterns
-    _changes: ChangeLog
-    _objects: TierObjects
-    _unlinked: UnlinkedFiles
-    _space: SpaceReclaimer
-    names_max: int
-    file_systems: FileSystems
+    def __init__(
+        self,
+        names: Namespace,
+        settings: MountSettings,
+        changes: ChangeLog,
+        objects: TierObjects,
+        unlinked: UnlinkedFiles,
+        space: SpaceReclaimer,
+    ) -> None:
+        self._names = names
+        self.patterns = WritePatterns(settings.absorbs)
+        self.names_max = settings.writeback.names_within(0, each=NAME_BYTES)
+        self._changes = changes
+        self._objects = objects
+        self._unlinked = unlinked
+        self._space = space
+        self._source = os.path.realpath(os.fsencode(settings.source))
+        # The file systems that are mounted below the source, and when that was read.
+        self._mount_points: list[bytes] = []
+        self._read_s = -math.inf
 
     def require_covered(self, parent: Ino, name: bytes) -> bytes:
         """The path of a name that may be made, changed or removed."""
@@ -98,18 +238,8 @@ class WriteGate:
         if not self._names.is_written(ino):
             self.require_memory(NAME_BYTES)
 
-
-class FileSystems:
-    """The file systems that are mounted below the source. Belongs to the event loop."""
-
-    def __init__(self, source: bytes) -> None:
-        self._source = os.path.realpath(source)
-        self._mount_points: list[bytes] = []
-        self._read_s = -math.inf
-
-    def require_one(self, path: bytes, other: bytes) -> None:
-        """Raises Refused if the source cannot move or link a name from one path to the other,
-        because these are in different file systems."""
+    def require_one_file_system(self, path: bytes, other: bytes) -> None:
+        """EXDEV if the source cannot move or link a name from one path to the other."""
         now = time.monotonic()
         if now - self._read_s > _FRESH_S:
             try:
@@ -118,10 +248,10 @@ class FileSystems:
                 raise Refused(error.errno or errno.EIO) from error
             self._mount_points = [at for at in table if at.startswith(self._source + b"/")]
             self._read_s = now
-        if self._mount_points and self._of(path) != self._of(other):
+        if self._mount_points and self._mounted_at(path) != self._mounted_at(other):
             raise Refused(errno.EXDEV)
 
-    def _of(self, path: bytes) -> bytes:
+    def _mounted_at(self, path: bytes) -> bytes:
         full = os.path.join(self._source, path)
         holders = (at for at in self._mount_points if full == at or full.startswith(at + b"/"))
         return max(holders, key=len, default=b"")

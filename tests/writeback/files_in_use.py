@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from monarch.namespace.namespace import Namespace
-from monarch.writeback.fast_writes import UNTOUCHED
 from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.open_file import UNTOUCHED
 
 
 class FilesInUse(ObjectTable):

@@ -511,7 +511,7 @@ class Life:
         if (
             node is not None
             and node.object
-            and not self.write_back.object_table.states.is_write_through(node.object)
+            and not self.write_back.front.object_table.states.is_write_through(node.object)
         ):
             fd = self.write_back.place.objects.open(node.object)
             try:
@@ -520,7 +520,7 @@ class Life:
                 os.close(fd)
         if node is not None and node.object:
             # Without room in the tier: in its staged file until it has its name.
-            beside = self.write_back.object_table.states.staged_beside(node.object) or b""
+            beside = self.write_back.front.object_table.states.staged_beside(node.object) or b""
             part = b".monarch-%s-%d-through.part" % (
                 self.write_back.place.journal.token.encode("ascii"),
                 node.object,
@@ -530,7 +530,7 @@ class Life:
                 return published.with_name(os.fsdecode(part)).read_bytes()
             with suppress(OSError):
                 # It may wait for a rename there.
-                if published.stat().st_ino == self.write_back.object_table.states.source_ino(
+                if published.stat().st_ino == self.write_back.front.object_table.states.source_ino(
                     node.object
                 ):
                     return published.read_bytes()

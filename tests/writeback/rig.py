@@ -27,12 +27,12 @@ from monarch.types import Identity
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain, DrainOptions
 from monarch.writeback.earlier import unfinished
-from monarch.writeback.fast_writes import UNTOUCHED
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
+from monarch.writeback.open_file import UNTOUCHED
 from monarch.writeback.source_writer import SourceWriter
-from monarch.writeback.store import directory_of
+from monarch.writeback.store import WriteStore, directory_of
 
 
 class Killed(BaseException):
@@ -227,6 +227,27 @@ class Disk(Objects):
             os.close(fd)
 
 
+class States:
+    """What the drain and the commits say about the objects of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.published_: list[tuple[int, Identity]] = []
+
+    def published(self, object: int, identity: Identity) -> None:
+        self.published_.append((object, identity))
+
+    def record(self, object: int, seq: int, *, synced: bool) -> None:
+        self._world.last_seq = seq
+
+    def changed(self, object: int, identity: Identity) -> None: ...
+
+    def unsynced(self) -> dict[int, int]:
+        return {}
+
+    def synced(self, contents: Mapping[int, int]) -> None: ...
+
+
 class World:
     """The names of a mount over ``source``. It answers the drain's questions (``ObjectTable``)."""
 
@@ -244,7 +265,7 @@ class World:
         self.led_to: dict[bytes, set[Node]] = {}
         self.always = {path for path, node in self.tree.items() if node.kind == "file"}
         self._note(self.tree)
-        self.tellings: list[tuple[int, bytes, Identity]] = []
+        self.states = States(self)
         self.drain: Drain | None = None
         self.told: list[tuple[int, Op]] = []
         self.wrong: list[str] = []
@@ -284,9 +305,6 @@ class World:
             if node.object == object:
                 node.is_recorded = False
 
-    def published(self, object: int, path: bytes, identity: Identity) -> None:
-        self.tellings.append((object, path, identity))
-
     def whole(self, object: int) -> Op | None:
         found = (node for node in self.tree.values() if node.object == object and object)
         if (node := next(found, None)) is None:
@@ -307,31 +325,13 @@ class World:
             strict=True,
         )
 
-    def recorded(self, object: int, seq: int) -> None:
-        self.last_seq = seq
-
-    def changed(self, object: int, identity: Identity) -> None:
-        pass
-
     # -- what commits ask --------------------------------------------------------------------
-
-    def unsynced(self) -> dict[int, int]:
-        return {}
 
     def is_being_written(self) -> bool:
         return any(not node.is_recorded for node in self.tree.values() if node.object)
 
-    def synced(self, contents: Mapping[int, int]) -> None:
-        pass
-
     def commits(self, interval_s: float = 0.0) -> Commits:
-        return Commits(
-            self.directory,
-            journal=self.journal,
-            objects=self.objects,
-            contents=cast(ObjectTable, self),
-            interval_s=interval_s,
-        )
+        return Commits(cast(WriteStore, self), cast(ObjectTable, self), interval_s)
 
     async def commit(self) -> None:
         """All that was written by now survives the machine."""

@@ -64,8 +64,8 @@ async def test_a_file_appears_whole_with_its_mode_times_and_attributes(
     world.check_all_is_there()
     assert (told.ops, told.files, told.bytes, told.trouble) == (0, 0, 0, None)
     assert (told.drained_files, told.drained_bytes) == (2, 5 * MiB + 12345)
-    number, path, identity = world.tellings[0]
-    assert (number, path, identity.size) == (1, b"big", 5 * MiB + 12345)
+    number, identity = world.states.published_[0]
+    assert (number, identity.size) == (1, 5 * MiB + 12345)
 
 
 async def test_holes_stay_holes(world: World, clock: Clock) -> None:

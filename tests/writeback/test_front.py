@@ -19,15 +19,19 @@ from monarch.namespace.overlay import Node
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import WRITTEN_INO, Identity, Ino
-from monarch.writeback.change_log import ChangeLog
 from monarch.writeback.drained import DrainedObjects
-from monarch.writeback.fast_writes import NO_FAST_WRITES
 from monarch.writeback.fsync_failures import FsyncFailures
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
-from monarch.writeback.open_file import ObjectBytes, OpenFile, OpenTable, StagedBytes
-from monarch.writeback.recorder import Recorder
+from monarch.writeback.open_file import (
+    NO_FAST_WRITES,
+    ObjectBytes,
+    OpenFile,
+    OpenTable,
+    StagedBytes,
+)
+from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
 
@@ -133,7 +137,7 @@ class Disk(Objects):
 
 
 class Front:
-    """The rooms that know the objects, wired as ``build_front`` wires them."""
+    """The rooms that know the objects, wired as in ``WriteFront``."""
 
     def __init__(self, directory: Path) -> None:
         self.disk = Disk(directory)
@@ -196,7 +200,7 @@ class Front:
         self.recorder.keep_status(file)
         if drained:
             self.done = len(self.journal.ops)
-            self.table.published(node.object, b"", Identity(3, 0, 0, node.object))
+            self.table.states.published(node.object, Identity(3, 0, 0, node.object))
         file.place.close()
         del self.opens.files[node.ino], self.table.open[node.object]
         return node

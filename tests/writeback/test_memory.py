@@ -23,7 +23,7 @@ from monarch.errors import Refused, Unanswered
 from monarch.namespace import overlay
 from monarch.telemetry.health import Problem
 from monarch.types import Ino
-from monarch.writeback import space
+from monarch.writeback import write_gate
 from tests.equipment.slowfs import SlowSource
 from tests.writeback.remounts import Ground, Life
 
@@ -43,8 +43,8 @@ def in_memory(life: Life) -> int:
     """How many entries everything has that is kept of written files."""
     write_back, front, names = life.write_back, life.front, life.names
     owners = (
-        write_back.object_table,
-        write_back.object_table.states,
+        write_back.front.object_table,
+        write_back.front.object_table.states,
         write_back.drain,
         write_back.place.journal,
         *(front.opens, front.objects, front.changes, front.recorder, front.unlinked),
@@ -59,7 +59,7 @@ def in_memory(life: Life) -> int:
 
 @pytest.fixture
 def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
-    monkeypatch.setattr(space, "_MOST_DRAINED", 0)
+    monkeypatch.setattr(write_gate, "_MOST_DRAINED", 0)
     return Ground(tmp_path, monkeypatch)
 
 

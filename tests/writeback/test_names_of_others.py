@@ -19,7 +19,7 @@ import trio.testing
 
 from monarch.errors import Refused, SourceError
 from monarch.types import Ino
-from monarch.writeback import others, space
+from monarch.writeback import others, write_gate
 from monarch.writeback.others import LOOK_S
 from tests.writeback.remounts import ROOT, Ground, Life, tree_of
 
@@ -245,7 +245,7 @@ async def test_a_name_that_a_file_gets_after_a_conflict_has_its_bytes(
 async def test_a_drained_file_does_not_show_the_bytes_of_what_took_one_of_its_names(
     ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: bytes
 ) -> None:
-    monkeypatch.setattr(space, "_MOST_DRAINED", 0)
+    monkeypatch.setattr(write_gate, "_MOST_DRAINED", 0)
     async with ground.mount() as life:
         await life.write(b"d/one", b"mine")
         await life.link(b"d/one", b"d/two")

@@ -247,7 +247,7 @@ async def test_a_file_that_was_copied_up_and_not_written_is_not_drained_again(
         await drain.progress.wait(shared.last_seq)
         assert drain.backlog().failures == 0
     assert (shared.source / "a").stat().st_ino == before
-    assert shared.tellings[-1][2].source_ino == before
+    assert shared.states.published_[-1][1].source_ino == before
 
 
 @pytest.mark.finding("D1")

@@ -204,7 +204,7 @@ async def test_files_without_a_place_in_the_tree_after_a_remount_are_drained(
     monkeypatch.setattr(replay_module._Replayed, "do", _refused)
     async with ground.mount() as life:
         assert life.shown().keys() == tree_of(ground.source).keys()
-        assert list(life.write_back.object_table.unshown.values()) == [b"e/kept"]
+        assert list(life.write_back.front.object_table.unshown.values()) == [b"e/kept"]
         assert await told(life) == (["e/kept"], ["written-hidden"])
         await life.drained()
         assert await told(life) == ([], [])
