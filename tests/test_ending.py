@@ -59,7 +59,7 @@ RECORD = MountRecord(
 )
 
 
-@pytest.mark.finding("C8")
+@pytest.mark.finding("C8", "S8")
 @pytest.mark.promise(105)
 def test_umount_waits_while_the_daemon_gets_on_and_says_what_holds_it_up(
     monkeypatch: pytest.MonkeyPatch,

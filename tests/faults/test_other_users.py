@@ -209,7 +209,7 @@ def test_a_file_that_may_be_written_where_no_other_may_be_made_keeps_what_it_has
     assert (source / "own/log").read_text() == "a\nb\n"
 
 
-@pytest.mark.finding("D8")
+@pytest.mark.finding("D8", "W15")
 @pytest.mark.promise(79)
 @pytest.mark.fault("U3")
 def test_a_change_of_others_is_not_overwritten(monarch: MonarchCommand, tree: Tree) -> None:

@@ -20,6 +20,8 @@ _MENDED = {
     *(f"D{number}" for number in range(1, 16)),
     *(f"F{number}" for number in range(1, 9)),
     *(f"K{number}" for number in range(1, 7)),
+    *(f"S{number}" for number in range(1, 10)),
+    *(f"W{number}" for number in range(1, 25)),
     "R",
 }
 

@@ -252,6 +252,7 @@ def until_full(path: Path) -> None:
     raise AssertionError("the tier does not become full")
 
 
+@pytest.mark.finding("W4", "W17")
 @pytest.mark.promise(138)
 @pytest.mark.modes("relay")
 def test_a_tier_full_of_what_is_not_drained_ends_and_mounts_and_drains(
@@ -553,6 +554,7 @@ def syncs(tmp_path: Path) -> Syncs:
     return Syncs(tmp_path)
 
 
+@pytest.mark.finding("W19")
 @pytest.mark.promise(64, 154)
 @pytest.mark.modes("relay")
 def test_an_fsync_that_failed_fails_until_the_file_is_written_anew(
@@ -601,6 +603,7 @@ def test_an_fsync_that_failed_fails_until_the_file_is_written_anew(
     assert (mounted.source / "f").read_bytes() == b"anew and more!"
 
 
+@pytest.mark.finding("W20")
 @pytest.mark.promise(155)
 @pytest.mark.modes("relay")
 def test_many_slow_fsyncs_delay_no_open_and_no_creation(
@@ -686,6 +689,7 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
         assert (content[:8], len(content)) == (b"%08d" % number, size)
 
 
+@pytest.mark.finding("W6", "W7")
 @pytest.mark.promise(68, 151, 152)
 @pytest.mark.modes("auto")
 @needs_root

@@ -61,6 +61,7 @@ def steps_of(directory: Path, ranks: int) -> list[list[int]]:
     return [steps(directory_of(directory, rank)) for rank in range(ranks)]
 
 
+@pytest.mark.finding("W13")
 @pytest.mark.promise(161)
 def test_one_slow_write_puts_no_rank_out_of_step_with_another(tmp_path: Path) -> None:
     begun = []
@@ -80,6 +81,7 @@ def test_one_slow_write_puts_no_rank_out_of_step_with_another(tmp_path: Path) ->
     assert begun[1] == [step for step in begun[0] if step != 15]
 
 
+@pytest.mark.finding("W13")
 @pytest.mark.promise(161)
 @pytest.mark.parametrize("every", [5, None])
 def test_ranks_put_a_checkpoint_off_together_until_all_have_room(
@@ -167,6 +169,7 @@ def parts(directory: Path, rank: int) -> list[Path]:
     return sorted(directory_of(directory, rank).glob("*.ckpt"))
 
 
+@pytest.mark.finding("W13")
 @pytest.mark.promise(162)
 @pytest.mark.parametrize("loss", ["no part", "no entry nor part", "damaged", "another's"])
 def test_a_step_counts_only_when_every_ranks_part_is_there_and_whole(
@@ -191,6 +194,7 @@ def test_a_step_counts_only_when_every_ranks_part_is_there_and_whole(
         restored(tmp_path, 3, step=30)
 
 
+@pytest.mark.finding("W13")
 @pytest.mark.promise(162)
 def test_a_step_can_be_named_and_the_newest_of_it_is_taken(tmp_path: Path) -> None:
     for content in (1, 2):

@@ -65,6 +65,7 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, ns=(now_ns, now_ns))
 
 
+@pytest.mark.finding("W23")
 @pytest.mark.promise(165)
 def test_a_trainer_of_another_node_is_refused_by_name(tmp_path: Path, other_node: Node) -> None:
     path = owned(tmp_path)
@@ -241,6 +242,7 @@ def test_an_owner_that_another_one_is_removing_is_left_to_it(
     assert not path.exists() and not void.exists()
 
 
+@pytest.mark.finding("W23")
 @pytest.mark.promise(165)
 def test_two_that_do_not_see_each_other_write_no_file_of_the_same_name(tmp_path: Path) -> None:
     names = []

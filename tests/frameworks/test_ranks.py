@@ -97,6 +97,7 @@ def close_to(one: dict[str, list[float]], other: dict[str, list[float]]) -> bool
     )
 
 
+@pytest.mark.finding("W14")
 @pytest.mark.promise(163)
 def test_a_model_of_which_each_rank_has_a_part_is_restored_by_any_number_of_ranks(
     jobs: Jobs, tmp_path: Path
@@ -129,6 +130,7 @@ def test_a_model_of_which_each_rank_has_a_part_is_restored_by_any_number_of_rank
     assert again["found"] == told[0]["left"]
 
 
+@pytest.mark.finding("W14")
 @pytest.mark.promise(163)
 def test_a_value_that_cannot_be_saved_is_reported_at_the_first_update(
     jobs: Jobs, tmp_path: Path

@@ -78,6 +78,7 @@ def test_the_fast_way_is_the_definition(seed: int, epoch: int, count: int, algor
     assert sorted(order) == list(range(count))
 
 
+@pytest.mark.finding("W22")
 def test_ten_million_samples_take_100_mb_and_each_is_there_once() -> None:
     count = 10_000_000
     tracemalloc.start()
@@ -249,6 +250,7 @@ def test_names_that_run_into_each_other_have_another_fingerprint() -> None:
     assert fingerprint(["a"]) == fingerprint([b"a"])
 
 
+@pytest.mark.finding("W22")
 @pytest.mark.promise(166)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_every_rank_has_as_many_batches_as_torchs_own_sampler_gives_it(drop_last: bool) -> None:
@@ -283,6 +285,7 @@ def test_every_rank_has_as_many_batches_as_torchs_own_sampler_gives_it(drop_last
             assert len(used) - count < world_size
 
 
+@pytest.mark.finding("W22")
 @pytest.mark.promise(166)
 def test_frameworks_may_set_the_epoch_and_a_continued_run_keeps_its_place() -> None:
     sampler = ResumableSampler(10, seed=1)

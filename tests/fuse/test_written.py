@@ -165,6 +165,7 @@ def test_a_long_file_is_on_its_way_to_the_disk_while_it_is_written(made: Rig, fd
     assert made.datapath.open_files() == 0
 
 
+@pytest.mark.finding("W6")
 @pytest.mark.promise(151)
 def test_python_makes_safe_what_must_be_when_it_is_answered(made: Rig, fd: int) -> None:
     handle = created(made, fd, flags=wire.FOPEN_DIRECT_IO)

@@ -346,6 +346,7 @@ def make_older(file: Path) -> None:
     append_trailer(file, page_bytes=os.sysconf("SC_PAGE_SIZE"))
 
 
+@pytest.mark.finding("W10", "S3")
 @pytest.mark.promise(80)
 @pytest.mark.modes("relay")
 @needs_root

@@ -261,6 +261,7 @@ def test_access_answers_as_at_the_source_but_for_writing(
         assert not os.access(mounted.path / name, os.W_OK)
 
 
+@pytest.mark.finding("S4")
 @pytest.mark.promise(31)
 @pytest.mark.modes("relay", "python")
 def test_attributes_that_were_set_are_shown_after_the_next_mount(

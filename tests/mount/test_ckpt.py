@@ -346,6 +346,7 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
     assert (slow.root / "ckpt/a").read_bytes() == contents("a", 3000)
 
 
+@pytest.mark.finding("W3")
 @pytest.mark.promise(136)
 def test_files_that_were_never_fsynced_survive_a_reboot_after_a_clean_end(
     refusing: tuple[Desk, SlowSource],
@@ -373,6 +374,7 @@ def of_another_start(journal: Path) -> None:
     journal.write_bytes(b"".join(line + b"\n" for line in lines))
 
 
+@pytest.mark.finding("W3")
 @pytest.mark.promise(137)
 def test_a_file_that_a_power_cut_may_have_damaged_can_be_recovered_or_given_up(
     monarch: MonarchCommand, run: Run, slow: SlowSource, tmp_path: Path

@@ -43,6 +43,7 @@ def closed(place: Path, way: str = "ro") -> None:
     subprocess.run(["mount", "-o", f"remount,bind,{way}", str(place)], check=True)
 
 
+@pytest.mark.finding("W1", "S1")
 @pytest.mark.promise(67)
 @pytest.mark.parametrize("ends", ["clean", "killed"])
 def test_a_file_that_came_and_went_keeps_no_mount_from_coming_up(
@@ -69,6 +70,7 @@ def test_a_file_that_came_and_went_keeps_no_mount_from_coming_up(
     assert names_in(source) == ["a", "one"] and (source / "one").read_bytes() == b"2"
 
 
+@pytest.mark.finding("W2", "S2")
 @needs_root
 @pytest.mark.promise(128)
 @pytest.mark.parametrize("more", [[], ["--refresh"]], ids=["as it is", "refresh"])
@@ -105,6 +107,7 @@ def test_a_directory_renamed_before_the_kill_is_shown_and_drained(
     again.umount()
 
 
+@pytest.mark.finding("W2")
 @needs_root
 @pytest.mark.promise(129)
 @pytest.mark.parametrize("how", ["renamed", "removed"])

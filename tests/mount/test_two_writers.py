@@ -16,6 +16,7 @@ pytestmark = pytest.mark.modes("relay")
 ABSORB = ["write=absorb"]
 
 
+@pytest.mark.finding("W8")
 @pytest.mark.promise(167, 168)
 @pytest.mark.fault("N1", "N2")
 def test_the_second_writer_is_refused_or_both_are_warned(
@@ -59,6 +60,7 @@ def test_health_says_that_the_source_takes_no_lease(monarch: MonarchCommand, tre
     assert (source / LEASES).is_fifo()
 
 
+@pytest.mark.finding("W8")
 @pytest.mark.promise(148)
 @pytest.mark.fault("N5")
 def test_each_of_two_mounts_shows_what_the_other_has_made_and_removed(

@@ -75,6 +75,7 @@ def test_by_default_a_mount_absorbs_nothing(monarch: MonarchCommand, tree: Tree)
     assert raised.value.errno == errno.EROFS
 
 
+@pytest.mark.finding("S9")
 @pytest.mark.promise(171)
 def test_open_written_files_take_two_descriptors_of_as_many_as_are_allowed(
     monarch: MonarchCommand, tree: Tree
@@ -141,6 +142,7 @@ def test_only_what_the_patterns_name_can_be_changed(monarch: MonarchCommand, tre
     assert (source / "runs/1/logs/out").read_bytes() == b"log"
 
 
+@pytest.mark.finding("W24")
 @pytest.mark.modes("relay", "passthrough")
 @pytest.mark.parametrize("directory", ["made", "d", ""])
 @pytest.mark.parametrize("handler", ["lookup", "getattr"])
@@ -223,6 +225,7 @@ def test_a_file_says_how_durable_it_is(absorbing: Mounted) -> None:
     drained(absorbing, "f")
 
 
+@pytest.mark.finding("W6")
 @pytest.mark.promise(151)
 def test_a_synchronous_write_is_safe_when_it_returns(absorbing: Mounted) -> None:
     for flag in (os.O_DSYNC, os.O_SYNC):
@@ -254,6 +257,7 @@ def test_fsync_waits_for_the_source_if_it_shall(monarch: MonarchCommand, tree: T
         assert durable(mounted.path / "f") == "source"
 
 
+@pytest.mark.finding("W12")
 @pytest.mark.promise(63, 153)
 def test_fsync_waits_for_names_at_the_source_if_it_shall(
     monarch: MonarchCommand, tree: Tree
@@ -770,6 +774,7 @@ def test_many_files_that_are_drained_leave_memory_and_are_as_they_were(
     assert (there / "kept").read_bytes() == b"before and after"
 
 
+@pytest.mark.finding("W16")
 @pytest.mark.promise(1, 156)
 @pytest.mark.modes("relay", "python")
 def test_a_drained_file_that_others_change_is_read_whole(
@@ -811,6 +816,7 @@ def test_a_drained_file_that_others_change_is_read_whole(
     written("gone", b"again")
 
 
+@pytest.mark.finding("S4")
 @pytest.mark.promise(31)
 @pytest.mark.modes("relay")
 def test_an_attribute_that_an_earlier_mount_has_drained_can_be_removed(
@@ -924,6 +930,7 @@ def test_a_dropped_object_is_read_whole_by_old_and_new_descriptors(
         assert os.pread(file.fileno(), 3, 0) == b"new"
 
 
+@pytest.mark.finding("W10")
 @pytest.mark.promise(172)
 @pytest.mark.modes("relay")
 def test_a_change_of_attributes_reads_the_bytes_once_and_writes_none(

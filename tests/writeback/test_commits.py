@@ -31,6 +31,7 @@ def rebooted(world: World) -> list[bytes]:
     return [op.path for op in world.open().lost]
 
 
+@pytest.mark.finding("W3", "W18")
 @pytest.mark.promise(136)
 async def test_files_that_were_never_fsynced_survive_a_power_cut_after_a_commit(
     world: World, clock: Clock
@@ -74,6 +75,7 @@ async def test_bytes_that_the_disk_refused_do_not_become_durable_by_a_later_comm
     assert rebooted(world) == [b"dropped"]
 
 
+@pytest.mark.finding("W3", "W18")
 async def test_commits_are_made_at_their_interval_while_something_is_written(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

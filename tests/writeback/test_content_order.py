@@ -45,6 +45,7 @@ def it() -> Ordered:
     return Ordered()
 
 
+@pytest.mark.finding("W5")
 async def test_a_content_that_was_written_over_comes_with_the_next_one(it: Ordered) -> None:
     first, attr, second = it.put(size=3), it.put("attr"), it.put(size=4)
     assert it.order.later(first) is second.op
@@ -69,6 +70,7 @@ async def test_a_new_file_that_was_only_appended_to_keeps_its_place(it: Ordered)
     assert it.order.is_left_out(first)
 
 
+@pytest.mark.finding("W9")
 async def test_a_published_file_that_is_appended_to_is_put_off_for_a_while_only(
     it: Ordered, clock: trio.testing.MockClock
 ) -> None:

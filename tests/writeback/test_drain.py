@@ -659,6 +659,7 @@ async def test_the_drain_keeps_to_its_bandwidth(world: World, clock: Clock) -> N
         assert 20 <= trio.current_time() - began <= 26
 
 
+@pytest.mark.finding("S7")
 @pytest.mark.promise(158)
 async def test_times_of_directories_are_those_of_the_drain_unless_they_were_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock

@@ -80,6 +80,7 @@ def test_patterns_meet_unless_no_path_can_have_both(one: str, other: str, meets:
     assert begins_with("runs/a/*/logs") == "runs/a" and begins_with("**") == ""
 
 
+@pytest.mark.finding("W8")
 @pytest.mark.promise(167)
 @pytest.mark.fault("N1")
 def test_a_second_writer_of_the_same_paths_is_refused_with_the_name_of_the_first(

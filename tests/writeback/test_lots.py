@@ -61,6 +61,7 @@ def write_all(world: World, *, synced: bool = False) -> None:
         world.write(b"new%d" % number, b"%d" % number * 999, synced=synced)
 
 
+@pytest.mark.finding("W24")
 @pytest.mark.fault("T12")
 @pytest.mark.parametrize("synced", [False, True])
 async def test_many_small_files_take_few_hops_and_all_of_them_come(

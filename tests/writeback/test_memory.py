@@ -83,6 +83,7 @@ async def write_all(life: Life) -> None:
         await life.write(b"d/%d" % index, b"%d" % index)
 
 
+@pytest.mark.finding("W24")
 @pytest.mark.promise(131)
 async def test_files_that_are_drained_take_no_memory_and_are_as_they_were(
     ground: Ground, clock: Clock

@@ -59,6 +59,7 @@ def failing(objects: Objects, number: int, fd: int) -> None:
         objects.sync(number, fd)
 
 
+@pytest.mark.finding("W19")
 @pytest.mark.promise(154)
 def test_a_failed_sync_fails_until_the_object_is_written_anew(tmp_path: Path, disk: Disk) -> None:
     objects = Objects(tmp_path)

@@ -30,6 +30,7 @@ def shown_at_each_step(world: World, monkeypatch: pytest.MonkeyPatch) -> list[di
     return shown
 
 
+@pytest.mark.finding("W5")
 @pytest.mark.promise(143)
 async def test_a_pointer_is_never_at_the_source_before_what_it_points_to(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +104,7 @@ async def test_a_published_file_that_gave_way_does_not_vanish_when_it_is_renamed
     world.check_all_is_there()
 
 
+@pytest.mark.finding("W9")
 @pytest.mark.promise(144)
 async def test_a_file_that_is_written_all_the_time_does_not_hold_up_others(
     world: World, clock: Clock
@@ -124,6 +126,7 @@ async def test_a_file_that_is_written_all_the_time_does_not_hold_up_others(
     world.check_all_is_there()
 
 
+@pytest.mark.finding("W9")
 @pytest.mark.promise(144)
 async def test_a_log_that_is_synced_all_the_time_is_not_put_off_for_ever(
     world: World, slow: SlowSource, clock: Clock
@@ -177,6 +180,7 @@ async def test_a_content_that_was_published_under_some_of_its_names_does_not_giv
 # -- what is only appended to ------------------------------------------------------------------
 
 
+@pytest.mark.finding("W9")
 @pytest.mark.promise(145)
 async def test_appended_bytes_are_written_behind_those_at_the_source(
     world: World, clock: Clock

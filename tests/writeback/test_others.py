@@ -91,7 +91,7 @@ async def test_a_file_drained_whole_after_a_rename_is_readable_for_its_owner_alo
     assert (shared.source / "m/a").stat().st_uid == 1001
 
 
-@pytest.mark.finding("D8")
+@pytest.mark.finding("D8", "W15")
 async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: Clock) -> None:
     async with draining(shared) as drain:
         shared.begin(b"a")
@@ -567,6 +567,7 @@ async def test_a_program_that_its_owner_removed_is_staged_in_advance_without_set
         assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (1001, 0o755)
 
 
+@pytest.mark.finding("S5")
 @pytest.mark.promise(157)
 async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch

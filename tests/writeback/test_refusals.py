@@ -98,6 +98,7 @@ async def test_a_retry_asks_the_source_at_once(
             await life.write_back.refusals.retry(b"d/new")
 
 
+@pytest.mark.finding("W11")
 async def test_a_discarded_change_is_gone_on_the_mount_and_changes_nothing_at_the_source(
     ground: Ground,
 ) -> None:
@@ -212,6 +213,7 @@ async def test_a_directory_whose_rename_is_given_up_has_its_name_again(
     assert (ground.source / "d/moved/later").read_bytes() == b"later"
 
 
+@pytest.mark.finding("W11")
 @pytest.mark.promise(146)
 async def test_a_link_that_the_source_cannot_have_is_set_aside_at_once(
     ground: Ground, monkeypatch: pytest.MonkeyPatch

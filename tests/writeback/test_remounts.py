@@ -54,6 +54,7 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             subprocess.run(["umount", "-l", path], check=True)
 
 
+@pytest.mark.finding("W1", "W2", "S1", "S2")
 @pytest.mark.promise(128, 129, 130, 138)
 @pytest.mark.parametrize("part", range(_PARTS))
 async def test_a_history_with_remounts_of_every_kind_is_shown_and_drained_whole(
@@ -85,6 +86,7 @@ def numbers(part: int, pytestconfig: pytest.Config) -> Iterator[int]:
         number += _PARTS
 
 
+@pytest.mark.finding("S2")
 @pytest.mark.promise(128)
 async def test_while_something_waits_the_names_are_those_of_its_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
@@ -190,6 +192,7 @@ async def test_a_damaged_note_of_the_snapshot_keeps_no_mount_from_coming_up(
     assert (ground.source / "d/new").read_bytes() == b"new"
 
 
+@pytest.mark.finding("W2", "S2")
 @pytest.mark.promise(130)
 async def test_files_without_a_place_in_the_tree_after_a_remount_are_drained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock

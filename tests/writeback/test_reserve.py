@@ -39,6 +39,7 @@ def fill(place: Path) -> Path:
     return filler
 
 
+@pytest.mark.finding("W17")
 @pytest.mark.promise(138)
 def test_changes_that_take_room_are_refused_before_the_room_for_marks_is_used(place: Path) -> None:
     reserve = Reserve(place)

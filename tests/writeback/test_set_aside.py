@@ -21,6 +21,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await trio.sleep(1)
 
 
+@pytest.mark.finding("W11")
 @pytest.mark.promise(146)
 async def test_a_change_that_is_refused_for_long_does_not_block_other_changes_of_its_user(
     world: World, clock: Clock, caplog: pytest.LogCaptureFixture

@@ -154,6 +154,7 @@ def in_memory() -> Path | None:
     return place
 
 
+@pytest.mark.finding("W8")
 @pytest.mark.promise(79, 149, 168)
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("seed", range(10))
@@ -187,6 +188,7 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
         shutil.rmtree(directory)
 
 
+@pytest.mark.finding("W8")
 @pytest.mark.promise(149)
 @pytest.mark.fault("N1")
 async def test_a_directory_of_two_writers_that_one_renames_is_named_by_the_other(
@@ -304,6 +306,7 @@ def on_the_same_number(path: Path) -> None:
     pytest.skip("this file system gave the number to no other file")
 
 
+@pytest.mark.finding("W15")
 @pytest.mark.promise(79)
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("theirs", [in_place, on_the_same_number])

@@ -66,6 +66,7 @@ def month(journal: Journal, lines: int, checkpoints: int, *, keep: int = 3) -> i
     return most
 
 
+@pytest.mark.finding("W21")
 @pytest.mark.promise(139)
 def test_a_month_of_lines_and_checkpoints_keeps_the_journal_and_its_tables_short(
     world: World, monkeypatch: pytest.MonkeyPatch

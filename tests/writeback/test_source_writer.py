@@ -351,6 +351,7 @@ def test_a_content_gets_all_its_names_and_attributes(rig: Rig) -> None:
     assert sorted(os.listdir(rig.root)) == ["a", "d"]
 
 
+@pytest.mark.finding("W10")
 def test_a_content_keeps_the_attributes_of_the_version_that_it_replaces(rig: Rig) -> None:
     (rig.root / "a").write_bytes(b"older")
     (rig.root / "a").chmod(0o604)

@@ -57,6 +57,7 @@ async def at_rest(spares: Spares) -> None:
     await spares.number()
 
 
+@pytest.mark.finding("W24")
 @pytest.mark.fault("T13")
 def test_a_hop_to_a_thread_makes_many_objects_in_advance(disk: Disk) -> None:
     async def run() -> None:

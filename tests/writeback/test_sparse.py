@@ -138,6 +138,7 @@ def test_a_copy_has_the_same_holes(tmp_path: Path, read_bytes: list[int]) -> Non
     assert sum(read_bytes) < MiB
 
 
+@pytest.mark.finding("S6")
 async def test_a_sparse_file_of_the_mount_is_drained_in_the_time_of_its_data(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
