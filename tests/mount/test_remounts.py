@@ -51,17 +51,25 @@ def test_a_file_that_came_and_went_keeps_no_mount_from_coming_up(
 ) -> None:
     source = tree({"a": 10})
     options = [*ABSORB, "snapshot.freshness=never"]
-    mounted = monarch.mount(source, tiers=TIERS, options=options)
+
+    def end(mounted: Mounted) -> None:
+        if ends == "killed":
+            mounted.kill()
+        else:
+            mounted.umount()
+
+    mounted = monarch.mount(source, tiers=TIERS, options=ABSORB)
     (mounted.path / "t").write_bytes(b"x")
     (mounted.path / "t").unlink()
+    end(mounted)
+    # The source has not changed.
+    mounted = monarch.mount(source, tiers=TIERS, options=ABSORB)
+    assert names_in(mounted.path) == ["a"]
     (mounted.path / "one").write_bytes(b"1")
     (mounted.path / "two").write_bytes(b"2")
     (mounted.path / "two").rename(mounted.path / "one")
-    if ends == "killed":
-        mounted.kill()
-    else:
-        mounted.umount()
-    for more in ([], options):
+    end(mounted)
+    for more in (options, ABSORB):
         again = monarch.mount(source, tiers=TIERS, options=more)
         assert names_in(again.path) == ["a", "one"]
         assert (again.path / "one").read_bytes() == b"2"

@@ -1,0 +1,223 @@
+"""What one mount left behind, mounted again in every way: shown as it was, then at the source."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import trio.testing
+
+from monarch.namespace.build import build
+from monarch.writeback.source_writer import SourceWriter
+from tests.writeback.remount_histories import KINDS, how, prepared
+from tests.writeback.remounts import Ground, Life, Tree, tree_of
+
+Clock = trio.testing.MockClock
+
+# Each way to mount again, with another way in which the mount before it has ended. A disk that is
+# full has tests of its own.
+_WAYS = ("kill", "abandon", "timeout")
+_KINDS = [*zip(sorted({*KINDS} - {"full"}), cycle(_WAYS))]
+
+
+async def ended(life: Life, way: str) -> None:
+    """End a mount. Its drain does nothing, so a clean end waits in vain for it."""
+    if way in ("abandon", "timeout"):
+        await life.end(abandoned=way == "abandon")
+
+
+def bare(tree: Tree) -> dict[bytes, tuple[object, ...]]:
+    return {path: it.bare for path, it in tree.items()}
+
+
+async def brought(ground: Ground) -> Tree:
+    """What the source has after a mount that drains all; that mount shows the same."""
+    async with ground.mount() as life:
+        await life.drained()
+        assert bare(life.shown()) == bare(tree_of(ground.source))
+        await life.end()
+    async with ground.mount(refreshed=True) as life:
+        assert bare(life.shown()) == bare(tree_of(ground.source)) and not ground.put_off
+        await life.end()
+    return tree_of(ground.source)
+
+
+@pytest.mark.finding("W1", "S1")
+@pytest.mark.promise(67, 128, 129)
+@pytest.mark.parametrize(("kind", "way"), _KINDS)
+async def test_files_that_came_and_went_prevent_no_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, kind: str, way: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    async with ground.mount() as life:
+        await life.write(b"drained", b"1")
+        await life.write(b"replaced", b"1")
+        await life.drained()
+        await life.end()
+    async with ground.mount(works=False, writeback={"end_timeout": "1s"}) as life:
+        await life.write(b"ckpt", b"weights", synced=True)
+        await life.write(b"new", b"never drained")
+        life.unlink(b"new")
+        # The source has it under the name from which it was renamed.
+        await life.rename(b"drained", b"moved")
+        life.unlink(b"moved")
+        await life.write(b"one", b"1")
+        await life.write(b"two", b"2", synced=True)
+        await life.rename(b"two", b"one")
+        await life.write(b"other", b"other", synced=True)
+        await life.rename(b"other", b"replaced")
+        await life.front.changes.sync()
+        await ended(life, way)
+        before = life.shown()
+    names = {b"ckpt": b"weights", b"one": b"2", b"replaced": b"other"}
+    for _ in range(2):
+        async with ground.mount(works=False, **how(kind, ground)) as life:
+            shown = life.shown()
+            assert {name: shown[name].content for name in names} == names
+            assert bare(shown) == bare(before)
+    there = await brought(ground)
+    assert {name: there[name].content for name in names} == names
+    assert not there.keys() & {b"new", b"drained", b"moved", b"two", b"other"}
+
+
+@pytest.mark.finding("W1")
+@pytest.mark.promise(67, 98)
+@pytest.mark.parametrize("kind", ["read-only", "same", "refresh", "given"])
+async def test_checkpoints_over_a_given_snapshot_prevent_no_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, kind: str
+) -> None:
+    """As a Checkpointer writes: each file beside its name, the old ones removed."""
+    ground = prepared(tmp_path, monkeypatch)
+    given = {"snapshot": {"file": tmp_path / "given.snapshot", "jobs": 1}}
+    build(ground.source, tmp_path / "given.snapshot", jobs=1)
+    async with ground.mount(**given) as life:
+        for step in range(30):
+            await life.write(b"d/tmp", b"step %d" % step, synced=True)
+            await life.rename(b"d/tmp", b"d/step-%d" % step)
+            await life.write(b"d/manifest.tmp", b"%d" % step, synced=True)
+            await life.rename(b"d/manifest.tmp", b"d/manifest")
+            if step >= 2:
+                life.unlink(b"d/step-%d" % (step - 2))
+            if step % 3:
+                await life.drained()
+        await life.end()
+        before = life.shown()
+    assert {b"d/step-28", b"d/step-29", b"d/manifest"} <= before.keys()
+    for more in (given, {**given, "write": False}, given, how(kind, ground)):
+        async with ground.mount(**more) as life:
+            assert bare(life.shown()) == bare(before)
+            await life.drained()
+            await life.end()
+    assert bare(tree_of(ground.source)) == bare(before)
+
+
+def read_only(*args: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def nothing(source: Path) -> None:
+    pass
+
+
+def renamed(source: Path) -> None:
+    (source / "run").rename(source / "run-old")
+
+
+def removed(source: Path) -> None:
+    shutil.rmtree(source / "run")
+
+
+def replaced_by_file(source: Path) -> None:
+    removed(source)
+    (source / "run").write_bytes(b"others' file")
+
+
+def replaced_by_link(source: Path) -> None:
+    renamed(source)
+    (source / "run").symlink_to("run-old")
+
+
+@pytest.mark.finding("W2", "S2")
+@pytest.mark.promise(128, 129, 130, 149)
+@pytest.mark.parametrize(("kind", "way"), _KINDS)
+@pytest.mark.parametrize("others", [nothing, renamed, removed, replaced_by_file, replaced_by_link])
+async def test_synced_files_in_renamed_directories_are_shown_and_drained(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    others: Callable[[Path], None],
+    kind: str,
+    way: str,
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    (ground.source / "run").mkdir()
+    with monkeypatch.context() as patched:
+        async with ground.mount(writeback={"end_timeout": "1s"}) as life:
+            await life.mkdir(b"run/tmp-100")
+            await life.write(b"run/tmp-100/shard", b"shard", synced=True)
+            await life.drained()
+            patched.setattr(SourceWriter, "carry_out", read_only)
+            await life.write(b"run/ckpt", b"weights", synced=True)
+            await life.rename(b"run/tmp-100", b"run/step-100")
+            await life.write(b"run/step-100/COMMIT", b"done", synced=True)
+            await life.front.changes.sync()
+            await ended(life, way)
+    others(ground.source)
+    synced = {b"run/ckpt": b"weights", b"run/step-100/COMMIT": b"done"}
+    for _ in range(2):
+        async with ground.mount(works=False, **how(kind, ground)) as life:
+            shown = life.shown()
+            assert {name: shown[name].content for name in synced} == synced
+            assert b"run/tmp-100" not in shown
+            assert life.write_back.drain.backlog().ops > 0
+    async with ground.mount() as life:
+        await life.at_rest()
+        trouble = life.write_back.drain.backlog().trouble
+        there = tree_of(ground.source)
+        for name, content in synced.items():
+            assert life.shown()[name].content == content
+            # It is there, or health names what the source refuses, and the file is not lost.
+            assert trouble or there[name].content == content
+        assert not trouble or others in (replaced_by_file, replaced_by_link)
+        if others is nothing:
+            assert there[b"run/step-100/shard"].content == b"shard"
+            assert b"run/tmp-100" not in there
+        await life.end(abandoned=trouble is not None)
+    async with ground.mount() as life:
+        shown = life.shown()
+        assert {name: shown[name].content for name in synced} == synced
+        await life.end(abandoned=trouble is not None)
+
+
+@pytest.mark.finding("W3")
+@pytest.mark.promise(136)
+@pytest.mark.parametrize("way", ["abandon", "timeout", "kill"])
+async def test_files_without_an_fsync_survive_a_reboot_after_a_clean_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, way: str
+) -> None:
+    ground = prepared(tmp_path, monkeypatch)
+    settings = {"end_timeout": "1s", "commit": "0s"}
+    async with ground.mount(works=False, writeback=settings) as life:
+        await life.write(b"result", b"never synced")
+        await life.write(b"d/a", b"never synced either")
+        await ended(life, way)
+        before = life.shown()
+    ground.boot_again()
+    async with ground.mount() as life:
+        shown = life.shown()
+        lost = life.write_back.place.found.lost
+        if way == "kill":
+            # The old file stays where the new one never was.
+            assert b"result" not in shown and shown[b"d/a"].content == b"old d/a"
+            assert {op.path for op in lost} == {b"result", b"d/a"}
+            return
+        assert bare(shown) == bare(before) and lost == ()
+        await life.drained()
+        await life.end()
+    assert (ground.source / "result").read_bytes() == b"never synced"
+    assert (ground.source / "d/a").read_bytes() == b"never synced either"
