@@ -353,7 +353,7 @@ def make_older(file: Path) -> None:
 def test_a_changed_file_keeps_all_attributes_that_it_has_at_the_source(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
-    names = ("renamed", "touched", "modded", "appended", "linked", "owned")
+    names = ("renamed", "touched", "modded", "appended", "linked", "owned", "rewritten")
     source = tree(dict.fromkeys(names, 1000))
     # Without the list its mask would be the rights of the group.
     access = acl(0o640, (NAMED_USER, ALICE, 6), group=4, mask=6)
@@ -368,28 +368,37 @@ def test_a_changed_file_keeps_all_attributes_that_it_has_at_the_source(
         for attribute, value in kept.items():
             os.setxattr(source / name, attribute, value)
         (source / f"{name} too").hardlink_to(source / name)
-    with (source / "sparse").open("wb") as file:
-        file.write(b"x")
-        file.truncate(8 << 20)
+    for name in ("sparse", "sparse too"):
+        with (source / name).open("wb") as file:
+            file.write(b"x")
+            file.truncate(8 << 20)
     blocks = (source / "sparse").stat().st_blocks
     mounted = monarch.mount(source, options=["write=absorb"])
     path = mounted.path
-    with (path / "sparse").open("ab") as file:
-        file.write(b"more")
+    for name in ("sparse", "sparse too"):
+        with (path / name).open("rb+") as file:
+            if name == "sparse too":
+                # It is brought whole, not only its end.
+                file.write(b"y")
+            file.seek(0, os.SEEK_END)
+            file.write(b"more")
     (path / "renamed").rename(path / "new")
     os.utime(path / "touched", ns=(10**18, 10**18))
     (path / "modded").chmod(0o660)
     with (path / "appended").open("ab") as file:
         file.write(b"more")
+    with (path / "rewritten").open("rb+") as file:
+        file.write(b"new")
     (path / "link").hardlink_to(path / "linked")
     os.chown(path / "owned", 0, TEAM)
     mounted.umount()
-    assert (source / "sparse").stat().st_blocks < blocks + 4096
-    assert (source / "sparse").read_bytes() == b"x".ljust(8 << 20, b"\0") + b"more"
+    for name, first in (("sparse", b"x"), ("sparse too", b"y")):
+        assert (source / name).stat().st_blocks < blocks + 4096
+        assert (source / name).read_bytes() == first.ljust(8 << 20, b"\0") + b"more"
     for name in ("new", *names[1:], "link"):
         found = {each: os.getxattr(source / name, each) for each in os.listxattr(source / name)}
         expected = dict(kept)
-        if name in ("appended", "owned"):
+        if name in ("appended", "rewritten", "owned"):
             # A write takes it, and so does a change of the owner.
             del expected["security.capability"]
             found.pop("security.capability", None)
@@ -399,3 +408,4 @@ def test_a_changed_file_keeps_all_attributes_that_it_has_at_the_source(
             other = source / "linked too"
         assert os.path.samefile(source / name, other), name
     assert (source / "appended too").read_bytes() == contents("appended", 1000) + b"more"
+    assert (source / "rewritten too").read_bytes() == b"new" + contents("rewritten", 1000)[3:]
