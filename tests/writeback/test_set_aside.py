@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
+from monarch.writeback.op import Op
+from monarch.writeback.source_contents import StagedContents
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock
@@ -80,3 +84,51 @@ async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
     async with draining(world, replay) as drain:
         await drain.progress.settle()
     world.check_all_is_there()
+
+
+@pytest.mark.finding("W11")
+@pytest.mark.promise(146)
+@pytest.mark.parametrize("error", [errno.ENAMETOOLONG, errno.EDQUOT, errno.EILSEQ, errno.EFBIG])
+async def test_a_file_that_the_source_cannot_have_lets_the_others_of_its_user_go_on(
+    world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    open_place = StagedContents.open_place
+
+    def refused(self: StagedContents, op: Op, *more: Any, **others: Any) -> int:
+        if op.path == b"x":
+            raise OSError(error, os.strerror(error))
+        return open_place(self, op, *more, **others)
+
+    monkeypatch.setattr(StagedContents, "open_place", refused)
+    async with draining(world) as drain:
+        first, later = world.write(b"x", b"1"), world.write(b"weights", b"2", synced=True)
+        await until(lambda: drain.progress.is_done(later))
+        assert not drain.progress.is_done(first)
+        assert "content 'x'" in (drain.backlog().trouble or "")
+        monkeypatch.undo()
+        await until(lambda: drain.progress.has_all(later))
+    world.check_all_is_there()
+
+
+@pytest.mark.finding("W11")
+@pytest.mark.promise(79, 146, 149)
+@pytest.mark.parametrize("theirs", ["a directory for a file", "a link for a directory"])
+async def test_what_others_put_in_the_way_lets_a_checkpoint_behind_it_go_on(
+    world: World, clock: Clock, theirs: str
+) -> None:
+    if theirs == "a directory for a file":
+        (world.source / "x").mkdir()
+        world.write(b"x", b"1")
+    else:
+        world.write(b"d/x", b"1")
+        (world.source / "d").rename(world.source / "theirs")
+        (world.source / "d").symlink_to("theirs")
+    later = world.write(b"weights", b"2", synced=True)
+    async with draining(world, world.kill()) as drain:
+        await until(lambda: drain.progress.is_done(later))
+        told = drain.backlog()
+        # The one is kept beside, the other is named as refused.
+        assert told.conflicts == 1 or "'d/x'" in (told.trouble or "")
+    assert (world.source / "weights").read_bytes() == b"2"
+    assert (world.source / "x").is_dir() or (world.source / "d").is_symlink()
+    assert not (world.source / "theirs/x").exists()

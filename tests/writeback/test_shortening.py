@@ -11,7 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
+from monarch.namespace.build import build
 from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source
@@ -20,6 +23,7 @@ from monarch.writeback import journal as journals
 from monarch.writeback.history import shortened
 from monarch.writeback.journal import Journal, Op
 from monarch.writeback.op import Kind
+from tests.writeback.remounts import Ground
 from tests.writeback.rig import Killed, World, drain_of
 
 ID = Identity(5, 1, 2, 3)
@@ -319,3 +323,24 @@ async def test_a_journal_that_was_closed_is_not_replaced(tmp_path: Path) -> None
     with pytest.raises(OSError):
         journal.shorten()
     assert (directory / "journal").read_bytes() == before
+
+
+@pytest.mark.finding("W21")
+@pytest.mark.promise(139)
+async def test_a_mount_of_a_given_snapshot_keeps_its_journal_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: trio.testing.MockClock
+) -> None:
+    monkeypatch.setattr(journals, "_LONG_BYTES", 1 << 13)
+    ground = Ground(tmp_path, monkeypatch)
+    given = tmp_path / "given.snapshot"
+    build(ground.source, given, jobs=1)
+    longest = 0
+    for _ in range(2):
+        async with ground.mount(snapshot={"file": given, "jobs": 1}) as life:
+            for number in range(40):
+                await life.write(b"log", b"%d" % number, synced=True)
+                await life.drained()
+                longest = max(longest, life.write_back.place.journal.position)
+            await trio.sleep(100)
+            assert life.write_back.place.journal.position < 1 << 12 < longest
+            await life.end()
