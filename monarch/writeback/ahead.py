@@ -9,8 +9,7 @@ import trio
 from monarch.errors import Refused
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.drain_queue import DrainQueue
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.op import above
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
@@ -123,7 +122,7 @@ class StageAhead:
         return (
             is_idle
             and not entry.op.same
-            and not self._queue.held.is_behind(entry)
+            and not self._queue.is_behind(entry)
             and self._order.later(entry) is None
             and self._state.grows_from(entry.op) is None
             and not self._order.is_skipped(entry)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import trio
 
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import Entry
 from monarch.writeback.journal import Replay
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op

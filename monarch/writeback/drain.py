@@ -9,7 +9,7 @@ A call that the source does not answer is waited for as long as it takes: if it 
 source could still make that change after later ones.
 
 The parts, each with its own state: what the source has (source_state.py), the changes that wait
-(drain_queue.py) and those that are refused (held.py), which content comes with a later one
+and those that are refused (drain_queue.py), which content comes with a later one
 (content_order.py), staging (stager.py, ahead.py), growth in place (growth.py), the calls to the
 source (steps.py), the marks in the journal (marks.py), callers that wait (progress.py).
 """
@@ -36,10 +36,8 @@ from monarch.writeback.ahead import StageAhead
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.drain_queue import Backlog, DrainQueue
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import Backlog, DrainQueue, Entry
 from monarch.writeback.growth import Grower
-from monarch.writeback.held import HeldChanges
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES, Mover
@@ -122,8 +120,7 @@ class Drain:
         self._trouble = trouble = Trouble(wakeups)
         self.state = state = SourceState()
         self._order = order = ContentOrder(state, contents)
-        self._held = HeldChanges(wakeups, journal.mark_aside)
-        self.queue = queue = DrainQueue(self._held)
+        self.queue = queue = DrainQueue(wakeups, journal.mark_aside)
         self.progress = Progress(queue, order, trouble, wakeups)
         bucket = TokenBucket(options.bandwidth, 2 * TURN_BYTES)
         self._courtesy = courtesy = Courtesy(
@@ -148,7 +145,7 @@ class Drain:
         """Continue where an earlier mount has stopped. Before any other call."""
         self.state.load(replay)
         self._order.load(replay)
-        self._held.load(replay.aside)
+        self.queue.load(replay.aside)
         self.progress.load(replay)
         for seq, op in replay.ops:
             if seq not in replay.done:
@@ -193,7 +190,7 @@ class Drain:
             oldest_ns=waiting[0].recorded_ns if waiting else 0,
             drained_files=self._drained_files + self._grower.files,
             drained_bytes=self._drained_bytes + self._grower.bytes,
-            failures=self._trouble.stops + self._held.refused,
+            failures=self._trouble.stops + self.queue.refused,
             trouble=other or self.queue.refusal(is_aside=True),
             lost=tuple(self._order.lost.values()),
             moving_bytes=self._mover.moved_bytes,
@@ -226,7 +223,7 @@ class Drain:
                     elif self._marks.unsynced:
                         await self._marks.sync_done()
                     else:
-                        with trio.move_on_after(self._held.retry_in_s()):
+                        with trio.move_on_after(self.queue.retry_in_s()):
                             await self._wakeups.change()
                         continue
                 except _RefusedError as refused:
@@ -313,7 +310,7 @@ class Drain:
         batch: list[tuple[Entry, Step | None]] = []
         for entry in self.queue.first(_BATCH):
             op = entry.op
-            if self._held.is_behind(entry):
+            if self.queue.is_behind(entry):
                 break
             if {op.object, op.over_object} & changed or {op.ino, op.over_ino} & changed_inos:
                 break
@@ -396,8 +393,8 @@ class Drain:
 
     async def _mark(self, done: dict[int, Identity | None]) -> None:
         upto = max(done)
-        if self._held.entries:
-            upto = min(upto, self._held.entries[0].seq - 1)
+        if self.queue.held:
+            upto = min(upto, self.queue.held[0].seq - 1)
         while True:
             try:
                 self._marks.done(done, upto=upto)
@@ -413,7 +410,6 @@ class Drain:
         if op.kind == "content":
             self.state.rebase(op, identity)
         self._order.settle(entry)
-        self._held.forget(entry.seq)
         self.progress.note_done(entry.seq)
         if was_made:
             self._marks.unsynced.add(op)

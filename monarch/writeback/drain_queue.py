@@ -1,18 +1,106 @@
-"""The queue of all changes that are not at the source yet, in the order in which they were made."""
+"""The queue of all changes that are not at the source yet, in the order in which they were made.
+
+If the source refuses a change, because of its path or its user, the change is *held*. Later changes
+of the same user, of the same files and of the same paths are held with it. All others are made.
+Held changes are tried again, in their order, after a pause. A change that is refused repeatedly is
+*set aside*: then only changes of the same files and paths wait for it, and the other changes of its
+user are made.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
+import math
+import os
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from monarch.writeback.conflicts import PendingNames
-from monarch.writeback.entry import Entry
-from monarch.writeback.held import HeldChanges, Refusal
+import trio
+
+from monarch.telemetry.log import Limiter
+from monarch.text import errno_words
+from monarch.writeback.conflicts import PathSet, PendingNames
+from monarch.writeback.op import Op, above
+from monarch.writeback.source_contents import Place
 from monarch.writeback.source_log import Conflict
+from monarch.writeback.staging import Staged
+from monarch.writeback.wakeups import BACKOFF_S, Wakeups
+
+log = logging.getLogger(__name__)
+
+# A change is set aside after this number of refusals, over at least this time in seconds.
+_TRIES = 8
+_ASIDE_S = 600.0
+# The errors of a source without symbolic links: it will never accept one.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 Paths = tuple[bytes, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A change that waits for its turn: ``op`` with its number ``seq`` in the journal.
+
+    ``record`` is the number of its journal record, ``recorded_ns`` the time of that record.
+
+    Of contents: ``was_tried`` says that a staged file of it may exist. ``is_staging``: a task
+    stages it at this moment. ``is_left``: staging ahead of its turn has failed. ``staged``: its
+    bytes are in a staged file, which goes to ``place``. ``published``: the source has these bytes
+    already, with ``is_grown`` because they were appended in place. ``skipped``: its bytes are not
+    brought. ``restaged`` counts how often it was staged again because the source has changed.
+
+    Of changes that the source refuses: ``is_held`` says that other changes go first. ``refusal``
+    and ``why`` are the reason as text, empty for a change that only depends on a refused one;
+    ``answer`` is the errno. ``tries`` counts the refusals since ``refused_s`` (event loop clock).
+    ``is_aside``: later changes of the same user do not wait for it any more. ``is_moot``: the
+    change is not needed any more, or was given up.
+    """
+
+    seq: int
+    op: Op
+    recorded_ns: int
+    record: int
+    was_tried: bool
+    is_staging: bool = False
+    is_left: bool = False
+    staged: Staged | None = None
+    published: bool = False
+    skipped: bool = False
+    place: Place | None = None
+    restaged: int = 0
+    is_held: bool = False
+    refusal: str = ""
+    why: str = ""
+    answer: int = errno.EIO
+    is_moot: bool = False
+    tries: int = 0
+    refused_s: float = math.inf
+    is_aside: bool = False
+    is_grown: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the change can be made at the source in its turn."""
+        return self.staged is not None or self.published or self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A refused change: its ``kind``, its ``path``, and the reason ``why``.
+
+    ``is_aside``: the other changes of its user do not wait for it.
+    """
+
+    seq: int
+    kind: str
+    path: bytes
+    why: str
+    tries: int
+    is_aside: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +134,66 @@ class Backlog:
     only_aside: bool = False
 
 
+class _Subjects:
+    """The files and paths of some changes."""
+
+    def __init__(self) -> None:
+        self._objects: set[int] = set()
+        self._paths = PathSet()
+        self._directories: set[bytes] = set()
+
+    def add(self, op: Op) -> None:
+        # The file that a rename replaces must stay known until the rename is done.
+        self._objects |= {op.object, op.over_object} - {0}
+        if op.names() != (b"",):
+            self._paths.add(op)
+        if op.kind == "mkdir":
+            self._directories.add(op.path)
+
+    def meets(self, op: Op) -> bool:
+        """Whether a change has one of these files or paths, or a path above or beneath one."""
+        if {op.object, op.over_object} & self._objects:
+            return True
+        if op.names() == (b"",):
+            return False
+        return self._paths.conflicts_with(op) or any(
+            directory in self._directories for path in op.names() for directory in above(path)
+        )
+
+
 class DrainQueue:
     """Belongs to the event loop. Changes that are ``held`` are before all others.
 
     ``waiting_bytes`` is the size of all waiting contents, in bytes; several contents of one file
     are added. ``last_synced`` is the sequence number of the last content that a process has synced.
-    ``pending`` has the names of the waiting changes.
+    ``pending`` has the names of the waiting changes. ``retries`` counts how often all held changes
+    were released to be tried again, ``refused`` counts the refusals. ``mark_aside`` records in the
+    journal the sequence numbers of the changes that are set aside.
     """
 
-    def __init__(self, held: HeldChanges) -> None:
-        self.held = held
+    def __init__(self, wakeups: Wakeups, mark_aside: Callable[[Collection[int]], object]) -> None:
+        self.held: list[Entry] = []
         self.waiting_bytes = 0
         self.last_synced = 0
-        self._entries: deque[Entry] = deque()
         self.pending = PendingNames()
+        self.retries = 0
+        self.refused = 0
+        self._entries: deque[Entry] = deque()
+        self._wakeups = wakeups
+        self._mark_aside = mark_aside
+        # The users, files and paths of the held changes; those of the changes that are set aside.
+        self._users: set[int | None] = set()
+        self._subjects = _Subjects()
+        self._aside_subjects = _Subjects()
+        # The sequence numbers that the journal has as set aside.
+        self._aside: set[int] = set()
+        self._retry_s = math.inf
+        self._retry_pause_s = BACKOFF_S[0]
+        self._limiter = Limiter(60.0)
+
+    def load(self, aside: Collection[int]) -> None:
+        """Takes over the sequence numbers of changes that an earlier mount has set aside."""
+        self._aside = set(aside)
 
     def __len__(self) -> int:
         """The number of changes that are not held."""
@@ -86,44 +220,119 @@ class DrainQueue:
 
     def remove_front(self) -> None:
         """Removes the change at the front: it was made, or need not be made."""
-        op = self._entries.popleft().op
-        self.pending.remove(op)
-        self.waiting_bytes -= op.size
+        entry = self._entries.popleft()
+        self.pending.remove(entry.op)
+        self.waiting_bytes -= entry.op.size
+        self._aside.discard(entry.seq)
+
+    # -- held changes ------------------------------------------------------------------------
+
+    def is_behind(self, entry: Entry) -> bool:
+        """Whether a change depends on one that is held."""
+        if entry.is_moot or not self.held:
+            return False
+        return _user(entry.op) in self._users or self._subjects.meets(entry.op)
 
     def hold_front(self, error: OSError) -> None:
         """Holds the change at the front, which the source has refused."""
-        self.held.refuse(self._entries.popleft(), error)
+        entry, now = self._entries.popleft(), trio.current_time()
+        op = entry.op
+        entry.answer = error.errno or errno.EIO
+        entry.why = errno_words(error.errno)
+        entry.refusal = f"{op.kind} {os.fsdecode(op.path)!r}: {entry.why}"
+        self.refused += 1
+        self._limiter.warning(
+            log,
+            f"drain refused {op.kind} {error.errno}",
+            "the source refuses %s; it is kept here, with what depends on it, and tried again; the"
+            " changes of other users are drained",
+            entry.refusal,
+        )
+        if not self.held:
+            self._retry_s = now + self._wakeups.begin_pause(self._retry_pause_s)
+            self._retry_pause_s = min(2 * self._retry_pause_s, BACKOFF_S[1])
+        entry.tries += 1
+        entry.refused_s = min(entry.refused_s, now)
+        is_long = now - entry.refused_s >= _ASIDE_S
+        is_never = op.kind == "symlink" and error.errno in _NO_LINKS
+        if is_never or (entry.tries >= _TRIES and is_long):
+            self._put_aside(entry)
+        self._hold(entry)
+
+    def _hold(self, entry: Entry) -> None:
+        """Holds a change behind all others that are held."""
+        op = entry.op
+        entry.is_held = True
+        self.held.append(entry)
+        if not entry.is_aside:
+            entry.is_aside = _user(op) not in self._users and self._aside_subjects.meets(op)
+        self._subjects.add(op)
+        if entry.is_aside:
+            self._aside_subjects.add(op)
+        else:
+            self._users.add(_user(op))
+
+    def set_aside(self, seqs: Collection[int]) -> None:
+        """Sets these refused changes aside: other changes of their users go first from the next
+        retry on."""
+        for entry in self.entries():
+            if entry.refusal and entry.seq in seqs:
+                self._put_aside(entry)
+
+    def _put_aside(self, entry: Entry) -> None:
+        if entry.is_aside:
+            return
+        entry.is_aside = True
+        log.warning(
+            "set aside: %s; it is kept here and tried again every minute, and the other changes"
+            " of its user are drained",
+            entry.refusal,
+        )
+        self._aside.add(entry.seq)
+        # Without this mark the next mount counts the tries anew.
+        with suppress(OSError):
+            self._mark_aside(self._aside)
 
     def sift(self) -> None:
         """Holds the changes at the front that depend on a held one. When the pause is over, puts
         the held changes back, to be tried again."""
-        if not self.held.entries:
-            if not (self._entries and self.front.refusal):
-                self.held.end_retries()
-        elif self.held.is_due():
-            self._entries.extendleft(reversed(self.held.release()))
+        if not self.held:
+            is_over = self._retry_pause_s != BACKOFF_S[0]
+            if is_over and not (self._entries and self.front.refusal):
+                log.info("draining to the source continues")
+                self._retry_pause_s = BACKOFF_S[0]
+        elif trio.current_time() >= self._retry_s or self._wakeups.is_hurried:
+            for entry in self.held:
+                entry.is_held = False
+            self._entries.extendleft(reversed(self.held))
+            self.held.clear()
+            self.retries += 1
+            self._users.clear()
+            self._subjects, self._aside_subjects = _Subjects(), _Subjects()
         else:
-            while self._entries and self.held.is_behind(self.front):
-                self.held.add(self._entries.popleft())
+            while self._entries and self.is_behind(self.front):
+                self._hold(self._entries.popleft())
+
+    def retry_in_s(self) -> float:
+        """Seconds until the next retry; infinite if nothing is held."""
+        return max(0.0, self._retry_s - trio.current_time()) if self.held else math.inf
 
     # -- all of them -------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
         """All waiting changes, held or not, in their order."""
-        return chain(self.held.entries, self._entries)
+        return chain(self.held, self._entries)
 
     @property
     def last_seq(self) -> int:
         """The sequence number of the last change that is not at the source; 0 if there is none."""
-        last = self._entries or self.held.entries
+        last = self._entries or self.held
         return last[-1].seq if last else 0
 
     def path_of(self, number: int) -> bytes | None:
         """The path at the source of the file of an object with a waiting change; None if it has
         none."""
         return next((entry.op.path for entry in self.entries() if entry.op.object == number), None)
-
-    # -- what is refused ---------------------------------------------------------------------
 
     def refusals(self) -> list[Refusal]:
         """The changes that the source refuses, in their order."""
@@ -142,11 +351,10 @@ class DrainQueue:
 
     def refusal(self, *, is_aside: bool) -> str | None:
         """The first refusal as text: of the changes that are set aside, or of the others."""
-        shown = chain(self.held.entries, self.first(1))
+        shown = chain(self.held, self.first(1))
         return next((it.refusal for it in shown if it.refusal and it.is_aside is is_aside), None)
 
-    def set_aside(self, seqs: Collection[int]) -> None:
-        """Sets these refused changes aside: other changes of their users go first."""
-        for entry in self.entries():
-            if entry.refusal and entry.seq in seqs:
-                self.held.put_aside(entry)
+
+def _user(op: Op) -> int | None:
+    """The user whose changes keep their order, even if the source refuses one."""
+    return op.by.uid if op.by is not None else None

@@ -20,7 +20,7 @@ from monarch.tiers.source import identity_of
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import Entry
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES
 from monarch.writeback.objects import Objects

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import Entry
 from monarch.writeback.journal import Journal
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState

@@ -6,8 +6,7 @@ import os
 
 from monarch.posix.credentials import USER_BITS
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Replay
 from monarch.writeback.op import Op, above
 from monarch.writeback.wakeups import Trouble, Wakeups
@@ -45,7 +44,7 @@ class Progress:
         # Later changes may have been made while this one was held.
         upto = first.seq - 1 if first else max(self._done_beyond)
         self._done_upto = max(self._done_upto, upto)
-        if not self._queue.held.entries:
+        if not self._queue.held:
             self._done_beyond = {done for done in self._done_beyond if done > self._done_upto}
 
     def is_done(self, seq: int) -> bool:
@@ -69,7 +68,7 @@ class Progress:
         stops = self._trouble.stops
 
         def held() -> Entry | None:
-            return next((each for each in self._queue.held.entries if each.seq == seq), None)
+            return next((each for each in self._queue.held if each.seq == seq), None)
 
         await self._wakeups.until(
             lambda: self.is_done(seq) or self._trouble.stops > stops or held() is not None
@@ -108,9 +107,7 @@ class Progress:
         await self._wakeups.until(
             lambda: (
                 (not self._queue or self._queue.front.seq > seq)
-                and not any(
-                    entry.seq <= seq and concerns(entry.op) for entry in self._queue.held.entries
-                )
+                and not any(entry.seq <= seq and concerns(entry.op) for entry in self._queue.held)
             )
         )
 
@@ -134,11 +131,11 @@ class Progress:
     async def retry(self) -> None:
         """Waits until every refused change has been tried once more."""
         refused = [entry for entry in self._queue.entries() if entry.refusal]
-        before = self._queue.held.retries
+        before = self._queue.retries
         if refused:
             await self._wakeups.until(
                 lambda: (
-                    self._queue.held.retries > before
+                    self._queue.retries > before
                     and all(entry.is_held or self.is_done(entry.seq) for entry in refused)
                 )
             )

@@ -20,8 +20,7 @@ from monarch.text import errno_words
 from monarch.types import Identity
 from monarch.units import KiB
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import Mover, begin_all, close_all, open_all
 from monarch.writeback.object_table import ObjectTable

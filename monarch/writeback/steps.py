@@ -11,7 +11,7 @@ from typing import TypeVar
 from monarch.posix.credentials import Credentials
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import Entry
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import Place

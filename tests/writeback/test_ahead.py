@@ -13,9 +13,7 @@ from monarch.writeback import ahead
 from monarch.writeback.ahead import StageAhead
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.drain_queue import DrainQueue
-from monarch.writeback.entry import Entry
-from monarch.writeback.held import HeldChanges
+from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
@@ -38,7 +36,7 @@ class Waiting:
 
     def __init__(self, workers: int = 2) -> None:
         wakeups, state = Wakeups(), SourceState()
-        self.queue = DrainQueue(HeldChanges(wakeups, lambda seqs: None))
+        self.queue = DrainQueue(wakeups, lambda seqs: None)
         self.order = ContentOrder(state, FilesInUse())
         self.stager, self.trouble = CountingStager(), Trouble(wakeups)
         bucket = TokenBucket(0, 0)

@@ -10,9 +10,7 @@ import trio.testing
 
 from monarch.transfer.pace import TokenBucket
 from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.drain_queue import DrainQueue
-from monarch.writeback.entry import Entry
-from monarch.writeback.held import HeldChanges
+from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.op import Op
 from monarch.writeback.wakeups import Wakeups
 
@@ -24,7 +22,7 @@ class Shared:
 
     def __init__(self, *, rate: int = 0, hold_s: float = 0.0) -> None:
         self.wakeups = Wakeups()
-        self.queue = DrainQueue(HeldChanges(self.wakeups, lambda seqs: None))
+        self.queue = DrainQueue(self.wakeups, lambda seqs: None)
         self.busy = self.demand = False
         self.courtesy = Courtesy(
             self.wakeups,

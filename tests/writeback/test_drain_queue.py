@@ -12,9 +12,7 @@ import trio.testing
 
 from monarch.posix.credentials import Credentials
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.drain_queue import DrainQueue
-from monarch.writeback.entry import Entry
-from monarch.writeback.held import HeldChanges
+from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Replay
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.progress import Progress
@@ -32,8 +30,7 @@ class Line:
         self.aside: list[set[int]] = []
         self.wakeups = Wakeups()
         self.trouble = Trouble(self.wakeups)
-        self.held = HeldChanges(self.wakeups, self._mark_aside)
-        self.queue = DrainQueue(self.held)
+        self.queue = DrainQueue(self.wakeups, self._mark_aside)
         self.order = ContentOrder(SourceState(), FilesInUse())
         self.progress = Progress(self.queue, self.order, self.trouble, self.wakeups)
 
@@ -53,7 +50,6 @@ class Line:
         entry = self.queue.front
         self.queue.remove_front()
         self.order.settle(entry)
-        self.held.forget(entry.seq)
         self.progress.note_done(entry.seq)
         self.wakeups.wake_all()
 
@@ -107,7 +103,7 @@ async def test_held_changes_are_retried_in_their_order_after_pauses_that_double(
         times.append(trio.current_time())
         line.refuse()
         assert line.front() == 0
-        await trio.sleep(line.held.retry_in_s())
+        await trio.sleep(line.queue.retry_in_s())
     assert times == pytest.approx([0, 1, 3, 7])
     assert line.front() == 1
     line.make()
@@ -125,7 +121,7 @@ async def test_a_change_that_is_refused_for_ten_minutes_does_not_hold_up_its_use
     while not line.queue.entries().__next__().is_aside:
         assert line.front() == 1
         line.refuse()
-        await trio.sleep(line.held.retry_in_s())
+        await trio.sleep(line.queue.retry_in_s())
     assert 600 <= trio.current_time() < 700
     assert line.aside == [{1}]
     assert line.front() == 1

@@ -8,7 +8,7 @@ import pytest
 
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Identity
-from monarch.writeback.entry import Entry
+from monarch.writeback.drain_queue import Entry
 from monarch.writeback.journal import Journal
 from monarch.writeback.marks import Marks
 from monarch.writeback.op import Op

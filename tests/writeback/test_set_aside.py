@@ -70,7 +70,7 @@ async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
             last = world.write(b"file%d" % number, b"bytes")
             refused.append(world.write(b"%s/%d" % (b"xy"[number % 2 :][:1], number), b"2"))
             await trio.sleep(number * 7)
-            held = [entry.seq for entry in drain.queue.held.entries]
+            held = [entry.seq for entry in drain.queue.held]
             assert held == sorted(held)
         # The file may be there before its mark is in the journal.
         await drain.progress.wait(last)

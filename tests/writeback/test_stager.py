@@ -17,9 +17,7 @@ from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.drain_queue import DrainQueue
-from monarch.writeback.entry import Entry
-from monarch.writeback.held import HeldChanges
+from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Journal
 from monarch.writeback.marks import Marks
 from monarch.writeback.mover import Mover
@@ -45,7 +43,7 @@ class Stage:
         wakeups, threads = Wakeups(), ThreadPool(1, "stage", abandon=False)
         journal = Journal.open(root / "absorbed", source=b"/source", boot="boot")
         self.objects = Objects(root / "absorbed")
-        self.queue = DrainQueue(HeldChanges(wakeups, lambda seqs: None))
+        self.queue = DrainQueue(wakeups, lambda seqs: None)
         self.order = ContentOrder(self.state, self.files)
         bucket = TokenBucket(0, 0)
         courtesy = Courtesy(wakeups, bucket, lambda now: False, lambda: False, 0.0)
