@@ -8,8 +8,8 @@ import trio
 
 from monarch.errors import Refused
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.mover import Courtesy
 from monarch.writeback.op import above
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
@@ -118,7 +118,7 @@ class StageAhead:
         return len(self._queue) > 0 and entry.seq >= self._queue.front.seq
 
     def _may_be_staged(self, entry: Entry) -> bool:
-        is_idle = not (entry.is_staging or entry.is_left or entry.is_ready)
+        is_idle = not (entry.is_staging or entry.was_ahead or entry.is_ready)
         return (
             is_idle
             and not entry.op.same

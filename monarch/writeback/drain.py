@@ -21,10 +21,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import trio
 
+from monarch.config.settings import WritebackSettings
 from monarch.errors import Refused
 from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
@@ -35,12 +36,11 @@ from monarch.types import Identity
 from monarch.writeback.ahead import StageAhead
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.drain_queue import Backlog, DrainQueue, Entry
 from monarch.writeback.growth import Grower
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.marks import Marks
-from monarch.writeback.mover import TURN_BYTES, Mover
+from monarch.writeback.mover import TURN_BYTES, Courtesy, Mover
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
@@ -72,18 +72,6 @@ _RESTAGED = 3
 _HANGS_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class DrainOptions:
-    """``bandwidth`` in bytes a second, 0 for no limit. ``workers`` contents are staged at once;
-    with ``verify`` each is read back. While changes come one after the other they wait for up to
-    ``hold_s`` seconds (courtesy.py)."""
-
-    bandwidth: int
-    verify: bool
-    workers: int
-    hold_s: float = _HOLD_S
-
-
 class _RefusedError(Exception):
     """The source does not take the change at the front."""
 
@@ -95,9 +83,9 @@ class _RefusedError(Exception):
 class Drain:
     """``load`` what the journal held, ``put`` what is appended to it, and ``run``.
 
-    ``busy`` as in courtesy.py. ``is_urgent`` returns whether this number of waiting bytes goes
-    before readers. ``threads`` is where calls wait that may hang; it abandons the calls of a task
-    that is cancelled.
+    ``busy`` and ``hold_s`` as in ``Courtesy``. ``is_urgent`` returns whether this number of waiting
+    bytes goes before readers. ``threads`` is where calls wait that may hang; it abandons the calls
+    of a task that is cancelled.
     """
 
     def __init__(
@@ -108,9 +96,10 @@ class Drain:
         writer: SourceWriter,
         contents: ObjectTable,
         threads: ThreadPool,
-        options: DrainOptions,
+        settings: WritebackSettings,
         busy: Callable[[float], bool],
         is_urgent: Callable[[int], bool],
+        hold_s: float = _HOLD_S,
     ) -> None:
         self._journal = journal
         self.writer = writer
@@ -122,18 +111,18 @@ class Drain:
         self._order = order = ContentOrder(state, contents)
         self.queue = queue = DrainQueue(wakeups, journal.mark_aside)
         self.progress = Progress(queue, order, trouble, wakeups)
-        bucket = TokenBucket(options.bandwidth, 2 * TURN_BYTES)
+        bucket = TokenBucket(settings.bandwidth, 2 * TURN_BYTES)
         self._courtesy = courtesy = Courtesy(
-            wakeups, bucket, busy, lambda: is_urgent(queue.waiting_bytes), options.hold_s
+            wakeups, bucket, busy, lambda: is_urgent(queue.waiting_bytes), hold_s
         )
         self._steps = steps = Steps(writer, state, order, contents)
         self._marks = marks = Marks(journal, threads, state)
-        mover = self._mover = Mover(threads, courtesy, verify=options.verify)
+        mover = self._mover = Mover(threads, courtesy, verify=settings.verify)
         self._stager = stager = Stager(
             objects, contents, threads, queue, state, order, steps, marks, mover, wakeups
         )
         self._ahead = StageAhead(
-            queue, state, order, stager, courtesy, trouble, wakeups, options.workers
+            queue, state, order, stager, courtesy, trouble, wakeups, settings.workers
         )
         self._grower = Grower(objects, threads, state, order, steps, marks, courtesy)
         self._drained_files = self._drained_bytes = 0
@@ -426,7 +415,7 @@ class Drain:
                 self._contents.states.changed(op.object, known)
             return
         if staged is not None:
-            self.state.note_version(op.object, staged.version)
+            self.state.note_version(op.object, staged)
             self._drained_files += 1
             self._drained_bytes += staged.size
         self._contents.states.published(op.object, identity)

@@ -23,11 +23,11 @@ import trio
 
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
+from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet, PendingNames
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_log import Conflict
-from monarch.writeback.staging import Staged
 from monarch.writeback.wakeups import BACKOFF_S, Wakeups
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,11 @@ class Entry:
     ``record`` is the number of its journal record, ``recorded_ns`` the time of that record.
 
     Of contents: ``was_tried`` says that a staged file of it may exist. ``is_staging``: a task
-    stages it at this moment. ``is_left``: staging ahead of its turn has failed. ``staged``: its
-    bytes are in a staged file, which goes to ``place``. ``published``: the source has these bytes
-    already, with ``is_grown`` because they were appended in place. ``skipped``: its bytes are not
-    brought. ``restaged`` counts how often it was staged again because the source has changed.
+    stages it at this moment. ``was_ahead``: it was staged ahead of its turn, or that has failed.
+    ``staged``: the version of its object whose bytes are in a staged file, which goes to ``place``.
+    ``published``: the source has these bytes already, with ``is_grown`` because they were appended
+    in place. ``skipped``: its bytes are not brought. ``restaged`` counts how often it was staged
+    again because the source has changed.
 
     Of changes that the source refuses: ``is_held`` says that other changes go first. ``refusal``
     and ``why`` are the reason as text, empty for a change that only depends on a refused one;
@@ -66,8 +67,8 @@ class Entry:
     record: int
     was_tried: bool
     is_staging: bool = False
-    is_left: bool = False
-    staged: Staged | None = None
+    was_ahead: bool = False
+    staged: Identity | None = None
     published: bool = False
     skipped: bool = False
     place: Place | None = None

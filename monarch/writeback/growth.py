@@ -19,10 +19,9 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import identity_of
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.drain_queue import Entry
 from monarch.writeback.marks import Marks
-from monarch.writeback.mover import TURN_BYTES
+from monarch.writeback.mover import TURN_BYTES, Courtesy
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import Place
@@ -48,7 +47,7 @@ class Growth:
         self._size = os.fstat(file_fd).st_size
         self._piece = b""
 
-    def left(self, size: int) -> int:
+    def missing(self, size: int) -> int:
         """The number of bytes that the source's file lacks, of ``size``."""
         return size - self._offset
 
@@ -165,11 +164,11 @@ class Grower:
             self._marks.durable(entry)
         self._state.note_growth(number, op.size)
         # By this mark the next mount knows that bytes behind the known ones are of this journal.
-        place = Place(source_ino=known.source_ino)
-        self._marks.staged([(entry, place, Identity(ANY_SIZE, 0, 0, 0))])
+        entry.place = Place(source_ino=known.source_ino)
+        self._marks.staged({entry: Identity(ANY_SIZE, 0, 0, 0)})
         await self._marks.sync(entry.record)
-        while left := growth.left(op.size):
-            count = min(left, TURN_BYTES)
+        while missing := growth.missing(op.size):
+            count = min(missing, TURN_BYTES)
             await self._courtesy.wait(count)
             if not await self._threads.run(growth.read, count, op.size):
                 return False

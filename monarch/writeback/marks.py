@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from monarch.posix.thread_pool import ThreadPool
@@ -10,7 +10,6 @@ from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.drain_queue import Entry
 from monarch.writeback.journal import Journal
-from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 
 
@@ -30,20 +29,22 @@ class Marks:
     # The record of the last mark of a drained change.
     _last_mark: int = field(default=0, init=False)
 
-    def staged(self, lot: Collection[tuple[Entry, Place, Identity]]) -> None:
-        """Marks that staged files are about to be filled with these versions of their objects.
+    def staged(self, lot: Mapping[Entry, Identity]) -> None:
+        """Marks that the staged files of contents are about to be filled with these versions of
+        their objects.
 
         After a crash this mark shows that they belong to this journal.
         """
-        marks = [
-            (entry.op.object, Identity(version.size, version.mtime_ns, 0, place.source_ino))
-            for entry, place, version in lot
-        ]
+        marks = []
+        for entry, version in lot.items():
+            assert entry.place is not None
+            file = Identity(version.size, version.mtime_ns, 0, entry.place.source_ino)
+            marks.append((entry.op.object, file))
         self._journal.mark_staged(*marks)
-        for entry, _, _ in lot:
+        for entry in lot:
             entry.record = self._journal.written
-        for number, staged in marks:
-            self._state.note_staged(number, staged)
+        for number, file in marks:
+            self._state.note_staged(number, file)
 
     def durable(self, *entries: Entry) -> None:
         """Marks that the objects of these contents are on the disk.

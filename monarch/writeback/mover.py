@@ -1,31 +1,88 @@
-"""Copies the bytes of staged files to the source, in turns, so that readers of the source go
-first.
+"""Copies the bytes of staged files to the source, in turns, so that readers of the source and
+processes that write go first.
 
 Many small contents are staged together, as a *lot*: few hops to a thread, and one wait for each
 disk. A file system that syncs small files one after the other writes its own journal for each. So
 the bytes of all files are given to the disk first; the first sync then writes most bytes of the
-others, too. Each function of a lot runs in a worker thread, and returns for each content its own
-result, or the OSError with which it failed.
+others, too. Each function of a lot runs in a worker thread, and leaves out the contents whose calls
+fail: they are staged again in their turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trio
 
 from monarch.posix.thread_pool import ThreadPool
+from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.units import MiB
-from monarch.writeback.courtesy import Courtesy
+from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.staging import Staging
+from monarch.writeback.wakeups import Wakeups
 
 # The number of bytes that one turn in a worker thread moves.
 TURN_BYTES = 4 * MiB
-
-T = TypeVar("T")
+# A process that writes many files has paused after this time without a change, in seconds.
+_QUIET_S = 0.3
+# How long a turn waits for a pause of the source's readers before it continues, in seconds.
+_PATIENCE_S = 1.0
+_STEP_S = 0.005
 
 Apply = Callable[[int], None]
+
+
+@dataclass(eq=False, repr=False)
+class Courtesy:
+    """``bucket`` limits the bandwidth. ``busy`` returns whether a reader uses the source at a time
+    of the event loop's clock. Readers go first, unless a caller waits for the drain, or ``demand``
+    returns that the backlog must shrink.
+
+    While a process makes one change after the other, the drain waits, for up to ``hold_s`` seconds
+    from the oldest change on: it would compete for the disk of the tier.
+    """
+
+    _wakeups: Wakeups
+    _bucket: TokenBucket
+    _busy: Callable[[float], bool]
+    _demand: Callable[[], bool]
+    _hold_s: float
+    _last_change_s: float = -math.inf
+
+    def note_change(self) -> None:
+        """Call this when a change was recorded."""
+        if self._hold_s:
+            self._last_change_s = trio.current_time()
+
+    def lets_write(self, queue: DrainQueue) -> bool:
+        """Whether the changes of the queue wait for a process that is writing files.
+
+        Changes do not wait if a process has synced one of them: it needs the file to be safe.
+        """
+        if not (queue and self._hold_s) or self._wakeups.waiters:
+            return False
+        if trio.current_time() - self._last_change_s > _QUIET_S:
+            return False
+        age_s = (time.time_ns() - queue.front.recorded_ns) / 1e9
+        if not 0 <= age_s < self._hold_s or self._demand():
+            return False
+        return queue.last_synced < queue.front.seq
+
+    async def wait(self, count: int) -> None:
+        """Waits until ``count`` bytes may be brought to the source."""
+        await trio.sleep(self._bucket.take(count, trio.current_time()))
+        patience = trio.current_time() + _PATIENCE_S
+        while (
+            self._busy(trio.current_time())
+            and not (self._wakeups.waiters or self._demand())
+            and trio.current_time() < patience
+        ):
+            await trio.sleep(_STEP_S)
 
 
 class Mover:
@@ -60,19 +117,15 @@ class Mover:
         finally:
             self._moving.remove(staging)
 
-    async def move_lot(
-        self, stagings: Sequence[Staging], applies: Sequence[Apply], size: int
-    ) -> list[Identity | OSError]:
+    async def move_lot(self, lot: Mapping[Staging, Apply], size: int) -> dict[Staging, Identity]:
         """Copies many small files of ``size`` bytes together, in one turn. Returns the versions of
-        their objects after it, or the errors of files that failed."""
-        self._moving += stagings
+        their objects after it."""
+        self._moving += lot
         try:
             await self._courtesy.wait(size)
-            return await self._threads.run(
-                partial(move_all, stagings, applies, verify=self._verify)
-            )
+            return await self._threads.run(_move_all, lot, self._verify)
         finally:
-            for staging in stagings:
+            for staging in lot:
                 self._moving.remove(staging)
 
 
@@ -84,65 +137,57 @@ def _move_at_once(staging: Staging, apply: Apply, verify: bool) -> None:
         pass
 
 
-def open_all(stagings: Sequence[Staging], are_synced: Sequence[bool]) -> list[Identity | OSError]:
-    """Opens the objects; returns their identities when the bytes of the unsynced ones are on the
-    disk."""
-    opened = [_tried(partial(it.open, sync=False)) for it in stagings]
-    unsynced = [not synced for synced in are_synced]
-    for it, found, sync in zip(stagings, opened, unsynced, strict=True):
-        if sync and not isinstance(found, OSError):
+def open_all(lot: Mapping[Staging, bool]) -> dict[Staging, Identity]:
+    """Opens the objects of a lot, and syncs those with true. Returns their identities."""
+    opened: dict[Staging, Identity] = {}
+    for it in lot:
+        with suppress(OSError):
+            opened[it] = it.open(sync=False)
+    for it in opened:
+        if lot[it]:
             it.start_object_writeback()
-    return [
-        _tried(it.sync_object) if sync and not isinstance(found, OSError) else found
-        for it, found, sync in zip(stagings, opened, unsynced, strict=True)
-    ]
+    found: dict[Staging, Identity] = {}
+    for it, version in opened.items():
+        with suppress(OSError):
+            found[it] = it.sync_object() if lot[it] else version
+    return found
 
 
-def begin_all(stagings: Sequence[Staging]) -> list[OSError | None]:
-    """Opens the empty staged file of each content."""
-    return [_tried(it.begin) for it in stagings]
+def begin_all(lot: Iterable[Staging]) -> list[Staging]:
+    """Opens the empty staged files of a lot. Returns the contents that have one."""
+    begun = []
+    for it in lot:
+        with suppress(OSError):
+            it.begin()
+            begun.append(it)
+    return begun
 
 
-def move_all(
-    stagings: Sequence[Staging], applies: Sequence[Apply], *, verify: bool
-) -> list[Identity | OSError]:
-    """Copies all bytes of each content, sets its attributes and makes it durable; with ``verify``
-    reads it back. Returns the identities of the objects then."""
-    moved = [
-        _tried(partial(_moved, it, apply)) for it, apply in zip(stagings, applies, strict=True)
-    ]
-    synced = [
-        found if isinstance(found, OSError) else _tried(it.sync)
-        for it, found in zip(stagings, moved, strict=True)
-    ]
-    for it, found in zip(stagings, synced, strict=True):
-        if verify and not isinstance(found, OSError):
+def _move_all(lot: Mapping[Staging, Apply], verify: bool) -> dict[Staging, Identity]:
+    moved, synced = [], []
+    for it, apply in lot.items():
+        with suppress(OSError):
+            while it.turn(TURN_BYTES):
+                pass
+            it.apply_attributes(apply)
+            moved.append(it)
+    for it in moved:
+        with suppress(OSError):
+            it.sync()
+            synced.append(it)
+    for it in synced:
+        if verify:
             it.expect()
-    return [
-        found if isinstance(found, OSError) else _tried(partial(_verified, it, verify))
-        for it, found in zip(stagings, synced, strict=True)
-    ]
+    found: dict[Staging, Identity] = {}
+    for it in synced:
+        with suppress(OSError):
+            while verify and it.verify(TURN_BYTES):
+                pass
+            found[it] = it.version()
+    return found
 
 
-def close_all(stagings: Sequence[Staging]) -> None:
-    for it in stagings:
+def close_all(lot: Iterable[Staging]) -> None:
+    """Closes the descriptors of a lot."""
+    for it in lot:
         it.close()
-
-
-def _moved(it: Staging, apply: Apply) -> None:
-    while it.turn(TURN_BYTES):
-        pass
-    it.apply_attributes(apply)
-
-
-def _verified(it: Staging, verify: bool) -> Identity:
-    while verify and it.verify(TURN_BYTES):
-        pass
-    return it.version()
-
-
-def _tried(call: Callable[[], T]) -> T | OSError:
-    try:
-        return call()
-    except OSError as error:
-        return error

@@ -23,7 +23,7 @@ from monarch.transfer.source_load import SourceLoad
 from monarch.types import KernelCaches, file_now_ns
 from monarch.units import format_bytes
 from monarch.writeback.commits import Commits
-from monarch.writeback.drain import Drain, DrainOptions
+from monarch.writeback.drain import Drain
 from monarch.writeback.earlier import renumbered, unfinished
 from monarch.writeback.front import Reading, WriteFront
 from monarch.writeback.history import Numbered
@@ -203,7 +203,7 @@ def build_write_back(
         objects=place.objects,
         writer=SourceWriter(source, place.journal.token),
         threads=ThreadPool(given.workers + 2, "drain", abandon=True),
-        options=DrainOptions(bandwidth=given.bandwidth, verify=given.verify, workers=given.workers),
+        settings=given,
         busy=source_load.busy,
         is_urgent=reserve.is_short,
     )

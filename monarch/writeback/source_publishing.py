@@ -32,7 +32,6 @@ from monarch.writeback.source_contents import (
 )
 from monarch.writeback.source_directories import Directories, OpenDirectories, Temporaries, creator
 from monarch.writeback.source_log import SourceLog
-from monarch.writeback.staging import Staged
 
 # Bytes that are compared at a time.
 _BLOCK = MiB
@@ -52,11 +51,11 @@ class Publishing:
         self,
         directories: OpenDirectories,
         op: Op,
-        staged: Staged,
+        size: int,
         place: Place,
         expected: Expected,
     ) -> Identity:
-        """Gives the staged file all names of a content, or conflict names beside them.
+        """Gives the staged file, of ``size`` bytes, all names of a content, or conflict names.
 
         Returns the identity of the file then. Raises OSError, EAGAIN if others have changed the
         staged file, or the entry that it was to replace.
@@ -64,7 +63,7 @@ class Publishing:
         fd, name = directories.of(op.paths[0], place.by, make=True)
         part = self._temporaries.part(op.object, through=op.through)
         found = status_at(fd, part)
-        if found is None or found.st_size != staged.size:
+        if found is None or found.st_size != size:
             raise OSError(CHANGED_MEANWHILE, "what was staged at the source is gone")
         kind, target = kind_of_place(fd, name, op, expected)
         if kind != place.kind or _version_of(target) != _version_of(place.target):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,9 +25,8 @@ from monarch.writeback.marks import Marks
 from monarch.writeback.mover import Mover, begin_all, close_all, open_all
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
-from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.staging import Staged, Staging
+from monarch.writeback.staging import Staging
 from monarch.writeback.steps import Steps
 from monarch.writeback.wakeups import Wakeups
 
@@ -49,15 +48,6 @@ class _MissingError(Exception):
 
 class _WrittenError(Exception):
     """A process is writing the object, which is not in the recorded version."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One content of a lot."""
-
-    entry: Entry
-    place: Place
-    staging: Staging
 
 
 @dataclass(eq=False, repr=False)
@@ -103,7 +93,7 @@ class Stager:
             if in_turn:
                 raise
         finally:
-            entry.is_left = not in_turn
+            entry.was_ahead = not in_turn
             entry.is_staging = False
             self._wakeups.wake_all()
 
@@ -125,18 +115,16 @@ class Stager:
             why,
         )
 
-    async def _staged_content(self, entry: Entry, in_turn: bool) -> Staged | None:
-        """Stages a content; returns None if the source has these bytes already. Raises OSError,
-        _MissingError, _WrittenError."""
+    async def _staged_content(self, entry: Entry, in_turn: bool) -> Identity | None:
+        """Stages a content; returns the version of its object, None if the source has these bytes
+        already. Raises OSError, _MissingError, _WrittenError."""
         op, tries = entry.op, 0
         if op.through:
             return await self._staged_at_source(entry)
         while True:
-            place = entry.place = Place()
-            opening = self._steps.opening(entry, place, make=in_turn)
-            staging = Staging(self._objects, op.object, open_part=opening)
+            staging = self._staging(entry, make=in_turn)
             try:
-                staged = await self._copied(entry, staging, place)
+                staged = await self._copied(entry, staging)
             finally:
                 self._threads.start(staging.close)
             if staged is not None or entry.published:
@@ -148,6 +136,10 @@ class Stager:
             if self._files.is_written(op.object) and not await self._is_alone(_TRY_S):
                 raise _WrittenError
 
+    def _staging(self, entry: Entry, *, make: bool) -> Staging:
+        opening = self._steps.opening(entry, make=make)
+        return Staging(self._objects, entry.op.object, open_part=opening)
+
     async def _is_alone(self, pause_s: float) -> bool:
         """Waits a moment; returns whether the content at the front is still the only waiting
         change."""
@@ -157,15 +149,14 @@ class Stager:
             return False
         return True
 
-    async def _staged_at_source(self, entry: Entry) -> Staged | None:
+    async def _staged_at_source(self, entry: Entry) -> Identity | None:
         """As ``_staged_content``, for a content that was written at the source directly."""
         op = entry.op
         if self._files.is_written(op.object):
             # The file would get its name before it is complete.
             raise _WrittenError
-        place = entry.place = Place()
         try:
-            size, identity = await self._threads.run(self._steps.finishing(entry, place))
+            size, identity = await self._threads.run(self._steps.finishing(entry))
         except FileNotFoundError as error:
             raise _MissingError(
                 f"others have removed {error.filename!r} at the source, or have moved it with its"
@@ -173,14 +164,14 @@ class Stager:
             ) from error
         version = Identity(size, op.mtime_ns or 0, 0, 0)
         if identity is None:
-            self._marks.staged([(entry, place, version)])
+            self._marks.staged({entry: version})
             await self._marks.sync(entry.record)
-            return Staged(size, version)
+            return version
         self._state.note_version(op.object, version)
         entry.published = True
         return None
 
-    async def _copied(self, entry: Entry, staging: Staging, place: Place) -> Staged | None:
+    async def _copied(self, entry: Entry, staging: Staging) -> Identity | None:
         """One try; returns None if a process was writing, or if it has set ``published``
         instead."""
         op = entry.op
@@ -216,19 +207,18 @@ class Stager:
         # A staged file that exists before the records of its object are durable would never be
         # removed after a power cut.
         await self._marks.sync(entry.record)
-        staged = Staged(version.size, version)
         await self._threads.run(staging.begin)
         # This mark is durable before the file gets its name, and so are all earlier records.
-        self._marks.staged([(entry, place, version)])
-        await self._mover.move(staging, version.size, self._steps.applying(entry, staged, place))
+        self._marks.staged({entry: version})
+        await self._mover.move(staging, version.size, self._steps.applying(entry, version))
         if is_part:
-            return staged if self._order.is_intact(entry) else None
+            return version if self._order.is_intact(entry) else None
         if await self._threads.run(staging.version) != version:
             return None
         # A process that has the file open may write more.
         if not is_recorded and self._files.is_written(op.object):
             return None
-        return staged
+        return version
 
     def _is_part(self, entry: Entry, version: Identity, written: bool) -> bool:
         """Whether an object begins with the recorded bytes, and has more since. False for a file
@@ -265,67 +255,56 @@ class Stager:
             and not self._objects.failure(op.object)
         )
 
-    async def stage_lot(self, lot: Sequence[Entry]) -> None:
+    async def stage_lot(self, entries: Sequence[Entry]) -> None:
         """Stages many small contents ahead of their turn. Contents with any special condition are
         left to their turn."""
-        for entry in lot:
+        lot: dict[Staging, Entry] = {}
+        for entry in entries:
             entry.is_staging = entry.was_tried = True
-        parts = [self._part(entry) for entry in lot]
+            lot[self._staging(entry, make=False)] = entry
         try:
-            await self._copied_lot(parts)
+            await self._copied_lot(lot)
         except OSError:
             # Of the journal: the change whose turn it is meets it as well.
             pass
         finally:
-            self._threads.start(close_all, [part.staging for part in parts])
-            for entry in lot:
-                entry.is_left = True
+            self._threads.start(close_all, lot)
+            for entry in entries:
+                entry.was_ahead = True
                 entry.is_staging = False
             self._wakeups.wake_all()
 
-    def _part(self, entry: Entry) -> _Part:
-        place = Place()
-        opening = self._steps.opening(entry, place, make=False)
-        return _Part(entry, place, Staging(self._objects, entry.op.object, open_part=opening))
-
-    async def _copied_lot(self, lot: Sequence[_Part]) -> None:
+    async def _copied_lot(self, lot: Mapping[Staging, Entry]) -> None:
         """As ``_copied``. Raises OSError of the journal."""
-        found = await self._threads.run(
-            open_all, [part.staging for part in lot], [part.entry.op.synced for part in lot]
-        )
-        wanted: list[tuple[_Part, Identity]] = []
-        for part, version in zip(lot, found, strict=True):
-            op = part.entry.op
-            if isinstance(version, OSError) or self._files.is_written(op.object):
+        to_sync = {it: not entry.op.synced for it, entry in lot.items()}
+        wanted: dict[Staging, Identity] = {}
+        for it, version in (await self._threads.run(open_all, to_sync)).items():
+            op = lot[it].op
+            if self._files.is_written(op.object):
                 continue
             if (version.size, version.mtime_ns) != (op.size, op.mtime_ns):
                 continue
             if self._state.version(op.object) == version:
-                part.entry.published = True
+                lot[it].published = True
             else:
-                wanted.append((part, version))
+                wanted[it] = version
         if not wanted:
             return
-        self._marks.durable(*(part.entry for part, _ in wanted if not part.entry.op.synced))
+        self._marks.durable(*(lot[it] for it in wanted if to_sync[it]))
         # A staged file that exists before the records of its object are durable would never be
         # removed after a power cut.
-        await self._marks.sync(max(part.entry.record for part, _ in wanted))
-        begun = await self._threads.run(begin_all, [part.staging for part, _ in wanted])
-        wanted = [each for each, failure in zip(wanted, begun, strict=True) if failure is None]
-        if not wanted:
+        await self._marks.sync(max(lot[it].record for it in wanted))
+        begun = await self._threads.run(begin_all, wanted)
+        if not begun:
             return
         # This mark is durable before the files get their names, and so are all earlier records.
-        self._marks.staged([(part.entry, part.place, version) for part, version in wanted])
+        self._marks.staged({lot[it]: wanted[it] for it in begun})
         moved = await self._mover.move_lot(
-            [part.staging for part, _ in wanted],
-            [
-                self._steps.applying(part.entry, Staged(version.size, version), part.place)
-                for part, version in wanted
-            ],
-            sum(version.size for _, version in wanted),
+            {it: self._steps.applying(lot[it], wanted[it]) for it in begun},
+            sum(wanted[it].size for it in begun),
         )
-        for (part, version), now in zip(wanted, moved, strict=True):
+        for it, now in moved.items():
             # A file that was written meanwhile is staged again in its turn.
-            if now == version:
-                part.entry.staged, part.entry.place = Staged(now.size, now), part.place
+            if now == wanted[it]:
+                lot[it].staged = now
                 self.count += 1

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 import xxhash
 
@@ -30,14 +29,6 @@ _SYNC_BYTES = 64 * MiB
 _SYNC_FILE_RANGE_WRITE = 2
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A complete staged file of ``size`` bytes; ``version`` is the identity of its object."""
-
-    size: int
-    version: Identity
 
 
 class Staging:
@@ -140,22 +131,19 @@ class Staging:
 
     def finish(self, apply: Callable[[int], None]) -> None:
         """Completes the staged file with ``apply``, and makes it durable."""
-        self.apply_attributes(apply, is_hurried=False)
+        self.apply_attributes(apply)
         self.sync()
 
-    def apply_attributes(self, apply: Callable[[int], None], *, is_hurried: bool = True) -> None:
-        """Sets the length of the staged file and calls ``apply`` with its descriptor.
-
-        ``is_hurried``: the source's client starts to write its bytes to the disk, too.
-        """
+    def apply_attributes(self, apply: Callable[[int], None]) -> None:
+        """Sets the length of the staged file, calls ``apply`` with its descriptor, and starts the
+        writing of its bytes to the source's disk."""
         with self._using():
             _, part_fd = self._fds
             if os.fstat(part_fd).st_size != self._offset:
                 os.ftruncate(part_fd, self._offset)
             failpoints.failpoint("drain-staged")
             apply(part_fd)
-            if is_hurried:
-                start_writeback(part_fd)
+            start_writeback(part_fd)
 
     def sync(self) -> None:
         """Makes the staged file durable. Call it after ``apply_attributes``."""

@@ -17,7 +17,6 @@ from monarch.writeback.op import Op
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter, Step
-from monarch.writeback.staging import Staged
 
 T = TypeVar("T")
 
@@ -51,26 +50,17 @@ class Steps:
                 return None
             case "content":
                 return self._of_content(entry)
-            case "mkdir":
-                return partial(entries.mkdir, op=op, expected=expected)
-            case "symlink":
-                return partial(entries.symlink, op=op, expected=expected)
-            case "mknod":
-                return partial(entries.mknod, op=op, expected=expected)
-            case "unlink":
-                return partial(entries.unlink, op=op, expected=expected)
-            case "rmdir":
-                return partial(entries.rmdir, op=op, expected=expected)
             case "rename" if absent:
                 # The entry under the new name stays until the content is drained, with that name.
-                if op.object in self._order.lost:
-                    return None
-                return partial(entries.unlink, op=op, expected=expected)
+                is_lost = op.object in self._order.lost
+                return None if is_lost else partial(entries.unlink, op=op, expected=expected)
             case "rename":
                 over = state.expected_over(op)
                 return partial(entries.rename, op=op, expected=expected, over=over)
-            case "link":
-                return None if absent else partial(entries.link, op=op, expected=expected)
+            case "link" if absent:
+                return None
+            case "mkdir" | "symlink" | "mknod" | "unlink" | "rmdir" | "link":
+                return partial(getattr(entries, op.kind), op=op, expected=expected)
             case "attr" | "xattr":
                 # A file whose content was left out keeps its older version at the source.
                 if absent and not state.has_older(op.object):
@@ -88,34 +78,33 @@ class Steps:
             return partial(publishing.discard, op=op) if is_ours else None
         if entry.staged is not None:
             assert entry.place is not None
-            return partial(
-                publishing.publish,
-                op=self._as_staged(entry, entry.staged),
-                staged=entry.staged,
-                place=entry.place,
-                expected=expected,
-            )
+            staged, place = self._as_staged(entry, entry.staged), entry.place
+            size = entry.staged.size
+            return partial(publishing.publish, op=staged, size=size, place=place, expected=expected)
         if entry.is_grown:
             return partial(publishing.grown, op=op, expected=expected, tried=entry.was_tried)
         return partial(publishing.look_at_same, op=op, expected=expected)
 
-    def opening(self, entry: Entry, place: Place, *, make: bool) -> Callable[[], int]:
+    def opening(self, entry: Entry, *, make: bool) -> Callable[[], int]:
         """Opens the empty staged file of a content; with ``make`` its directory is made."""
+        place = entry.place = Place()
         expected = self._state.expected(entry.seq, entry.op)
         return partial(self._writer.staged.open_place, entry.op, place, expected, make=make)
 
-    def applying(self, entry: Entry, staged: Staged, place: Place) -> Callable[[int], None]:
+    def applying(self, entry: Entry, staged: Identity) -> Callable[[int], None]:
         """Gives a staged file, by its descriptor, the attributes of the file."""
+        assert entry.place is not None
         return partial(
             self._writer.staged.apply_attributes,
             op=self._as_staged(entry, staged),
-            place=place,
+            place=entry.place,
             expected=self._state.expected(entry.seq, entry.op),
         )
 
-    def finishing(self, entry: Entry, place: Place) -> Callable[[], tuple[int, Identity | None]]:
+    def finishing(self, entry: Entry) -> Callable[[], tuple[int, Identity | None]]:
         """Completes a content that was written at the source directly. Returns its size, and its
         identity if it has its name already."""
+        place = entry.place = Place()
         expected = self._state.expected(entry.seq, entry.op)
         return partial(self._writer.staged.finish_part, entry.op, place, expected)
 
@@ -148,9 +137,9 @@ class Steps:
             or self._files.is_written(number)
         )
 
-    def _as_staged(self, entry: Entry, staged: Staged) -> Op:
+    def _as_staged(self, entry: Entry, version: Identity) -> Op:
         """A content in the version that was staged: its bytes may be newer than the record."""
-        op, version = self._with_bits_that_stay(entry), staged.version
+        op = self._with_bits_that_stay(entry)
         if (version.size, version.mtime_ns) == (op.size, op.mtime_ns):
             return op
         # Other users may have written the newer bytes, which must not run with the rights of the

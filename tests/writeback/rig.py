@@ -20,12 +20,13 @@ from typing import cast
 
 import trio
 
+from monarch.config.settings import WritebackSettings
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity
 from monarch.writeback.commits import Commits
-from monarch.writeback.drain import Drain, DrainOptions
+from monarch.writeback.drain import Drain
 from monarch.writeback.earlier import unfinished
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.object_table import ObjectTable
@@ -716,9 +717,10 @@ def drain_of(
         writer=SourceWriter(source, world.journal.token),
         contents=cast(ObjectTable, world),
         threads=threads,
-        options=DrainOptions(bandwidth=bandwidth, verify=verify, workers=workers, hold_s=hold_s),
+        settings=WritebackSettings(bandwidth=bandwidth, verify=verify, workers=workers),
         busy=busy,
         is_urgent=is_urgent,
+        hold_s=hold_s,
     )
 
 

@@ -12,8 +12,8 @@ from monarch.transfer.pace import TokenBucket
 from monarch.writeback import ahead
 from monarch.writeback.ahead import StageAhead
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.mover import Courtesy
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
@@ -92,7 +92,7 @@ async def test_small_contents_before_a_large_one_are_staged_first() -> None:
     assert waiting.next() == [[1]]
 
 
-@pytest.mark.parametrize("state", ["is_staging", "is_left", "published", "skipped", "same"])
+@pytest.mark.parametrize("state", ["is_staging", "was_ahead", "published", "skipped", "same"])
 async def test_a_content_that_is_under_way_or_ready_is_not_staged(state: str) -> None:
     waiting = Waiting()
     entry = waiting.put(b"a", 1)

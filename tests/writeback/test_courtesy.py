@@ -9,8 +9,8 @@ import trio
 import trio.testing
 
 from monarch.transfer.pace import TokenBucket
-from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.drain_queue import DrainQueue, Entry
+from monarch.writeback.mover import Courtesy
 from monarch.writeback.op import Op
 from monarch.writeback.wakeups import Wakeups
 

@@ -598,7 +598,6 @@ from monarch.writeback.expected import Expected
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.op import Op
-from monarch.writeback.staging import Staged
 home = SourceWriter(Source(os.fsencode(sys.argv[1])), "t")
 steps = []
 for number in (1, 2):
@@ -607,9 +606,8 @@ for number in (1, 2):
     place, expected = Place(), Expected()
     fd = home.staged.open_place(op, place, expected, make=True)
     home.staged.apply_attributes(fd, op, place, expected)
-    staged = Staged(0, Identity(0, 0, 0, 0))
     publish = home.publishing.publish
-    steps.append(partial(publish, op=op, staged=staged, place=place, expected=expected))
+    steps.append(partial(publish, op=op, size=0, place=place, expected=expected))
 device = Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)
 steps.append(lambda folders: home.entries.mknod(folders, device, Expected()))
 outcome = home.carry_out(steps)

@@ -23,8 +23,8 @@ class Growing:
         )
 
     def bring(self, size: int, *, turn: int = 4) -> None:
-        while left := self.growth.left(size):
-            self.growth.read(min(left, turn), size)
+        while missing := self.growth.missing(size):
+            self.growth.read(min(missing, turn), size)
             self.growth.write()
 
 
@@ -44,7 +44,7 @@ def test_holes_are_not_read_and_stay_holes(tmp_path: Path) -> None:
         file.truncate(40 * MiB)
     assert it.growth.read(4, 40 * MiB) == 39 * MiB
     it.growth.write()
-    assert it.growth.left(40 * MiB) == 0
+    assert it.growth.missing(40 * MiB) == 0
     assert it.growth.finish(40 * MiB, None).size == 40 * MiB
     assert it.file.stat().st_blocks * 512 < 2 * MiB
 

@@ -41,7 +41,8 @@ def book(tmp_path: Path) -> Book:
 
 async def test_a_staged_file_is_known_in_the_journal_and_to_the_drain(book: Book) -> None:
     before = book.entry.record
-    book.marks.staged([(book.entry, Place(source_ino=9), VERSION)])
+    book.entry.place = Place(source_ino=9)
+    book.marks.staged({book.entry: VERSION})
     assert book.entry.record > before
     # With the number that the source gave it, and without a time of change.
     staged = Identity(5, 50, 0, 9)

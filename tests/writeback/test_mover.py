@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from monarch.types import Identity
-from monarch.writeback.courtesy import Courtesy
-from monarch.writeback.mover import TURN_BYTES, Mover
+from monarch.writeback.mover import TURN_BYTES, Courtesy, Mover
 
 VERSION = Identity(1, 2, 3, 4)
 

@@ -24,7 +24,6 @@ from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_log import Conflict, SourceLog
 from monarch.writeback.source_publishing import Publishing
 from monarch.writeback.source_writer import SourceWriter
-from monarch.writeback.staging import Staged
 
 NOTHING = Identity(0, 0, 0, 0)
 
@@ -340,7 +339,7 @@ def publish(rig: Rig, op: Op, expected: Expected, meanwhile: Callable[[], object
         os.close(fd)
     meanwhile()
     with rig.directories() as directories:
-        return rig.publishing.publish(directories, op, Staged(5, NOTHING), place, expected)
+        return rig.publishing.publish(directories, op, 5, place, expected)
 
 
 def test_a_content_gets_all_its_names_and_attributes(rig: Rig) -> None:

@@ -121,8 +121,8 @@ def test_appended_bytes_keep_their_holes(
     there.write_bytes(b"ab")
     os.truncate(there, place + 2)
     growth = Growth(fd, os.open(there, os.O_RDWR), by=None, base=place + 2)
-    while left := growth.left(SIZE):
-        assert growth.read(min(left, 4 * MiB), SIZE)
+    while missing := growth.missing(SIZE):
+        assert growth.read(min(missing, 4 * MiB), SIZE)
         growth.write()
     assert growth.finish(SIZE, None).size == SIZE
     growth.close()

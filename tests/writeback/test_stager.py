@@ -16,17 +16,15 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
-from monarch.writeback.courtesy import Courtesy
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Journal
 from monarch.writeback.marks import Marks
-from monarch.writeback.mover import Mover
+from monarch.writeback.mover import Courtesy, Mover
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
-from monarch.writeback.staging import Staged
 from monarch.writeback.steps import Steps
 from monarch.writeback.wakeups import Wakeups
 from tests.writeback.files_in_use import FilesInUse
@@ -61,7 +59,9 @@ class Stage:
         )
 
     # How a content is staged.
-    def opening(self, entry: Entry, place: Place, *, make: bool) -> Callable[[], int]:
+    def opening(self, entry: Entry, *, make: bool) -> Callable[[], int]:
+        entry.place = Place()
+
         def opened() -> int:
             if self.trouble is not None:
                 raise self.trouble
@@ -69,7 +69,7 @@ class Stage:
 
         return opened
 
-    def applying(self, entry: Entry, staged: Staged, place: Place) -> Callable[[int], None]:
+    def applying(self, entry: Entry, staged: Identity) -> Callable[[int], None]:
         return lambda fd: self.meanwhile(entry.op.object)
 
     def part(self, number: int) -> Path:
@@ -118,7 +118,7 @@ async def test_a_lot_is_staged_but_for_what_is_written_meanwhile(stage: Stage) -
     stage.meanwhile = lambda number: cast(Any, number == 3 and stage.write(3, b"newer"))
     await stage.stager.stage_lot(lot)
     assert [entry.staged is not None for entry in lot] == [True, True, False, True]
-    assert all(entry.is_left and not entry.is_staging for entry in lot)
+    assert all(entry.was_ahead and not entry.is_staging for entry in lot)
     assert stage.stager.count == 3
     assert stage.part(1).read_bytes() == b"old"
 
@@ -127,7 +127,7 @@ async def test_a_content_that_the_source_has_is_not_staged_again(stage: Stage) -
     entry = stage.put(1, b"one")
     await stage.stager.stage(entry, in_turn=False)
     assert entry.staged is not None
-    stage.state.note_version(1, entry.staged.version)
+    stage.state.note_version(1, entry.staged)
     stage.stager.forget(entry)
     assert not entry.is_ready
     await stage.stager.stage(entry, in_turn=True)
@@ -141,7 +141,7 @@ async def test_a_failure_counts_in_the_turn_of_a_content_only(stage: Stage) -> N
     entry = stage.put(1, b"one")
     stage.trouble = PermissionError(errno.EACCES, "")
     await stage.stager.stage(entry, in_turn=False)
-    assert (entry.is_left, entry.is_ready) == (True, False)
+    assert (entry.was_ahead, entry.is_ready) == (True, False)
     with pytest.raises(PermissionError):
         await stage.stager.stage(entry, in_turn=True)
     assert not entry.is_staging

@@ -16,7 +16,6 @@ from monarch.writeback.op import Kind, Op
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import SourceWriter
-from monarch.writeback.staging import Staged
 from monarch.writeback.steps import Steps, with_rights_to_read
 from tests.writeback.files_in_use import FilesInUse
 
@@ -104,7 +103,7 @@ def test_a_content_is_published_or_found_there(desk: Desk) -> None:
     assert desk.call(entry) == "look_at_same"
     entry.is_grown = True
     assert desk.call(entry) == "grown"
-    entry.staged, entry.place = Staged(3, OLD), Place()
+    entry.staged, entry.place = OLD, Place()
     assert desk.call(entry) == "publish"
 
 
@@ -136,8 +135,8 @@ def test_a_program_does_not_get_the_bits_that_a_later_change_takes(desk: Desk) -
 
 def test_newer_bytes_than_the_recorded_ones_do_not_get_the_bits_either(desk: Desk) -> None:
     entry = desk.put("content", mode=PROGRAM)
-    newer = Staged(4, Identity(4, 40, 0, 0))
-    apply = desk.steps.applying(entry, newer, Place())
+    entry.place = Place()
+    apply = desk.steps.applying(entry, Identity(4, 40, 0, 0))
     assert isinstance(apply, partial)
     op = cast(Op, apply.keywords["op"])
     assert (op.mode, op.mtime_ns) == (0o755, 40)
