@@ -14,11 +14,11 @@ from monarch.posix.credentials import Credentials
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import Attributes, Ino, file_now_ns
 from monarch.writeback.copy_up import CopyUp, known_at_source
-from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.write_gate import WriteGate
 
 XATTR_DURABLE = b"user.monarch.durable"

@@ -19,11 +19,10 @@ from monarch.posix.credentials import Credentials
 from monarch.posix.sparse import copy_data
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
-from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import ChangeLog, Recorder
-from monarch.writeback.source_files import SourceFiles
+from monarch.writeback.source_files import DrainedObjects, SourceFiles
 from monarch.writeback.tier_objects import FULL, TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
 from monarch.writeback.write_gate import WriteGate

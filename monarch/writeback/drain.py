@@ -10,8 +10,8 @@ source could still make that change after later ones.
 
 The parts, each with its own state: what the source has (source_state.py), the changes that wait
 and those that are refused (drain_queue.py), which content comes with a later one
-(content_order.py), staging (stager.py, ahead.py), growth in place (growth.py), the calls to the
-source (steps.py), the marks in the journal (marks.py), callers that wait (progress.py).
+(content_order.py), staging (stager.py), growth in place (growth.py), the calls to the
+source (steps.py), the marks in the journal and callers that wait (progress.py).
 """
 
 from __future__ import annotations
@@ -33,21 +33,19 @@ from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
-from monarch.writeback.ahead import StageAhead
 from monarch.writeback.conflicts import PathSet
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import Backlog, DrainQueue, Entry
 from monarch.writeback.growth import Grower
 from monarch.writeback.journal import Journal, Replay
-from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES, Courtesy, Mover
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
-from monarch.writeback.progress import Progress
+from monarch.writeback.progress import Marks, Progress
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.source_writer import Outcome, SourceWriter, Step
-from monarch.writeback.stager import Stager
+from monarch.writeback.stager import StageAhead, Stager
 from monarch.writeback.steps import Steps, with_rights_to_read
 from monarch.writeback.wakeups import Trouble, Wakeups
 

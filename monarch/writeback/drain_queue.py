@@ -25,9 +25,9 @@ from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.types import Identity
 from monarch.writeback.conflicts import PathSet, PendingNames
+from monarch.writeback.expected import Conflict
 from monarch.writeback.op import Op, above
 from monarch.writeback.source_contents import Place
-from monarch.writeback.source_log import Conflict
 from monarch.writeback.wakeups import BACKOFF_S, Wakeups
 
 log = logging.getLogger(__name__)

@@ -21,14 +21,13 @@ from monarch.types import Ino
 from monarch.writeback.attributes import WrittenAttributes
 from monarch.writeback.copy_up import CopyUp
 from monarch.writeback.drain import Drain
-from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.fsync_failures import FsyncFailures
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import FastWrites, OpenTable
 from monarch.writeback.open_files import Fsyncs, WrittenFiles
 from monarch.writeback.operations import WriteOperations
 from monarch.writeback.recorder import ChangeLog, Recorder
-from monarch.writeback.source_files import SourceFiles
+from monarch.writeback.source_files import DrainedObjects, SourceFiles
 from monarch.writeback.store import WriteStore
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles

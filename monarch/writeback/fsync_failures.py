@@ -12,9 +12,9 @@ import trio
 from monarch.errors import Refused
 from monarch.namespace.namespace import Namespace
 from monarch.text import errno_words
-from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import OpenFile, OpenTable
+from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.tier_objects import TierObjects
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from monarch.tiers.source import identity_of
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import Entry
-from monarch.writeback.marks import Marks
 from monarch.writeback.mover import TURN_BYTES, Courtesy
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
+from monarch.writeback.progress import Marks
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.steps import Steps

@@ -19,11 +19,11 @@ from monarch.namespace.overlay import NAME_BYTES, Node
 from monarch.posix.credentials import Credentials
 from monarch.types import Attributes, Ino, file_now_ns
 from monarch.writeback.copy_up import CopyUp, known_at_source, object_of
-from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.open_file import OpenTable
 from monarch.writeback.open_files import WrittenFiles
 from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.unlinked import UnlinkedFiles
 from monarch.writeback.write_gate import WriteGate

@@ -16,8 +16,8 @@ from monarch.posix.descriptors import closing_fd
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
+from monarch.writeback.expected import SourceLog
 from monarch.writeback.op import Op
-from monarch.writeback.source_log import SourceLog
 
 # Opens an entry of any type by its name, a symbolic link itself.
 ITSELF = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -14,9 +14,9 @@ from monarch.posix.names import NO_LINKS, status_at
 from monarch.posix.openat2 import open_beneath
 from monarch.posix.sparse import copy_data
 from monarch.tiers.source import Source
+from monarch.writeback.expected import SourceLog
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SourceAttributes, sync_directory_at
-from monarch.writeback.source_log import SourceLog
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TO_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC

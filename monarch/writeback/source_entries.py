@@ -16,11 +16,10 @@ from monarch.posix.names import status_at
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
-from monarch.writeback.expected import Expected, is_shared, shared
+from monarch.writeback.expected import Expected, SourceLog, is_shared, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, NOT_SUPPORTED, SourceAttributes, sync_entry
 from monarch.writeback.source_directories import OpenDirectories, Temporaries, creator
-from monarch.writeback.source_log import SourceLog
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from monarch.posix.names import rename_new, status_at
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
 from monarch.units import MiB
-from monarch.writeback.expected import Expected
+from monarch.writeback.expected import Expected, SourceLog
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of
 from monarch.writeback.source_contents import (
@@ -31,7 +31,6 @@ from monarch.writeback.source_contents import (
     require_writable,
 )
 from monarch.writeback.source_directories import Directories, OpenDirectories, Temporaries, creator
-from monarch.writeback.source_log import SourceLog
 
 # Bytes that are compared at a time.
 _BLOCK = MiB

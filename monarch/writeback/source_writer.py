@@ -1,7 +1,7 @@
 """The source's side of the drain: every change that is made at the source.
 
-    expected.py              what the mount knew of an entry, compared with what the source has
-    source_log.py            conflicts, and what the source does not support
+    expected.py              what the mount knew of an entry, compared with what the source has;
+                             conflicts, and what the source does not support
     source_directories.py    directories that are open while changes are made in them, and the
                              temporary names there
     source_contents.py       staged files, and the places where contents go
@@ -33,11 +33,11 @@ from dataclasses import dataclass
 from monarch.posix import failpoints
 from monarch.tiers.source import Source
 from monarch.types import Identity
+from monarch.writeback.expected import SourceLog
 from monarch.writeback.source_attributes import SourceAttributes
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.source_directories import OpenDirectories, Temporaries
 from monarch.writeback.source_entries import SourceEntries
-from monarch.writeback.source_log import SourceLog
 from monarch.writeback.source_publishing import Publishing
 
 Step = Callable[[OpenDirectories], "Identity | None"]

@@ -30,9 +30,9 @@ from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.tier import Space
 from monarch.types import Ino
 from monarch.units import KiB
-from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.recorder import ChangeLog
+from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.store import WriteStore
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles

@@ -9,14 +9,13 @@ import pytest
 
 from monarch.errors import Refused
 from monarch.transfer.pace import TokenBucket
-from monarch.writeback import ahead
-from monarch.writeback.ahead import StageAhead
+from monarch.writeback import stager
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.mover import Courtesy
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.stager import Stager
+from monarch.writeback.stager import StageAhead, Stager
 from monarch.writeback.wakeups import Trouble, Wakeups
 from tests.writeback.files_in_use import FilesInUse
 
@@ -130,7 +129,7 @@ async def test_nothing_is_staged_while_the_source_takes_nothing_or_has_much_that
     waiting.trouble.reason = "it is full"
     assert waiting.next() == []
     waiting.trouble.reason = None
-    waiting.stager.count = ahead._MOST_STAGED
+    waiting.stager.count = stager._MOST_STAGED
     assert waiting.next() == []
     waiting.stager.count -= 1
     assert waiting.next() == [[1]]

@@ -19,7 +19,6 @@ from monarch.namespace.overlay import Node
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import WRITTEN_INO, Identity, Ino
-from monarch.writeback.drained import DrainedObjects
 from monarch.writeback.fsync_failures import FsyncFailures
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
@@ -32,6 +31,7 @@ from monarch.writeback.open_file import (
     StagedBytes,
 )
 from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
 

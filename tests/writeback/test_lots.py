@@ -11,7 +11,7 @@ import trio.testing
 
 from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback import staging
-from monarch.writeback.ahead import StageAhead
+from monarch.writeback.stager import StageAhead
 from tests.writeback.rig import World, draining
 
 Clock = trio.testing.MockClock

@@ -15,13 +15,12 @@ from monarch.posix.credentials import Credentials
 from monarch.posix.names import rename_new, status_at, sync_path
 from monarch.tiers.source import Source, identity_of
 from monarch.types import ANY_SIZE, Identity
-from monarch.writeback.expected import Expected, is_shared, is_time, shared
+from monarch.writeback.expected import Conflict, Expected, SourceLog, is_shared, is_time, shared
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import SourceAttributes
 from monarch.writeback.source_contents import Place, StagedContents, kind_of_place
 from monarch.writeback.source_directories import OpenDirectories, Temporaries
 from monarch.writeback.source_entries import SourceEntries
-from monarch.writeback.source_log import Conflict, SourceLog
 from monarch.writeback.source_publishing import Publishing
 from monarch.writeback.source_writer import SourceWriter
 

@@ -18,10 +18,10 @@ from monarch.types import Identity
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.journal import Journal
-from monarch.writeback.marks import Marks
 from monarch.writeback.mover import Courtesy, Mover
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
+from monarch.writeback.progress import Marks
 from monarch.writeback.source_contents import Place
 from monarch.writeback.source_state import SourceState
 from monarch.writeback.stager import Stager
