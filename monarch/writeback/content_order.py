@@ -73,8 +73,7 @@ class ContentOrder:
             self._unmet.difference_update(self._gave_way.pop(number, ()))
 
     def behind(self, entry: Entry) -> Iterator[Op]:
-        """The contents, renames and changes of attributes of the same object behind ``entry``, in
-        their order."""
+        """The expected changes of the same object behind ``entry``, in their order."""
         coming = self._coming.get(entry.op.object, {})
         return (op for seq, op in coming.items() if seq > entry.seq)
 
@@ -83,8 +82,7 @@ class ContentOrder:
         return next((op for op in self.behind(entry) if op.kind == "content"), None)
 
     def is_intact(self, entry: Entry) -> bool:
-        """Whether the object begins with the recorded bytes, unchanged: it was only appended to
-        since."""
+        """Whether the object still begins with the recorded bytes."""
         size = entry.op.size
         return self._files.lowest(entry.op.object) >= size and all(
             op.intact >= size for op in self.behind(entry) if op.kind == "content"
@@ -99,8 +97,7 @@ class ContentOrder:
         return min(self._unmet, default=seq + 1) > seq
 
     def is_skipped(self, entry: Entry) -> bool:
-        """Whether a content is left out for good: its file was removed, or its bytes are drained in
-        another way."""
+        """Whether a content is left out for good: of a removed file, or drained in another way."""
         number = entry.op.object
         entry.skipped = (
             entry.skipped

@@ -153,8 +153,8 @@ class Drain:
             self._wakeups.wake_stager()
 
     def give_up(self, concerns: Callable[[Op], bool], objects: Iterable[int]) -> list[int]:
-        """Make no change that waits and is concerned, nor any further one of ``objects``; the
-        numbers of the changes that are given up."""
+        """Gives up the waiting changes that ``concerns`` selects, and all further ones of
+        ``objects``; returns the numbers of the former."""
         given_up = [entry for entry in self.queue.entries() if concerns(entry.op)]
         self.state.give_up((entry.op for entry in given_up), objects)
         for entry in given_up:
@@ -169,7 +169,9 @@ class Drain:
         sizes = {entry.op.object: entry.op.size for entry in waiting if entry.op.kind == "content"}
         conflicts = self.writer.log.conflicts
         aside = tuple(refusal for refusal in self.queue.refusals() if refusal.is_aside)
-        other = self._trouble.reason or self.queue.refusal(is_aside=False) or self._hanging()
+        oldest_s = self._threads.oldest_s()
+        hanging = f"no answer for {oldest_s:.0f} s" if oldest_s > _HANGS_S else None
+        other = self._trouble.reason or self.queue.refusal(is_aside=False) or hanging
         return Backlog(
             ops=len(waiting),
             files=len(sizes),
@@ -187,10 +189,6 @@ class Drain:
             aside_ops=sum(entry.is_aside for entry in waiting) if aside else 0,
             only_aside=bool(aside) and other is None,
         )
-
-    def _hanging(self) -> str | None:
-        oldest_s = self._threads.oldest_s()
-        return f"no answer for {oldest_s:.0f} s" if oldest_s > _HANGS_S else None
 
     # -- the front of the queue --------------------------------------------------------------
 
@@ -284,11 +282,8 @@ class Drain:
     # -- a batch -----------------------------------------------------------------------------
 
     def _next_batch(self) -> list[tuple[Entry, Step | None]]:
-        """The changes at the front that may be made in one turn, and how; None: nothing is to be
-        done.
-
-        None of them is about a path of another, or of one whose mark may be lost.
-        """
+        """The changes at the front that may be made in one turn, with the call, None if none is
+        needed. None of them is about a path of another, or of one whose mark may be lost."""
         touched = PathSet()
         # Objects and inode numbers of the entries that are changed in this turn: later changes of
         # them depend on the result.
@@ -318,8 +313,7 @@ class Drain:
         return batch
 
     async def _carry_out(self, batch: list[tuple[Entry, Step | None]]) -> None:
-        """Make a batch of changes and mark those that were made. Raises OSError, _RefusedError of
-        another."""
+        """Makes a batch of changes and marks those made. Raises OSError, _RefusedError."""
         steps = [step for _, step in batch if step is not None]
         outcome = Outcome((), None)
         if steps:

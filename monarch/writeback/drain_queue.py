@@ -274,8 +274,7 @@ class DrainQueue:
             self._users.add(_user(op))
 
     def set_aside(self, seqs: Collection[int]) -> None:
-        """Sets these refused changes aside: other changes of their users go first from the next
-        retry on."""
+        """Sets refused changes aside: from the next retry on they hold up no user."""
         for entry in self.entries():
             if entry.refusal and entry.seq in seqs:
                 self._put_aside(entry)
@@ -331,8 +330,7 @@ class DrainQueue:
         return last[-1].seq if last else 0
 
     def path_of(self, number: int) -> bytes | None:
-        """The path at the source of the file of an object with a waiting change; None if it has
-        none."""
+        """The path in the first waiting change of an object; None if there is none."""
         return next((entry.op.path for entry in self.entries() if entry.op.object == number), None)
 
     def refusals(self) -> list[Refusal]:

@@ -87,8 +87,7 @@ class Expected:
         )
 
     def _is_as_long(self, found: stat_result) -> bool:
-        """Whether the bytes of ``found`` behind the known ones may have been appended by an earlier
-        mount."""
+        """Whether an earlier mount may have appended the bytes behind the known ones."""
         known = self.known
         if known is None or found.st_ino != known.source_ino or not self.longest:
             return True
@@ -116,8 +115,7 @@ def _is_version(found: stat_result, known: Identity) -> bool:
 
 
 def is_time(found_ns: int, set_ns: int) -> bool:
-    """Whether ``found_ns`` is the time that was set, in the precision of the source's file
-    system."""
+    """Whether a file system may have kept the time ``set_ns`` as ``found_ns``."""
     return any(found_ns == set_ns - set_ns % unit_ns for unit_ns in _TIME_UNITS_NS)
 
 
@@ -159,8 +157,7 @@ class SourceLog:
         self.dropped_xattrs: dict[tuple[bytes, bytes], str] = {}
 
     def conflict_name(self, name: bytes, seq: int) -> bytes:
-        """The name for the version of change ``seq``, kept beside ``name``, which belongs to others
-        now."""
+        """The name beside ``name``, which is others' now, for the version of change ``seq``."""
         ending = b"%s%d" % (self._ending, seq)
         return name[: _NAME_MAX - len(ending)] + ending
 
@@ -207,8 +204,7 @@ class SourceLog:
         self.dropped_xattrs.pop((path, name), None)
 
     def note_removed(self, path: bytes) -> None:
-        """Call this when the file at ``path`` was removed on the mount, with its extended
-        attributes."""
+        """Records that the file at ``path`` was removed on the mount."""
         for dropped in list(self.dropped_xattrs):
             if dropped[0] == path:
                 self.dropped_xattrs.pop(dropped, None)

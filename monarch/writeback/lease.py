@@ -321,8 +321,7 @@ class Lease:
         self._now_ns = _write(directory, self._me)
 
     def _read_others(self) -> list[Holder]:
-        """The other holders of leases for some of the same paths, in force or not. Raises
-        OSError."""
+        """The holders of other leases for the same paths, in force or not. Raises OSError."""
         found: dict[str, Holder] = {}
         for path in self._seen_from():
             try:
@@ -359,8 +358,7 @@ def _open_leases(root: int, path: bytes, make: bool) -> int:
 
 
 def _open_to_the_same(above: int) -> None:
-    """Lets all users that may create files in the directory ``above`` put leases, but not change
-    the leases of others."""
+    """Lets the users who may create files in ``above`` put leases, but not change others'."""
     like = os.fstat(above)
     with closing_fd(os.open(DIRECTORY, _FLAGS_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)) as fd:
         with suppress(OSError):
@@ -432,8 +430,7 @@ def _pid_namespace() -> int:
 
 
 def _started(pid: int) -> int:
-    """The start time of a process, in clock ticks since boot; 0 if there is no such process, or if
-    it is a zombie."""
+    """The start time of a process, in clock ticks since boot; 0 if it is none, or a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
         threads = len(os.listdir(f"/proc/{pid}/task"))

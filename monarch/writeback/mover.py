@@ -118,8 +118,7 @@ class Mover:
             self._moving.remove(staging)
 
     async def move_lot(self, lot: Mapping[Staging, Apply], size: int) -> dict[Staging, Identity]:
-        """Copies many small files of ``size`` bytes together, in one turn. Returns the versions of
-        their objects after it."""
+        """As ``move``, for small files together; returns the versions of their objects after it."""
         self._moving += lot
         try:
             await self._courtesy.wait(size)

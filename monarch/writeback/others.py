@@ -114,8 +114,7 @@ class Others:
         self._limiter = Limiter(60.0)
 
     def used(self, directory: Ino) -> bool:
-        """Call this when a process has used a directory. Returns whether it is compared with the
-        source from now on."""
+        """Records the use of a directory; returns whether it is compared with the source now."""
         if directory not in self._used and not self._is_covered(directory):
             return False
         self._used.pop(directory, None)
@@ -330,8 +329,7 @@ class Others:
         return True
 
     async def _renew(self, directory: Ino, name: bytes, ino: Ino, found: _Found) -> bool:
-        """Shows the entry that has replaced ``ino`` at the source; returns False if the name is
-        left alone for now."""
+        """Shows the entry that has replaced ``ino`` at the source; returns whether it could."""
         mode, now = self._names.attributes(ino).mode, found.status.st_mode
         if stat.S_ISREG(mode) and stat.S_ISREG(now):
             is_done = await self._look_again(ino, found.status)
@@ -345,8 +343,7 @@ class Others:
         return await self._hide(directory, name, ino) and await self._show(directory, name, found)
 
     async def _look_again(self, ino: Ino, status: os.stat_result) -> bool:
-        """Reads a file again that another has replaced at the source; returns False if the file is
-        left alone for now."""
+        """Reads a file again that was replaced at the source; returns whether it could."""
         if self._number(ino) == status.st_ino:
             return True
         node = self._names.node(ino)

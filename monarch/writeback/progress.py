@@ -67,8 +67,7 @@ class Marks:
         self._journal.mark_lost(number)
 
     def done(self, done: Mapping[int, Identity | None], *, upto: int) -> None:
-        """Marks changes as drained, by sequence number with their identities, and all up to
-        ``upto``."""
+        """Marks changes as drained: by their numbers, with identities, and all up to ``upto``."""
         self._journal.mark_done(done, upto=upto)
         self._last_mark = self._journal.written
 
@@ -103,8 +102,7 @@ class Progress:
         self._done_beyond: set[int] = set()
 
     def load(self, replay: Replay) -> None:
-        """Takes over the changes that an earlier mount has drained. Must be called before all other
-        methods."""
+        """Takes over what an earlier mount has drained. Must be called before all other methods."""
         first = next((seq for seq, _ in replay.ops if seq not in replay.done), None)
         for seq, _ in replay.ops:
             if first is None or seq < first:

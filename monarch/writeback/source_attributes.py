@@ -32,8 +32,7 @@ _SYNC_AGAIN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def path_of(fd: int) -> bytes:
-    """A path that leads to the entry of a descriptor and ends there, even if it is a symbolic
-    link."""
+    """A path that leads to the entry of a descriptor, and not further if it is a link."""
     return b"/proc/self/fd/%d" % fd
 
 

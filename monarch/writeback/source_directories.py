@@ -159,8 +159,7 @@ class Temporaries:
             os.unlink(link, dir_fd=to_fd)
 
     def sweep(self, above_fd: int, name: bytes) -> bool:
-        """Removes the temporary files in a directory; returns whether there were any. Raises
-        OSError."""
+        """Removes a directory's temporary files; returns whether there were any. Raises OSError."""
         found = False
         with suppress(NotADirectoryError):
             with closing_fd(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=above_fd)) as fd:

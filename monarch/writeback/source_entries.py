@@ -7,8 +7,10 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.descriptors import closing_fd
@@ -149,14 +151,7 @@ class SourceEntries:
             if there is not None and op.strict and not expected.is_same(there):
                 self._log.note_conflict(op.path, "was replaced there by others, and stays")
                 return
-            try:
-                with acting_as(by):
-                    os.rmdir(name, dir_fd=fd)
-            except OSError as error:
-                if error.errno not in _NOT_EMPTY or not self._temporaries.sweep(fd, name):
-                    raise
-                with acting_as(by):
-                    os.rmdir(name, dir_fd=fd)
+            self._swept(partial(os.rmdir, name, dir_fd=fd), by, fd, name)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -193,19 +188,26 @@ class SourceEntries:
         ):
             to_name = self._log.conflict_name(to_name, expected.seq)
             self._log.note_conflict(op.to, "was changed there by others", kept=to_name)
-        try:
-            with acting_as(by):
-                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
-        except OSError as error:
-            if error.errno not in _NOT_EMPTY or not self._temporaries.sweep(to_fd, to_name):
-                raise
-            with acting_as(by):
-                os.rename(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+        renames = partial(os.rename, name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd)
+        self._swept(renames, by, to_fd, to_name)
         if now is not None and now.st_ino == there.st_ino and op.path != op.to:
             # The kernel leaves both names of one file.
             with suppress(FileNotFoundError), acting_as(by):
                 os.unlink(name, dir_fd=fd)
         return identity_of(os.stat(to_name, dir_fd=to_fd, follow_symlinks=False))
+
+    def _swept(
+        self, call: Callable[[], None], by: Credentials | None, fd: int, name: bytes
+    ) -> None:
+        """Removes or replaces a directory, which may still have temporary files. Raises OSError."""
+        try:
+            with acting_as(by):
+                call()
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY or not self._temporaries.sweep(fd, name):
+                raise
+            with acting_as(by):
+                call()
 
     def change_attributes(
         self, directories: OpenDirectories, op: Op, expected: Expected, *, will_come: bool = False
@@ -246,8 +248,7 @@ class SourceEntries:
         return identity_of(os.fstat(fd))
 
     def _without_times_of(self, op: Op, found: os.stat_result, expected: Expected) -> Op:
-        """``op`` without its times if others have written the file since: the old times would hide
-        that."""
+        """``op`` without its times, which would hide that others have written the file since."""
         if (op.mtime_ns, op.atime_ns) == (None, None) or not op.strict:
             return op
         if expected.is_same(found, version=True):

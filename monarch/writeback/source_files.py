@@ -51,8 +51,7 @@ class DrainedObjects:
         file = self._opens.files.get(node.ino)
         if seq == 0 or (file is not None and file.is_changed):
             return b"none"
-        is_done = self._drain.progress.is_done(self._object_table.states.last(node.object))
-        if is_done and not (file is not None and file.is_write_through):
+        if self._is_done(node.object) and not (file is not None and file.is_write_through):
             return b"source"
         if self._on_disk.failure(node.object):
             return b"none"
@@ -63,29 +62,26 @@ class DrainedObjects:
 
         Later writes to it may not be safe.
         """
-        number = node.object
-        if self._object_table.states.is_safe_only_here(number):
+        states = self._object_table.states
+        if states.is_safe_only_here(node.object):
             return True
-        is_synced = self._object_table.states.content(number)[1]
-        return is_synced and not self._drain.progress.is_done(
-            self._object_table.states.last(number)
-        )
+        return states.content(node.object)[1] and not self._is_done(node.object)
 
     def is_clean(self, node: Node) -> bool:
         """Whether the source has all of a file that has an object."""
-        last = self._object_table.states.last(node.object)
-        return self._drain.progress.is_done(last) and self._object_table.states.is_drained(
-            node.object
-        )
+        return self._is_done(node.object) and self._object_table.states.is_drained(node.object)
 
     def is_settled(self, node: Node) -> bool:
         """Whether the source gets no more of a file that has an object.
 
         It may lack a file that others have removed, if nothing was written here.
         """
-        states = self._object_table.states
-        is_done = self._drain.progress.is_done(states.last(node.object))
-        return is_done and (states.is_drained(node.object) or states.is_unwritten(node.object))
+        is_unwritten = self._object_table.states.is_unwritten(node.object)
+        return self.is_clean(node) or (is_unwritten and self._is_done(node.object))
+
+    def _is_done(self, number: int) -> bool:
+        """Whether the last change of an object's file is at the source for good."""
+        return self._drain.progress.is_done(self._object_table.states.last(number))
 
     def is_away(self, node: Node) -> bool:
         """Whether a file went to the source directly, and no process has it open."""
@@ -119,8 +115,7 @@ class DrainedObjects:
         return freed
 
     def release_if_clean(self, node: Node) -> bool:
-        """Release the object of a file; False if the source lacks something of it, or a process
-        has it open."""
+        """Releases the object of a file that the source has, unless a process has it open."""
         if not self.is_clean(node) or self._opens.is_in_use(node.ino):
             return False
         self.release(node)
@@ -242,8 +237,7 @@ class SourceFiles:
         raise SourceChanged("changes all the time")
 
     async def look_again(self, ino: Ino) -> None:
-        """The source has another version of a file than is known. Raises Refused, ESTALE, if it
-        has none."""
+        """Looks at a file that has changed at the source. Raises Refused, ESTALE, if it is gone."""
         if self._names.is_written(ino):
             # It, or a directory above, may have a name that the source does not know yet.
             await self._drain.progress.settle_path(self._names.visible_path(ino))

@@ -21,8 +21,7 @@ _WITHOUT_OBJECT = ("mkdir", "symlink", "mknod")
 
 
 class _Entries:
-    """The state of entries without an object: ``made`` has the source's identity by inode
-    number."""
+    """Entries without an object: ``made`` has their identities at the source by inode number."""
 
     def __init__(self) -> None:
         self.made: dict[int, Identity] = {}
@@ -180,8 +179,7 @@ class SourceState:
         return op.ino in self._given_up or op.object in self._discarded
 
     def has_nothing_of(self, op: Op) -> bool:
-        """Whether a change is of an entry that was created on the mount and is not at the
-        source."""
+        """Whether the source has nothing of an entry that was created on the mount."""
         number = op.object
         if not number:
             return op.was is None and op.ino > 0 and op.ino not in self._entries.made
@@ -230,22 +228,19 @@ class SourceState:
         return Expected(over=self._replaced(rename), ours=self._ours_of(rename.over_object))
 
     def _as_set(self, number: int) -> Iterator[Identity]:
-        """The known identities of an object's file, with each time that may have been set without a
-        mark."""
+        """The known identity with each time that may have been set without a mark."""
         if (known := self._known.get(number)) is not None:
             for mtime_ns in self._set_times.get(number, ()):
                 yield replace(known, mtime_ns=mtime_ns)
 
     def _ours_of(self, number: int) -> frozenset[Identity]:
-        """The staged files that may have an object's name, with each time that may have been set
-        without a mark."""
+        """The staged files that may have an object's name, also with each such time."""
         ours = self._ours.get(number, frozenset())
         times = self._set_times.get(number, ())
         return ours | {replace(each, mtime_ns=time_ns) for each in ours for time_ns in times}
 
     def _replaced(self, rename: Op) -> tuple[Identity, ...]:
-        """The possible identities, at the source, of the file that a rename on the mount has
-        replaced."""
+        """The possible identities at the source of the file that a rename has replaced."""
         made = self._entries.current(rename.over_ino, rename.over)
         found = [rename.over, self._known.get(rename.over_object), made]
         over = (*self._over.get(rename.over_object, ()), *self._as_set(rename.over_object))
@@ -310,8 +305,7 @@ class SourceState:
                 self._entries.note(op.ino, before, identity)
 
     def _renew(self, before: Identity | None, now: Identity) -> None:
-        """Records that the drain has changed a file that may also wait to be replaced under another
-        name."""
+        """Records a change of a file that may also wait to be replaced under another name."""
         for number, over in self._over.items():
             if before in over:
                 self._over[number] = tuple(now if each == before else each for each in over)
@@ -339,13 +333,11 @@ class SourceState:
         self._given_up.update(op.ino for op in ops if op.kind in _WITHOUT_OBJECT)
 
     def note_staged(self, number: int, staged: Identity) -> None:
-        """Records that a staged file of an object is in the journal, and may get its name from now
-        on."""
+        """Records that a staged file is in the journal: it may get its name from now on."""
         self._ours[number] = self._ours.get(number, frozenset()) | {staged}
 
     def note_version(self, number: int, version: Identity | None) -> None:
-        """Records that the source has the bytes of this version of an object; None: it may not have
-        them."""
+        """Records which version of an object's bytes the source has; None if it may have none."""
         if version is None:
             self._published.pop(number, None)
         else:
@@ -382,8 +374,7 @@ class SourceState:
         self._known[number] = identity
 
     def stop_growth(self, number: int) -> None:
-        """Records that others have changed the file: it must be staged as a whole, and theirs is a
-        conflict."""
+        """Records that others have changed the file: it is staged whole, and a conflict."""
         self._base.pop(number, None)
         self._ours.pop(number, None)
 

@@ -153,8 +153,7 @@ class Stager:
         return Staging(self._objects, entry.op.object, open_part=opening)
 
     async def _is_alone(self, pause_s: float) -> bool:
-        """Waits a moment; returns whether the content at the front is still the only waiting
-        change."""
+        """Waits a moment; returns whether no other change has come meanwhile."""
         with trio.move_on_after(pause_s):
             while len(self._queue) <= 1:
                 await self._wakeups.change()
@@ -184,8 +183,7 @@ class Stager:
         return None
 
     async def _copied(self, entry: Entry, staging: Staging) -> Identity | None:
-        """One try; returns None if a process was writing, or if it has set ``published``
-        instead."""
+        """One try; returns None if a process was writing, or if it has set ``published``."""
         op = entry.op
         written = self._files.is_written(op.object)
         try:
@@ -268,8 +266,7 @@ class Stager:
         )
 
     async def stage_lot(self, entries: Sequence[Entry]) -> None:
-        """Stages many small contents ahead of their turn. Contents with any special condition are
-        left to their turn."""
+        """Stages small contents ahead of their turn, except those with any special condition."""
         lot: dict[Staging, Entry] = {}
         for entry in entries:
             entry.is_staging = entry.was_tried = True

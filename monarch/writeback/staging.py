@@ -99,8 +99,7 @@ class Staging:
             self._fds.append(self._open_part())
 
     def turn(self, count: int) -> int:
-        """Copies up to ``count`` bytes of data; returns their number, 0 at the end. Holes stay
-        holes."""
+        """Copies up to ``count`` bytes, without holes; returns their number, 0 at the end."""
         with self._using():
             object_fd, part_fd = self._fds
             moved = 0
@@ -234,8 +233,7 @@ class Staging:
 
 
 def start_writeback(fd: int) -> None:
-    """Starts the writing of a file's dirty pages. If the file system does not support that, they
-    are written at the next sync."""
+    """Starts the writing of a file's dirty pages, if its file system supports that."""
     nothing = ctypes.c_longlong(0)
     _LIBC.sync_file_range(fd, nothing, nothing, _SYNC_FILE_RANGE_WRITE)
 

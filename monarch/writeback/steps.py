@@ -102,8 +102,7 @@ class Steps:
         )
 
     def finishing(self, entry: Entry) -> Callable[[], tuple[int, Identity | None]]:
-        """Completes a content that was written at the source directly. Returns its size, and its
-        identity if it has its name already."""
+        """As ``StagedContents.finish_part``."""
         place = entry.place = Place()
         expected = self._state.expected(entry.seq, entry.op)
         return partial(self._writer.staged.finish_part, entry.op, place, expected)
@@ -111,8 +110,7 @@ class Steps:
     def opening_to_grow(
         self, entry: Entry, base: int
     ) -> Callable[[], tuple[int, Credentials | None] | None]:
-        """Opens a file at the source to append to it. Returns the descriptor and the user that
-        appends, None if others have changed the file."""
+        """As ``Publishing.open_to_grow``."""
         expected = self._state.expected(entry.seq, entry.op)
         return partial(self._writer.publishing.open_to_grow, entry.op, expected, base)
 
