@@ -237,7 +237,7 @@ class SourceFiles:
         raise SourceChanged("changes all the time")
 
     async def look_again(self, ino: Ino) -> None:
-        """Looks at a file that has changed at the source. Raises Refused, ESTALE, if it is gone."""
+        """Reads a file anew that has changed at the source. Raises Refused, ESTALE if gone."""
         if self._names.is_written(ino):
             # It, or a directory above, may have a name that the source does not know yet.
             await self._drain.progress.settle_path(self._names.visible_path(ino))
