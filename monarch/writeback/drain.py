@@ -55,8 +55,10 @@ log = logging.getLogger(__name__)
 _HOLD_STEP_S = 0.05
 # How long changes wait for a process that writes many files, in seconds.
 _HOLD_S = 5.0
-# Changes made in one turn: the hop costs as much as a change of a fast source.
+# Changes made at the source in one turn: the hop costs as much as a change of a fast source. A file
+# that a program unpacks has up to five changes in the queue, and only its content is made there.
 _BATCH = 64
+_MOST_LOOKED_AT = 8 * _BATCH
 # What a source answers to one change, and not to all.
 _REFUSALS = frozenset(
     {errno.EPERM, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}
@@ -290,7 +292,10 @@ class Drain:
         changed: set[int] = set()
         changed_inos: set[int] = set()
         batch: list[tuple[Entry, Step | None]] = []
-        for entry in self.queue.first(_BATCH):
+        made = 0
+        for entry in self.queue.first(_MOST_LOOKED_AT):
+            if made == _BATCH:
+                break
             op = entry.op
             if self.queue.is_behind(entry):
                 break
@@ -309,6 +314,7 @@ class Drain:
                 if touched.conflicts_with(op) or self._marks.unsynced.conflicts_with(op):
                     break
                 touched.add(op)
+                made += 1
             batch.append((entry, step))
         return batch
 

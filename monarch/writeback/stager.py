@@ -45,7 +45,7 @@ _TRY_S = 0.5
 _TICK_S = 0.02
 # The number of changes of the queue that are searched for contents to stage, and the number of
 # contents staged ahead at a time. Staged files take room at the source.
-_WINDOW = 512
+_WINDOW = 1024
 _MOST_STAGED = 128
 # The most small contents in one lot.
 _LOT = 32
@@ -368,7 +368,8 @@ class StageAhead:
         worker. Raises Refused.
 
         A content may be staged before its turn if no earlier change of the same object, of its
-        names or of the directories above them waits.
+        names or of the directories above them waits. Attributes of a file that the source does not
+        have yet are not changed there: the content brings them.
         """
         if self._trouble.reason is not None or self._stager.count >= _MOST_STAGED:
             return []
@@ -395,8 +396,11 @@ class StageAhead:
                 objects.add(op.object)
             elif op.kind in ("mkdir", "rmdir", "rename", "symlink"):
                 changing.update(op.names())
-            if op.object and op.kind in ("attr", "xattr", "link", "rename"):
-                # The next content of the file needs the attributes of this change, so it waits.
+            if op.object and (
+                op.kind in ("link", "rename")
+                or (op.kind in ("attr", "xattr") and not self._state.has_nothing_of(op))
+            ):
+                # The next content of the file depends on the result of this change, so it waits.
                 objects.add(op.object)
             if op.kind not in ("content", "attr", "xattr", "create", "take"):
                 named.update(op.names())

@@ -9,6 +9,7 @@ import pytest
 
 from monarch.errors import Refused
 from monarch.transfer.pace import TokenBucket
+from monarch.types import Identity
 from monarch.writeback import stager
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
@@ -35,6 +36,7 @@ class Waiting:
 
     def __init__(self, workers: int = 2) -> None:
         wakeups, state = Wakeups(), SourceState()
+        self.state = state
         self.queue = DrainQueue(wakeups, lambda seqs: None)
         self.order = ContentOrder(state, FilesInUse())
         self.stager, self.trouble = CountingStager(), Trouble(wakeups)
@@ -63,6 +65,7 @@ class Waiting:
         seq = self.queue.last_seq + 1
         op = Op(kind=kind, path=path, to=to, paths=(path,), object=object, size=size)
         entry = Entry(seq, op, 0, 0, was_tried=False)
+        self.state.foresee(op)
         self.queue.append(entry)
         self.order.expect(seq, op)
         return entry
@@ -112,6 +115,18 @@ async def test_no_content_is_staged_before_its_directory_or_its_attributes_are_t
     waiting.put(b"c", 4)
     free = waiting.put(b"free", 5)
     assert waiting.next() == [[free.seq]]
+
+
+async def test_a_new_file_brings_its_attributes_with_its_content() -> None:
+    waiting = Waiting()
+    waiting.put(b"a", 1, kind="create")
+    waiting.put(b"a", 1, kind="attr")
+    waiting.put(b"a", 1, kind="xattr")
+    content = waiting.put(b"a", 1)
+    assert waiting.next() == [[content.seq]]
+    # Once the source has the file, its attributes are changed there first.
+    waiting.state.note(content.op, Identity(5, 0, 0, 1))
+    assert waiting.next() == []
 
 
 async def test_a_content_of_which_a_later_one_waits_is_left_to_its_turn() -> None:

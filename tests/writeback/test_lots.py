@@ -11,6 +11,7 @@ import trio.testing
 
 from monarch.posix.thread_pool import ThreadPool
 from monarch.writeback import staging
+from monarch.writeback.source_writer import SourceWriter
 from monarch.writeback.stager import StageAhead
 from tests.writeback.rig import World, draining
 
@@ -75,6 +76,43 @@ async def test_many_small_files_take_few_hops_and_all_of_them_come(
     assert (told.ops, told.drained_files, told.failures) == (0, COUNT, 0)
     assert calls.made.count("hop") < COUNT / 2, "not several for each file"
     assert calls.made.count("sync") == COUNT, "each is on the disk before it gets its name"
+
+
+def unpack(world: World, path: bytes, content: bytes, mtime_ns: int) -> None:
+    """Make a file as tar does, which sets its attributes before it closes the file."""
+    world.create(path, mode=0o600)
+    node = world.begin(path)
+    world.store(node, content)
+    world.utime(path, mtime_ns)
+    world.chmod(path, 0o640)
+    world.end(node)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+async def test_unpacked_files_are_drained_in_lots_too(
+    world: World, clock: Clock, calls: Calls, killed: bool
+) -> None:
+    for number in range(COUNT):
+        unpack(world, b"new%d" % number, b"%d" % number * 99, 10**9 + number)
+    replay = world.kill()
+    turns = 0
+    if killed:
+        # The records of an earlier mount are read again.
+        replay = world.kill()
+    carry_out = SourceWriter.carry_out
+
+    def counted(writer: SourceWriter, steps: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        return carry_out(writer, steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SourceWriter, "carry_out", counted)
+        async with draining(world, replay) as drain:
+            await drain.progress.wait(world.last_seq)
+    world.check_all_is_there()
+    assert calls.made.count("hop") < COUNT / 2, "not several for each file"
+    assert turns < COUNT / 8, "one turn publishes many files"
 
 
 async def test_the_disk_has_the_bytes_of_many_files_before_it_is_waited_for(
