@@ -90,6 +90,10 @@ class WrittenAttributes:
         # program into which they write.
         now = self._names.attributes(ino)
         owner = Credentials(now.uid, now.gid)
+        is_of_times = atime_ns is not None or mtime_ns is not None
+        if node is not None and not is_of_times and self._is_recorded_with(node, mode, uid, gid):
+            self._names.change(ino, now_ns=file_now_ns())
+            return self._names.attributes(ino)
         if node is not None and node.object > 0 and (atime_ns is not None or mtime_ns is not None):
             # Before the node has them: a stat meanwhile takes over the times of the object.
             await self._files.set_times(
@@ -125,6 +129,22 @@ class WrittenAttributes:
                 )
             )
         return self._names.attributes(ino)
+
+    def _is_recorded_with(
+        self, node: Node, mode: int | None, uid: int | None, gid: int | None
+    ) -> bool:
+        """Whether a new file has these attributes already, and a content that is still to be
+        recorded will bring them. Programs that unpack files set the owner that a file has."""
+        return (
+            self._recorder.is_awaited(node)
+            and node.keeps_mode
+            and node.keeps_owner
+            and (mode is None or stat.S_IMODE(mode) == stat.S_IMODE(node.mode))
+            and uid in (None, node.uid)
+            and gid in (None, node.gid)
+            # A new owner removes these bits.
+            and not (mode is None and node.mode & (stat.S_ISUID | stat.S_ISGID))
+        )
 
     def _paths_of(self, node: Node) -> tuple[bytes, ...]:
         """All paths of a file that has several: others may take the first one at the source."""

@@ -38,6 +38,7 @@ from monarch.writeback.open_file import (
     OpenTable,
     SourceBytes,
     StagedBytes,
+    set_times,
 )
 from monarch.writeback.recorder import ChangeLog, Recorder
 from monarch.writeback.source_files import SourceFiles
@@ -286,7 +287,7 @@ class WrittenFiles:
             # A last release meanwhile would close the descriptor.
             file.users += 1
             try:
-                await file.place.run(_set_times, atime_ns, mtime_ns)
+                await file.place.set_times(atime_ns, mtime_ns)
             finally:
                 self.release(ino)
         elif not self._object_table.states.is_write_through(number):
@@ -406,13 +407,9 @@ def _write_all(fd: int, content: bytes, offset: int) -> int:
     return written
 
 
-def _set_times(fd: int, atime_ns: int, mtime_ns: int) -> None:
-    os.utime(fd, ns=(atime_ns, mtime_ns))
-
-
 def _set_times_of(objects: Objects, number: int, atime_ns: int, mtime_ns: int) -> None:
     with closing_fd(objects.open(number)) as fd:
-        _set_times(fd, atime_ns, mtime_ns)
+        set_times(fd, atime_ns, mtime_ns)
 
 
 def _copy_all(object_fd: int, part_fd: int) -> int:

@@ -169,13 +169,20 @@ class Recorder:
         file = self._object_table.open.get(node.object)
         return file is None or not (file.is_changed or file.is_left_out)
 
+    def is_awaited(self, node: Node) -> bool:
+        """Whether no content was recorded yet of an open file that was created here: its last close
+        records one, with all attributes."""
+        number = node.object
+        return (
+            number in self._object_table.open and not self._object_table.states.content(number)[0]
+        )
+
     def record(self, node: Node) -> None:
         """Record what is new in an open file that has a name; that an empty file is new counts."""
         file = self._object_table.open.get(node.object)
         if file is None or not node.names:
             return
-        is_new = self._object_table.states.content(file.object)[0] == 0
-        if file.is_changed or file.is_left_out or is_new:
+        if file.is_changed or file.is_left_out or self.is_awaited(node):
             self._record_open(file)
 
     def record_if_quiet(self, file: OpenFile, passed_s: float) -> None:

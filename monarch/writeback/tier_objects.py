@@ -49,17 +49,17 @@ class TierObjects:
         self._closing: list[int] = []
 
     async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        with self._refusing():
+        with self.refusing():
             return await self.threads.run(function, *args)
 
     async def run_sync(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         """The same for a call that waits until bytes are on the disk."""
-        with self._refusing():
+        with self.refusing():
             return await self.sync_threads.run(function, *args)
 
     async def create(self) -> tuple[int, int]:
         """The number and the descriptor of a new object."""
-        with self._refusing():
+        with self.refusing():
             return await self.spares.take()
 
     def close_later(self, fd: int) -> None:
@@ -82,7 +82,8 @@ class TierObjects:
         self.spares.close()
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def refusing(self) -> Iterator[None]:
+        """Turns an error of the tier's disk into the answer to a caller."""
         try:
             yield
         except OSError as error:

@@ -13,8 +13,10 @@ import pytest
 import trio
 
 from monarch.errors import Refused
+from monarch.posix.thread_pool import ThreadPool
 from monarch.types import Ino
-from monarch.writeback import open_files
+from monarch.writeback import open_file, open_files
+from monarch.writeback.open_file import FileBytes, ObjectBytes
 from tests.writeback.remounts import ROOT, Ground, Life
 
 SET_NS = 1_300_000_000 * 10**9 + 7
@@ -81,8 +83,10 @@ async def test_the_times_that_were_set_are_shown_whatever_is_done_while_they_are
         if not is_open:
             life.files.release(made.ino)
             await life.drained()
-        for name in ("_set_times", "_set_times_of"):
-            monkeypatch.setattr(open_files, name, slow(getattr(open_files, name)))
+        # As those of a file are set whose bytes are at the source.
+        monkeypatch.setattr(ObjectBytes, "set_times", FileBytes.set_times)
+        monkeypatch.setattr(open_file, "set_times", slow(open_file.set_times))
+        monkeypatch.setattr(open_files, "_set_times_of", slow(open_files._set_times_of))
 
         async def set_times() -> None:
             await life.front.attributes.change(made.ino, by=ROOT, atime_ns=SET_NS, mtime_ns=SET_NS)
@@ -104,18 +108,78 @@ async def test_the_times_that_were_set_are_shown_whatever_is_done_while_they_are
         assert life.front.attributes.of(life.ino(b"new")).mtime_ns == SET_NS
 
 
-async def test_times_that_cannot_be_set_are_not_shown(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_times_that_the_disk_refuses_are_not_shown(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, is_open: bool
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(5, os.strerror(5))
 
     async with ground.mount() as life:
         made = await life.writing.create(*life.at(b"new"), mode=0o644, by=ROOT)
-        life.files.release(made.ino)
+        if not is_open:
+            life.files.release(made.ino)
         before = life.front.attributes.of(made.ino)
         with monkeypatch.context() as context:
             context.setattr(os, "utime", refuse)
             with pytest.raises(Refused):
                 await life.front.attributes.change(made.ino, by=ROOT, mtime_ns=SET_NS)
         assert life.front.attributes.of(made.ino) == before
+        assert life.front.objects.failures == 1
+
+
+async def test_a_file_is_unpacked_with_four_records_and_without_a_hop(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hops = 0
+    run = ThreadPool.run
+
+    async def counted(threads: ThreadPool, *args: Any) -> Any:
+        nonlocal hops
+        hops += 1
+        return await run(threads, *args)
+
+    async with ground.mount(works=False) as life:
+        change, journal = life.front.attributes.change, life.write_back.place.journal
+        await life.write(b"first", b"makes spares")
+        await ground.come_to_rest()
+        before = journal.written
+        with monkeypatch.context() as context:
+            context.setattr(ThreadPool, "run", counted)
+            made = await life.writing.create(*life.at(b"new"), mode=0o600, by=ROOT)
+            # What tar does, to a user's own file.
+            await change(made.ino, by=ROOT, mtime_ns=SET_NS)
+            await change(made.ino, by=ROOT, uid=ROOT.uid, gid=ROOT.gid)
+            await change(made.ino, by=ROOT, mode=0o640)
+            life.files.release(made.ino)
+        assert journal.written - before == 4, "creation, times, mode and content"
+        assert hops == 0
+        life.kill()
+    async with ground.mount() as life:
+        again = life.front.attributes.of(life.ino(b"new"))
+        assert (again.mode & 0o7777, again.mtime_ns) == (0o640, SET_NS)
+        await life.drained()
+    there = (ground.source / "new").stat()
+    assert (there.st_mode & 0o7777, there.st_mtime_ns) == (0o640, SET_NS)
+
+
+@pytest.mark.parametrize("what", ["mode", "owner", "set_id", "closed"])
+async def test_attributes_that_change_or_that_no_content_will_bring_are_recorded(
+    ground: Ground, what: str
+) -> None:
+    async with ground.mount(works=False) as life:
+        change, journal = life.front.attributes.change, life.write_back.place.journal
+        mode = 0o4755 if what == "set_id" else 0o644
+        made = await life.writing.create(*life.at(b"new"), mode=mode, by=ROOT)
+        if what == "closed":
+            life.files.release(made.ino)
+        before = journal.written
+        await change(
+            made.ino,
+            by=ROOT,
+            mode=0o640 if what == "mode" else None,
+            uid=ROOT.uid + (what == "owner"),
+        )
+        assert journal.written == before + 1
+        if what == "set_id":
+            assert life.front.attributes.of(made.ino).mode & 0o7777 == 0o755
