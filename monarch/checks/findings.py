@@ -27,7 +27,7 @@ from monarch.tiers.verify import (
     UNREADABLE,
     VERSION,
 )
-from monarch.writeback.inspect import Inspection
+from monarch.writeback.earlier import Inspection
 from monarch.writeback.store import PREFIX as ABSORBED
 
 STATE = "state"

@@ -48,7 +48,7 @@ from monarch.tiers.verify import (
     compare,
 )
 from monarch.types import Identity, Ino
-from monarch.writeback.inspect import inspect
+from monarch.writeback.earlier import inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.store import PREFIX as ABSORBED
 

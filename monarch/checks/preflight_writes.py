@@ -22,7 +22,7 @@ from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.text import counted, escape_text
 from monarch.tiers.ownership import PRIVATE
 from monarch.units import format_bytes
-from monarch.writeback.inspect import inspect
+from monarch.writeback.earlier import inspect
 from monarch.writeback.store import PREFIX, directory_of
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})

@@ -33,7 +33,7 @@ from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
 if TYPE_CHECKING:
-    from monarch.writeback.inspect import Inspection
+    from monarch.writeback.earlier import Inspection
 
 INTERRUPTED = 130
 # Time limit for each step of the daemon's end. Its longest step gives up after ten seconds, but a
@@ -171,7 +171,7 @@ def _left(record: MountRecord | None) -> Inspection | None:
     """The data that waits in the tier for the next mount; None if none does, or unknown."""
     if record is None or not record.absorbs or alive(record):
         return None
-    from monarch.writeback.inspect import inspect
+    from monarch.writeback.earlier import inspect
 
     try:
         found = inspect(Path(record.absorbs))

@@ -53,7 +53,7 @@ from monarch.transfer.engine import Engine
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino
 from monarch.vfs.copies import Copies
-from monarch.writeback.inspect import Inspection, inspect
+from monarch.writeback.earlier import Inspection, inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.setup import WriteBack
 

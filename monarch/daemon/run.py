@@ -37,7 +37,7 @@ from monarch.tiers.source import Source, close_result
 from monarch.types import Progress
 from monarch.units import KiB
 from monarch.writeback import lease
-from monarch.writeback.store import require_former_tiers_drained
+from monarch.writeback.earlier import require_former_tiers_drained
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup

@@ -150,8 +150,6 @@ class WrittenAttributes:
         """All paths of a file that has several: others may take the first one at the source."""
         return tuple(self._names.visible_paths(node.ino)) if len(node.names) > 1 else ()
 
-    # -- extended attributes -----------------------------------------------------------------------
-
     def xattr(self, ino: Ino, name: bytes) -> bytes | None:
         """The value of an extended attribute, None where there is none."""
         node = self._names.node(ino)

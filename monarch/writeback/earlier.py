@@ -1,18 +1,27 @@
-"""What earlier mounts left in the journal, and what a mount with a new snapshot needs of it."""
+"""What earlier mounts left in a tier: read without a daemon, or for a mount with a new snapshot.
+
+Nothing is changed. A daemon may use the tier meanwhile; the result is then that of one moment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 
 from monarch.config.settings import MountSettings
+from monarch.control.state_directory import read_note
+from monarch.errors import TierError
+from monarch.text import counted
 from monarch.types import WRITTEN_INO
+from monarch.units import format_bytes
 from monarch.writeback.history import Numbered, names_of
-from monarch.writeback.journal import Replay, Told, look
+from monarch.writeback.journal import Replay, read_replay
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.store import directory_of, snapshot_known
@@ -40,11 +49,11 @@ def earlier(settings: MountSettings) -> Earlier:
         with suppress(OSError):
             if not (directory / "journal").exists():
                 continue
-            found = look(directory).replay
+            found = read_replay(directory)
             changed |= changed_in_place(found.ops)
-            left = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
-            if (left and not undone) or not snapshot_id:
-                undone, snapshot_id = len(left), snapshot_known(directory)
+            ops = [op for _, op in unfinished(found, Objects(directory)) if op.kind != "gone"]
+            if (ops and not undone) or not snapshot_id:
+                undone, snapshot_id = len(ops), snapshot_known(directory)
     return Earlier(undone, snapshot_id, frozenset(changed))
 
 
@@ -95,8 +104,14 @@ def unfinished(found: Replay, objects: Objects) -> Iterator[Numbered]:
     made = {op.object for _, op in ops if op.kind in ("create", "take")}
     # The mount forgot these files; any that still has a name is read from the source.
     made -= {op.object for _, op in ops if op.kind == "gone"}
-    told = found.told()
-    new = found.unpublished(made) | {n for n in made & told.keys() if _differs(objects, n, told[n])}
+    recorded = found.versions()
+    new = found.unpublished(made)
+    for number in made & recorded.keys():
+        # It may have been written after its last record.
+        with suppress(OSError):
+            status = objects.status(number)
+            if (status.st_size, status.st_mtime_ns) != recorded[number]:
+                new.add(number)
     new |= {op.object for op in undone if op.kind == "content"}
     # Another program may have removed the old name, at the source, of a file to be renamed.
     renamed = {op.object for op in undone if op.kind in ("rename", "link")} - new
@@ -133,10 +148,121 @@ def _undone(found: Replay) -> Iterator[Numbered]:
     return ((seq, op) for seq, op in found.ops if seq not in found.done)
 
 
-def _differs(objects: Objects, number: int, told: Told) -> bool:
-    """Whether an object was written after ``told`` was recorded."""
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A written file that is not at the source yet.
+
+    ``path`` is its first name in the mount, ``size`` its size in the last record, in bytes, and
+    ``recorded_ns`` the time of its first record that is not drained. ``fault`` describes the damage
+    of its object, empty if there is none.
+    """
+
+    path: bytes
+    object: int
+    size: int
+    recorded_ns: int
+    fault: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """``operations`` is the number of changes that are not at the source yet; ``waiting`` are the
+    written files among them, oldest first.
+
+    ``lost`` are the paths of files that were never synced before a power cut: the next mount puts
+    them aside. ``unknown`` are the numbers of objects without a record, or with the record that
+    they were removed. Objects made ahead (``Spares``) are not among them.
+    """
+
+    source: bytes
+    operations: int
+    waiting: tuple[Waiting, ...]
+    lost: tuple[bytes, ...]
+    unknown: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.size for each in self.waiting)
+
+
+def inspect(directory: Path) -> Inspection:
+    """Inspects a directory with a journal. Raises TierError if the journal cannot be read."""
+    found = read_replay(directory)
+    # A "gone" record is not for the source.
+    ops, done = found.ops, found.done
+    undone = [(seq, op) for seq, op in ops if seq not in done and op.kind != "gone"]
+    contents: dict[int, tuple[int, Op]] = {}
+    for seq, op in undone:
+        if op.kind == "content":
+            first, _ = contents.get(op.object, (seq, op))
+            contents[op.object] = (first, op)
+    # Objects whose bytes are at the source, in a staged file.
+    through = {op.object for _, op in ops if op.kind == "through"}
+    names = names_of(ops, contents)
+    objects = Objects(directory)
+    gone = {op.object for _, op in ops if op.kind == "gone"}
+    unknown = objects.numbers() - found.all_doubted - ({op.object for _, op in ops} - gone)
+    waiting = [
+        Waiting(
+            path=names[number][0],
+            object=number,
+            size=op.size,
+            recorded_ns=found.recorded_ns[first],
+            fault="" if number in through else _fault(objects, op),
+        )
+        for number, (first, op) in sorted(contents.items(), key=lambda item: item[1][0])
+        if number in names
+    ]
+    return Inspection(
+        source=found.source,
+        operations=len(undone),
+        waiting=tuple(waiting),
+        lost=tuple(op.path for op in found.lost),
+        unknown=tuple(sorted(unknown - set(_made_ahead(objects, unknown, ops)))),
+    )
+
+
+def _made_ahead(objects: Objects, unknown: Iterable[int], ops: Sequence[Numbered]) -> Iterator[int]:
+    """The empty objects with numbers above those in all records (``Spares``)."""
+    last = max((op.object for _, op in ops), default=0)
+    for number in unknown:
+        with suppress(OSError):
+            if number > last and objects.status(number).st_size == 0:
+                yield number
+
+
+def _fault(objects: Objects, op: Op) -> str:
     try:
-        status = objects.status(number)
-    except OSError:
-        return False
-    return (status.st_size, status.st_mtime_ns) != told
+        size = objects.status(op.object).st_size
+    except FileNotFoundError:
+        return "the file with its bytes is gone"
+    except OSError as error:
+        return f"the file with its bytes cannot be read: {error.strerror}"
+    if size < op.size and op.synced:
+        return f"the file with its bytes has {size} of {op.size}"
+    return ""
+
+
+def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
+    """Refuses a mount without a tier of the last mount that has changes which the source lacks.
+
+    Must be called before the snapshot is chosen: the changes belong to the current snapshot. Raises
+    TierError.
+    """
+    try:
+        before = read_note(state).tiers
+    except TierError:
+        return
+    now = {os.path.realpath(tier.path) for tier in settings.tiers}
+    for tier in before:
+        directory = directory_of(Path(tier.path), settings.source)
+        if os.path.realpath(tier.path) in now or not (directory / "journal").exists():
+            continue
+        found = inspect(directory)
+        if found.operations:
+            words = f"{counted(len(found.waiting), 'file', 'files')}, {format_bytes(found.bytes)},"
+            raise TierError(
+                f"tier {tier.path!r} is not used any more, but still has {words} not at the source",
+                hint="mount with it until they are drained, or give them up by removing"
+                f" {os.fspath(directory)}",
+            )

@@ -19,9 +19,9 @@ from monarch.text import errno_words
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import Ino
 from monarch.writeback.attributes import WrittenAttributes
+from monarch.writeback.commits import FsyncFailures
 from monarch.writeback.copy_up import CopyUp
 from monarch.writeback.drain import Drain
-from monarch.writeback.fsync_failures import FsyncFailures
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import FastWrites, OpenTable
 from monarch.writeback.open_files import Fsyncs, WrittenFiles

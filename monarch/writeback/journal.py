@@ -25,16 +25,7 @@ from monarch.units import KiB, MiB
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal_file import JournalFile
-from monarch.writeback.journal_found import (
-    NAME,
-    Found,
-    Look,
-    Replay,
-    Told,
-    boot_now,
-    look,
-    read_journal,
-)
+from monarch.writeback.journal_found import NAME, Found, Replay, boot_now, read_journal, read_replay
 from monarch.writeback.journal_records import (
     VERSION,
     Known,
@@ -46,7 +37,7 @@ from monarch.writeback.journal_records import (
 )
 from monarch.writeback.op import Op
 
-__all__ = ["Journal", "Known", "Look", "Op", "Replay", "Told", "look"]
+__all__ = ["Journal", "Known", "Op", "Replay", "read_replay"]
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +73,6 @@ class Journal:
         self._replay: Replay | None = None
         # The length of the file after it was shortened last, in bytes.
         self._short_bytes = 0
-
-    # -- opening ---------------------------------------------------------------------------------
 
     @classmethod
     def open(cls, directory: Path, *, source: bytes, boot: str | None = None) -> Journal:
@@ -151,8 +140,6 @@ class Journal:
     def taken_up(self) -> None:
         """Drops the state that was read at opening."""
         self._replay = self._found = None
-
-    # -- appending -------------------------------------------------------------------------------
 
     @property
     def position(self) -> int:
@@ -263,8 +250,6 @@ class Journal:
         """
         self._file.sync()
 
-    # -- rewriting -------------------------------------------------------------------------------
-
     def compact(
         self, keep: Iterable[Numbered], *, position: int, known: Known | None = None
     ) -> None:
@@ -328,8 +313,13 @@ def _prepared(file: JournalFile, source: bytes, boot: str) -> Found:
     found = read_journal(file.fd, path, boot)
     doubtful = Doubtful(path.parent)
     if found is None:
-        _require_no_objects(path.parent)
-        found = Found.new(source)
+        for object in path.parent.glob("??/*"):
+            raise TierError(
+                f"{os.fspath(path.parent)!r} holds absorbed files, {object.name!r} among them, but"
+                " no journal that knows them",
+                hint="put the journal back, or move the directory away",
+            )
+        found = Found(source)
         file.begin(found.header())
     elif found.source != source:
         raise TierError(
@@ -357,12 +347,3 @@ def _prepared(file: JournalFile, source: bytes, boot: str) -> Found:
         file.overwrite(upgraded(file.read(found.end)))
         log.info("journal %s: is of version %d, now %d", path, found.version, VERSION)
     return found
-
-
-def _require_no_objects(directory: Path) -> None:
-    for path in directory.glob("??/*"):
-        raise TierError(
-            f"{os.fspath(directory)!r} holds absorbed files, {path.name!r} among them, but no"
-            " journal that knows them",
-            hint="put the journal back, or move the directory away",
-        )

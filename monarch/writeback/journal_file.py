@@ -85,8 +85,6 @@ class JournalFile:
         """Why syncs fail, until the file is replaced; empty while syncs succeed."""
         return errno_words(self._failed.errno) if self._failed is not None else ""
 
-    # -- before the first record is appended -----------------------------------------------------
-
     def begin(self, record: Record) -> None:
         """Writes the first record of a new journal. Raises OSError."""
         line = encoded(record)
@@ -126,8 +124,6 @@ class JournalFile:
     def _open_staged(self) -> tuple[Path, int]:
         staged = self.path.with_name(_STAGED)
         return staged, os.open(staged, _FLAGS | os.O_TRUNC, 0o600)
-
-    # -- appending -------------------------------------------------------------------------------
 
     def append(self, *records: Record) -> None:
         """Appends records, which then survive a kill of the daemon. Raises OSError, and then no
@@ -185,8 +181,6 @@ class JournalFile:
         # Not every file system supports it.
         return ctypes.get_errno() not in _FULL
 
-    # -- syncing ---------------------------------------------------------------------------------
-
     def sync(self) -> None:
         """Waits until everything appended so far is on the disk; callers share the wait.
 
@@ -219,8 +213,6 @@ class JournalFile:
         with self._turn:
             self._syncing = False
             self._turn.notify_all()
-
-    # -- replacing -------------------------------------------------------------------------------
 
     def read(self, position: int) -> bytes:
         """Everything before ``position``. Raises OSError."""

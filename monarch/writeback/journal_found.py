@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 NAME = "journal"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
-# The last recorded size and modification time of an object.
-Told = tuple[int, int | None]
-
 
 def boot_now() -> str:
     """The present start of the machine. Raises OSError."""
@@ -53,8 +50,9 @@ class Replay:
     ``ops``. ``recorded_ns``: the time of each change that is not drained, in ns since the epoch.
     ``staged``: files of the source that may have got the name of an object in an earlier mount,
     without a record. ``known``: what the journal knew when it was rewritten, None if it never was.
-    ``doubted``: the last record, and its time, of each object with a name that any power cut has
-    made doubtful. ``aside``: changes that are set aside, since the source refuses them.
+    ``all_doubted``: the objects that any power cut has made doubtful; ``doubted`` has the last
+    record, and its time, of those with a name. ``aside``: changes that are set aside, since the
+    source refuses them. ``source`` is the path of the source.
     """
 
     ops: tuple[Numbered, ...]
@@ -66,7 +64,9 @@ class Replay:
     staged: Mapping[int, frozenset[Identity]] = field(default_factory=dict)
     known: Known | None = None
     doubted: Mapping[int, tuple[Op, int]] = field(default_factory=dict)
+    all_doubted: frozenset[int] = frozenset()
     aside: frozenset[int] = frozenset()
+    source: bytes = b""
 
     def unpublished(self, objects: Iterable[int]) -> set[int]:
         """Those of ``objects`` with bytes that no recorded content will bring to the source: none
@@ -89,34 +89,25 @@ class Replay:
         """The objects that are still needed after the changes were taken over."""
         return Replay((), {}, self.next_object, self.next_ino, self.lost, {})
 
-    def told(self) -> dict[int, Told]:
+    def versions(self) -> dict[int, tuple[int, int | None]]:
         """The last recorded size and modification time of each object.
 
         The time is None, which no object has, if it was set while the object had bytes that no
         content records.
         """
-        told: dict[int, Told] = {}
+        versions: dict[int, tuple[int, int | None]] = {}
         for _, op in self.ops:
             if op.kind == "content":
-                told[op.object] = op.size, op.mtime_ns
-            elif op.kind == "attr" and op.mtime_ns is not None and op.object in told:
-                told[op.object] = told[op.object][0], op.mtime_ns if op.same else None
-        return told
+                versions[op.object] = op.size, op.mtime_ns
+            elif op.kind == "attr" and op.mtime_ns is not None and op.object in versions:
+                versions[op.object] = versions[op.object][0], op.mtime_ns if op.same else None
+        return versions
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The content of a journal that was read without opening it: the path of the ``source``, what a
-    mount would take over, and ``doubted``, all objects that a power cut has made doubtful."""
-
-    source: bytes
-    replay: Replay
-    doubted: frozenset[int] = frozenset()
-
-
-def look(directory: Path) -> Look:
-    """Reads the journal of ``directory``, even while a daemon writes it; changes nothing. Raises
-    TierError if it cannot be read, is damaged, or is of a newer Monarch."""
+def read_replay(directory: Path) -> Replay:
+    """What a mount would take over from the journal of ``directory``, which a daemon may be
+    writing; changes nothing. Raises TierError if the journal cannot be read, is damaged, or is of a
+    newer Monarch."""
     path = directory / NAME
     try:
         boot = boot_now()
@@ -126,22 +117,21 @@ def look(directory: Path) -> Look:
         raise TierError(
             f"journal {os.fspath(path)!r}: {error.strerror}", hint="check its disk: `dmesg`"
         ) from error
-    if found is None:
-        found = Found.new(b"")
-    lost = found.lost_now(boot, directory)
-    return Look(found.source, found.replay(lost), frozenset(found.lost | lost.keys()))
+    found = found or Found(b"")
+    return found.replay(found.lost_now(boot, directory))
 
 
 class Found:
     """The state after the records that were passed to ``add``.
 
-    ``end`` is the offset behind the last complete record, in bytes. ``boot``: the last recorded
-    start of the machine. ``durable``: objects with a content that was synced or published.
+    Before the first one it is that of a new journal. ``end`` is the offset behind the last complete
+    record, in bytes. ``boot``: the last recorded start of the machine. ``durable``: objects with a
+    content that was synced or published.
     """
 
-    def __init__(self, token: str, source: bytes) -> None:
+    def __init__(self, source: bytes, token: str = "") -> None:
         self.version = VERSION
-        self.token = token
+        self.token = token or uuid.uuid4().hex[:16]
         self.source = source
         self.next_seq = 1
         self.next_object = 1
@@ -164,11 +154,6 @@ class Found:
         self.ops: list[Numbered] = []
         self.recorded_ns: dict[int, int] = {}
         self.end = 0
-
-    @classmethod
-    def new(cls, source: bytes) -> Found:
-        """The state of a new journal."""
-        return cls(uuid.uuid4().hex[:16], source)
 
     @classmethod
     def of(cls, content: bytes, path: Path, boot: str) -> Found | None:
@@ -209,7 +194,7 @@ class Found:
                 f" {VERSION}",
                 hint="mount with the Monarch that wrote it",
             )
-        found = cls(str(record["token"]), raw(record["source"]))
+        found = cls(raw(record["source"]), str(record["token"]))
         found.version = int(version)
         found.next_seq = int(record["seq"])
         found.next_object = int(record["object"])
@@ -319,7 +304,9 @@ class Found:
             recorded_ns={seq: self.recorded_ns[seq] for seq in undone},
             known=self.known,
             doubted=self.last_of(all_lost),
+            all_doubted=frozenset(all_lost),
             aside=frozenset(self.aside.intersection(undone)),
+            source=self.source,
         )
 
     def shortened(self) -> list[Numbered]:
@@ -388,8 +375,8 @@ def _require_torn(content: bytes, offset: int, where: str, *, may_be_torn: bool)
     )
 
 
-# The result of the last ``look``, and the version of the file: a mount inspects a journal before it
-# opens it.
+# The result of the last ``read_replay``, and the version of the file: a mount inspects a journal
+# before it opens it.
 _LOOKED: dict[tuple[int, ...], Found] = {}
 
 

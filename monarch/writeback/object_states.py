@@ -42,8 +42,6 @@ class ObjectStates:
         self.drained_bytes = 0
         self.largest = 0
 
-    # -- recorded --------------------------------------------------------------------------------
-
     def content(self, number: int) -> tuple[int, bool]:
         """The seq of the last content, 0 if there is none, and whether it was synced."""
         return self._contents.get(number, (0, False))
@@ -71,8 +69,6 @@ class ObjectStates:
             self._unsynced.pop(number, None)
         else:
             self._unsynced[number] = seq
-
-    # -- in the tier -----------------------------------------------------------------------------
 
     def unsynced(self) -> dict[int, int]:
         """The seq of the last content of each object that may not be on the tier's disk."""
@@ -119,8 +115,6 @@ class ObjectStates:
         """The path beside which the bytes are at the source; None if they are in the tier."""
         return self._through.get(number)
 
-    # -- at the source ---------------------------------------------------------------------------
-
     def published(self, number: int, identity: Identity) -> None:
         """The source has the bytes of the last content."""
         self._forget_drained(number)
@@ -157,8 +151,6 @@ class ObjectStates:
     def _forget_drained(self, number: int) -> None:
         if self.drained.pop(number, None) is not None:
             self.drained_bytes -= self.size(number)
-
-    # -- all -------------------------------------------------------------------------------------
 
     def forget(self, number: int) -> None:
         """The object is gone."""

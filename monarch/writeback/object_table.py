@@ -12,6 +12,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
@@ -24,6 +25,27 @@ from monarch.writeback.open_file import UNTOUCHED, OpenFile
 log = logging.getLogger(__name__)
 
 _BLOCK = 512
+
+
+def content_of(node: Node, paths: tuple[bytes, ...], *, size: int, **more: Any) -> Op:
+    """A content of the first ``size`` bytes of a file, with its attributes and all its ``paths``;
+    ``more`` are other fields of the record."""
+    return Op(
+        strict=True,
+        kind="content",
+        path=paths[0],
+        paths=paths,
+        object=node.object,
+        ino=node.ino,
+        mode=stat.S_IMODE(node.mode),
+        uid=node.uid,
+        gid=node.gid,
+        atime_ns=node.atime_ns,
+        mtime_ns=node.mtime_ns,
+        size=size,
+        xattrs=dict(node.xattrs),
+        **more,
+    )
 
 
 class ObjectTable:
@@ -47,8 +69,6 @@ class ObjectTable:
         ino = self._inos.get(number)
         node = self._names.node(ino) if ino is not None else None
         return node if node is not None and node.object == number else None
-
-    # -- what the drain and the commits ask and report -------------------------------------------
 
     def is_dead(self, number: int) -> bool:
         """Whether the file has no name any more, in the tree or, if that lacks it, in the
@@ -95,24 +115,7 @@ class ObjectTable:
         node = self.node(number)
         if node is None or not node.names or self.states.is_write_through(number):
             return None
-        paths = tuple(self._names.visible_paths(node.ino))
-        return Op(
-            kind="content",
-            path=paths[0],
-            paths=paths,
-            object=number,
-            ino=node.ino,
-            mode=stat.S_IMODE(node.mode),
-            uid=node.uid,
-            gid=node.gid,
-            atime_ns=node.atime_ns,
-            mtime_ns=node.mtime_ns,
-            size=node.size,
-            xattrs=dict(node.xattrs),
-            strict=True,
-        )
-
-    # -- objects that come and go ----------------------------------------------------------------
+        return content_of(node, tuple(self._names.visible_paths(node.ino)), size=node.size)
 
     def own(self, node: Node) -> None:
         """The file has this object, with its present size."""
@@ -182,8 +185,6 @@ class ObjectTable:
             source_ino=identity.source_ino,
         )
         self._names.refresh(node.ino, now)
-
-    # -- earlier mounts --------------------------------------------------------------------------
 
     def take_up(self, ops: Sequence[Numbered], done: Mapping[int, Identity | None]) -> list[Node]:
         """Take up the changes of earlier mounts, which the tree shows already; the files that have

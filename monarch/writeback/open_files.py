@@ -26,8 +26,8 @@ from monarch.posix.descriptors import closing_fd
 from monarch.posix.sparse import copy_data
 from monarch.tiers.source import SourceFile
 from monarch.types import WRITTEN_INO, Ino
+from monarch.writeback.commits import FsyncFailures
 from monarch.writeback.drain import Drain
-from monarch.writeback.fsync_failures import FsyncFailures
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
@@ -84,8 +84,6 @@ class WrittenFiles:
             return False
         self._opens.outdated.remove(ino)
         return True
-
-    # -- open and closed ---------------------------------------------------------------------------
 
     async def create(self) -> tuple[int, int]:
         """The number and the descriptor of a new object."""
@@ -174,8 +172,6 @@ class WrittenFiles:
         # A name that cannot be read now is the next mount's.
         with suppress(Refused):
             self._unlinked.forget_at_end()
-
-    # -- bytes -------------------------------------------------------------------------------------
 
     async def read(self, ino: Ino, offset: int, size: int) -> bytes:
         """Raises Refused or SourceError, depending on whose disk it is."""
@@ -304,8 +300,6 @@ class WrittenFiles:
         """Bring size, blocks and times of an open file's node up to date."""
         if (file := self._opens.files.get(node.ino)) is not None:
             self._recorder.keep_status(file)
-
-    # -- safety ------------------------------------------------------------------------------------
 
     async def sync(self, ino: Ino) -> int:
         """Make the bytes of an open file safe; the number in the journal of the content that says

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from monarch.types import Identity, Ino
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.object_states import ObjectStates
-from monarch.writeback.object_table import ObjectTable
+from monarch.writeback.object_table import ObjectTable, content_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import OpenFile
@@ -239,30 +238,19 @@ class Recorder:
             self._writers[number] = writers[-1]
         try:
             paths = tuple(self._names.visible_paths(node.ino))
-            path = self._names.visible_path(node.ino)
         except Refused:
             self._delayed[node.ino] = None
             raise
         # A file that was open when its daemon was killed may have been changed anywhere.
         intact = min(file.lowest(forget=True), size) if file is not None else 0
         is_through = table.states.is_write_through(number)
-        op = Op(
-            strict=True,
-            kind="content",
-            path=path,
-            object=number,
-            mode=stat.S_IMODE(node.mode),
-            uid=node.uid,
-            gid=node.gid,
-            atime_ns=node.atime_ns,
-            mtime_ns=node.mtime_ns,
+        op = content_of(
+            node,
+            paths,
             size=size,
             intact=intact,
-            paths=paths,
-            xattrs=dict(node.xattrs),
             synced=synced,
             through=is_through,
-            ino=node.ino,
             by=self._writers.get(number),
             also=writers[:-1],
             same=number in self._unwritten and not is_through,
@@ -275,8 +263,6 @@ class Recorder:
             raise
         table.states.record(number, seq, synced=synced, same=op.same)
         return seq
-
-    # -- earlier mounts ----------------------------------------------------------------------------
 
     def take_up(
         self,
@@ -313,15 +299,13 @@ class Recorder:
     def record_unrecorded(self, found: Replay) -> None:
         """Record the files as they are that were open when their daemon was killed."""
         nodes = {node.object: node for node in self._names.nodes() if node.object and node.names}
-        told = found.told()
+        recorded = found.versions()
         new = found.unpublished(nodes)
         for number, node in nodes.items():
             now = node.size, node.mtime_ns
-            then = told.get(number, now)
-            if self._object_table.states.is_write_through(number):
-                # Its times are set when it gets its name.
-                is_told = then[0] == node.size
-            else:
-                is_told = then == now
-            if number in new or not is_told:
+            then = recorded.get(number, now)
+            # The times of a staged file are set when it gets its name.
+            is_through = self._object_table.states.is_write_through(number)
+            is_recorded = then[0] == node.size if is_through else then == now
+            if number in new or not is_recorded:
                 self._record(node, size=node.size)

@@ -24,16 +24,12 @@ from pathlib import Path
 import xxhash
 
 from monarch.config.settings import MountSettings
-from monarch.control.state_directory import read_note
 from monarch.errors import TierError
 from monarch.posix.file_lock import Lock
 from monarch.posix.private_directory import replace_private
-from monarch.text import counted
 from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
-from monarch.units import format_bytes
 from monarch.writeback.doubtful import Doubtful
-from monarch.writeback.inspect import inspect
 from monarch.writeback.journal import Journal, Replay
 from monarch.writeback.journal_file import Reserve
 from monarch.writeback.objects import Objects
@@ -133,31 +129,6 @@ def _locked(directory: Path, settings: MountSettings) -> Lock:
         return Lock(fd, what, os.fspath(settings.mountpoint), instead=another)
     finally:
         os.close(fd)
-
-
-def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
-    """Refuses a mount without a tier of the last mount that has changes which the source lacks.
-
-    Must be called before the snapshot is chosen: the changes belong to the current snapshot. Raises
-    TierError.
-    """
-    try:
-        before = read_note(state).tiers
-    except TierError:
-        return
-    now = {os.path.realpath(tier.path) for tier in settings.tiers}
-    for tier in before:
-        directory = directory_of(Path(tier.path), settings.source)
-        if os.path.realpath(tier.path) in now or not (directory / "journal").exists():
-            continue
-        left = inspect(directory)
-        if left.operations:
-            words = f"{counted(len(left.waiting), 'file', 'files')}, {format_bytes(left.bytes)},"
-            raise TierError(
-                f"tier {tier.path!r} is not used any more, but still has {words} not at the source",
-                hint="mount with it until they are drained, or give them up by removing"
-                f" {os.fspath(directory)}",
-            )
 
 
 def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:

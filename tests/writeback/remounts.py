@@ -46,8 +46,8 @@ from monarch.vfs.promotions import Promotions
 from monarch.vfs.revalidation import Revalidation
 from monarch.writeback import journal_found
 from monarch.writeback import setup as absorbing_module
+from monarch.writeback.earlier import Inspection, inspect
 from monarch.writeback.front import Reading
-from monarch.writeback.inspect import Inspection, inspect
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import SourceBytes
 from monarch.writeback.setup import build_write_back
@@ -209,7 +209,7 @@ class Ground:
         """The changes that the source lacks, by what the journal tells, in their order."""
         if not (self.directory / "journal").exists():
             return []
-        found = journal_found.look(self.directory).replay
+        found = journal_found.read_replay(self.directory)
         return [op for seq, op in found.ops if seq not in found.done and not op.same]
 
     def owed(self) -> set[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monarch.types import Identity
-from monarch.writeback import inspect, journal, journal_found
+from monarch.writeback import earlier, journal, journal_found
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.objects import Objects, object_path
@@ -62,7 +62,7 @@ def test_it_is_kept_with_what_is_known_of_it_until_it_is_discarded(directory: Pa
         # Of the others there is nothing to be kept, and none of this is an object any more.
         assert Objects(directory).numbers() == set()
         Objects(directory).sweep(set())
-        assert inspect.inspect(directory).unknown == ()
+        assert earlier.inspect(directory).unknown == ()
     kept.discard(1)
     assert kept.list() == Doubtful(directory).list() == [] and kept.held == 0
     assert not list((directory / "doubtful").iterdir())
@@ -75,7 +75,7 @@ def test_a_mount_that_was_killed_before_it_was_put_aside_leaves_it_to_the_next(
     filled(directory)
     # The loss is recorded, and told once.
     assert opened(directory, "two").lost
-    assert inspect.inspect(directory).unknown == ()
+    assert earlier.inspect(directory).unknown == ()
     found = opened(directory, "two")
     assert not found.lost
     kept = Doubtful(directory)
@@ -92,7 +92,7 @@ def test_objects_that_cannot_be_moved_aside_stay_for_the_next_mount(
     kept = Doubtful(directory)
     kept.keep(found.doubted)
     assert kept.list() == [] and 1 in Objects(directory).numbers()
-    assert journal.look(directory).doubted >= {1}
+    assert journal.read_replay(directory).all_doubted >= {1}
 
 
 @pytest.mark.fault("T16")
@@ -115,7 +115,7 @@ def test_bytes_that_the_tier_lost_without_a_start_of_the_machine_are_no_whole_fi
     # A program truncates a file, and the daemon is killed before it records that.
     time.sleep(0.02)
     os.truncate(object_path(directory, 4), 1)
-    assert set(inspect.inspect(directory).lost) == {b"1", b"2"}
+    assert set(earlier.inspect(directory).lost) == {b"1", b"2"}
     found = opened(directory, "one")
     assert {op.path for op in found.lost} == {b"1", b"2"}
     assert {op.path for _, op in found.ops} == {b"3", b"4"}
@@ -143,4 +143,4 @@ def test_files_whose_records_were_cut_off_are_kept_and_named(directory: Path) ->
     assert found.next_object == opened(directory, "one").next_object == 4
     # The object without bytes was made ahead.
     assert Objects(directory).numbers() == {1, 2}
-    assert inspect.inspect(directory).unknown == ()
+    assert earlier.inspect(directory).unknown == ()

@@ -19,7 +19,7 @@ from monarch.namespace.overlay import Node
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
 from monarch.types import WRITTEN_INO, Identity, Ino
-from monarch.writeback.fsync_failures import FsyncFailures
+from monarch.writeback.commits import FsyncFailures
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op

@@ -15,7 +15,7 @@ import xxhash
 from monarch.errors import TierError
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.journal_file import JournalFile
-from monarch.writeback.journal_found import Found, look, read_journal
+from monarch.writeback.journal_found import Found, read_journal, read_replay
 from monarch.writeback.journal_records import (
     VERSION,
     Known,
@@ -306,11 +306,11 @@ def test_a_journal_that_was_inspected_is_read_once(
         return of(content, path, boot)
 
     monkeypatch.setattr(Found, "of", counting)
-    assert look(tmp_path).source == b"/s"
+    assert read_replay(tmp_path).source == b"/s"
     with path.open("rb") as journal:
         assert read_journal(journal.fileno(), path, "one") is not None
         assert len(reads) == 1
         assert read_journal(journal.fileno(), path, "one") is not None
         assert len(reads) == 2
     path.write_bytes(b"")
-    assert look(tmp_path).replay.ops == ()
+    assert read_replay(tmp_path).ops == ()
