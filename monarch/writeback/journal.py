@@ -33,7 +33,6 @@ from monarch.writeback.journal_records import (
     change,
     marks,
     staged_record,
-    upgraded,
 )
 from monarch.writeback.op import Op
 
@@ -344,6 +343,8 @@ def _prepared(file: JournalFile, source: bytes, boot: str) -> Found:
     found.next_object = max(found.next_object, doubtful.next_number)
     file.remove_staged()
     if found.version < VERSION:
-        file.overwrite(upgraded(file.read(found.end)))
+        records = [*file.records(0, found.end)]
+        records[0]["monarch"] = VERSION
+        file.replace(lambda: records, found.end)
         log.info("journal %s: is of version %d, now %d", path, found.version, VERSION)
     return found

@@ -102,28 +102,9 @@ class JournalFile:
         os.fsync(self.fd)
         self.position = end
 
-    def overwrite(self, content: bytes) -> None:
-        """Replaces the whole content in one step. Raises OSError."""
-        staged, fd = self._open_staged()
-        try:
-            with open(fd, "wb", closefd=False) as file:
-                file.write(content)
-            os.fsync(fd)
-            staged.rename(self.path)
-            sync_path(self.path.parent)
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(self.fd)
-        self.fd, self.position = fd, len(content)
-
     def remove_staged(self) -> None:
         """Removes the temporary file of an interrupted ``replace``. Raises OSError."""
         self.path.with_name(_STAGED).unlink(missing_ok=True)
-
-    def _open_staged(self) -> tuple[Path, int]:
-        staged = self.path.with_name(_STAGED)
-        return staged, os.open(staged, _FLAGS | os.O_TRUNC, 0o600)
 
     def append(self, *records: Record) -> None:
         """Appends records, which then survive a kill of the daemon. Raises OSError, and then no
@@ -244,7 +225,8 @@ class JournalFile:
             self._replace(first(), end)
 
     def _replace(self, first: Iterable[Record], end: int) -> None:
-        staged, fd = self._open_staged()
+        staged = self.path.with_name(_STAGED)
+        fd = os.open(staged, _FLAGS | os.O_TRUNC, 0o600)
         try:
             _write(fd, first)
             os.fdatasync(fd)

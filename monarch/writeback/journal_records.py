@@ -159,14 +159,3 @@ def decoded(line: bytes) -> Record | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def upgraded(content: bytes) -> bytes:
-    """The journal of an older version, with whole records, as one of this version.
-
-    The first line keeps its length, since records name positions in the file.
-    """
-    first, _, others = content.partition(b"\n")
-    record = decoded(first)
-    assert record is not None
-    return encoded({**record, "monarch": VERSION}) + others

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -183,23 +183,18 @@ class Objects:
 
     def numbers(self) -> set[int]:
         """The numbers of all objects. Raises OSError."""
-        return {int(os.path.basename(path)) for path in self._paths()}
-
-    def sweep(self, known: Container[int]) -> int:
-        """Removes the objects that are not in ``known``; returns their count. Raises OSError."""
-        removed = 0
-        for path in list(self._paths()):
-            if int(os.path.basename(path)) not in known:
-                os.unlink(path)
-                removed += 1
-        return removed
-
-    def _path(self, number: int) -> bytes:
-        return b"%s/%02x/%d" % (self._directory, number & 0xFF, number)
-
-    def _paths(self) -> Iterator[bytes]:
+        found: set[int] = set()
         with os.scandir(self._directory) as entries:
             buckets = [e.path for e in entries if _BUCKET.fullmatch(e.name)]
         for bucket in buckets:
             with suppress(NotADirectoryError), os.scandir(bucket) as entries:
-                yield from [e.path for e in entries if e.name.isdigit()]
+                found.update(int(e.name) for e in entries if e.name.isdigit())
+        return found
+
+    def sweep(self, known: Set[int]) -> None:
+        """Removes the objects that are not in ``known``. Raises OSError."""
+        for number in self.numbers() - known:
+            os.unlink(self._path(number))
+
+    def _path(self, number: int) -> bytes:
+        return b"%s/%02x/%d" % (self._directory, number & 0xFF, number)

@@ -25,6 +25,7 @@ import xxhash
 
 from monarch.config.settings import MountSettings
 from monarch.errors import TierError
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.file_lock import Lock
 from monarch.posix.private_directory import replace_private
 from monarch.tiers.ownership import PRIVATE
@@ -97,7 +98,14 @@ def open_write_store(settings: MountSettings, tiers: Sequence[Tier]) -> WriteSto
     directory = directory_of(chosen.path, settings.source)
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        lock = _locked(directory, settings)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+        with closing_fd(os.open(directory, flags)) as fd:
+            lock = Lock(
+                fd,
+                f"what is written for {os.fspath(settings.source)!r} in {os.fspath(directory)!r}",
+                os.fspath(settings.mountpoint),
+                instead="give this mount another tier with --tier PATH",
+            )
     except OSError as error:
         raise TierError(
             f"tier {os.fspath(chosen.path)!r}: {error.strerror}",
@@ -118,17 +126,6 @@ def make_room(settings: MountSettings) -> None:
     for tier in settings.tiers:
         if Reserve(directory_of(tier.path, settings.source)).give_up_if_full():
             log.warning("tier %s is full: what it has in reserve is given up", tier.path)
-
-
-def _locked(directory: Path, settings: MountSettings) -> Lock:
-    """Raises OSError, LockedError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        what = f"what is written for {os.fspath(settings.source)!r} in {os.fspath(directory)!r}"
-        another = "give this mount another tier with --tier PATH"
-        return Lock(fd, what, os.fspath(settings.mountpoint), instead=another)
-    finally:
-        os.close(fd)
 
 
 def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:

@@ -27,7 +27,6 @@ from monarch.writeback.journal_records import (
     marks,
     staged_of,
     staged_record,
-    upgraded,
 )
 from monarch.writeback.op import Op
 
@@ -84,14 +83,6 @@ def test_a_mark_has_what_was_published() -> None:
     assert marks({1: None, 2: ONE}) == [[2, 1, 2, 3, 4]]
 
 
-def test_an_upgrade_changes_nothing_but_the_version() -> None:
-    first = header("t", b"/s", 1, 1, 1)
-    others = encoded({"boot": "one"})
-    old = encoded({**first, "monarch": 1}) + others
-    assert upgraded(old) == encoded(first) + others
-    assert len(upgraded(old)) == len(old)
-
-
 # -- the file --------------------------------------------------------------------------------------
 
 
@@ -123,14 +114,14 @@ def test_a_record_says_once_how_much_was_synced(file: JournalFile) -> None:
     assert (file.written, file.synced) == (5, 2)
 
 
-def test_a_file_is_cut_and_overwritten_before_it_is_used(file: JournalFile) -> None:
+def test_a_file_is_cut_and_replaced_before_it_is_used(file: JournalFile) -> None:
     file.append({"n": 1})
     end = file.position
     with file.path.open("ab") as torn:
         torn.write(b"torn")
     file.cut(end)
     assert [record["n"] for record in lines(file)] == [0, 1]
-    file.overwrite(encoded({"n": 7}))
+    file.replace(lambda: [{"n": 7}], end)
     file.append({"n": 8})
     assert [record["n"] for record in lines(file)] == [7, 8]
     file.path.with_name("journal.part").touch()
