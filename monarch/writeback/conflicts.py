@@ -45,12 +45,13 @@ class PathSet:
                 return True
             if any(directory in self._paths for directory in above(path)):
                 return True
-            if op.kind not in _OF_ITSELF and self._holds(path):
+            if op.kind in _OF_ITSELF:
+                continue
+            if path in self._above or any(
+                name.startswith(path + b"/") for name in self._themselves
+            ):
                 return True
         return False
-
-    def _holds(self, path: bytes) -> bool:
-        return path in self._above or any(name.startswith(path + b"/") for name in self._themselves)
 
     def clear(self) -> None:
         self._paths.clear()

@@ -27,7 +27,8 @@ _PUT_OFF_S = 10.0
 class ContentOrder:
     """The contents, renames and changes of attributes that wait, by object.
 
-    A content that was left out for a later one is *met* when that one is at the source.
+    A content that was left out for a later one is *met* when that one is at the source; ``unmet``
+    are the numbers of the changes that were made whose bytes the source lacks.
     """
 
     def __init__(self, state: SourceState, files: ObjectTable) -> None:
@@ -38,7 +39,7 @@ class ContentOrder:
         # Sequence numbers of contents that were left out for a later one: by object, and of all
         # objects.
         self._gave_way: dict[int, list[int]] = {}
-        self._unmet: set[int] = set()
+        self.unmet: set[int] = set()
         # The time since when contents of an object have been left out.
         self._put_off_s: dict[int, float] = {}
         # Objects whose bytes were moved to a staged file at the source: contents that were recorded
@@ -68,9 +69,9 @@ class ContentOrder:
             return
         if not coming:
             del self._coming[number]
-        if op.kind == "content" and entry.seq not in self._unmet:
+        if op.kind == "content" and entry.seq not in self.unmet:
             self._put_off_s.pop(number, None)
-            self._unmet.difference_update(self._gave_way.pop(number, ()))
+            self.unmet.difference_update(self._gave_way.pop(number, ()))
 
     def behind(self, entry: Entry) -> Iterator[Op]:
         """The expected changes of the same object behind ``entry``, in their order."""
@@ -87,14 +88,6 @@ class ContentOrder:
         return self._files.lowest(entry.op.object) >= size and all(
             op.intact >= size for op in self.behind(entry) if op.kind == "content"
         )
-
-    def is_met(self, seq: int) -> bool:
-        """Whether a change that was made has its bytes at the source as well."""
-        return seq not in self._unmet
-
-    def is_met_upto(self, seq: int) -> bool:
-        """Whether all changes up to ``seq`` that were made have their bytes at the source."""
-        return min(self._unmet, default=seq + 1) > seq
 
     def is_skipped(self, entry: Entry) -> bool:
         """Whether a content is left out for good: of a removed file, or drained in another way."""
@@ -124,7 +117,7 @@ class ContentOrder:
     def await_later(self, entry: Entry) -> None:
         """Marks a change as met only when the next content of its object is."""
         self._gave_way.setdefault(entry.op.object, []).append(entry.seq)
-        self._unmet.add(entry.seq)
+        self.unmet.add(entry.seq)
 
     def _gives_way(self, entry: Entry) -> bool:
         """Whether a content is left out for a later one of the same file. Until then the source

@@ -44,7 +44,7 @@ from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.progress import Marks, Progress
 from monarch.writeback.source_state import SourceState
-from monarch.writeback.source_writer import Outcome, SourceWriter, Step
+from monarch.writeback.source_writer import SourceWriter, Step
 from monarch.writeback.stager import StageAhead, Stager
 from monarch.writeback.steps import Steps, with_rights_to_read
 from monarch.writeback.wakeups import Trouble, Wakeups
@@ -321,11 +321,12 @@ class Drain:
     async def _carry_out(self, batch: list[tuple[Entry, Step | None]]) -> None:
         """Makes a batch of changes and marks those made. Raises OSError, _RefusedError."""
         steps = [step for _, step in batch if step is not None]
-        outcome = Outcome((), None)
+        results: list[Identity | None] = []
+        error: OSError | None = None
         if steps:
             await self._marks.sync(max(entry.record for entry, _ in batch))
-            outcome = await self._threads.run(self.writer.carry_out, steps)
-        made = iter(outcome.made)
+            results, error = await self._threads.run(self.writer.carry_out, steps)
+        made = iter(results)
         done: dict[int, Identity | None] = {}
         failed: Entry | None = None
         for entry, step in batch:
@@ -351,16 +352,16 @@ class Drain:
             self.queue.remove_front()
             self._arrived(entry, step is not None, done[entry.seq])
         self._wakeups.wake_all()
-        if outcome.error is None:
+        if error is None:
             return
         if failed is not None and failed.op.kind == "content":
             failed.restaged += 1
-            again = outcome.error.errno in (errno.EAGAIN, errno.ESTALE)
+            again = error.errno in (errno.EAGAIN, errno.ESTALE)
             if again and failed.restaged <= _RESTAGED:
                 return
-        if failed is not None and outcome.error.errno in _REFUSALS:
-            raise _RefusedError(outcome.error) from outcome.error
-        raise outcome.error
+        if failed is not None and error.errno in _REFUSALS:
+            raise _RefusedError(error) from error
+        raise error
 
     def _bring_back(self, entry: Entry) -> None:
         """Record a content of a file that the source has lost, unless one waits. Raises OSError."""

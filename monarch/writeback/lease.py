@@ -32,7 +32,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 from monarch.errors import LockedError
 from monarch.posix.descriptors import closing_fd
@@ -262,19 +261,16 @@ class Lease:
         except OSError as error:
             if error.errno not in _CLOSED:
                 raise
-            taken = {path for pattern in self._me.patterns if (path := self._put_near(pattern))}
-            if not taken:
+            nearest: set[bytes] = set()
+            for pattern in self._me.patterns:
+                for path in _upwards(pattern):
+                    with suppress(OSError):
+                        self._put(path)
+                        nearest.add(path)
+                        break
+            if not nearest:
                 raise
-            self._directories = tuple(sorted(taken))
-
-    def _put_near(self, pattern: str) -> bytes:
-        """Puts the lease into the nearest directory that allows it, at or above the paths of a
-        pattern. Returns that directory, empty if none below the root allows it."""
-        for path in _upwards(pattern):
-            with suppress(OSError):
-                self._put(path)
-                return path
-        return b""
+            self._directories = tuple(sorted(nearest))
 
     def _put(self, path: bytes) -> None:
         with closing_fd(self._opened(path, make=True)) as directory:
@@ -323,7 +319,8 @@ class Lease:
     def _read_others(self) -> list[Holder]:
         """The holders of other leases for the same paths, in force or not. Raises OSError."""
         found: dict[str, Holder] = {}
-        for path in self._seen_from():
+        # Others may have put leases for the same paths there.
+        for path in sorted({b"", *chain.from_iterable(map(_upwards, self._me.patterns))}):
             try:
                 directory = self._opened(path)
             except OSError as error:
@@ -331,17 +328,15 @@ class Lease:
                     raise
                 continue
             with closing_fd(directory):
-                for name in _names(directory):
+                with os.scandir(directory) as entries:
+                    names = [entry.name for entry in islice(entries, _MOST)]
+                for name in names:
                     if name == self._me.token or name.endswith(_NEW):
                         continue
                     holder = _read(directory, name, self._now_ns)
                     if holder is not None and overlap(self._me.patterns, holder.patterns):
                         found[name] = holder
         return sorted(found.values(), key=lambda holder: (holder.since_ns, holder.token))
-
-    def _seen_from(self) -> list[bytes]:
-        """The directories in which others may have put leases for the same paths."""
-        return sorted({b"", *chain.from_iterable(map(_upwards, self._me.patterns))})
 
 
 def _open_leases(root: int, path: bytes, make: bool) -> int:
@@ -369,22 +364,18 @@ def _open_to_the_same(above: int) -> None:
 def _write(directory: int, holder: Holder) -> int:
     """Writes the file of a lease; returns its time of modification. Raises OSError."""
     staged = holder.token + _NEW
+    # The name, age and owner are those of the file.
+    fields = asdict(holder)
+    for name in ("token", "age_s", "uid"):
+        del fields[name]
     with suppress(FileNotFoundError):
         os.unlink(staged, dir_fd=directory)
     with closing_fd(os.open(staged, _FLAGS_NEW, 0o644, dir_fd=directory)) as fd:
-        os.write(fd, json.dumps(_record(holder)).encode("ascii"))
+        os.write(fd, json.dumps({"monarch": 1} | fields).encode("ascii"))
         os.fchmod(fd, 0o644)
         made_ns = os.fstat(fd).st_mtime_ns
     os.rename(staged, holder.token, src_dir_fd=directory, dst_dir_fd=directory)
     return made_ns
-
-
-def _record(holder: Holder) -> dict[str, Any]:
-    """What the file of a lease has: not its own name, age and owner."""
-    fields = asdict(holder)
-    for name in ("token", "age_s", "uid"):
-        del fields[name]
-    return {"monarch": 1} | fields
 
 
 def _read(directory: int, name: str, now_ns: int) -> Holder | None:
@@ -416,11 +407,6 @@ def _read(directory: int, name: str, now_ns: int) -> Holder | None:
 def _shown(value: object) -> str:
     """A value from another user's file as a text that is safe to show in a terminal."""
     return "".join(each if each.isprintable() else "?" for each in str(value)[:_SHOWN])
-
-
-def _names(directory: int) -> list[str]:
-    with os.scandir(directory) as entries:
-        return [entry.name for entry in islice(entries, _MOST)]
 
 
 def _pid_namespace() -> int:

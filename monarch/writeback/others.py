@@ -188,9 +188,9 @@ class Others:
         now = trio.current_time()
         self._next_s[directory] = now + _SHARE * (now - begun)
 
-    async def _look(self, directory: Ino, *, is_gone: bool = False) -> None:
-        """Compares a directory with the source. ``is_gone``: the directory above does not have its
-        name any more. Raises OSError, SourceError."""
+    async def _look(self, directory: Ino, *, is_unlinked: bool = False) -> None:
+        """Compares a directory with the source. ``is_unlinked``: the directory above has lost its
+        name. Raises OSError, SourceError."""
         names = self._names
         if names.is_forgotten(directory) or names.is_gone(directory):
             self._forget(directory)
@@ -201,13 +201,13 @@ class Others:
             path = names.visible_path(directory)
             # The listing may show the changes that are drained from here on, or not.
             with self._drain.queue.pending.watching(path) as pending:
-                await self._compare(directory, path, pending, is_gone)
+                await self._compare(directory, path, pending, is_unlinked)
         finally:
             del self._looking[directory]
             looked.set()
 
     async def _compare(
-        self, directory: Ino, path: bytes, pending: PendingWatch, is_gone: bool
+        self, directory: Ino, path: bytes, pending: PendingWatch, is_unlinked: bool
     ) -> None:
         if pending.names() is None:
             return
@@ -215,7 +215,7 @@ class Others:
         try:
             listed = await self._threads.run(self._source.at_root, _listed, path, known)
         except (FileNotFoundError, NotADirectoryError):
-            if not is_gone:
+            if not is_unlinked:
                 # The comparison of the directory above hides it, if it is missing there.
                 self.used(self._names.attributes(directory).parent)
                 raise
@@ -230,22 +230,22 @@ class Others:
         touched = pending.names()
         if touched is None or self._names.is_gone(directory):
             return
-        changed = is_left = False
+        changed = is_skipped = False
         for name in new:
             if name in found and name not in touched:
                 changed |= await self._show(directory, name, found[name])
         for name, ino in other.items():
             if name in found and name not in touched:
-                is_left |= not await self._renew(directory, name, ino, found[name])
+                is_skipped |= not await self._renew(directory, name, ino, found[name])
                 changed |= self._names.lookup(directory, name) != ino
         for name, ino in self._missing(directory, listed.names):
             if name not in touched:
                 is_hidden = await self._hide(directory, name, ino)
                 changed |= is_hidden
-                is_left |= not is_hidden
+                is_skipped |= not is_hidden
         self._unlisted.discard(directory)
         # If a name was left alone, the directory is listed again even if it does not change.
-        if listed.seen is not None and not touched and not is_left:
+        if listed.seen is not None and not touched and not is_skipped:
             self._seen[directory] = listed.seen
         if changed:
             self._kernel.invalidate_listing(directory)
@@ -374,7 +374,7 @@ class Others:
         if names.attributes(ino).is_dir:
             if self._has_more(ino):
                 with suppress(OSError, MonarchError):
-                    await self._look(ino, is_gone=True)
+                    await self._look(ino, is_unlinked=True)
             if self._has_more(ino) or names.lookup(directory, name) != ino:
                 return False
         self._front.operations.take_away(directory, name, by=None)

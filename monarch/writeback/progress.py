@@ -123,11 +123,11 @@ class Progress:
     def is_done(self, seq: int) -> bool:
         """Whether a change is drained for good, with all that it depends on."""
         is_made = seq <= self._done_upto or seq in self._done_beyond
-        return is_made and self._order.is_met(seq)
+        return is_made and seq not in self._order.unmet
 
     def has_all(self, seq: int) -> bool:
         """Whether all changes up to ``seq`` are drained for good."""
-        return seq <= self._done_upto and self._order.is_met_upto(seq)
+        return seq <= self._done_upto and min(self._order.unmet, default=seq + 1) > seq
 
     async def wait(self, seq: int) -> None:
         """Waits until a change is drained."""

@@ -232,7 +232,11 @@ class SourceEntries:
         if op.strict and not expected.is_same(found):
             self._log.note_conflict(op.path, "was replaced there by others: it stays as it is")
             return None
-        op = self._without_times_of(op, found, expected)
+        has_times = (op.mtime_ns, op.atime_ns) != (None, None)
+        if has_times and op.strict and not expected.is_same(found, version=True):
+            # Others have written the file since, which the old times would hide.
+            self._log.note_conflict(op.path, "was changed there by others: its times stay")
+            op = replace(op, mtime_ns=None, atime_ns=None)
         uid, known = found.st_uid, expected.known
         is_given = any(value is not None for value in (op.mode, op.uid, op.gid))
         is_others = by is not None and by.uid not in (0, uid)
@@ -246,15 +250,6 @@ class SourceEntries:
             self._attributes.set(fd, op)
         sync_entry(fd)
         return identity_of(os.fstat(fd))
-
-    def _without_times_of(self, op: Op, found: os.stat_result, expected: Expected) -> Op:
-        """``op`` without its times, which would hide that others have written the file since."""
-        if (op.mtime_ns, op.atime_ns) == (None, None) or not op.strict:
-            return op
-        if expected.is_same(found, version=True):
-            return op
-        self._log.note_conflict(op.path, "was changed there by others: its times stay")
-        return replace(op, mtime_ns=None, atime_ns=None)
 
 
 def _own_path(

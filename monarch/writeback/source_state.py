@@ -90,7 +90,15 @@ class SourceState:
         # A rename that is done may have replaced one of these files.
         self._ours = dict(replay.staged)
         if replay.known is not None:
-            self._restore(replay.known)
+            known = replay.known
+            self._known.update(known.known)
+            self._entries.made.update(known.made)
+            self._over.update(known.over)
+            for number, inos in known.ours.items():
+                self._ours[number] = self._ours.get(number, frozenset()) | inos
+            self._new |= known.new
+            self._present |= known.present
+            self._given_up |= known.given_up
         else:
             # A journal that an older version has compacted does not have the state of the source,
             # and lacks the records of files that were created before.
@@ -116,16 +124,6 @@ class SourceState:
         if replay.known is not None:
             # Contents that show which bytes were changed may be missing.
             self._base.clear()
-
-    def _restore(self, known: Known) -> None:
-        self._known.update(known.known)
-        self._entries.made.update(known.made)
-        self._over.update(known.over)
-        for number, inos in known.ours.items():
-            self._ours[number] = self._ours.get(number, frozenset()) | inos
-        self._new |= known.new
-        self._present |= known.present
-        self._given_up |= known.given_up
 
     def known_of(self, ops: Iterable[tuple[int, Op]], is_done: Callable[[int], bool]) -> Known:
         """The state of the source that a journal must record when it is compacted to ``ops``."""

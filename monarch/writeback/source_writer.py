@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 from monarch.posix import failpoints
 from monarch.tiers.source import Source
@@ -41,14 +40,6 @@ from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_publishing import Publishing
 
 Step = Callable[[OpenDirectories], "Identity | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What each step returned that was made, and the error that ended the list, if one did."""
-
-    made: tuple[Identity | None, ...]
-    error: OSError | None
 
 
 class SourceWriter:
@@ -73,11 +64,9 @@ class SourceWriter:
         self.publishing = Publishing(directories, attributes, temporaries, log)
         self.entries = SourceEntries(attributes, temporaries, log)
 
-    def carry_out(self, steps: Sequence[Step]) -> Outcome:
-        """Make the steps in order until one fails; those in the outcome are durable.
-
-        Waits for the source without a limit.
-        """
+    def carry_out(self, steps: Sequence[Step]) -> tuple[list[Identity | None], OSError | None]:
+        """Makes the steps in order until one fails. Returns what each step returned that was made,
+        and is durable, and the error that ended the list. Waits for the source without a limit."""
         made: list[Identity | None] = []
         failure: OSError | None = None
         with self._directories() as directories:
@@ -91,8 +80,8 @@ class SourceWriter:
             try:
                 directories.sync()
             except OSError as error:
-                return Outcome((), error)
-        return Outcome(tuple(made), failure)
+                return [], error
+        return made, failure
 
 
 def _step_at(_root: int, step: Step, directories: OpenDirectories) -> Identity | None:

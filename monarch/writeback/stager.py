@@ -196,7 +196,7 @@ class Stager:
         is_part = not is_recorded and self._is_part(entry, version, written)
         if is_part:
             version = replace(version, size=op.size, mtime_ns=op.mtime_ns or 0)
-            staging.limit(op.size)
+            staging.limit = op.size
         elif written:
             if not is_recorded:
                 return None

@@ -36,7 +36,8 @@ class Staging:
 
     The order of calls: ``open``; ``begin``; ``turn`` until it returns 0; ``finish``, or
     ``apply_attributes`` and ``sync``; then optionally ``verify`` until it returns 0. Each raises
-    OSError.
+    OSError. ``moved`` is the present length of the staged file, with holes, in bytes. The copy is
+    limited to the first ``limit`` bytes, if that is set before the first ``turn``.
     """
 
     def __init__(self, objects: Objects, number: int, *, open_part: Callable[[], int]) -> None:
@@ -45,10 +46,10 @@ class Staging:
         self._open_part = open_part
         self._fds: list[int] = []
         self._digest = xxhash.xxh3_128()
-        self._offset = 0
+        self.moved = 0
         # The ranges of the copied data: the first offset, and the offset behind the last byte.
         self._data: list[tuple[int, int]] = []
-        self._limit: int | None = None
+        self.limit: int | None = None
         self._synced_bytes = 0
         self._read_back = xxhash.xxh3_128()
         self._read_bytes = 0
@@ -79,19 +80,10 @@ class Staging:
             self._objects.sync(self._number, self._fds[0])
             return identity_now(self._fds[0])
 
-    @property
-    def moved(self) -> int:
-        """The present length of the staged file, with holes, in bytes."""
-        return self._offset
-
     def version(self) -> Identity:
         """The present identity of the object."""
         with self._using():
             return identity_now(self._fds[0])
-
-    def limit(self, size: int) -> None:
-        """Limits the copy to the first ``size`` bytes. Call it before the first ``turn``."""
-        self._limit = size
 
     def begin(self) -> None:
         """Opens the empty staged file."""
@@ -103,10 +95,10 @@ class Staging:
         with self._using():
             object_fd, part_fd = self._fds
             moved = 0
-            end = os.fstat(object_fd).st_size if self._limit is None else self._limit
-            while moved < count and self._offset < end:
-                begins, ends = data_at(object_fd, self._offset, end)
-                self._offset = begins
+            end = os.fstat(object_fd).st_size if self.limit is None else self.limit
+            while moved < count and self.moved < end:
+                begins, ends = data_at(object_fd, self.moved, end)
+                self.moved = begins
                 if begins == end:
                     # Only a hole follows, or the object was truncated; then its identity differs.
                     break
@@ -117,15 +109,15 @@ class Staging:
                 self._digest.update(piece)
                 _write(part_fd, piece, begins)
                 moved += len(piece)
-                self._offset += len(piece)
+                self.moved += len(piece)
                 if self._data and self._data[-1][1] == begins:
-                    self._data[-1] = self._data[-1][0], self._offset
+                    self._data[-1] = self._data[-1][0], self.moved
                 else:
-                    self._data.append((begins, self._offset))
-            if self._offset - self._synced_bytes >= _SYNC_BYTES:
+                    self._data.append((begins, self.moved))
+            if self.moved - self._synced_bytes >= _SYNC_BYTES:
                 # Synced in between, so that the sync at the end does not last for minutes.
                 os.fdatasync(part_fd)
-                self._synced_bytes = self._offset
+                self._synced_bytes = self.moved
             return moved
 
     def finish(self, apply: Callable[[int], None]) -> None:
@@ -138,8 +130,8 @@ class Staging:
         writing of its bytes to the source's disk."""
         with self._using():
             _, part_fd = self._fds
-            if os.fstat(part_fd).st_size != self._offset:
-                os.ftruncate(part_fd, self._offset)
+            if os.fstat(part_fd).st_size != self.moved:
+                os.ftruncate(part_fd, self.moved)
             failpoints.failpoint("drain-staged")
             apply(part_fd)
             start_writeback(part_fd)
@@ -185,7 +177,7 @@ class Staging:
                 read += len(piece)
             if read < count and (
                 self._read_back.digest() != self._digest.digest()
-                or os.fstat(part_fd).st_size != self._offset
+                or os.fstat(part_fd).st_size != self.moved
             ):
                 raise OSError(errno.EIO, _OTHER_BYTES)
             return count if read >= count else 0
@@ -199,7 +191,7 @@ class Staging:
             if self._read_bytes < ends:
                 return False, ends
             self._compared += 1
-        return True, self._offset
+        return True, self.moved
 
     def close(self) -> None:
         """Closes the descriptors; if a call is under way, they are closed when it returns. May wait

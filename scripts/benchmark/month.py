@@ -122,12 +122,12 @@ class CountedStaging(Staging):
     """Counts bytes of the log, which is the first object."""
 
     def turn(self, count: int) -> int:
-        before = self._offset
+        before = self.moved
         try:
             return super().turn(count)
         finally:
             if self._number == 1:
-                Counted.bytes += self._offset - before
+                Counted.bytes += self.moved - before
 
 
 class Life:

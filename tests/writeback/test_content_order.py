@@ -54,12 +54,10 @@ async def test_a_content_that_was_written_over_comes_with_the_next_one(it: Order
     it.order.settle(first)
     it.order.settle(attr)
     # It is made, and the source has not got its bytes.
-    assert not it.order.is_met(first.seq)
-    assert not it.order.is_met_upto(second.seq)
+    assert it.order.unmet == {first.seq}
     assert not it.order.is_left_out(second)
     it.order.settle(second)
-    assert it.order.is_met(first.seq)
-    assert it.order.is_met_upto(second.seq)
+    assert it.order.unmet == set()
 
 
 async def test_a_new_file_that_was_only_appended_to_keeps_its_place(it: Ordered) -> None:
@@ -128,4 +126,4 @@ async def test_a_content_that_is_not_needed_is_left_out(it: Ordered, why: str) -
         it.files.dead.add(1)
     assert it.order.is_left_out(only)
     it.order.settle(only)
-    assert it.order.is_met(only.seq)
+    assert only.seq not in it.order.unmet

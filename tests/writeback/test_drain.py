@@ -610,8 +610,8 @@ for number in (1, 2):
     steps.append(partial(publish, op=op, size=0, place=place, expected=expected))
 device = Op(kind="mknod", path=b"n", mode=0o20600, rdev=1)
 steps.append(lambda folders: home.entries.mknod(folders, device, Expected()))
-outcome = home.carry_out(steps)
-assert outcome.error is None and len(outcome.made) == 3, outcome
+made, error = home.carry_out(steps)
+assert error is None and len(made) == 3, (made, error)
 """
 
 

@@ -501,7 +501,7 @@ def test_steps_end_at_the_first_that_fails_and_those_before_it_are_made(rig: Rig
         op = Op(kind="mkdir", path=path, mode=0o700)
         return lambda directories: writer.entries.mkdir(directories, op, Expected())
 
-    outcome = writer.carry_out([made(b"one"), made(b"file"), made(b"two")])
-    assert [each.source_ino for each in outcome.made if each] == [rig.identity("one").source_ino]
-    assert outcome.error is not None and outcome.error.errno == errno.EEXIST
+    results, error = writer.carry_out([made(b"one"), made(b"file"), made(b"two")])
+    assert [each.source_ino for each in results if each] == [rig.identity("one").source_ino]
+    assert error is not None and error.errno == errno.EEXIST
     assert sorted(os.listdir(rig.root)) == ["file", "one"]
