@@ -3,6 +3,8 @@
 
 #include <sys/stat.h>
 
+#include "_record.h"
+
 /* Opens the copy of ``ino`` in a tier, by the name that tiers/tier.py gives it. */
 int copies_open(struct datapath *dp, uint8_t tier, uint64_t ino) {
     return open_numbered(dp->tiers[tier].directory, ino);
@@ -24,14 +26,6 @@ uint8_t copies_tier(struct datapath *dp, uint64_t ino, struct identity *version)
 static bool is_same(const struct identity *a, const struct identity *b) {
     return a->size == b->size && a->source_ino == b->source_ino && a->mtime_ns == b->mtime_ns &&
            a->ctime_ns == b->ctime_ns;
-}
-
-/* splitmix64 */
-static uint64_t mixed(uint64_t z) {
-    z += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
 }
 
 /* Whether the copy of ``ino`` is the committed one of that version: its modification time is its

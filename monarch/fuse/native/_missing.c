@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "_record.h"
+
 /* The values of a key in a place without a name: never used, or its name was removed. */
 enum { FREE = 0, GONE = 1, FIRST_NAME = 2, FIRST_ROOM = 16 };
 
@@ -19,14 +21,6 @@ void missing_free(struct missing *missing) {
     for (size_t i = 0; i < MISSING_SHARDS; i++)
         free(missing->names[i].keys);
     pthread_mutex_destroy(&missing->lock);
-}
-
-/* splitmix64 */
-static uint64_t mixed(uint64_t z) {
-    z += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
 }
 
 static struct hash hash_of(uint64_t parent, const char *name, size_t length) {

@@ -382,15 +382,6 @@ void opens_changing(struct opens *opens, struct open_inode *entry, uint64_t ino,
     unlock(stripe_with(opens, entry));
 }
 
-void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset) {
-    lock(stripe_with(opens, entry));
-    if (entry->ino == ino) {
-        entry->changes++;
-        lower(entry, offset);
-    }
-    unlock(stripe_with(opens, entry));
-}
-
 uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
                      uint64_t size) {
     uint64_t run = 0;
@@ -398,6 +389,8 @@ uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino
     if (entry->ino == ino) {
         entry->changes++;
         lower(entry, offset);
+    }
+    if (entry->ino == ino && size) {
         if (offset != entry->run_end)
             entry->run_start = offset;
         entry->run_end = offset + size;

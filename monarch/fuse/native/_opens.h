@@ -146,13 +146,11 @@ struct open_inode *opens_created(struct opens *opens, uint64_t ino);
 /* The file of a written inode, with one more user; NULL if it is not bound now. */
 struct written *opens_use(struct opens *opens, struct open_inode *entry, uint64_t ino);
 void opens_unuse(struct written *file);
-/* Records that bytes from ``offset`` on will be changed. opens_changed or opens_wrote records it
- * again: a query in between may be answered before the change. */
+/* Records that bytes from ``offset`` on will be changed. opens_wrote records it again: a query in
+ * between may be answered before the change. */
 void opens_changing(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset);
-/* Counts a change of the file from ``offset`` on. */
-void opens_changed(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset);
-/* Counts a write. Returns the length of a long range of consecutive writes that ends with this one,
- * and begins a new range; else 0. */
+/* Counts a write, or with a ``size`` of 0 another change from ``offset`` on. Returns the length of
+ * a long range of consecutive writes that ends with this one, and begins a new range; else 0. */
 uint64_t opens_wrote(struct opens *opens, struct open_inode *entry, uint64_t ino, uint64_t offset,
                      uint64_t size);
 /* Unbinds the file and waits for its users; false if the inode is not bound for writing. */

@@ -21,4 +21,12 @@ static inline int64_t kept_ns(int64_t seconds, int64_t nanoseconds) {
     return ns;
 }
 
+/* splitmix64, as in posix/buckets.py. */
+static inline uint64_t mixed(uint64_t z) {
+    z += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
+
 #endif

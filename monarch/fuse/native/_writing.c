@@ -101,7 +101,7 @@ void do_fallocate(struct thread *thread, const struct in_header *request, size_t
         do
             error = fallocate(file->fd, (int)in->mode, offset, length) ? errno : 0;
         while (error == EINTR && !LOAD(dp->stopping));
-        opens_changed(&dp->opens, entry, request->nodeid, in->offset);
+        opens_wrote(&dp->opens, entry, request->nodeid, in->offset, 0);
         opens_unuse(file);
     }
     refuse(thread, request, error == ENOSYS ? EOPNOTSUPP : error);
