@@ -60,11 +60,8 @@ class PathSet:
 
 
 class PendingNames:
-    """The names of changes that the source lacks, by directory, so that a lookup reads no other
-    changes.
-
-    A directory with pending names beneath it is a pending name of its parent.
-    """
+    """The names of changes that the source lacks, by directory. A directory with pending names
+    beneath it is a pending name of its parent."""
 
     def __init__(self) -> None:
         # The number of changes of each name; a directory counts one for pending names beneath it.

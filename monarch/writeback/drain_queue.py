@@ -91,10 +91,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refused change: its ``kind``, its ``path``, and the reason ``why``.
-
-    ``is_aside``: the other changes of its user do not wait for it.
-    """
+    """A refused change. ``is_aside``: the other changes of its user do not wait for it."""
 
     seq: int
     kind: str

@@ -59,11 +59,8 @@ class Expected:
     is_file: bool = False
 
     def is_it(self, found: stat_result, *, strict: bool, version: bool = False) -> bool:
-        """Whether ``found`` may be replaced; with ``version`` only in the known version.
-
-        The source reuses an inode number as soon as its file is removed, so the number alone
-        identifies no version.
-        """
+        """Whether ``found`` may be replaced; with ``version`` only in the known version: the source
+        reuses the number of a removed file at once, so it identifies no version."""
         if not strict or self.is_staged(found):
             return True
         known = [] if self.known is None else [self.known, *self.as_set]
@@ -94,11 +91,8 @@ class Expected:
         return known.size <= found.st_size <= max(known.size, self.longest)
 
     def is_same(self, found: stat_result, *, version: bool = False) -> bool:
-        """Whether ``found`` may be the expected entry, with ``version`` in its known version.
-
-        An entry without a known identity may be it, unless it was created on the mount and never
-        drained.
-        """
+        """Whether ``found`` may be the expected entry, with ``version`` in its known version. An
+        unknown entry may be it, unless it was created on the mount and never drained."""
         is_unknown = self.known is None and not (self.ours or self.over or self.is_made)
         return is_unknown or self.is_it(found, strict=True, version=version)
 

@@ -60,10 +60,8 @@ class Growth:
         return skipped + len(self._piece)
 
     def write(self) -> Identity:
-        """Append the bytes that were read last to the file at the source; its identity then.
-
-        Raises OSError, OthersWroteError if others have changed the file since the last call.
-        """
+        """Appends the bytes that were read last to the file at the source; its identity then.
+        Raises OSError, OthersWroteError if others have changed the file since the last call."""
         fd, view = self._fds[1], memoryview(self._piece)
         status = os.fstat(fd)
         if status.st_size != self._size or status.st_mode & _SET_ID:
@@ -122,11 +120,8 @@ class Grower:
     bytes: int = 0
 
     async def grow(self, entry: Entry) -> bool:
-        """Appends to the file at the source what was appended on the mount.
-
-        Returns whether that was possible. It is not if the object does not have the recorded bytes
-        any more, or if others have changed the file. Raises OSError.
-        """
+        """Appends to the file at the source what was appended on the mount. Returns False if the
+        object lost the recorded bytes, or others have changed the file. Raises OSError."""
         op, number = entry.op, entry.op.object
         base = self._state.grows_from(op)
         if base is None or not self._order.is_intact(entry):

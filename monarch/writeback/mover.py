@@ -60,10 +60,8 @@ class Courtesy:
             self._last_change_s = trio.current_time()
 
     def lets_write(self, queue: DrainQueue) -> bool:
-        """Whether the changes of the queue wait for a process that is writing files.
-
-        Changes do not wait if a process has synced one of them: it needs the file to be safe.
-        """
+        """Whether the changes of the queue wait for a process that is writing files. They do not
+        if a process has synced one of them: it needs the file to be safe."""
         if not (queue and self._hold_s) or self._wakeups.waiters:
             return False
         if trio.current_time() - self._last_change_s > _QUIET_S:

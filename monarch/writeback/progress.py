@@ -36,11 +36,8 @@ class Marks:
     _last_mark: int = field(default=0, init=False)
 
     def staged(self, lot: Mapping[Entry, Identity]) -> None:
-        """Marks that the staged files of contents are about to be filled with these versions of
-        their objects.
-
-        After a crash this mark shows that they belong to this journal.
-        """
+        """Marks that the staged files of contents will get these versions of their objects. After
+        a crash this mark shows that they belong to this journal."""
         marks = []
         for entry, version in lot.items():
             assert entry.place is not None
@@ -53,10 +50,8 @@ class Marks:
             self._state.note_staged(number, file)
 
     def durable(self, *entries: Entry) -> None:
-        """Marks that the objects of these contents are on the disk.
-
-        Without this mark the next mount after a power cut would doubt their bytes.
-        """
+        """Marks that the objects of these contents are on the disk: without this mark the next
+        mount after a power cut would doubt their bytes."""
         if entries:
             self._journal.mark_durable(*(entry.op.object for entry in entries))
         for entry in entries:
@@ -134,10 +129,7 @@ class Progress:
         await self._wakeups.until(lambda: self.is_done(seq))
 
     async def wait_or_fail(self, seq: int) -> None:
-        """Waits until a change is drained.
-
-        Raises OSError with the error of the source, if it accepts no change, or refuses this one.
-        """
+        """As ``wait``; raises the source's OSError if it takes no change, or refuses this one."""
         stops = self._trouble.stops
 
         def held() -> Entry | None:

@@ -67,10 +67,8 @@ class SourceAttributes:
                 self._raise_if_supported("times", error, op)
 
     def set_new(self, directory_fd: int, name: bytes, op: Op, by: Credentials | None) -> Identity:
-        """Set the attributes of an entry that ``by`` has just made, and sync it. Raises OSError.
-
-        A directory keeps a set-group-ID bit that it has from the directory above.
-        """
+        """Sets the attributes of an entry that ``by`` has just made, and syncs it. A directory
+        keeps a set-group-ID bit that it has from the one above. Raises OSError."""
         with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:
             inherited = 0
             if op.kind == "mkdir":
@@ -138,10 +136,8 @@ def sync_directory_at(fd: int) -> None:
 
 
 def sync_entry(fd: int) -> None:
-    """Makes a file or directory durable that is open as O_PATH only.
-
-    If the thread may not read it, that is left to the source. Raises OSError.
-    """
+    """Makes a file or directory durable that is open as O_PATH only, unless the thread may not
+    read it: that is left to the source. Raises OSError."""
     if stat.S_IFMT(os.fstat(fd).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
         return
     try:

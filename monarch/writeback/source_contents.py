@@ -145,11 +145,8 @@ class StagedContents:
 
     def finish_part(self, op: Op, place: Place, expected: Expected) -> tuple[int, Identity | None]:
         """Makes data durable that was written at the source directly, with the attributes of
-        ``op``.
-
-        Returns its size in bytes, and its identity if it has its names already, None if it is still
-        staged. Raises OSError, ENOENT with the name of the staged file if there is neither.
-        """
+        ``op``. Returns its size, and its identity if it has its names already, None if it is
+        still staged. Raises OSError, ENOENT with the name of the staged file if it is neither."""
         part = self._temporaries.part(op.object, through=True)
         try:
             return self._finish(op, place, expected, part)
@@ -246,9 +243,7 @@ def kind_of_place(
 
 def require_writable(directory_fd: int, name: bytes, op: Op) -> None:
     """Raises PermissionError if one of the users who wrote a file may not write it at the source.
-
-    The owner may: no other user could prevent it.
-    """
+    The owner may: no other user could prevent it."""
     if op.by is None or not can_act_as_others():
         return
     with closing_fd(os.open(name, ITSELF, dir_fd=directory_fd)) as fd:

@@ -64,10 +64,8 @@ class OpenDirectories:
         return fd, name or b"."
 
     def user_of(self, op: Op) -> Credentials | None:
-        """The user with whose rights an entry is changed; None for the daemon's own.
-
-        A change whose record names no user is made with the rights of the entry's owner.
-        """
+        """The user with whose rights an entry is changed; None for the daemon's own. A change whose
+        record names no user is made with the rights of the entry's owner."""
         if op.by is not None or op.strict or not can_act_as_others():
             return op.by
         there = status_at(*self.of(op.path, None))
@@ -134,10 +132,8 @@ class Temporaries:
         return b"%s%d%s.part" % (self._prefix, number, b"-through" if through else b"")
 
     def link(self, number: int) -> bytes:
-        """The name of a second link to the file of an object.
-
-        It differs from ``part``: another content of the object may be staged already.
-        """
+        """The name of a second link to the file of an object, which differs from ``part``: another
+        content of the object may be staged already."""
         return b"%s%d.link" % (self._prefix, number)
 
     def link_over(self, fd: int, name: bytes, to_fd: int, to_name: bytes, number: int) -> None:
@@ -176,10 +172,8 @@ def is_owner(directory_fd: int, by: Credentials | None) -> bool:
 
 
 def creator(op: Op) -> Credentials | None:
-    """The user with whose rights an entry is created at the source; None for the daemon's own.
-
-    A change whose record names no user is made with the rights of the entry's future owner.
-    """
+    """The user with whose rights an entry is created; None for the daemon's own. A change whose
+    record names no user is made with the rights of the entry's future owner."""
     if op.by is not None or op.uid is None or not can_act_as_others():
         return op.by
     return Credentials(op.uid, op.uid if op.gid is None else op.gid)

@@ -58,10 +58,8 @@ class DrainedObjects:
         return b"local" if synced else b"none"
 
     def is_only_here(self, node: Node) -> bool:
-        """Whether bytes of a file were made safe here that the source lacks under its name.
-
-        Later writes to it may not be safe.
-        """
+        """Whether bytes were made safe here that the source lacks under the file's name, whatever
+        was written since."""
         states = self._object_table.states
         if states.is_safe_only_here(node.object):
             return True
@@ -72,10 +70,8 @@ class DrainedObjects:
         return self._is_done(node.object) and self._object_table.states.is_drained(node.object)
 
     def is_settled(self, node: Node) -> bool:
-        """Whether the source gets no more of a file that has an object.
-
-        It may lack a file that others have removed, if nothing was written here.
-        """
+        """Whether the source gets no more of a file that has an object. It may lack a file that
+        others have removed, if nothing was written here."""
         is_unwritten = self._object_table.states.is_unwritten(node.object)
         return self.is_clean(node) or (is_unwritten and self._is_done(node.object))
 
@@ -91,10 +87,8 @@ class DrainedObjects:
         )
 
     async def arrive(self, node: Node) -> None:
-        """Wait until a file that went to the source directly is there, and then the source's.
-
-        Raises Refused with what the source answers to the drain, and EIO if the bytes are lost.
-        """
+        """Waits until a file that went to the source directly is there, and then the source's.
+        Raises Refused with what the source answers to the drain, and EIO if the bytes are lost."""
         try:
             await self._drain.progress.wait_or_fail(self._object_table.states.last(node.object))
         except OSError as error:
@@ -122,10 +116,8 @@ class DrainedObjects:
         return True
 
     def release_oldest(self, size: int, *, count: int = 0) -> int:
-        """Release objects that the source has and no process has open, the oldest first.
-
-        Ends when ``size`` bytes are free and ``count`` objects are gone; how many bytes are free.
-        """
+        """Releases objects that the source has and no process has open, the oldest first, until
+        ``size`` bytes are free and ``count`` objects released; returns the freed bytes."""
         if size > 0:
             self._unlinked.forget_objects()
         # A process that reads one without Python keeps its bytes.
@@ -142,10 +134,8 @@ class DrainedObjects:
 
 @dataclass(eq=False, repr=False)
 class SourceFiles:
-    """Belongs to the event loop. Calls of the source raise SourceError.
-
-    ``revalidate`` asks the source what a file is now, as ``Revalidation.look_again``.
-    """
+    """Belongs to the event loop. Calls of the source raise SourceError. ``revalidate`` asks the
+    source what a file is now, as ``Revalidation.look_again``."""
 
     _names: Namespace
     _states: ObjectStates
@@ -180,10 +170,8 @@ class SourceFiles:
                 node.set_content(status.st_size, blocks=0, mtime_ns=status.st_mtime_ns)
 
     async def open_away(self, node: Node, *, to_read: bool) -> SourceFile | None:
-        """A file that went to the source directly, if it is read while it is staged there.
-
-        None if it is not such a file, or no more. Raises Refused if it cannot get its name.
-        """
+        """A file that went to the source directly, if it is read while it is staged there; else
+        None. Raises Refused if it cannot get its name."""
         if not self._drained.is_away(node):
             return None
         if to_read and (staged := await self._open_staged(node)) is not None:
@@ -199,10 +187,7 @@ class SourceFiles:
         return None
 
     async def _open_staged(self, node: Node) -> SourceFile | None:
-        """A staged file, to read it; None if it has its name.
-
-        The source may have no room for the name.
-        """
+        """A staged file, to read it: the source may lack room for its name. None if it has it."""
         number, source = node.object, self.calls.source
         if self._drain.progress.is_done(self._states.last(number)):
             return None
@@ -221,10 +206,8 @@ class SourceFiles:
         return None
 
     async def open(self, ino: Ino) -> SourceFile:
-        """A file whose object was released, as the version that the source has now.
-
-        Raises SourceError, and Refused, ESTALE, if others have removed it.
-        """
+        """A file whose object was released, as the version that the source has now. Raises
+        SourceError, and Refused, ESTALE, if others have removed it."""
         source = self.calls.source
         for _ in range(_ATTEMPTS):
             with suppress(SourceChanged):

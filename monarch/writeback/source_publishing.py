@@ -179,11 +179,8 @@ class Publishing:
     def grown(
         self, directories: OpenDirectories, op: Op, expected: Expected, *, tried: bool
     ) -> Identity | None:
-        """The identity of a file that was grown in place to the size of a content.
-
-        The file gets all names of the content. None if others have replaced it. ``tried``: the
-        content may be staged as well.
-        """
+        """The identity of a file that was grown in place, which gets all names of the content; None
+        if others have replaced it. ``tried``: the content may be staged as well."""
         if tried:
             self.discard(directories, op)
         found = self.look_at_same(directories, op, expected)

@@ -184,9 +184,8 @@ class SourceState:
         return number in self._new and not (number in self._present or number in self._known)
 
     def is_needless(self, op: Op, is_removed: Callable[[int], bool]) -> bool:
-        """Whether a refused change is not needed any more: a change of an entry that was removed on
-        the mount since (``is_removed``, by inode number), or the removal of an entry that the
-        source has never had."""
+        """Whether a refused change is needless: of an entry that was removed on the mount since
+        (``is_removed``, by inode number), or the removal of an entry that the source never had."""
         match op.kind:
             case "mkdir" | "symlink" | "mknod" | "attr" | "xattr":
                 return op.ino > 0 and is_removed(op.ino)

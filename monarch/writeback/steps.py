@@ -164,10 +164,8 @@ class Steps:
 
 
 def with_rights_to_read(content: Op) -> Op:
-    """A content that no process has written on the mount, by a user who may read its bytes.
-
-    The user who renames a file may lack the right to read it; its owner has the right.
-    """
+    """A content that no process has written on the mount, by the owner of the file: the user who
+    renames a file may lack the right to read its bytes."""
     by = content.by
     if by is None or by.is_root or by.uid == content.uid:
         return content

@@ -20,10 +20,7 @@ BACKOFF_S = (1.0, 60.0)
 
 
 class Wakeups:
-    """``waiters`` is the number of callers that wait for the source.
-
-    ``begin_pause`` begins a pause after a failure; ``end_pause`` ends it early.
-    """
+    """``waiters`` is the number of callers that wait for the source."""
 
     def __init__(self) -> None:
         self.waiters = 0
