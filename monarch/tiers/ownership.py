@@ -127,14 +127,14 @@ def open_own_directory(path: Path, owner: Owner) -> tuple[Path, int]:
         with ExitStack() as opened:
             opened.callback(os.close, parent)
             # A directory of that name may serve another purpose: it is not changed either.
-            shared = _made(parent, PRIVATE)
+            shared = _made(parent, PRIVATE, path)
             opened.callback(os.close, shared)
-            _require_ours(shared, PRIVATE, path)
+            _require_ours(os.fstat(shared), PRIVATE, path)
             name = _own_name(shared, owner)
-            own = _made(shared, name)
+            own = _made(shared, name, path)
             with ExitStack() as failed:
                 failed.callback(os.close, own)
-                _require_ours(own, name, path)
+                _require_ours(os.fstat(own), name, path)
                 os.fchmod(own, 0o700)
                 _take_over(shared, own, path, owner)
                 failed.pop_all()
@@ -146,15 +146,20 @@ def open_own_directory(path: Path, owner: Owner) -> tuple[Path, int]:
         ) from error
 
 
-def _made(parent: int, name: str) -> int:
+def _made(parent: int, name: str, path: Path) -> int:
+    """A descriptor of the directory, which is made if it is missing. Raises OSError, TierError."""
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
-    return os.open(name, DIRECTORY, dir_fd=parent)
+    try:
+        return os.open(name, DIRECTORY, dir_fd=parent)
+    except PermissionError:
+        # A directory of another user may be closed to this one.
+        _require_ours(os.stat(name, dir_fd=parent, follow_symlinks=False), name, path)
+        raise
 
 
-def _require_ours(fd: int, name: str, path: Path) -> None:
+def _require_ours(status: os.stat_result, name: str, path: Path) -> None:
     """Raises TierError for a directory of another user, or one that others may write."""
-    status = os.fstat(fd)
     what = f"tier {os.fspath(path)!r}: its directory {name!r}"
     if status.st_uid != os.geteuid():
         raise TierError(f"{what} belongs to uid {status.st_uid}", hint="choose another directory")

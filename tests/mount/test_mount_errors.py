@@ -216,6 +216,17 @@ def test_a_tier_that_the_user_may_not_write_is_reported(monarch: MonarchCommand)
         assert list(tier.iterdir()) == []
 
 
+def test_a_tier_that_another_user_has_used_first_is_reported_with_that_user(
+    monarch: MonarchCommand,
+) -> None:
+    with nobody(monarch.case) as user:
+        source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("tier")
+        (tier / "monarch").mkdir(mode=0o700)
+        done = user("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB")
+        assert (done.returncode, "'monarch' belongs to uid 0" in one_line(done)) == (6, True)
+        assert str(mnt) not in user.mounts()
+
+
 def test_a_state_directory_that_the_user_may_not_write_is_reported(monarch: MonarchCommand) -> None:
     with nobody(monarch.case) as user:
         source, mnt, state = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("state")
