@@ -299,8 +299,11 @@ class Found:
             staged={number: frozenset(its) for number, its in self.staged.items()},
             next_object=self.next_object,
             next_ino=self.next_ino,
-            # The source has the bytes of a file that was only copied up.
-            lost=(*(op for op in lost.values() if op.kind != "take"), *self.unrecorded),
+            # The source has the bytes of a file that was only copied up, and its attributes remain.
+            lost=(
+                *(op for op in lost.values() if not (op.kind == "take" or op.same)),
+                *self.unrecorded,
+            ),
             recorded_ns={seq: self.recorded_ns[seq] for seq in undone},
             known=self.known,
             doubted=self.last_of(all_lost),

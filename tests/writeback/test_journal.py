@@ -9,6 +9,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -433,6 +434,20 @@ def test_a_file_of_the_source_is_again_what_the_source_has(directory: Path) -> N
     replay = read(directory, boot="two")
     assert [op for _, op in replay.ops] == [rename(b"old", b"new")]
     assert [op.path for op in replay.lost] == [b"new"]
+
+
+@pytest.mark.promise(68)
+def test_a_file_of_the_source_whose_bytes_were_not_changed_is_not_lost(directory: Path) -> None:
+    mode = Op(kind="attr", path=b"old", object=1, mode=0o600)
+    filled(
+        directory,
+        Op(kind="take", path=b"old", object=1),
+        replace(content(b"old", 1), same=True),
+        mode,
+    )
+    replay = read(directory, boot="two")
+    assert [op for _, op in replay.ops] == [replace(mode, object=0)]
+    assert replay.lost == ()
 
 
 def test_a_file_that_was_replaced_and_then_removed_does_not_come_back(directory: Path) -> None:
