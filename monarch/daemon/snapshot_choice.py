@@ -21,6 +21,7 @@ from monarch.text import counted
 from monarch.tiers.source import Source
 from monarch.types import ROOT_INO, Progress, kept_ns
 from monarch.writeback.earlier import Earlier, earlier
+from monarch.writeback.lease import DIRECTORY as LEASES
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def snapshot_for(
         sweep_stages(path)
     left = earlier(settings)
     kept = _kept(left, state) if left.undone else None
+    if not refreshed:
+        _require_same_root(source, kept, left)
     if kept is not None:
         if _other_source(kept, source):
             kept.close()
@@ -229,13 +232,39 @@ def _require_content(source: Source, snapshot: Snapshot) -> None:
     """
     now, known = source.status(b""), snapshot.attributes(ROOT_INO)
     untouched = (now.st_ino, kept_ns(now.st_mtime_ns)) == (known.source_ino, known.mtime_ns)
-    if snapshot.entries > 1 and not untouched and not os.listdir(source.path):
+    if snapshot.entries > 1 and not untouched and _is_empty(source):
         raise SourceError(
             f"source {os.fsdecode(source.path)!r} is empty, but its snapshot has"
             f" {counted(snapshot.entries - 1, 'entry', 'entries')}",
             errno=errno.ENODEV,
             hint="mount its file system; if it really is empty now, mount with --refresh",
         )
+
+
+def _require_same_root(source: Source, kept: Snapshot | None, left: Earlier) -> None:
+    """Raises SourceError if the path of the source leads to another directory than ``kept``
+    describes, the snapshot of the changes of ``left``; or, if that is gone, to an empty one.
+
+    The file system of the source is probably not mounted, and the drain would write the changes
+    where nothing looks for them.
+    """
+    if kept is None:
+        what = "is empty" if left.undone and _is_empty(source) else ""
+    else:
+        is_same = source.status(b"").st_ino == kept.attributes(ROOT_INO).source_ino
+        what = "" if is_same else "is another directory than at the last mount"
+    if what:
+        raise SourceError(
+            f"source {os.fsdecode(source.path)!r} {what}, and lacks"
+            f" {counted(left.undone, 'change', 'changes')} of earlier mounts",
+            errno=errno.ENODEV,
+            hint="mount its file system; to drain them into this directory, mount with --refresh",
+        )
+
+
+def _is_empty(source: Source) -> bool:
+    """The directory of the leases does not count: a mount that absorbs has just made it."""
+    return {*os.listdir(source.path)} <= {LEASES}
 
 
 def _with_new_names(

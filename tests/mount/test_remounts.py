@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,40 @@ def test_a_file_that_came_and_went_keeps_no_mount_from_coming_up(
 
 @pytest.mark.finding("W2", "S2")
 @needs_root
+@pytest.mark.promise(178)
+@pytest.mark.parametrize("what", ["written", "drained", "state lost"])
+def test_nothing_is_drained_into_the_mount_point_of_a_source_that_is_not_mounted(
+    monarch: MonarchCommand, tree: Tree, tmp_path: Path, what: str
+) -> None:
+    monarch.expects_log("is another directory|is empty")
+    monarch.allows_log("changed at the source since the snapshot|the snapshot is gone")
+    source = tree({"a": 10, "run/old": 10})
+    options = [*ABSORB, "writeback.bandwidth=100KiB"]
+    mounted = monarch.mount(source, tiers=TIERS, options=options)
+    (mounted.path / "run/new").write_bytes(b"n" * 1_000_000)
+    if what == "drained":
+        drained(mounted)
+    mounted.cli("umount", "--abandon", str(mounted.path))
+    if what == "state lost":
+        shutil.rmtree(mounted.state)
+    source.rename(tmp_path / "elsewhere")
+    source.mkdir()
+    command = ["mount", str(source), str(mounted.path), "--state", str(mounted.state)]
+    command += ["--tier", f"{mounted.tiers['fast']}:32MiB", "-o", "write=absorb"]
+    for left in ([], ["README"]) if what == "written" else ([],):
+        for name in left:
+            (source / name).touch()
+        refused = monarch(*command, check=False)
+        assert (refused.returncode, "mount its file system" in refused.stderr) == (4, True)
+        assert {*names_in(source)} <= {*left, ".monarch-leases.part"}
+    shutil.rmtree(source)
+    (tmp_path / "elsewhere").rename(source)
+    again = monarch.mount(source, tiers=TIERS, options=ABSORB)
+    drained(again)
+    assert (source / "run/new").read_bytes() == b"n" * 1_000_000
+    again.umount()
+
+
 @pytest.mark.promise(128)
 @pytest.mark.parametrize("more", [[], ["--refresh"]], ids=["as it is", "refresh"])
 def test_a_directory_renamed_before_the_kill_is_shown_and_drained(
