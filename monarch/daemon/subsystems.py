@@ -20,9 +20,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies.first_come import FirstCome
-from monarch.placement.policies.lru import Lru
-from monarch.placement.policies.no_evict import NoEvict
+from monarch.placement.policies import FirstCome, Lru, NoEvict
 from monarch.placement.policy import Policy
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool

@@ -18,7 +18,7 @@ are offered again from time to time, since their next first open may be days awa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
@@ -60,6 +60,8 @@ class Controller:
         self._ledger = ledger
         self._policy = policy
         self._next_ino = ROOT_INO
+        # Whether a complete copy of an inode is to be kept.
+        self.is_wanted = residency.is_wanted
 
     def load(
         self, inos: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer], *, tier: int
@@ -113,17 +115,15 @@ class Controller:
         """The number of items that are wanted, including those being copied."""
         return self._residency.wanted
 
-    def is_wanted(self, ino: Ino) -> bool:
-        """Whether a complete copy of ``ino`` is to be kept."""
-        return self._residency.is_wanted(ino)
-
     def next_wanted(self, lookup: Callable[[Ino], Item | None]) -> Promote | None:
         """The next waiting item, round robin; None if there is none.
 
         ``lookup`` returns None for an inode that is no longer a file. Such an inode, and one
         without space, loses its mark, so that a call costs no more than the marks that it removes.
         """
-        for ino in self._wanted_round_robin():
+        start = self._next_ino
+        before = takewhile(lambda ino: ino < start, self._residency.wanted_from(ROOT_INO))
+        for ino in chain(self._residency.wanted_from(start), before):
             if self._residency.is_copying(ino):
                 continue
             self._next_ino = Ino(ino + 1)
@@ -183,8 +183,3 @@ class Controller:
         if not self._residency.is_copying(item.ino):
             raise ValueError(f"inode {item.ino} is not being copied")
         self._residency.end_copy(item.ino)
-
-    def _wanted_round_robin(self) -> Iterator[Ino]:
-        start = self._next_ino
-        before = takewhile(lambda ino: ino < start, self._residency.wanted_from(ROOT_INO))
-        return chain(self._residency.wanted_from(start), before)

@@ -44,9 +44,9 @@ class Ledger:
 
     def free(self, tier: int) -> int:
         """Bytes neither used nor reserved; 0 if a tier holds more than its reduced capacity."""
-        return max(0, self._left(tier))
+        return max(0, self._unclaimed(tier))
 
-    def _left(self, tier: int) -> int:
+    def _unclaimed(self, tier: int) -> int:
         used = self._used[self._known(tier)] + self._reserved[tier] + self._held[tier]
         return self._capacity[tier] - used
 
@@ -60,7 +60,7 @@ class Ledger:
 
     def room(self, tier: int) -> int:
         """Bytes that can be reserved, also on the disk; negative if copies must go first."""
-        return int(min(self._left(tier), self._disk[tier]))
+        return int(min(self._unclaimed(tier), self._disk[tier]))
 
     def see_room(self, tier: int, available: int) -> None:
         """Sets the bytes that can still be written to the disk, with those of running copies."""

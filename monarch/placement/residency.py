@@ -49,27 +49,16 @@ class Residency:
         self._flags = bytearray(entries + 1)
         self._tiers_array: npt.NDArray[np.uint8] = np.frombuffer(self._tiers, dtype=np.uint8)
         self._flags_array: npt.NDArray[np.uint8] = np.frombuffer(self._flags, dtype=np.uint8)
+        # Live views of the tier and the marks of each inode; index 0 is not used.
+        self.tiers_table = memoryview(self._tiers).toreadonly()
+        self.marks_table = memoryview(self._flags).toreadonly()
         self._files = [0] * (MAX_TIER + 1)
-        self._wanted = 0
+        # The number of wanted inodes, including those being copied.
+        self.wanted = 0
 
     @property
     def entries(self) -> int:
         return len(self._flags) - 1
-
-    @property
-    def tiers_table(self) -> memoryview:
-        """A live view of the tier of each inode; index 0 is not used."""
-        return memoryview(self._tiers).toreadonly()
-
-    @property
-    def marks_table(self) -> memoryview:
-        """A live view of the marks of each inode; index 0 is not used."""
-        return memoryview(self._flags).toreadonly()
-
-    @property
-    def wanted(self) -> int:
-        """The number of wanted inodes, including those being copied."""
-        return self._wanted
 
     def resident_files(self, tier: int) -> int:
         return self._files[tier]
@@ -120,12 +109,12 @@ class Residency:
 
     def want(self, ino: Ino, *, forced: bool = False) -> None:
         if not self._flags[ino] & _WANTED:
-            self._wanted += 1
+            self.wanted += 1
         self._flags[ino] |= _WANTED | _FORCED if forced else _WANTED
 
     def unwant(self, ino: Ino) -> None:
         if self._flags[ino] & _WANTED:
-            self._wanted -= 1
+            self.wanted -= 1
             self._flags[ino] &= ~(_WANTED | _FORCED)
 
     def is_wanted(self, ino: Ino) -> bool:
@@ -137,7 +126,7 @@ class Residency:
     def wanted_from(self, start: Ino) -> Iterator[Ino]:
         """The wanted inodes from ``start`` on, ascending. The table may change meanwhile."""
         first: int = start
-        while first < len(self._flags) and self._wanted:
+        while first < len(self._flags) and self.wanted:
             part = self._flags_array[first : first + _SCAN_INODES]
             for offset in np.flatnonzero(part & _WANTED).tolist():
                 if self._flags[first + offset] & _WANTED:

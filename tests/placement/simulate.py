@@ -11,9 +11,7 @@ import numpy.typing as npt
 
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies.first_come import FirstCome
-from monarch.placement.policies.lru import Lru
-from monarch.placement.policies.no_evict import NoEvict, assign
+from monarch.placement.policies import FirstCome, Lru, NoEvict, assign
 from monarch.placement.policy import Item, Policy
 from monarch.placement.residency import Residency
 from monarch.posix.buckets import BUCKETS, bucket

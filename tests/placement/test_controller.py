@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies.lru import Lru
+from monarch.placement.policies import Lru
 from monarch.placement.policy import Item
 from monarch.placement.residency import Residency
 from monarch.types import Ino

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies.lru import Lru
-from monarch.placement.policies.no_evict import NoEvict
+from monarch.placement.policies import Lru, NoEvict
 from monarch.placement.policy import Item
 from monarch.types import Ino
 from tests.placement.simulate import Mount, curve_of, epoch_time, items_of, predicted

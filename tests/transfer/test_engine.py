@@ -19,7 +19,7 @@ import trio.testing
 from monarch.config.settings import LimitSettings
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies.first_come import FirstCome
+from monarch.placement.policies import FirstCome
 from monarch.placement.policy import Item
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool

@@ -1,1 +1,0 @@
-"""The placement policies, one module each."""
