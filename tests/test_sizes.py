@@ -28,7 +28,6 @@ FLAT = {
     "monarch/frameworks/owner.py::Owner handed out": "its thread starts when all is built",
     "monarch/fuse/datapath.py::Datapath methods": "one method for each function of the extension",
     "monarch/fuse/operations.py::Operations methods": "one method for each request of the kernel",
-    "monarch/placement/residency.py::Residency methods": "one method for each mark and question",
 }
 
 TO_BE_SPLIT: Mapping[str, int] = {}

@@ -32,13 +32,13 @@ from monarch.errors import LockedError, SnapshotError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.file_lock import Lock
+from monarch.posix.mounts import is_dead
 from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.text import counted
-from monarch.tiers.contents import Contents
+from monarch.tiers.contents import Contents, keeps_seals, seal
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
 from monarch.tiers.records import Records, other_generations
-from monarch.tiers.seal import keeps_seals, seal
 from monarch.tiers.verify import (
     SEAL,
     TIER,
@@ -187,7 +187,7 @@ class _StateCheck:
                 by = partial(self._registry.remove, record.mountpoint) if self._repair else None
                 self._findings.mend("registry", STATE, record.mountpoint, what, by=by)
         mountpoint = Path(note.mountpoint)
-        if mountpoints.mount_at(mountpoint) is not None and mountpoints.is_dead(mountpoint):
+        if mountpoints.mount_at(mountpoint) is not None and is_dead(mountpoint):
             by = partial(mountpoints.unmount, mountpoint, lazy=True) if self._repair else None
             what = "every access there fails with ENOTCONN"
             self._findings.mend("mount-dead", STATE, note.mountpoint, what, by=by)

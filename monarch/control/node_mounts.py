@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from monarch.control import registry
 from monarch.control.registry import MountRecord, Registry
-from monarch.posix.bounded_calls import PATIENCE_S, within
-from monarch.posix.mounts import MountedFileSystem, mount_table
+from monarch.posix.bounded_calls import PATIENCE_S
+from monarch.posix.mounts import MountedFileSystem, is_dead, mount_table
 from monarch.text import escape_text
 
 FUSE_TYPE = "fuse.monarch"
@@ -60,19 +58,6 @@ def seen_mounts(
             state = "served"
         seen.append(SeenMount(record.mountpoint, state, record))
     for mountpoint in mounted - {s.mountpoint for s in seen}:
-        state = "stale" if _is_disconnected(mountpoint) else "foreign"
+        state = "stale" if is_dead(mountpoint, wait_s=PATIENCE_S) else "foreign"
         seen.append(SeenMount(mountpoint, state, None))
     return sorted(seen, key=lambda s: s.mountpoint)
-
-
-def _is_disconnected(mountpoint: str) -> bool:
-    """Whether no daemon serves the mount any more. A mount that hangs counts as served."""
-    outcome: list[int | None] = []
-
-    def probe() -> None:
-        try:
-            os.statvfs(mountpoint)
-        except OSError as error:
-            outcome.append(error.errno)
-
-    return within(PATIENCE_S, probe) and outcome == [errno.ENOTCONN]

@@ -30,6 +30,7 @@ from monarch.fuse.abilities import Abilities
 from monarch.fuse.datapath_mode import check_possible
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.posix import signals
+from monarch.posix.mounts import is_dead
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry import log as log_setup
 from monarch.tiers.hierarchy import require_known
@@ -76,7 +77,7 @@ def prepare(settings: MountSettings) -> MountSettings:
 
 
 def _clear_stale_mount(mountpoint: Path) -> None:
-    if mountpoints.mount_at(mountpoint) is not None and mountpoints.is_dead(mountpoint):
+    if mountpoints.mount_at(mountpoint) is not None and is_dead(mountpoint):
         # Processes that have files open there continue to get errors.
         mountpoints.unmount(mountpoint, lazy=True)
 

@@ -14,9 +14,7 @@ import shlex
 import socket
 import stat
 import subprocess
-import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.errors import (
@@ -27,11 +25,9 @@ from monarch.errors import (
     TierError,
     source_remedy,
 )
+from monarch.posix.mounts import MountedFileSystem, mount_table
 
 FS_TYPE = "fuse.monarch"
-
-# A mount that does not answer in this time counts as hung.
-_ANSWER_S = 5.0
 
 # The flags that libfuse uses, from linux/mount.h.
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
@@ -40,64 +36,11 @@ _UMOUNT_NOFOLLOW = 8
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Mounted:
-    """A line of the mount table: mount point, type, and the device number of its files. ``id`` is
-    the kernel's number of the mount, which its open files still have after a lazy unmount."""
-
-    mountpoint: bytes
-    type: str
-    source: bytes
-    device: str
-    id: int
-
-
-def mounts() -> list[Mounted]:
-    """The mounts in this mount namespace, oldest first."""
-    found = []
-    with open("/proc/self/mountinfo", "rb") as table:
-        for line in table:
-            before, _, after = line.partition(b" - ")
-            fields = before.split()
-            kind, source = after.split()[:2]
-            found.append(
-                Mounted(
-                    _plain(fields[4]),
-                    kind.decode(),
-                    _plain(source),
-                    fields[2].decode(),
-                    int(fields[0]),
-                )
-            )
-    return found
-
-
-def _plain(field: bytes) -> bytes:
-    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)
-
-
-def mount_at(mountpoint: Path) -> Mounted | None:
+def mount_at(mountpoint: Path) -> MountedFileSystem | None:
     """The Monarch mount at this mount point, dead or alive."""
-    wanted = os.fsencode(os.path.abspath(mountpoint))
-    on_top = [mounted for mounted in mounts() if mounted.mountpoint == wanted]
-    return on_top[-1] if on_top and on_top[-1].type == FS_TYPE else None
-
-
-def is_dead(mountpoint: Path) -> bool:
-    """Whether the daemon of the mount has ended. A hanging daemon has not."""
-    failure: list[int | None] = []
-
-    def ask() -> None:
-        try:
-            # Not stat, which the kernel may answer from its cache.
-            os.statvfs(mountpoint)
-        except OSError as error:
-            failure.append(error.errno)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_ANSWER_S)
-    return failure == [errno.ENOTCONN]
+    wanted = Path(os.path.abspath(mountpoint))
+    on_top = [mounted for mounted in mount_table() if mounted.mount_point == wanted]
+    return on_top[-1] if on_top and on_top[-1].kind == FS_TYPE else None
 
 
 def check(mountpoint: Path, source: Path) -> None:
@@ -158,17 +101,10 @@ def check(mountpoint: Path, source: Path) -> None:
 
 def monarch_above(path: str) -> str:
     """The mount point of the Monarch mount that holds ``path``; empty if none does."""
-    wanted = os.fsencode(path)
-    above = [
-        mounted
-        for mounted in mounts()
-        if wanted == mounted.mountpoint or wanted.startswith(mounted.mountpoint.rstrip(b"/") + b"/")
-    ]
+    above = [mounted for mounted in mount_table() if Path(path).is_relative_to(mounted.mount_point)]
     # The longest mount point is the nearest; of two at one place the later hides the earlier.
-    nearest = max(enumerate(above), key=lambda m: (len(m[1].mountpoint), m[0]), default=None)
-    if nearest is None or nearest[1].type != FS_TYPE:
-        return ""
-    return os.fsdecode(nearest[1].mountpoint)
+    nearest = max(reversed(above), key=lambda it: len(it.mount_point.parts), default=None)
+    return str(nearest.mount_point) if nearest is not None and nearest.kind == FS_TYPE else ""
 
 
 def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:

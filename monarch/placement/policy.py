@@ -56,14 +56,18 @@ class Policy(Protocol):
 
     def accessed(self, ino: Ino, tier: int) -> None:
         """A resident item was opened."""
+        return
 
     def placed(self, item: Item, tier: int) -> None:
         """A copy was committed."""
+        return
 
     def loaded(
         self, inos: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer], *, tier: int
     ) -> None:
         """Copies of an earlier daemon were found at start."""
+        return
 
     def removed(self, ino: Ino) -> None:
         """A copy was removed."""
+        return

@@ -13,6 +13,7 @@ import os
 import struct
 from typing import Final, NamedTuple
 
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.openat2 import kind_of_file_system, open_beneath
 
 ACCESS: Final = b"system.posix_acl_access"
@@ -112,11 +113,8 @@ def read(directory_fd: int, name: bytes, attribute: bytes) -> bytes:
 def read_beneath(root_fd: int, path: bytes) -> Acls:
     """The ACLs of ``path`` beneath a directory, following no symbolic link. Raises OSError."""
     parent, _, name = path.rstrip(b"/").rpartition(b"/")
-    parent_fd = open_beneath(root_fd, parent, os.O_PATH | os.O_DIRECTORY)
-    try:
+    with closing_fd(open_beneath(root_fd, parent, os.O_PATH | os.O_DIRECTORY)) as parent_fd:
         access, default = (read(parent_fd, name or b".", attribute) for attribute in NAMES)
-    finally:
-        os.close(parent_fd)
     return Acls(stored(access), default)
 
 

@@ -6,8 +6,9 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
+import outcome
 from typing_extensions import TypeVarTuple, Unpack
 
 from monarch.errors import Unanswered
@@ -45,8 +46,8 @@ class BoundedCalls:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Held while a call is under way.
         self._turn = threading.Lock()
-        work = _work, self._calls, self._turn
-        threading.Thread(target=work[0], args=work[1:], name=self._name, daemon=True).start()
+        work = self._calls, self._turn
+        threading.Thread(target=_work, args=work, name=self._name, daemon=True).start()
         self._pid = os.getpid()
 
     @property
@@ -61,35 +62,17 @@ class BoundedCalls:
         turn = self._turn
         if not turn.acquire(blocking=False):
             raise Unanswered
-        call = _Call(lambda: function(*args))
-        self._calls.put(call.make)
+        results: list[outcome.Outcome[T]] = []
+        self._calls.put(lambda: results.append(outcome.capture(function, *args)))
         if not turn.acquire(timeout=self._wait_s):
             raise Unanswered
         turn.release()
-        return call.result()
+        return results[0].unwrap()
 
     def close(self) -> None:
         """Ends the thread after the running call."""
         if self._pid == os.getpid():
             self._calls.put(None)
-
-
-class _Call(Generic[T]):
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-
-    def make(self) -> None:
-        try:
-            self._results.append(self._function())
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], None] | None], turn: threading.Lock) -> None:

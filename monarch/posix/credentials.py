@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from monarch.posix.descriptors import closing_fd
+
 log = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -66,12 +68,9 @@ def _groups_of(pid: int, uid: int) -> tuple[int, ...]:
         return ()
     status = b""
     try:
-        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(f"/proc/{pid}/status", os.O_RDONLY | os.O_CLOEXEC)) as fd:
             while part := os.read(fd, _LARGEST_STATUS):
                 status += part
-        finally:
-            os.close(fd)
     except OSError:
         return ()
     groups: tuple[int, ...] = ()

@@ -23,10 +23,10 @@ class Lock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            told = os.pread(self._fd, 8192, 0)
+            holder = _holder(os.pread(self._fd, 8192, 0))
             os.close(self._fd)
             raise LockedError(
-                f"{what} is in use by {_holder(told)}",
+                f"{what} is in use by {holder}",
                 hint="unmount that mount first" + (f", or {instead}" if instead else ""),
             ) from None
         note = json.dumps({"pid": os.getpid(), "mountpoint": owner}).encode()

@@ -1,27 +1,50 @@
-"""The mount table of this process."""
+"""The mount table of this process, and dead mounts in it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch.posix.bounded_calls import within
+
 
 @dataclass(frozen=True, slots=True)
 class MountedFileSystem:
-    """A line of the mount table: the mount point and the type of the file system."""
+    """A line of the mount table: mount point, type, and the device number of its files. ``id`` is
+    the kernel's number of the mount, which its open files still have after a lazy unmount."""
 
     mount_point: Path
     kind: str
+    device: str = ""
+    id: int = 0
 
 
 def mount_table(text: bytes | None = None) -> list[MountedFileSystem]:
-    """The mounts of this process, from the text of ``/proc/self/mountinfo``."""
+    """The mounts in this mount namespace, oldest first, from ``/proc/self/mountinfo``."""
     table = []
     for line in (Path("/proc/self/mountinfo").read_bytes() if text is None else text).splitlines():
         before, _, after = line.partition(b" - ")
+        number, _, device, _, place = before.split(b" ")[:5]
         # Blanks and newlines in a name are written \040 and \012.
-        place = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), before.split(b" ")[4])
-        table.append(MountedFileSystem(Path(os.fsdecode(place)), after.split(b" ")[0].decode()))
+        place = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), place)
+        kind = after.split(b" ")[0].decode()
+        path = Path(os.fsdecode(place))
+        table.append(MountedFileSystem(path, kind, device.decode(), int(number)))
     return table
+
+
+def is_dead(mountpoint: Path | str, *, wait_s: float = 5.0) -> bool:
+    """Whether the daemon of the FUSE mount has ended. A mount that hangs is not dead."""
+    failure: list[int | None] = []
+
+    def ask() -> None:
+        try:
+            # Not stat, which the kernel may answer from its cache.
+            os.statvfs(mountpoint)
+        except OSError as error:
+            failure.append(error.errno)
+
+    return within(wait_s, ask) and failure == [errno.ENOTCONN]

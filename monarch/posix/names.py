@@ -7,6 +7,8 @@ import errno
 import os
 from pathlib import Path
 
+from monarch.posix.descriptors import closing_fd
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _RENAME_NOREPLACE = 1
 _NO_NOREPLACE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
@@ -46,8 +48,5 @@ def rename_new(directory_fd: int, name: bytes, to_name: bytes) -> None:
 
 def sync_path(path: bytes | Path) -> None:
     """Makes the bytes of a file, or the names in a directory, durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)

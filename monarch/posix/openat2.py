@@ -14,6 +14,8 @@ import functools
 import os
 import struct
 
+from monarch.posix.descriptors import closing_fd
+
 # The system call has this number on all architectures but alpha.
 _SYS_OPENAT2 = 437
 
@@ -73,39 +75,29 @@ def lstat_beneath(root_fd: int, path: bytes) -> os.stat_result:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
     if not parent:
         return os.stat(name or b".", dir_fd=root_fd, follow_symlinks=False)
-    parent_fd = open_beneath(root_fd, parent, _STEP)
-    try:
+    with closing_fd(open_beneath(root_fd, parent, _STEP)) as parent_fd:
         return os.stat(name or b".", dir_fd=parent_fd, follow_symlinks=False)
-    finally:
-        os.close(parent_fd)
 
 
 @functools.cache
 def _syscall() -> ctypes._NamedFuncPointer:
     function = _LIBC.syscall
     function.restype = ctypes.c_long
-    function.argtypes = (
-        ctypes.c_long,
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-    )
+    text = ctypes.c_char_p
+    function.argtypes = (ctypes.c_long, ctypes.c_int, text, text, ctypes.c_size_t)
     return function
 
 
 @functools.cache
 def _has_openat2() -> bool:
     """Whether openat2 is available. Filters of old containers return EPERM instead of ENOSYS."""
-    fd = os.open("/", _STEP | os.O_CLOEXEC)
-    try:
-        os.close(_openat2(fd, b".", _STEP | os.O_CLOEXEC))
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EPERM):
-            return False
-        raise
-    finally:
-        os.close(fd)
+    with closing_fd(os.open("/", _STEP | os.O_CLOEXEC)) as fd:
+        try:
+            os.close(_openat2(fd, b".", _STEP | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EPERM):
+                return False
+            raise
     return True
 
 
@@ -128,32 +120,27 @@ def _open_stepwise(directory_fd: int, path: bytes, flags: int) -> int:
     above_fd = directory_fd
     try:
         for part in parents:
-            # O_PATH with O_NOFOLLOW opens a symbolic link itself; O_DIRECTORY refuses it, but
-            # with ENOTDIR where openat2 returns ELOOP.
-            try:
-                below_fd = os.open(part, _STEP | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=above_fd)
-            except NotADirectoryError:
-                _raise_if_symlink(above_fd, part)
-                raise
+            below_fd = _open_here(above_fd, part, _STEP | os.O_CLOEXEC | os.O_NOFOLLOW)
             if above_fd != directory_fd:
                 os.close(above_fd)
             above_fd = below_fd
-        try:
-            return os.open(name, flags, dir_fd=above_fd)
-        except NotADirectoryError:
-            _raise_if_symlink(above_fd, name)
-            raise
+        return _open_here(above_fd, name, flags)
     finally:
         if above_fd != directory_fd:
             os.close(above_fd)
 
 
-def _raise_if_symlink(directory_fd: int, name: bytes) -> None:
+def _open_here(directory_fd: int, name: bytes, flags: int) -> int:
+    """Opens an entry. O_PATH with O_NOFOLLOW opens a symbolic link itself; O_DIRECTORY refuses it,
+    but with ENOTDIR where openat2 returns ELOOP."""
     try:
-        os.readlink(name, dir_fd=directory_fd)
-    except OSError:
-        return
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+        return os.open(name, flags, dir_fd=directory_fd)
+    except NotADirectoryError as error:
+        try:
+            os.readlink(name, dir_fd=directory_fd)
+        except OSError:
+            raise error from None
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
 
 
 def kind_of_file_system(fd: int) -> int:

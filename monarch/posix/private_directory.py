@@ -13,6 +13,8 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
+from monarch.posix.descriptors import closing_fd
+
 # The limit of the kernel.
 _MOST_LINKS = 40
 
@@ -52,7 +54,7 @@ def _link(directory: int, name: str) -> str | None:
         with suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=directory)
         entry = os.open(name, _STEP, dir_fd=directory)
-    try:
+    with closing_fd(entry):
         status = os.fstat(entry)
         if not stat.S_ISLNK(status.st_mode):
             return None
@@ -60,8 +62,6 @@ def _link(directory: int, name: str) -> str | None:
             raise OSError(errno.ELOOP, f"{name!r} is a symbolic link of uid {status.st_uid}")
         # Reads the link that was checked, even if its name has changed since.
         return os.readlink("", dir_fd=entry)
-    finally:
-        os.close(entry)
 
 
 def private_opener(path: str, flags: int) -> int:
