@@ -31,9 +31,8 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.posix.bounded_calls import PATIENCE_S, within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.tiers.hierarchy import owner_of
-from monarch.tiers.ownership import PRIVATE, own_directory
+from monarch.tiers.ownership import PRIVATE, other_sources, own_directory
 from monarch.tiers.records import require_known_versions
-from monarch.tiers.shared import other_sources
 from monarch.units import MiB, format_bytes
 
 CheckStatus = Literal["ok", "warn", "fail"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -76,7 +77,7 @@ def evict(
 
 
 def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool) -> None:
-    from monarch.tiers.shared import remove_copies, shared_copies
+    from monarch.tiers.ownership import remove_copies, shared_copies
 
     if not tier.is_dir():
         what = "is not a directory" if tier.exists() else "does not exist"
@@ -105,7 +106,7 @@ def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool)
         emit_json(
             {
                 "tier": os.fspath(tier),
-                "copies": [{**held.to_dict(), "dropped": dropped} for held, dropped, _ in found],
+                "copies": [{**asdict(held), "dropped": dropped} for held, dropped, _ in found],
             }
         )
         return

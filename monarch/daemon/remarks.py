@@ -13,7 +13,7 @@ from monarch.config.settings import MountSettings
 from monarch.posix.mounts import mount_table
 from monarch.telemetry.report import Mode
 from monarch.text import counted
-from monarch.tiers.shared import other_mounts
+from monarch.tiers.ownership import other_mounts
 from monarch.tiers.tier import Space, Tier
 from monarch.units import MiB, format_bytes
 

@@ -1,19 +1,37 @@
-"""The files in the directory of a tier with the copies of a mount, and the forms of their names."""
+"""The files in the directory of a tier with the copies of a mount: their names and their seals.
+
+The seal of a copy is its modification time, computed from its inode number and its version. A
+program that writes into a copy, replaces it or restores an old one breaks the seal. The check needs
+no memory per file and no read: an open reads the attributes of the copy anyway. A broken seal
+proves nothing; the copy is then compared with its digest. The datapath computes the same seal
+(fuse/native/_copies.c).
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
-from monarch.types import Ino
+from monarch.posix.buckets import mix
+from monarch.posix.descriptors import closing_fd
+from monarch.types import Identity, Ino
 
 # The directories with the copies of one generation.
 _GENERATION = re.compile(r"copies-[0-9A-Za-z-]+")
 # The names beneath stage/.
 _STAGED = re.compile(r"[0-9]+\.part|probe")
+
+_MASK = (1 << 64) - 1
+_SECOND_NS = 1_000_000_000
+# The seconds have 30 bits: a time (before 2004) that every file system can store.
+_SECONDS_SHIFT = 34
+# The increment of splitmix64, before ``mix``.
+_GAMMA = 0x9E3779B97F4A7C15
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -31,6 +49,10 @@ def ino_of(path: str) -> Ino | None:
         return None
     ino = Ino(int(name))
     return ino if ino > 0 and path == copy_name(ino) else None
+
+
+def opened_in(directory: int, name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
 
 
 class Contents:
@@ -74,7 +96,8 @@ class Contents:
         loose: list[str] = []
         buckets: list[str] = []
         for name in self.names(top):
-            (buckets if self._is_directory(f"{top}/{name}") else loose).append(name)
+            mode = os.stat(f"{top}/{name}", dir_fd=self._root, follow_symlinks=False).st_mode
+            (buckets if stat.S_ISDIR(mode) else loose).append(name)
         yield loose
         for bucket in buckets:
             yield [f"{bucket}/{name}" for name in self.names(f"{top}/{bucket}")]
@@ -88,16 +111,53 @@ class Contents:
                     if ino_of(path) is not None:
                         yield f"{self.PREFIX}{generation}/{path}"
 
-    def _is_directory(self, name: str) -> bool:
-        return stat.S_ISDIR(os.stat(name, dir_fd=self._root, follow_symlinks=False).st_mode)
-
     def names(self, name: str) -> list[str]:
         """The sorted names in a directory."""
         try:
-            fd = os.open(name, DIRECTORY, dir_fd=self._root)
+            with closing_fd(os.open(name, DIRECTORY, dir_fd=self._root)) as fd:
+                return sorted(os.listdir(fd))
         except FileNotFoundError:
             return []
+
+
+class BrokenSeal(OSError):
+    """A copy that another program may have changed: it must be compared with its digest."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ESTALE, "the copy's seal is broken")
+
+
+def seal(ino: Ino, identity: Identity) -> int:
+    """The ``st_mtime_ns`` of the copy of ``ino`` in the version ``identity``."""
+    x = int(ino)
+    for value in (identity.size, identity.mtime_ns, identity.ctime_ns, identity.source_ino):
+        x = mix((x ^ (value & _MASK)) + _GAMMA)
+    seconds = x >> _SECONDS_SHIFT
+    return seconds * _SECOND_NS + (x & ((1 << _SECONDS_SHIFT) - 1)) % _SECOND_NS
+
+
+def put_seal(fd: int, ino: Ino, identity: Identity) -> None:
+    # The access time is now: programs that purge a scratch disk by age use that time.
+    os.utime(fd, ns=(time.time_ns(), seal(ino, identity)))
+
+
+@contextmanager
+def probe_file(root: int) -> Iterator[int]:
+    """A new file in the stage of a tier's own directory, removed at the end. Raises OSError."""
+    with closing_fd(opened_in(root, "stage/probe", os.O_RDWR | os.O_CREAT | os.O_TRUNC)) as fd:
         try:
-            return sorted(os.listdir(fd))
+            yield fd
         finally:
-            os.close(fd)
+            os.unlink("stage/probe", dir_fd=root)
+
+
+def keeps_seals(root: int) -> bool:
+    """Whether a file in a tier may have any time of modification, to the nanosecond.
+
+    ``root`` is a descriptor of the tier's own directory. Raises OSError.
+    """
+    with probe_file(root) as fd:
+        wanted = seal(Ino(1), Identity(0, 0, 0, 0))
+        with suppress(OSError):
+            os.utime(fd, ns=(wanted, wanted))
+        return os.fstat(fd).st_mtime_ns == wanted

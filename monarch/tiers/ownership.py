@@ -1,21 +1,28 @@
-"""Finds the directory of a mount beneath a tier's path: each mount has one, and uses no other."""
+"""The directories of the mounts beneath a tier's path: each mount has one, and uses no other.
+
+Here the directory of a mount is found, and those of other mounts are listed and removed.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import stat
 import uuid
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.file_lock import Lock
 from monarch.posix.private_directory import open_directory
-from monarch.tiers.contents import DIRECTORY, Contents
+from monarch.tiers.contents import DIRECTORY, Contents, opened_in
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +50,8 @@ def own_directory(path: Path, owner: Owner) -> Path:
         shared = os.open(path / PRIVATE, DIRECTORY)
     except OSError:
         return path / PRIVATE / owner.directory
-    try:
+    with closing_fd(shared):
         return path / PRIVATE / _own_name(shared, owner)
-    finally:
-        os.close(shared)
 
 
 def _own_name(shared: int, owner: Owner) -> str:
@@ -54,43 +59,48 @@ def _own_name(shared: int, owner: Owner) -> str:
         return owner.directory
     # The state directory, whose path makes the name, may have been moved.
     for name in sorted(os.listdir(shared)):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            fd = os.open(f"{name}/tier.json", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=shared)
-            with open(fd, "rb") as file:
-                if json.load(file)["id"] in owner.known:
-                    return name
+        with suppress(OSError), closing_fd(os.open(name, DIRECTORY, dir_fd=shared)) as directory:
+            note = _read_note(directory)
+            if note is not None and str(note.get("id")) in owner.known:
+                return name
     return owner.directory
+
+
+def _read_note(directory: int) -> dict[str, Any] | None:
+    """The contents of ``tier.json``; None if there are no copies of a mount."""
+    try:
+        fd = opened_in(directory, "tier.json", os.O_RDONLY | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            note = json.load(file) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) else None
 
 
 def require_known_version(path: Path, owner: Owner) -> None:
     """Raises TierError if a newer version has written the tier at ``path``; changes nothing."""
     for own in (own_directory(path, owner), path / PRIVATE):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            _id_of((own / "tier.json").read_bytes(), path)
+            _id_of(json.loads((own / "tier.json").read_bytes()), path)
 
 
-def _id_of(told: bytes, path: Path) -> str:
-    known = json.loads(told)
-    version = known.get("version", _VERSION)
+def _id_of(note: Any, path: Path) -> str:
+    version = note.get("version", _VERSION)
     if version > _VERSION:
         raise TierError(
             f"tier {os.fspath(path)!r} is of version {version}, this Monarch knows {_VERSION}",
             hint="mount with the Monarch that wrote it, or name another directory",
         )
-    return str(known["id"])
-
-
-def opened_in(directory: int, name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    return str(note["id"])
 
 
 def identify(own: int, path: Path, owner: Owner, known_as: str | None) -> str:
     """The id in tier.json, else ``known_as`` or a new one. Raises TierError, OSError."""
     try:
         with open(opened_in(own, "tier.json", os.O_RDONLY), "rb") as file:
-            told = file.read()
-        identity = _id_of(told, path)
-        if json.loads(told) != _note(identity, owner):
+            note = json.load(file)
+        identity = _id_of(note, path)
+        if note != _note(identity, owner):
             _write_note(own, identity, owner)
         return identity
     except FileNotFoundError:
@@ -104,8 +114,12 @@ def identify(own: int, path: Path, owner: Owner, known_as: str | None) -> str:
 
 
 def _note(identity: str, owner: Owner) -> dict[str, object]:
-    told = {"source": owner.source, "state": owner.state}
-    return {"version": _VERSION, "id": identity, **told}
+    return {
+        "version": _VERSION,
+        "id": identity,
+        "source": owner.source,
+        "state": owner.state,
+    }
 
 
 def _write_note(own: int, identity: str, owner: Owner) -> None:
@@ -185,7 +199,7 @@ def _take_over(shared: int, own: int, path: Path, owner: Owner) -> None:
     if a daemon of that version uses it."""
     try:
         with open(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=shared), "rb") as file:
-            identity = _id_of(file.read(), path)
+            identity = _id_of(json.load(file), path)
     except FileNotFoundError:
         return
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -207,3 +221,104 @@ def _take_over(shared: int, own: int, path: Path, owner: Owner) -> None:
         log.info("tier %s: the copies of the earlier version are in a directory of the mount", path)
     finally:
         lock.release()
+
+
+# -- the copies of all mounts ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCopies:
+    """The copies of one mount; ``source`` and ``state`` are empty if an earlier version made them.
+
+    ``used_ns``: when a mount last opened them, in ns of the wall clock.
+    """
+
+    directory: str
+    source: str
+    state: str
+    files: int
+    bytes: int
+    used_ns: int
+
+
+def shared_copies(tier: Path) -> Iterator[SharedCopies]:
+    """The copies of each mount in the tier at this path. Raises OSError."""
+    private = tier / PRIVATE
+    for path, fd, source, state in _mounts(private) if private.is_dir() else ():
+        if os.fstat(fd).st_uid != os.geteuid():
+            continue
+        files = nbytes = used_ns = 0
+        for name in _copies(fd):
+            with suppress(FileNotFoundError):
+                files += 1
+                nbytes += os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
+        with suppress(FileNotFoundError):
+            used_ns = os.stat("lock", dir_fd=fd, follow_symlinks=False).st_mtime_ns
+        yield SharedCopies(os.fspath(path), source, state, files, nbytes, used_ns)
+
+
+def _mounts(private: Path) -> Iterator[tuple[Path, int, str, str]]:
+    """Of each mount with copies: its directory, a descriptor of that until the next one, its source
+    and its state directory. Raises OSError."""
+    for path in [private, *(private / name for name in sorted(os.listdir(private)))]:
+        try:
+            fd = os.open(path, DIRECTORY)
+        except OSError:
+            continue
+        with closing_fd(fd):
+            if (note := _read_note(fd)) is not None:
+                yield path, fd, str(note.get("source", "")), str(note.get("state", ""))
+
+
+def other_mounts(own: Path) -> list[tuple[str, str]]:
+    """Source and state directory of the other mounts with copies in a tier path.
+
+    ``own`` is the directory of this mount there. Both are empty for an earlier version's copies.
+    """
+    with suppress(OSError):
+        return [(source, state) for path, _, source, state in _mounts(own.parent) if path != own]
+    return []
+
+
+def other_sources(own: Path) -> list[str]:
+    """The sources of ``other_mounts``, each once, for a person."""
+    return sorted({source or "another source" for source, _ in other_mounts(own)})
+
+
+def remove_copies(held: SharedCopies) -> None:
+    """Removes the files that Monarch has made there, recognised by their names, and no others.
+
+    Raises LockedError if a daemon uses them, and OSError.
+    """
+    with ExitStack() as opened:
+        fd = opened.enter_context(closing_fd(os.open(held.directory, DIRECTORY)))
+        opened.callback(Lock(fd, f"{held.directory!r}", "monarch evict").release)
+        for name in [*_copies(fd), *Contents(fd).staged_copies()]:
+            os.unlink(name, dir_fd=fd)
+        for generation in Contents(fd).generations():
+            top = Contents.PREFIX + generation
+            for bucket in range(256):
+                _rmdir(fd, f"{top}/{bucket:02x}")
+            _rmdir(fd, top)
+        _rmdir(fd, "stage")
+        for name in ("tier.part", "tier.json", "lock"):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+    if Path(held.directory).name != PRIVATE:
+        with suppress(OSError):
+            os.rmdir(held.directory)
+
+
+def _copies(fd: int) -> Iterator[str]:
+    contents = Contents(fd)
+    for generation in contents.generations():
+        yield from contents.copies(generation)
+
+
+def _rmdir(fd: int, name: str) -> None:
+    try:
+        os.rmdir(name, dir_fd=fd)
+    except OSError as error:
+        # A file of another program stays, and so does its directory.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise

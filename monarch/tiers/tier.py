@@ -7,7 +7,7 @@
             tier.json                the tier's own id, the version of the format, source and state
             stage/INO.part           copies being written, removed at start
             copies-GENERATION/XX/INO committed copies; XX is the low byte of INO in hex, the
-                                     modification time is the seal (seal.py)
+                                     modification time is the seal (contents.py)
 
 Several mounts may share a PATH, one after the other or at the same time; none touches the files of
 another. Earlier versions of Monarch kept the contents of MOUNT in PATH/monarch itself: the mount
@@ -35,11 +35,21 @@ import xxhash
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.file_lock import Lock
 from monarch.posix.openat2 import kind_of_file_system
-from monarch.tiers.contents import DIRECTORY, Contents, copy_name
-from monarch.tiers.ownership import Owner, identify, open_own_directory, opened_in
-from monarch.tiers.seal import BrokenSeal, keeps_seals, put_seal, seal
+from monarch.tiers.contents import (
+    DIRECTORY,
+    BrokenSeal,
+    Contents,
+    copy_name,
+    keeps_seals,
+    opened_in,
+    probe_file,
+    put_seal,
+    seal,
+)
+from monarch.tiers.ownership import Owner, identify, open_own_directory
 from monarch.types import Identity, Ino
 from monarch.units import MiB
 
@@ -133,12 +143,9 @@ class Tier:
             # An earlier daemon may have renamed it and died before it was recorded.
             return self.has(new)
         failpoints.failpoint("adopt-renamed")
-        fd = self._opened_copy(new)
-        try:
+        with closing_fd(self._opened_copy(new)) as fd:
             if os.fstat(fd).st_mtime_ns == seal(old, identity):
                 put_seal(fd, new, identity)
-        finally:
-            os.close(fd)
         return True
 
     def remove_other_generations(self) -> int:
@@ -216,8 +223,7 @@ class Tier:
 
         Raises OSError, ESTALE if it differs.
         """
-        fd = self._opened_copy(ino)
-        try:
+        with closing_fd(self._opened_copy(ino)) as fd:
             before = os.fstat(fd)
             _require_size(before, identity)
             if _digest(fd) != digest:
@@ -229,8 +235,6 @@ class Tier:
             if self.seals and now.st_mtime_ns != seal(ino, identity):
                 put_seal(fd, ino, identity)
             failpoints.failpoint("verify-sealed")
-        finally:
-            os.close(fd)
 
     def _opened_copy(self, ino: Ino) -> int:
         # O_NONBLOCK: another program may have put a fifo in the place of a copy.
@@ -258,13 +262,9 @@ class Tier:
 
     def stage(self, ino: Ino) -> Staged:
         """A new stage, in which a copy is invisible until it is committed. Raises OSError."""
-        fd = self._stage_fd(ino)
+        fd = opened_in(self._root, f"stage/{ino}.part", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         failpoints.failpoint("copy-staged")
         return Staged(self, ino, fd)
-
-    def _stage_fd(self, ino: Ino) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(f"stage/{ino}.part", flags, 0o600, dir_fd=self._root)
 
     def _commit(self, ino: Ino) -> None:
         self._into_generation(f"stage/{ino}.part", ino)
@@ -286,21 +286,17 @@ class Tier:
     # -- the file system below ---------------------------------------------------------------
 
     def space(self) -> Space:
-        told = os.fstatvfs(self._root)
-        return Space(told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize)
+        found = os.fstatvfs(self._root)
+        return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     def probe(self) -> None:
         """Write a small stage, read it from the disk, remove it. Raises OSError if that fails."""
-        fd = opened_in(self._root, "stage/probe", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
+        with probe_file(self._root) as fd:
             os.write(fd, b"monarch")
             os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if os.pread(fd, 8, 0) != b"monarch":
                 raise OSError(errno.EIO, "it returns other bytes than were written")
-        finally:
-            os.close(fd)
-            os.unlink("stage/probe", dir_fd=self._root)
 
     def is_in_place(self) -> bool:
         """Whether PATH still leads to the opened, readable directory. Raises OSError."""
@@ -312,11 +308,8 @@ class Tier:
         if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             return False
         with suppress(FileNotFoundError):
-            fd = opened_in(self._root, "tier.json", os.O_RDONLY)
-            try:
+            with closing_fd(opened_in(self._root, "tier.json", os.O_RDONLY)) as fd:
                 os.pread(fd, 1, 0)
-            finally:
-                os.close(fd)
         return True
 
     def detach(self) -> None:
@@ -328,7 +321,7 @@ class Tier:
         os.close(nothing)
 
     def reopen(self) -> None:
-        """Opens the directory now at PATH, after ``let_go``; the descriptors keep their numbers.
+        """Opens the directory now at PATH, after ``detach``; the descriptors keep their numbers.
 
         It must be the same tier as before, with its copies, or an empty directory. Raises OSError,
         TierError and LockedError.
@@ -367,7 +360,7 @@ class Staged:
         self._ino = ino
         self._fd = fd
         self._digest = xxhash.xxh3_128()
-        self._size = 0
+        self.size = 0
         self._committed = False
 
     def __enter__(self) -> Staged:
@@ -381,27 +374,23 @@ class Staged:
         if not self._committed:
             self._tier._discard(self._ino)
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     def append(self, data: bytes | memoryview) -> None:
         """Appends bytes to the copy. Holes stay holes. Raises OSError, also ENOSPC."""
         self._digest.update(data)
         if len(data) == _CHUNK and data == _ZEROS:
-            self._size += _CHUNK
+            self.size += _CHUNK
             return
         view = memoryview(data)
         while view:
-            written = os.pwrite(self._fd, view, self._size)
-            self._size += written
+            written = os.pwrite(self._fd, view, self.size)
+            self.size += written
             view = view[written:]
         failpoints.failpoint("copy-half-written")
 
     def commit(self, identity: Identity) -> bytes:
         """Makes the copy visible, sealed as this version; returns its xxh3-128."""
-        if os.fstat(self._fd).st_size != self._size:
-            os.ftruncate(self._fd, self._size)
+        if os.fstat(self._fd).st_size != self.size:
+            os.ftruncate(self._fd, self.size)
         failpoints.failpoint("copy-written")
         if self._tier.seals:
             put_seal(self._fd, self._ino, identity)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from monarch.tiers.contents import DIRECTORY, Contents, copy_name, ino_of
+from monarch.tiers.contents import DIRECTORY, Contents, copy_name, ino_of, seal
 from monarch.tiers.records import Record, Records
-from monarch.tiers.seal import seal
 from monarch.types import Identity, Ino
 from monarch.units import MiB
 

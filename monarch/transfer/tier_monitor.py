@@ -27,7 +27,7 @@ from monarch.placement.ledger import Ledger
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
-from monarch.tiers.shared import other_sources
+from monarch.tiers.ownership import other_sources
 from monarch.tiers.tier import Tier
 from monarch.transfer.datapath_view import CallTotals, DatapathView
 from monarch.transfer.outages import Outage, Outages

@@ -14,8 +14,8 @@ from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
 from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
+from monarch.tiers.contents import BrokenSeal
 from monarch.tiers.records import Record, Records
-from monarch.tiers.seal import BrokenSeal
 from monarch.tiers.tier import Tier
 from monarch.types import Attributes, Identity, Ino
 from monarch.vfs.binding import Binding, OpenCopy, read_fully

@@ -15,9 +15,8 @@ import pytest
 import xxhash
 
 from monarch.errors import LockedError, TierError
-from monarch.tiers.contents import copy_name
+from monarch.tiers.contents import BrokenSeal, copy_name, seal
 from monarch.tiers.ownership import Owner
-from monarch.tiers.seal import BrokenSeal, seal
 from monarch.tiers.tier import Tier
 from monarch.types import Identity, Ino
 from tests.equipment.mounts import kind_of_file_system

@@ -29,7 +29,7 @@ static bool is_same(const struct identity *a, const struct identity *b) {
 }
 
 /* Whether the copy of ``ino`` is the committed one of that version: its modification time is its
- * seal (tiers/seal.py). Other copies go to Python, which compares digests. */
+ * seal (tiers/contents.py). Other copies go to Python, which compares digests. */
 bool copies_is_sealed(const struct tier *tier, int fd, uint64_t ino,
                       const struct identity *version) {
     struct stat status;
