@@ -54,7 +54,8 @@ from monarch.namespace.namespace import Namespace
 from monarch.posix import failpoints, signals
 from monarch.telemetry.metrics import Metrics
 from monarch.types import WRITTEN_INO, Ino
-from monarch.vfs.filesystem import FileSystem, ReadSide, build_file_system, build_read_side
+from monarch.vfs.filesystem import FileSystem
+from monarch.vfs.read_side import ReadSide, build_read_side
 from monarch.writeback.front import Reading
 from monarch.writeback.setup import WriteBack, build_write_back
 from monarch.writeback.store import WriteStore, open_write_store
@@ -118,7 +119,7 @@ def open_mount(parts: Parts) -> Mount:
     if store is not None:
         loss_alarm.report(op.path for op in store.found.lost)
         write_back = _write_back(parts, store, tiers, names, door, transfer, read)
-    filesystem = build_file_system(read, tiers.epochs, write_back)
+    filesystem = FileSystem(read, tiers.epochs, write_back)
     upkeep = build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=door.sends_opens
     )
@@ -357,7 +358,7 @@ class Mount:
         """Reads the events of the datapath: what it served, and the end of the session."""
         while self._datapath is not None:
             await trio.lowlevel.wait_readable(self._datapath.fileno())
-            self._filesystem.counts.catch_up_all()
+            self._filesystem.readers.catch_up_all()
             state = self._datapath.state()
             self._transfer.source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
             self._timed_out = state.timed_out

@@ -161,7 +161,7 @@ class Status:
         return json.dumps(told).encode()
 
     def report(self) -> StatusReport:
-        self._filesystem.counts.catch_up_all()
+        self._filesystem.readers.catch_up_all()
         metrics = self._metrics
         mode = self._serving.mode()
         tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()

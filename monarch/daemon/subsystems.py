@@ -29,13 +29,12 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import Source
-from monarch.transfer.datapath_view import DatapathView, NoDatapath
 from monarch.transfer.engine import Engine
 from monarch.transfer.source_calls import SourceCalls
-from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_load import DatapathView, NoDatapath, SourceLoad
 from monarch.transfer.source_reader import SourceReader
 from monarch.transfer.tier_monitor import TierMonitor
-from monarch.vfs.filesystem import ReadSide
+from monarch.vfs.read_side import ReadSide
 from monarch.writeback.setup import WriteBack
 from monarch.writeback.store import make_room
 

@@ -65,14 +65,10 @@ class FastPath(Protocol):
 class Flight(Protocol):
     """A copy that is being made. A reader may share its bytes or its open file."""
 
-    @property
-    def identity(self) -> Identity: ...
-    @property
-    def content(self) -> bytes | memoryview | None: ...
-    @property
-    def file(self) -> SourceFile | None: ...
-    @property
-    def copied(self) -> int: ...
+    identity: Identity
+    content: bytes | memoryview | None
+    file: SourceFile | None
+    copied: int
 
 
 class CopyEngine(Protocol):

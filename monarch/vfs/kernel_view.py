@@ -9,7 +9,6 @@ changed is padded with zeros by the kernel, so reads of that file fail until tho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -37,15 +36,13 @@ class KernelView:
     reads_copies: bool
 
     def __post_init__(self) -> None:
-        caches = self._caches
-        sizes = StaleSizes(self._names, invalidate=caches.invalidate_attributes)
-        self.invalidate_attributes = (
-            caches.invalidate_attributes if self.sends_opens else sizes.changed
-        )
-        self.invalidate_listing = caches.invalidate_listing
-        self.store = caches.store
-        self.is_size_stale = sizes.is_stale
-        self.run = sizes.run
+        self.invalidate_listing = self._caches.invalidate_listing
+        self.store = self._caches.store
+        # The size that the kernel was last given, where it is not that of the snapshot.
+        self._given: dict[Ino, int] = {}
+        # The remaining steps of each stale size.
+        self._steps: dict[Ino, int] = {}
+        self._waiting = trio.Event()
 
     def keeps_pages(self, ino: Ino) -> bool:
         """Whether the next open may keep the pages of the file."""
@@ -75,35 +72,23 @@ class KernelView:
         given = self._fast is not None and self._fast.was_given(ino)
         return given or self._residency.is_served(ino)
 
+    # -- sizes -----------------------------------------------------------------------------------
 
-class StaleSizes:
-    """The files with an outdated size in a kernel that sends no opens.
+    def invalidate_attributes(self, ino: Ino) -> None:
+        """The attributes of an inode have changed: the kernel requests them when it needs them. It
+        is not made to request them here, since a process that waits for its own mount cannot be
+        killed."""
+        if not self.sends_opens:
+            size = self._names.attributes(ino).size
+            given = self._given.get(ino, self._names.snapshot.attributes(ino).size)
+            if size != given or ino in self._steps:
+                self._given[ino] = size
+                self._steps[ino] = _STEPS
+                self._waiting.set()
+        self._caches.invalidate_attributes(ino)
 
-    ``invalidate`` makes the kernel request the attributes of an inode when it needs them.
-    The kernel is not made to request them here: a process that waits for its own mount cannot be
-    killed.
-    """
-
-    def __init__(self, names: Namespace, *, invalidate: Callable[[Ino], None]) -> None:
-        self._names = names
-        self._invalidate = invalidate
-        # The size that the kernel was last given, where it is not that of the snapshot.
-        self._given: dict[Ino, int] = {}
-        # The remaining steps of each stale size.
-        self._steps: dict[Ino, int] = {}
-        self._waiting = trio.Event()
-
-    def changed(self, ino: Ino) -> None:
-        """The attributes of an inode have changed."""
-        size = self._names.attributes(ino).size
-        given = self._given.get(ino, self._names.snapshot.attributes(ino).size)
-        if size != given or ino in self._steps:
-            self._given[ino] = size
-            self._steps[ino] = _STEPS
-            self._waiting.set()
-        self._invalidate(ino)
-
-    def is_stale(self, ino: Ino) -> bool:
+    def is_size_stale(self, ino: Ino) -> bool:
+        """Whether reads may arrive that a kernel without opens sent before the size changed."""
         return ino in self._steps
 
     async def run(self) -> None:

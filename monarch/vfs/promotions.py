@@ -68,13 +68,10 @@ class Promotions:
     def keep_fetched(self, ino: Ino, content: memoryview, since_ns: int) -> None:
         """The datapath has fetched a file in the version of the snapshot, at ``since_ns`` of the
         monotonic clock or later: makes a copy of it if placement admits it."""
-        if (
-            self._residency.is_changed(ino)
-            or self._names.is_gone(ino)
-            or self._names.is_written(ino)
-        ):
+        names = self._names
+        if self._residency.is_changed(ino) or names.is_gone(ino) or names.is_written(ino):
             return
-        attributes = self._names.attributes(ino)
+        attributes = names.attributes(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
         promote = self._controller.opened(_item(attributes))
         if promote is not None:

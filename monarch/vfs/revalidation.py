@@ -20,7 +20,7 @@ from monarch.placement.residency import Residency
 from monarch.posix.acl import Acls, narrowed
 from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
-from monarch.tiers.source import SourceFile, identity_now, identity_of
+from monarch.tiers.source import identity_of
 from monarch.transfer.source_calls import SourceCalls
 from monarch.types import ROOT_INO, Attributes, Ino, attributes_of, file_now_ns, kept_ns
 from monarch.vfs.binding import Bindings
@@ -128,18 +128,11 @@ class Revalidation:
         fresh = attributes_of(status, ino, known.parent, self._shown_mode(status, acls))
         self._names.refresh(ino, fresh, acls)
         now = node.attributes
-        if (known.size, known.mtime_ns, known.source_ino) != (
-            now.size,
-            now.mtime_ns,
-            now.source_ino,
-        ):
+        before = known.size, known.mtime_ns, known.source_ino
+        if (now.size, now.mtime_ns, now.source_ino) != before:
             self._metrics.changed()
-            self._limiter.warning(
-                log,
-                "written",
-                "%r was changed at the source since it was written here",
-                os.fsdecode(path),
-            )
+            what = "%r was changed at the source since it was written here"
+            self._limiter.warning(log, "written", what, os.fsdecode(path))
         self._kernel.invalidate_attributes(ino)
         if (known.mode, known.uid, known.gid) != (now.mode, now.uid, now.gid):
             raise SourceError(f"{os.fsdecode(path)!r}: access changed", errno=errno.ESTALE)
@@ -236,23 +229,6 @@ class Revalidation:
         words = f"{self._names.path_text(ino)}: changed while it was read"
         return SourceError(words, errno=errno.ESTALE)
 
-    async def notice_rewriting(self, file: SourceFile, ino: Ino) -> None:
-        """Compares a file that other processes have open with its entry.
-
-        If it was overwritten in place, pages of its old version must not be mixed with the new
-        ones. Raises SourceError.
-        """
-        file.retain()
-        try:
-            now = await self._source_calls.call(
-                ino, self._source_calls.source.on, file, self._names.path(ino), identity_now
-            )
-        finally:
-            file.release()
-        known = self._names.attributes(ino)
-        if (now.size, now.mtime_ns) != (known.size, known.mtime_ns):
-            await self.look_again(ino)
-
     def distrust(self, ino: Ino, *, differs: bool) -> None:
         """The source may have other bytes under the same times, or has, with ``differs``.
 
@@ -281,10 +257,5 @@ class Revalidation:
         self._metrics.changed()
         self._residency.mark_changed(ino)
         self._kernel.invalidate_attributes(ino)
-        self._limiter.warning(
-            log,
-            what,
-            "%s %s since the snapshot; run: monarch snapshot refresh",
-            self._names.path_text(ino),
-            what,
-        )
+        words = "%s %s since the snapshot; run: monarch snapshot refresh"
+        self._limiter.warning(log, what, words, self._names.path_text(ino), what)

@@ -101,11 +101,24 @@ class SourceFiles:
             ino, self._calls.source.on, file, self._names.path(ino), identity_now
         )
 
-    async def read(self, binding: Binding, offset: int, size: int) -> bytes:
-        """``size`` bytes of a file that is bound to the source, fewer only at its end.
+    async def notice_rewriting(self, ino: Ino, file: SourceFile) -> None:
+        """Compares a file that other processes have open with its entry.
 
-        Raises SourceError.
+        If it was overwritten in place, pages of its old version must not be mixed with the new
+        ones. Raises SourceError.
         """
+        file.retain()
+        try:
+            now = await self.identity_now(ino, file)
+        finally:
+            file.release()
+        known = self._names.attributes(ino)
+        if (now.size, now.mtime_ns) != (known.size, known.mtime_ns):
+            await self._revalidation.look_again(ino)
+
+    async def read(self, binding: Binding, offset: int, size: int) -> bytes:
+        """``size`` bytes of a file that is bound to the source, fewer only at its end. Raises
+        SourceError."""
         ino, file = binding.ino, binding.file
         if file is None:
             raise SourceError(f"{self._names.path_text(ino)}: not open")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from monarch.namespace.namespace import Namespace
-from monarch.placement.residency import SOURCE, Residency
+from monarch.placement.residency import SOURCE
 from monarch.posix import acl
-from monarch.telemetry.metrics import Metrics
-from monarch.tiers.records import Records
 from monarch.types import Ino
-from monarch.vfs.open_counts import OpenCounts
+from monarch.vfs.read_side import ReadSide
+from monarch.vfs.readers import Readers
 from monarch.writeback.attributes import XATTR_DURABLE, WrittenAttributes
 
 _OURS = b"user.monarch."
@@ -19,21 +15,20 @@ XATTR_STATE = b"user.monarch.state"
 XATTR_DIGEST = b"user.monarch.digest"
 
 
-@dataclass(eq=False, repr=False)
 class ExtendedAttributes:
     """``writing`` has the attributes that were set through the mount, None if it is read-only."""
 
-    _names: Namespace
-    _residency: Residency
-    _records: Records
-    _counts: OpenCounts
-    _metrics: Metrics
-    _writing: WrittenAttributes | None
+    def __init__(self, read: ReadSide, readers: Readers, writing: WrittenAttributes | None) -> None:
+        self._names = read.names
+        self._residency = read.residency
+        self._records = read.records
+        self._metrics = read.metrics
+        self._catch_up = readers.catch_up
+        self._writing = writing
 
     async def get(self, ino: Ino, name: bytes) -> bytes | None:
         """The value of an attribute that was set, of ``user.monarch.*`` of a regular file, or of an
-        access control list. None if there is none. Raises SourceError.
-        """
+        access control list. None if there is none. Raises SourceError."""
         if name in acl.NAMES:
             return self._acl(ino, name) or None
         writing = self._writing
@@ -46,7 +41,7 @@ class ExtendedAttributes:
             return writing.xattr(ino, name)
         if not self._names.attributes(ino).is_file:
             return None
-        self._counts.catch_up()
+        self._catch_up()
         if writing is not None and is_written:
             tier = writing.tier_of(ino)
         else:
@@ -65,10 +60,8 @@ class ExtendedAttributes:
         return None
 
     async def names(self, ino: Ino) -> list[bytes]:
-        """The names of the attributes that were set, and of access control lists.
-
-        Raises SourceError.
-        """
+        """The names of the attributes that were set, and of access control lists. Raises
+        SourceError."""
         lists = [name for name in acl.NAMES if self._acl(ino, name)]
         if self._writing is None:
             return lists

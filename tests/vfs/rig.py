@@ -34,12 +34,12 @@ from monarch.tiers.ownership import Owner
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import Source, SourceFile
 from monarch.tiers.tier import Tier
-from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
-from monarch.transfer.source_load import SourceLoad, SourceTraffic
+from monarch.transfer.source_load import NoDatapath, SourceLoad, SourceTraffic
 from monarch.types import Identity, Ino
-from monarch.vfs.filesystem import build_file_system, build_read_side
+from monarch.vfs.filesystem import FileSystem
 from monarch.vfs.interfaces import Served, Tally
+from monarch.vfs.read_side import build_read_side
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
@@ -326,7 +326,7 @@ class Rig:
             doubts=self.doubts,
             metrics=self.metrics,
         )
-        self.filesystem = build_file_system(self.read_side, self.epochs, None)
+        self.filesystem = FileSystem(self.read_side, self.epochs, None)
 
     def close(self) -> None:
         self.read_side.bindings.close()

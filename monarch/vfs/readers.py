@@ -1,0 +1,324 @@
+"""Opens and reads of files that are not written, and their counts.
+
+Each inode is bound to the best place that holds it. A small file that only the source has is
+fetched once, whole, by the first open; the others wait for the same open. A file whose copy is
+being made shares the bytes or the descriptor of the copy.
+
+The first read that no open precedes (``open: none``, or a copy that the datapath had open and could
+not read) binds the file as an open would. That binding, a visit, is kept until as many bytes as the
+file has were read, or no read has come for a while.
+
+The datapath answers opens and reads of copies outside the interpreter, and fetches small files.
+Policies, epochs and metrics receive each of them: opens one by one in their order, reads as totals.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import trio
+
+from monarch.errors import SourceChanged, SourceError
+from monarch.placement.epochs import Epochs
+from monarch.placement.residency import SOURCE
+from monarch.tiers.source import SourceFile
+from monarch.types import WRITTEN_INO, Attributes, Ino
+from monarch.vfs.binding import Binding
+from monarch.vfs.interfaces import ABANDONED, RELEASED
+from monarch.vfs.read_side import ReadSide
+from monarch.writeback.front import WriteFront
+
+# How often an open begins again when the source changes meanwhile. A file that changes faster than
+# it can be read is being written: its reader gets ESTALE.
+_ATTEMPTS = 3
+# How long a visit is kept after the last read, in seconds, and the interval of checks.
+_VISIT_S = 1.0
+_VISIT_STEP_S = 0.25
+
+
+class Readers:
+    """Belongs to the event loop. ``run`` is its task. ``written`` has the written files that are
+    open, None if the mount is read-only."""
+
+    def __init__(self, read: ReadSide, epochs: Epochs, written: WriteFront | None) -> None:
+        self._names = read.names
+        self._bindings = read.bindings
+        self._copies = read.copies
+        self._promotions = read.promotions
+        self._source_files = read.source_files
+        self._revalidation = read.revalidation
+        self._residency = read.residency
+        self._kernel = read.kernel
+        self._limits = read.limits
+        self._metrics = read.metrics
+        self._fast = read.fast
+        self._epochs = epochs
+        self._written = written
+        # When each visit ends.
+        self._visits: dict[Ino, float] = {}
+        self._visited = trio.Event()
+        self._noted_ns = time.monotonic_ns()
+        if self._fast is not None:
+            self._tallies = self._fast.tallies()
+            self._traffic = self._fast.source_traffic()
+
+    # -- opens -----------------------------------------------------------------------------------
+
+    async def open(self, ino: Ino) -> bool:
+        """Opens a file for one more user of the kernel; the datapath then reads from its
+        descriptor. Returns whether the kernel may keep its cached pages. Raises as ``_enter``."""
+        started = time.perf_counter()
+        self.catch_up()
+        binding = await self._enter(ino, renew=True, store=True)
+        try:
+            if binding.users > 1 and binding.file is not None:
+                await self._source_files.notice_rewriting(ino, binding.file)
+            self._bindings.hand_over(binding, self._names)
+        except BaseException:
+            self._leave(ino)
+            raise
+        keep_pages = self._kernel.opened(ino)
+        self._count(binding, started)
+        return keep_pages
+
+    async def _enter(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
+        """The binding of an inode, with one more user. ``renew``: it may be of a newer version.
+
+        ``store``: no process reads the file yet, so its bytes may go to the kernel's page cache. A
+        read that waits has locked these pages, and storing would wait for the read for ever.
+        Raises SourceError; ESTALE if the file changes all the time.
+        """
+        while (binding := self._bindings.get(ino)) is None:
+            begun = self._bindings.begin(ino)
+            if begun is not None:
+                await begun.wait()
+                continue
+            try:
+                binding = await self._bind(ino, renew=renew, store=store)
+            finally:
+                self._bindings.settle(ino, binding)
+            break
+        binding.users += 1
+        return binding
+
+    def release(self, ino: Ino) -> None:
+        """Ends one open of a file, whether it was written or not."""
+        if self._written is not None and self._written.files.is_open(ino):
+            self._written.files.release(ino)
+        else:
+            self._leave(ino)
+
+    def _leave(self, ino: Ino) -> None:
+        """Ends one use of a binding."""
+        if self._bindings.leave(ino):
+            self._old_version_released(ino)
+
+    def _old_version_released(self, ino: Ino) -> None:
+        """The last open of an outdated version was released; the kernel may have its pages."""
+        if ino >= WRITTEN_INO:
+            # It has no copy.
+            if self._written is not None:
+                self._written.unlinked.read_past(ino)
+            return
+        self._promotions.forget_copy(ino)
+        if self._kernel.sends_opens:
+            self._kernel.drop_pages(ino)
+
+    async def _bind(self, ino: Ino, *, renew: bool, store: bool) -> Binding:
+        if self._names.is_gone(ino):
+            await self._revalidation.find_again(ino)
+        for _ in range(_ATTEMPTS):
+            attributes = self._names.attributes(ino)
+            binding = await self._copies.bind(attributes) or await self._bind_flight(attributes)
+            if binding is not None:
+                return binding
+            try:
+                return await self._bind_source(attributes, store=store)
+            except SourceChanged:
+                await self._revalidation.look_again(ino)
+                if not renew:
+                    break
+        raise self._revalidation.changed_while_read(ino)
+
+    async def _bind_flight(self, attributes: Attributes) -> Binding | None:
+        """Binds to a copy that is being made, so that the source is not asked twice."""
+        ino, size = attributes.ino, attributes.size
+        flight = self._promotions.flight(ino)
+        if flight is None or flight.identity != attributes.identity:
+            return None
+        if flight.content is not None:
+            return Binding(ino, size, content=flight.content)
+        if flight.file is None:
+            return None
+        binding = Binding(ino, size, file=flight.file.retain())
+        try:
+            if await self._source_files.identity_now(ino, flight.file) == attributes.identity:
+                return binding
+        except BaseException:
+            binding.close()
+            raise
+        binding.close()
+        return None
+
+    async def _bind_source(self, attributes: Attributes, *, store: bool) -> Binding:
+        """Opens a file at the source, or fetches a small one. Raises SourceChanged, SourceError."""
+        ino, size = attributes.ino, attributes.size
+        promote = self._promotions.opened(attributes)
+        content: bytes | None = None
+        file: SourceFile | None = None
+        try:
+            is_small = size <= self._limits.inline_max
+            if is_small and self._bindings.held_bytes + size <= self._limits.buffer_max:
+                store = store and self._kernel.keeps_pages(ino)
+                content = await self._source_files.fetch(attributes, store=store)
+            else:
+                file = await self._source_files.open(attributes)
+        except BaseException:
+            if promote is not None:
+                self._promotions.abandon(promote)
+            raise
+        if promote is not None:
+            self._promotions.submit(promote, attributes.identity, content=content, file=file)
+        return Binding(ino, size, content=content, file=file)
+
+    # -- reads -----------------------------------------------------------------------------------
+
+    async def read(self, ino: Ino, offset: int, size: int) -> bytes | bytearray | memoryview:
+        """Up to ``size`` bytes from ``offset`` on; short only at the end of the file. Raises
+        SourceError."""
+        started = time.perf_counter()
+        binding = self._bindings.get(ino) or await self._visit(ino)
+        if self._kernel.is_size_stale(ino):
+            raise self._revalidation.changed_while_read(ino)
+        if offset == 0 and not self._kernel.sends_opens:
+            self.catch_up()
+            self._count(binding, started)
+        # The file may be released while its bytes are read, if the reader is killed.
+        binding.users += 1
+        try:
+            data = await self._read_from(binding, offset, size)
+        finally:
+            self._leave(ino)
+        self._metrics.read(binding.tier, len(data), time.perf_counter() - started)
+        if ino in self._visits:
+            binding.unread_bytes -= len(data)
+            self._visits[ino] = trio.current_time() + _VISIT_S
+            if binding.unread_bytes <= 0:
+                self._end_visit(ino)
+        return data
+
+    async def _read_from(
+        self, binding: Binding, offset: int, size: int
+    ) -> bytes | bytearray | memoryview:
+        if binding.content is not None:
+            return binding.content[offset : offset + size]
+        if binding.fd >= 0:
+            data = await self._copies.read(binding, offset, size)
+            if data is not None:
+                return data
+            # The copy is lost, the reader is not: it continues at the source.
+            if binding.fd >= 0:
+                file = await self._source_files.open(self._names.attributes(binding.ino))
+                if binding.fd < 0:
+                    file.release()
+                else:
+                    binding.fall_back(file)
+        return await self._source_files.read(binding, offset, size)
+
+    async def _visit(self, ino: Ino) -> Binding:
+        """Binds an inode for reads that no open precedes. Raises SourceError.
+
+        A process may have the file open and have read a part of it. If the source has another
+        version now, such reads fail with ESTALE: the two versions are never mixed.
+        """
+        seen = self._kernel.sends_opens or self._kernel.was_read(ino)
+        if seen and self._residency.is_changed(ino):
+            raise self._revalidation.changed_while_read(ino)
+        try:
+            binding = await self._enter(ino, renew=not seen, store=False)
+        except SourceError as error:
+            if error.errno == errno.ESTALE:
+                # Its owner and mode may not be those by which the kernel has admitted the reader.
+                self._residency.mark_served(ino)
+            raise
+        if not seen:
+            self._residency.unmark_changed(ino)
+        if self._kernel.is_size_stale(ino):
+            self._leave(ino)
+            raise self._revalidation.changed_while_read(ino)
+        if ino in self._visits:
+            binding.users -= 1  # another read was faster
+        self._residency.mark_served(ino)
+        self._visits[ino] = trio.current_time() + _VISIT_S
+        self._visited.set()
+        return binding
+
+    def _end_visit(self, ino: Ino) -> None:
+        del self._visits[ino]
+        self._leave(ino)
+
+    async def run(self) -> None:
+        """Ends the visits without a read for a while, until cancelled."""
+        while True:
+            await self._visited.wait()
+            await trio.sleep(_VISIT_STEP_S)
+            now = trio.current_time()
+            for ino in [ino for ino, until in self._visits.items() if until < now]:
+                self._end_visit(ino)
+            if not self._visits:
+                self._visited = trio.Event()
+
+    # -- counts ----------------------------------------------------------------------------------
+
+    def _count(self, binding: Binding, started: float) -> None:
+        """Counts an open that was answered here; ``started`` is of ``time.perf_counter``."""
+        self._metrics.opened(binding.tier, time.perf_counter() - started)
+        self._epochs.opened(binding.ino, binding.tier != SOURCE)
+
+    def catch_up(self) -> None:
+        """Handles the events of the datapath. Called before an open is decided here, so that all
+        opens are counted in their order."""
+        if self._fast is None:
+            return
+        # The events happened since the last call.
+        since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
+        for ino, what, content in self._fast.served():
+            if what == RELEASED:
+                self._old_version_released(ino)
+            elif what == ABANDONED:
+                self.release(ino)
+            elif content is not None:
+                self._promotions.keep_fetched(ino, content, since_ns)
+                self._fast.taken(ino)
+                self._epochs.opened(ino, False)
+            else:
+                self._promotions.accessed(ino, what)
+                self._epochs.opened(ino, what != SOURCE)
+
+    def catch_up_all(self) -> None:
+        """Handles the events and adds up the totals of the datapath. Called before the metrics are
+        read, and from time to time."""
+        if self._fast is None:
+            return
+        self.catch_up()
+        tallies = self._fast.tallies()
+        for tier, (now, then) in enumerate(zip(tallies, self._tallies, strict=True)):
+            self._metrics.served(
+                tier,
+                opens=now.opens - then.opens,
+                reads=now.reads - then.reads,
+                nbytes=now.bytes - then.bytes,
+            )
+            opens, reads = self._metrics.open_latency[tier], self._metrics.read_latency[tier]
+            opens.add(_difference(now.open_counts, then.open_counts), now.open_ns - then.open_ns)
+            reads.add(_difference(now.read_counts, then.read_counts), now.read_ns - then.read_ns)
+        self._tallies = tallies
+        before, self._traffic = self._traffic, self._fast.source_traffic()
+        self._metrics.source_opens[0] += self._traffic.opens - before.opens
+        self._metrics.source_reads[0] += self._traffic.reads - before.reads
+        self._metrics.source_bytes[0] += self._traffic.bytes - before.bytes
+
+
+def _difference(now: list[int], then: list[int]) -> list[int]:
+    return [a - b for a, b in zip(now, then, strict=True)]
