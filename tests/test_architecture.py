@@ -288,7 +288,7 @@ def test_every_module_says_what_it_is_responsible_for() -> None:
         ("monarch.tiers.tier", "from ..control import messages", "tiers imports control"),
         ("monarch.vfs.binding", "from monarch.transfer.engine import Engine", "handed what it"),
         (
-            "monarch.transfer.copy",
+            "monarch.transfer.queue",
             "def f():\n  import monarch.daemon.mount",
             "transfer imports daemon",
         ),

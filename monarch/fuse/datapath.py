@@ -23,8 +23,7 @@ from monarch.placement.residency import COPYING, DIFFERS, UNUSABLE, Residency
 from monarch.telemetry.metrics import BUCKETS_S
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
-from monarch.transfer.datapath_view import CallTotals
-from monarch.transfer.source_load import SourceTraffic
+from monarch.transfer.source_load import CallTotals, SourceTraffic
 from monarch.types import Attributes, Ino
 from monarch.units import MiB
 from monarch.vfs.interfaces import Served, Tally

@@ -26,7 +26,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,6 +254,10 @@ class Tier:
         that have it open. Raises OSError."""
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(copy_name(ino), flags, dir_fd=self._generation)
+
+    def remove_all(self, inos: Sequence[Ino]) -> None:
+        for ino in inos:
+            self.remove(ino)
 
     def remove(self, ino: Ino) -> None:
         with suppress(FileNotFoundError):

@@ -17,7 +17,7 @@ import errno
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,10 +33,9 @@ from monarch.posix import failpoints
 from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts
-from monarch.tiers.records import Records
+from monarch.tiers.records import Record, Records
 from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
-from monarch.transfer.copy import append_all, commit, commit_contents
 from monarch.transfer.queue import Flight, Flights, Removals
 from monarch.transfer.source_reader import Names, SourceReader
 from monarch.transfer.tier_monitor import TierMonitor, tier_error
@@ -245,7 +244,7 @@ class Engine:
         while True:
             inos = await removals.take()
             try:
-                await self._monitor.call(tier, _remove_all, tier, inos, files=len(inos))
+                await self._monitor.call(tier, tier.remove_all, inos, files=len(inos))
             except TierError as error:
                 # The remaining files have no record: the next start removes them.
                 self._monitor.failed(tier, error)
@@ -285,7 +284,7 @@ class Engine:
             flight.young = self._doubts.by_bytes(flight.ino, flight.identity)
         size = sum(flight.promote.size for flight in fitting)
         results = await self._monitor.call(
-            tier, commit_contents, tier, self._records, fitting, files=len(fitting), size=size
+            tier, _commit_contents, tier, self._records, fitting, files=len(fitting), size=size
         )
         for flight, error in zip(fitting, results, strict=True):
             if error is None:
@@ -330,9 +329,9 @@ class Engine:
                 if not flight.is_left:
                     self._flights.give_up(flight, retry=False)
                 return
-            await self._reader.check_unchanged(file, flight.identity)
+            await self._reader.check_unchanged(flight, file)
             flight.young = self._doubts.by_bytes(ino, flight.identity)
-            await self._monitor.call(tier, commit, tier, self._records, staged, flight)
+            await self._monitor.call(tier, _commit_copy, tier, self._records, staged, flight)
         self._arrived(flight)
 
     async def _copy_bytes(
@@ -343,7 +342,7 @@ class Engine:
             async for turn in turns:
                 flight.copied += turn.size
                 _require_wanted(flight)
-                await self._monitor.call(tier, append_all, staged, turn.pieces, size=turn.size)
+                await self._monitor.call(tier, _append_all, staged, turn.pieces, size=turn.size)
                 if not self._controller.is_wanted(flight.ino):
                     break
 
@@ -425,11 +424,6 @@ class Engine:
             self.remove_copy(flight.ino, tier)
 
 
-def _remove_all(tier: Tier, inos: list[Ino]) -> None:
-    for ino in inos:
-        tier.remove(ino)
-
-
 def _require_wanted(flight: Flight) -> None:
     if flight.is_left:
         raise tier_error(errno.ETIMEDOUT, "the tier does not answer")
@@ -458,3 +452,51 @@ async def _staging(monitor: TierMonitor, tier: Tier, ino: Ino) -> AsyncIterator[
         yield staged
     finally:
         await monitor.call(tier, staged.close)
+
+
+# -- in a thread of a tier: a crash leaves no record of an incomplete copy -------------------------
+
+
+def _commit_contents(
+    tier: Tier, records: Records, flights: Sequence[Flight]
+) -> list[OSError | None]:
+    """Commits the contents of each; returns for each None, or the error of the tier."""
+    results: list[OSError | None] = []
+    for flight in flights:
+        try:
+            _require_kept(flight)
+            with tier.stage(flight.ino) as staged:
+                staged.append(flight.content or b"")
+                _commit_copy(tier, records, staged, flight)
+        except OSError as error:
+            results.append(error)
+        else:
+            results.append(None)
+    return results
+
+
+def _commit_copy(tier: Tier, records: Records, staged: Staged, flight: Flight) -> None:
+    """Renames, then records. Raises OSError, and SourceChanged if bytes are missing."""
+    ino, identity = flight.ino, flight.identity
+    if staged.size != identity.size:
+        raise SourceChanged(f"read {staged.size} bytes of {identity.size}")
+    digest = staged.commit(identity)
+    try:
+        # Another tier may have a copy and the record by now.
+        _require_kept(flight)
+        records.put(ino, Record(tier.number, identity, digest), young=flight.young)
+    except OSError:
+        tier.remove(ino)
+        raise
+    failpoints.failpoint("copy-recorded")
+
+
+def _require_kept(flight: Flight) -> None:
+    """Raises OSError if the copy was given up, because its tier took too long."""
+    if flight.is_left:
+        raise OSError(errno.ECANCELED, "the copy was given up")
+
+
+def _append_all(staged: Staged, pieces: Sequence[bytes]) -> None:
+    for piece in pieces:
+        staged.append(piece)

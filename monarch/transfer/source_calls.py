@@ -28,7 +28,7 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.text import errno_words
 from monarch.tiers.source import Source
-from monarch.transfer.datapath_view import DatapathView
+from monarch.transfer.source_load import DatapathView
 from monarch.types import Ino
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,11 @@
-"""The load that readers put on the source, so that copies can give way. Pure."""
+"""The load that readers put on the source, so that copies can give way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from monarch.tiers.tier import Tier
 from monarch.types import Ino
 
 # A reader requests the next block within this time; a longer gap is a pause.
@@ -23,19 +24,59 @@ class SourceTraffic:
     waited_ns: int
 
 
-class Elsewhere(Protocol):
-    """A datapath that reads the source outside the event loop."""
+@dataclass(frozen=True, slots=True)
+class CallTotals:
+    """The number and duration of opens and reads of a tier so far."""
 
+    calls: int
+    seconds: float
+
+
+class DatapathView(Protocol):
+    """The datapath as the copies see it: it opens and reads files outside the event loop.
+
+    ``bypass`` sends opens of copies in a tier to Python, or ends that. ``move`` is called in a
+    thread when the descriptors of a tier lead elsewhere. ``oldest_wait_s`` is the age of the oldest
+    running call to the source, 0 if there is none. ``reached`` is the position, in bytes, of a
+    reader that reads a file from its start.
+    """
+
+    def bypass(self, tier: int, bypassed: bool) -> None: ...
+    def move(self, tier: Tier) -> None: ...
+    def totals(self, tier: int) -> CallTotals: ...
+    def oldest_wait_s(self) -> float: ...
     def source_traffic(self) -> SourceTraffic: ...
     def reached(self, ino: Ino) -> int: ...
 
 
+class NoDatapath:
+    """The view without the C extension: Python serves everything."""
+
+    def bypass(self, tier: int, bypassed: bool) -> None: ...
+
+    def move(self, tier: Tier) -> None: ...
+
+    def totals(self, tier: int) -> CallTotals:
+        return CallTotals(0, 0.0)
+
+    def oldest_wait_s(self) -> float:
+        return 0.0
+
+    def source_traffic(self) -> SourceTraffic:
+        return SourceTraffic(0, 0, 0, 0, 0)
+
+    def reached(self, ino: Ino) -> int:
+        return 0
+
+
 class SourceLoad:
     """Reads of the source for readers: the number that run, and the end of the last.
-    ``elsewhere`` makes the reads of the datapath."""
+    The ``datapath`` makes reads of its own."""
 
-    def __init__(self, elsewhere: Elsewhere) -> None:
-        self._elsewhere = elsewhere
+    def __init__(self, datapath: DatapathView) -> None:
+        self._datapath = datapath
+        # The position of a reader of the datapath that reads a file from its start.
+        self.reached = datapath.reached
         self._reads_elsewhere = 0
         self._in_flight = 0
         self._last = float("-inf")
@@ -45,11 +86,7 @@ class SourceLoad:
         # The same for the reads of the datapath, the time of the last query, and its result.
         self._waited_elsewhere = 0.0
         self._asked = 0.0
-        self._told_ns = 0
-
-    def reached(self, ino: Ino) -> int:
-        """The position, in bytes, of a reader of the datapath that reads a file from its start."""
-        return self._elsewhere.reached(ino)
+        self._counted_ns = 0
 
     def begin(self, now: float) -> None:
         if self._in_flight == 0:
@@ -70,9 +107,9 @@ class SourceLoad:
         time.
         """
         waited = self._waited + (now - self._since if self._in_flight else 0.0)
-        traffic = self._elsewhere.source_traffic()
+        traffic = self._datapath.source_traffic()
         elapsed, self._asked = max(0.0, now - self._asked), now
-        added, self._told_ns = (traffic.waited_ns - self._told_ns) / 1e9, traffic.waited_ns
+        added, self._counted_ns = (traffic.waited_ns - self._counted_ns) / 1e9, traffic.waited_ns
         if added or traffic.waiting:
             # A read that has not ended is not in the sum yet.
             self._waited_elsewhere += min(elapsed, added or elapsed)
@@ -80,7 +117,7 @@ class SourceLoad:
 
     def busy(self, now: float) -> bool:
         """Whether a copy would compete with a reader at ``now`` (seconds, monotonic)."""
-        traffic = self._elsewhere.source_traffic()
+        traffic = self._datapath.source_traffic()
         if traffic.waiting or traffic.reads != self._reads_elsewhere:
             self._reads_elsewhere, self._last = traffic.reads, now
         return self._in_flight > 0 or now - self._last < _BREATH

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import outcome
 import trio
 
 from monarch.config.settings import LimitSettings
+from monarch.errors import SourceChanged
+from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.doubts import Doubts
-from monarch.tiers.source import REACH_GAP, Source, SourceFile, read_whole
-from monarch.transfer.copy import TURN_BYTES, Turn, check_unchanged, open_version, read_turn
+from monarch.tiers.source import (
+    REACH_GAP,
+    Source,
+    SourceFile,
+    identity_now,
+    identity_of,
+    read_whole,
+)
 from monarch.transfer.pace import Pace, TokenBucket
 from monarch.transfer.queue import Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
@@ -28,6 +39,11 @@ _AHEAD = 8
 # Bytes that a copy reads at once while readers wait, since they wait for that read, too.
 _BESIDE_READERS = 1 * MiB
 _STEP_S = 0.005
+# Bytes moved in one turn of a worker thread: enough to make the hop cheap, few enough that a copy
+# gives way to a reader within a few milliseconds.
+TURN_BYTES = 4 * MiB
+_PIECE_BYTES = 1 * MiB
+_HOLE = bytes(_PIECE_BYTES)
 
 
 class Names(Protocol):
@@ -35,6 +51,19 @@ class Names(Protocol):
 
     def path(self, ino: Ino) -> bytes: ...
     def attributes(self, ino: Ino) -> Attributes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The result of one turn: ``pieces`` in order, of which ``read_bytes`` in ``reads`` calls."""
+
+    pieces: list[bytes]
+    reads: int
+    read_bytes: int
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
 
 
 class _Piece:
@@ -104,14 +133,16 @@ class SourceReader:
         """Opens the flight's version of a file. Raises SourceChanged, OSError."""
         if flight.file is None:
             path = self._names.path(flight.ino)
-            flight.file = await self._threads.run(open_version, self._source, path, flight.identity)
+            flight.file = await self._threads.run(
+                _open_version, self._source, path, flight.identity
+            )
             self._metrics.source_opened(copy=True)
         self._doubts.fetched(flight.ino, flight.identity, since_ns=time.monotonic_ns())
         return flight.file
 
-    async def check_unchanged(self, file: SourceFile, identity: Identity) -> None:
+    async def check_unchanged(self, flight: Flight, file: SourceFile) -> None:
         """Raises SourceChanged if the file changed since it was opened, and OSError."""
-        await self._threads.run(check_unchanged, file, identity)
+        await self._threads.run(_check_unchanged, file, flight.identity)
 
     async def fetch(self, flight: Flight) -> None:
         """Reads a whole small file, through the descriptor of a reader if there is one."""
@@ -223,3 +254,63 @@ class SourceReader:
         now = trio.current_time()
         self._pace.look(self._source_load.waited(now), now)
         return self._pace.may_begin()
+
+
+# -- in a thread -----------------------------------------------------------------------------------
+
+
+def _open_version(source: Source, path: bytes, identity: Identity) -> SourceFile:
+    """Opens a file that must be the version ``identity``. Raises SourceChanged, OSError."""
+    file = source.open(path)
+    if identity_of(file.status) != identity:
+        os.close(file.fd)
+        raise SourceChanged(f"{os.fsdecode(path)!r} differs from the snapshot")
+    return file
+
+
+def read_turn(file: SourceFile, offset: int, count: int) -> Turn:
+    """Reads up to ``count`` bytes from ``offset`` on. Pieces that are holes are not read."""
+    pieces: list[bytes] = []
+    reads = read_bytes = 0
+    end = offset + count
+    data = _next_data(file, offset)
+    while offset < end:
+        wanted = min(_PIECE_BYTES, end - offset)
+        if offset + wanted <= data:
+            pieces.append(_HOLE[:wanted])
+            offset += wanted
+            continue
+        piece = os.pread(file.fd, wanted, offset)
+        if not piece:
+            break
+        reads += 1
+        read_bytes += len(piece)
+        pieces.append(piece)
+        offset += len(piece)
+    return Turn(pieces, reads, read_bytes)
+
+
+def _next_data(file: SourceFile, offset: int) -> int:
+    """The begin of the next data at or after ``offset``; called only for a sparse file."""
+    status = file.status
+    if status.st_blocks * 512 >= status.st_size:
+        return offset
+    try:
+        return os.lseek(file.fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        # ENXIO: no data follow. Other errors: the file system does not support SEEK_DATA.
+        return status.st_size if error.errno == errno.ENXIO else offset
+
+
+def _check_unchanged(file: SourceFile, identity: Identity) -> None:
+    """Raises SourceChanged if the file changed since it was opened, and OSError."""
+    try:
+        now = identity_now(file.fd)
+    except OSError as error:
+        # A server may not keep an open file that another client unlinks.
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            raise SourceChanged("the file was removed while it was copied") from error
+        raise
+    if now != identity:
+        raise SourceChanged("the file changed while it was copied")
+    failpoints.failpoint("copy-compared")

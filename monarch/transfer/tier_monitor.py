@@ -29,8 +29,8 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.ownership import other_sources
 from monarch.tiers.tier import Tier
-from monarch.transfer.datapath_view import CallTotals, DatapathView
 from monarch.transfer.outages import Outage, Outages
+from monarch.transfer.source_load import CallTotals, DatapathView
 from monarch.units import MiB
 
 log = logging.getLogger(__name__)

@@ -39,9 +39,8 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
-from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
-from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_load import NoDatapath, SourceLoad
 from monarch.types import WRITTEN_INO, Ino
 from monarch.writeback import commits, growth, stager
 from monarch.writeback import setup as wiring

@@ -20,7 +20,7 @@ from monarch.telemetry.metrics import Metrics
 from monarch.tiers.contents import copy_name
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.records import Record
-from monarch.transfer.datapath_view import NoDatapath
+from monarch.transfer.source_load import NoDatapath
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino
 

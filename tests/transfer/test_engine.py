@@ -30,11 +30,9 @@ from monarch.tiers.records import Records
 from monarch.tiers.source import Source, SourceFile
 from monarch.tiers.tier import Staged, Tier
 from monarch.transfer import engine, source_reader
-from monarch.transfer.copy import Turn, read_turn
-from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.engine import Engine
-from monarch.transfer.source_load import SourceLoad
-from monarch.transfer.source_reader import SourceReader
+from monarch.transfer.source_load import NoDatapath, SourceLoad
+from monarch.transfer.source_reader import SourceReader, Turn, read_turn
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Attributes, Ino
 from tests.conftest import contents

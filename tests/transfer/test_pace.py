@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.pace import Pace
-from monarch.transfer.source_load import SourceLoad, SourceTraffic
+from monarch.transfer.source_load import NoDatapath, SourceLoad, SourceTraffic
 
 _STEP_S = 0.001
 _PIECE_S = 0.02

@@ -16,8 +16,8 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.source import Source
-from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
+from monarch.transfer.source_load import NoDatapath
 from monarch.types import ROOT_INO
 from tests.conftest import Tree
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.pace import TokenBucket
-from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_load import NoDatapath, SourceLoad
 
 
 def test_without_a_rate_nothing_waits() -> None:

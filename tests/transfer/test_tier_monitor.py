@@ -23,7 +23,7 @@ from monarch.placement.ledger import Ledger
 from monarch.telemetry.metrics import Metrics
 from monarch.tiers.ownership import Owner
 from monarch.tiers.tier import Tier
-from monarch.transfer.datapath_view import CallTotals, NoDatapath
+from monarch.transfer.source_load import CallTotals, NoDatapath
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Ino
 from monarch.units import MiB

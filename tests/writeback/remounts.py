@@ -36,9 +36,8 @@ from monarch.tiers.doubts import Doubts, SourceClock
 from monarch.tiers.ownership import Owner
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
-from monarch.transfer.datapath_view import NoDatapath
 from monarch.transfer.source_calls import SourceCalls
-from monarch.transfer.source_load import SourceLoad
+from monarch.transfer.source_load import NoDatapath, SourceLoad
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Identity, Ino
 from monarch.vfs.binding import Bindings
 from monarch.vfs.kernel_view import KernelView
