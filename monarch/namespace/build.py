@@ -9,6 +9,7 @@ import os
 import stat
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,38 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from monarch.errors import SnapshotError, SourceError, UsageError
+from monarch.namespace import schema
 from monarch.namespace.numbering import Batch
 from monarch.namespace.scan import Scan, printable
-from monarch.namespace.schema import (
-    ACL_SHIFT,
-    ACLS,
-    ALIAS,
-    BLOCK,
-    CHILDREN,
-    CURVE,
-    FLAGS_OFFSET,
-    INODES,
-    LINKS,
-    MASK,
-    META,
-    NAMES,
-    RECORD,
-    RECORD_BYTES,
-    SHIFT,
-    U32,
-    UNREADABLE,
-    SnapshotSummary,
-    encode_meta,
-    key,
-    pack_firsts,
-    pack_strings,
-    seal,
-    unseal,
-)
+from monarch.namespace.schema import RECORD_BYTES, SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
 from monarch.posix import failpoints
 from monarch.posix.buckets import BUCKETS, buckets
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.names import sync_path
 from monarch.types import Ino, Progress
 from monarch.units import MiB
@@ -88,7 +66,6 @@ def build(
                 scan,
                 target,
                 source=path,
-                one_file_system=one_file_system,
                 mode=mode,
                 progress=progress,
                 expected=None,
@@ -109,10 +86,8 @@ def open_source(source: Path | bytes) -> Iterator[tuple[int, bytes]]:
             errno=error.errno or 0,
             hint="name a directory that exists and that you may read",
         ) from error
-    try:
+    with closing_fd(root_fd):
         yield root_fd, path
-    finally:
-        os.close(root_fd)
 
 
 def write(
@@ -120,7 +95,6 @@ def write(
     target: Path,
     *,
     source: bytes,
-    one_file_system: bool,
     mode: int | None,
     progress: Progress | None,
     expected: int | None,
@@ -150,7 +124,7 @@ def write(
             writer.finish(
                 source=source,
                 created_ns=created_ns,
-                one_file_system=one_file_system,
+                one_file_system=scan.one_file_system,
                 scan_seconds=time.monotonic() - started,
             )
         finally:
@@ -204,12 +178,10 @@ def sweep_stages(target: Path) -> None:
     """Removes the stages of ``target`` that killed processes have left."""
     for part in target.parent.glob(f"{glob.escape(target.name)}.*.part"):
         with contextlib.suppress(OSError):
-            fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with closing_fd(os.open(part, flags)) as fd:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 part.unlink()
-            finally:
-                os.close(fd)
 
 
 def paced(progress: Progress | None) -> Progress:
@@ -252,7 +224,8 @@ class _Writer:
         self._links: list[bytes] = []
         self._firsts: list[int] = []
         self._acls: list[bytes] = []
-        self._blocks = {INODES: 0, NAMES: 0, LINKS: 0, CHILDREN: 0, ACLS: 0}
+        # The blocks of each table so far.
+        self._blocks: Counter[bytes] = Counter()
         self._acl_values = 0
         self._last_rank = -1
         self._closed: list[Ino] = []
@@ -264,7 +237,7 @@ class _Writer:
         if batch.rank > self._last_rank:
             self._last_rank = batch.rank
             # One more number than a block has entries: the last is the first of the next block.
-            if len(self._firsts) == BLOCK:
+            if len(self._firsts) == schema.BLOCK:
                 self._put_firsts(self.entries + 1)
             self._firsts.append(self.entries + 1)
             if batch.closed:
@@ -279,24 +252,24 @@ class _Writer:
             self._acls += pair
             self._acl_values += 1
         self.entries += len(batch.names)
-        if len(self._names) >= BLOCK:
+        if len(self._names) >= schema.BLOCK:
             if self.entries > _MOST_ENTRIES:
                 raise SnapshotError("the source has more entries than a snapshot can number")
-            self._put_inodes(BLOCK)
-        if len(self._links) >= BLOCK:
-            self._put_links(BLOCK)
-        while len(self._acls) >= BLOCK:
-            self._put_acls(BLOCK)
+            self._put_inodes(schema.BLOCK)
+        if len(self._links) >= schema.BLOCK:
+            self._put_links(schema.BLOCK)
+        while len(self._acls) >= schema.BLOCK:
+            self._put_acls(schema.BLOCK)
 
     def finish(
         self, *, source: bytes, created_ns: int, one_file_system: bool, scan_seconds: float
     ) -> None:
         while self._names:
-            self._put_inodes(BLOCK)
+            self._put_inodes(schema.BLOCK)
         while self._links:
-            self._put_links(BLOCK)
+            self._put_links(schema.BLOCK)
         if self._acls:
-            self._put_acls(BLOCK)
+            self._put_acls(schema.BLOCK)
         self._put_firsts(self.entries + 1)
         self._flag_closed()
         totals = self._totals
@@ -305,11 +278,7 @@ class _Writer:
             source=source,
             created_ns=created_ns,
             entries=self.entries,
-            files=totals.files,
-            directories=totals.directories,
-            symlinks=totals.symlinks,
-            others=totals.others,
-            aliases=totals.aliases,
+            **totals.counts,
             bytes_total=int(totals.curve.sum()),
             largest=totals.largest,
             sizes=tuple((bits, int(n)) for bits, n in enumerate(totals.sizes) if n),
@@ -317,12 +286,11 @@ class _Writer:
             unreadable_paths=tuple(self._unreadable_paths),
             one_file_system=one_file_system,
             scan_seconds=round(scan_seconds, 3),
-            acls=totals.acls,
             acl_values=self._acl_values,
             newest_ns=totals.newest_ns,
         )
-        self._put(CURVE, totals.curve.astype("<u8").tobytes())
-        self._put(META, encode_meta(info))
+        self._put(schema.CURVE, totals.curve.astype("<u8").tobytes())
+        self._put(schema.META, schema.encode_meta(info))
         self._transaction.commit()
         self.page_bytes = self._environment.stat()["psize"]
         self._environment.close()
@@ -334,29 +302,29 @@ class _Writer:
     def _put_inodes(self, count: int) -> None:
         block = bytes(self._records[: count * RECORD_BYTES])
         del self._records[: count * RECORD_BYTES]
-        self._totals.add(np.frombuffer(block, dtype=RECORD))
-        self._append(INODES, block)
-        self._append(NAMES, pack_strings(self._names[:count]))
+        self._totals.add(np.frombuffer(block, dtype=schema.RECORD))
+        self._append(schema.INODES, block)
+        self._append(schema.NAMES, schema.pack_strings(self._names[:count]))
         del self._names[:count]
 
     def _put_links(self, count: int) -> None:
-        self._append(LINKS, pack_strings(self._links[:count]))
+        self._append(schema.LINKS, schema.pack_strings(self._links[:count]))
         del self._links[:count]
 
     def _put_acls(self, count: int) -> None:
-        self._append(ACLS, pack_strings(self._acls[:count]))
+        self._append(schema.ACLS, schema.pack_strings(self._acls[:count]))
         del self._acls[:count]
 
     def _put_firsts(self, following: int) -> None:
-        self._append(CHILDREN, pack_firsts(self._firsts, following))
+        self._append(schema.CHILDREN, schema.pack_firsts(self._firsts, following))
         self._firsts.clear()
 
     def _append(self, table: bytes, content: bytes) -> None:
-        self._put(key(table, self._blocks[table]), content)
+        self._put(schema.key(table, self._blocks[table]), content)
         self._blocks[table] += 1
 
     def _put(self, name: bytes, content: bytes) -> None:
-        self._transaction.put(name, seal(name, content))
+        self._transaction.put(name, schema.seal(name, content))
         self._pending_bytes += len(content)
         if self._pending_bytes > _TRANSACTION_BYTES:
             self._transaction.commit()
@@ -378,16 +346,17 @@ class _Writer:
         """Flag the directories that could not be listed; their blocks were written before."""
         by_block: dict[int, list[Ino]] = {}
         for ino in self._closed:
-            by_block.setdefault((ino - 1) >> SHIFT, []).append(ino)
+            by_block.setdefault((ino - 1) >> schema.SHIFT, []).append(ino)
         for number, inos in by_block.items():
-            name = key(INODES, number)
+            name = schema.key(schema.INODES, number)
             value = self._transaction.get(name)
             if value is None:
                 raise AssertionError("every inode has been written")
-            content = bytearray(unseal(name, value, where=str(self._part)))
+            content = bytearray(schema.unseal(name, value, where=str(self._part)))
             for ino in inos:
-                at = ((ino - 1) & MASK) * RECORD_BYTES + FLAGS_OFFSET
-                U32.pack_into(content, at, U32.unpack_from(content, at)[0] | UNREADABLE)
+                at = ((ino - 1) & schema.MASK) * RECORD_BYTES + schema.FLAGS_OFFSET
+                (flags,) = schema.U32.unpack_from(content, at)
+                schema.U32.pack_into(content, at, flags | schema.UNREADABLE)
             self._put(name, bytes(content))
 
 
@@ -395,30 +364,29 @@ class _Totals:
     """Sums over the records of a snapshot."""
 
     def __init__(self) -> None:
-        self.files = self.directories = self.symlinks = self.others = self.aliases = 0
-        self.acls = 0
+        # By the names of the fields of SnapshotSummary.
+        self.counts: Counter[str] = Counter()
         self.largest = 0
         self.newest_ns: int | None = None
         self.sizes = np.zeros(65, dtype=np.int64)
         self.curve = np.zeros(BUCKETS, dtype=np.uint64)
 
     def add(self, records: npt.NDArray[np.void]) -> None:
-        alias = (records["flags"] & ALIAS) != 0
+        alias = (records["flags"] & schema.ALIAS) != 0
         kinds = records["mode"] & 0o170000
         file = (kinds == 0o100000) & ~alias
-        count = np.count_nonzero
-        directories = int(count(kinds == 0o040000))
-        symlinks = int(count((kinds == 0o120000) & ~alias))
-        aliases = int(count(alias))
-        files = int(count(file))
-        self.aliases += aliases
-        self.acls += int(count(records["flags"] >> ACL_SHIFT))
+        directory, link = kinds == 0o040000, (kinds == 0o120000) & ~alias
+        of_kind = {
+            "files": file,
+            "directories": directory,
+            "symlinks": link,
+            "others": ~(alias | file | directory | link),
+            "aliases": alias,
+            "acls": records["flags"] >> schema.ACL_SHIFT,
+        }
+        self.counts.update({name: int(np.count_nonzero(it)) for name, it in of_kind.items()})
         newest_ns = int(records["ctime_ns"].max())
         self.newest_ns = newest_ns if self.newest_ns is None else max(self.newest_ns, newest_ns)
-        self.files += files
-        self.directories += directories
-        self.symlinks += symlinks
-        self.others += len(records) - aliases - files - directories - symlinks
         sizes = records["size"][file].astype(np.uint64)
         if len(sizes):
             self.largest = max(self.largest, int(sizes.max()))

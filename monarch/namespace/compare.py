@@ -27,6 +27,7 @@ from monarch.namespace.scan import Scan, joined
 from monarch.namespace.schema import ACL_SHIFT, ALIAS, RECORD, RECORD_STRUCT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import acl
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.openat2 import lstat_beneath, open_beneath
 from monarch.types import ROOT_INO, Ino, Progress
 
@@ -76,16 +77,9 @@ def verify(
 def diff(before: Snapshot, after: Snapshot) -> Iterator[Difference]:
     """Yields the changes from one snapshot to the other, directory by directory."""
     pending: deque[tuple[bytes, Ino, Ino]] = deque([(b"", ROOT_INO, ROOT_INO)])
-    yield from _compare_entries(
-        b"",
-        [b""],
-        before.columns(range(1, 2)),
-        [b""],
-        after.columns(range(1, 2)),
-        before,
-        after,
-        after,
-    )
+    root = range(1, 2)
+    old_root, new_root = before.columns(root), after.columns(root)
+    yield from _compare_entries(b"", [b""], old_root, [b""], new_root, before, after, after)
     while pending:
         path, old, new = pending.popleft()
         if before.unreadable(old) or after.unreadable(new):
@@ -190,11 +184,8 @@ def _verify_names(root_fd: int, snapshot: Snapshot, directory: Ino) -> list[Diff
     if snapshot.unreadable(directory):
         return []
     try:
-        fd = open_beneath(root_fd, path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with closing_fd(open_beneath(root_fd, path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
             now = {name for name in map(os.fsencode, os.listdir(fd)) if not is_staged(name)}
-        finally:
-            os.close(fd)
     except (FileNotFoundError, NotADirectoryError):
         return [Difference("missing", path)]
     except OSError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from monarch.errors import SnapshotError, TierError
 from monarch.namespace.schema import META, decode_meta, unseal
 from monarch.namespace.trailer import opened, read_value
+from monarch.posix.descriptors import closing_fd
 from monarch.units import MiB, format_bytes
 
 _PREFIX = "given-"
@@ -66,12 +67,9 @@ def _copy(file: int, given: Path, copy: Path) -> None:
     staged = copy.with_name(f"{_PREFIX}copy.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        target = os.open(staged, flags, 0o600)
-        try:
+        with closing_fd(os.open(staged, flags, 0o600)) as target:
             _fill(target, file, given)
             os.fsync(target)
-        finally:
-            os.close(target)
         staged.rename(copy)
     except OSError as error:
         raise TierError(
@@ -91,14 +89,13 @@ def _fill(target: int, file: int, given: Path) -> None:
     except OSError:
         # Two file systems, or one without this operation.
         offset = 0
-        while data := _read(file, offset, given):
+        while True:
+            try:
+                data = os.pread(file, _PIECE_BYTES, offset)
+            except OSError as error:
+                raise SnapshotError(f"cannot read snapshot {given}: {error.strerror}") from error
+            if not data:
+                return
             offset += len(data)
             while data:
                 data = data[os.write(target, data) :]
-
-
-def _read(file: int, offset: int, given: Path) -> bytes:
-    try:
-        return os.pread(file, _PIECE_BYTES, offset)
-    except OSError as error:
-        raise SnapshotError(f"cannot read snapshot {given}: {error.strerror}") from error

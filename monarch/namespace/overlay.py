@@ -87,21 +87,7 @@ class Node:
 
     @property
     def attributes(self) -> Attributes:
-        return Attributes(
-            self.ino,
-            self.parent,
-            self.mode,
-            self.nlink,
-            self.uid,
-            self.gid,
-            self.size,
-            self.mtime_ns,
-            self.ctime_ns,
-            self.source_ino,
-            self.blocks,
-            self.rdev,
-            self.atime_ns,
-        )
+        return Attributes(*_ATTRIBUTES_FIELDS(self))
 
     def touch(self, now_ns: int) -> None:
         """The content, or the names in a directory, changed at ``now_ns``."""

@@ -92,11 +92,10 @@ def refresh(
                 hint="name the source it was built from, or build another snapshot",
             )
         require_outside(root_fd, path, file)
-        one_file_system = before.info().one_file_system
         with Scan(
             root_fd,
             jobs=jobs,
-            one_file_system=one_file_system,
+            one_file_system=before.info().one_file_system,
             previous=before,
             quick=quick,
             again=again,
@@ -105,7 +104,6 @@ def refresh(
                 scan,
                 file,
                 source=path,
-                one_file_system=one_file_system,
                 mode=None,
                 progress=progress,
                 expected=before.entries,

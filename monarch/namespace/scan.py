@@ -22,8 +22,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from monarch.config.write_patterns import is_staged
 from monarch.errors import SourceError
@@ -39,6 +39,7 @@ from monarch.namespace.schema import (
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import acl
 from monarch.posix.acl import NO_ACLS, Acls
+from monarch.posix.descriptors import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
 from monarch.types import ROOT_INO, Ino
@@ -130,7 +131,7 @@ class Scan:
     ) -> None:
         self._root_fd = root_fd
         self._jobs = max(1, jobs)
-        self._one_file_system = one_file_system
+        self.one_file_system = one_file_system
         self._previous = previous
         # An entry is taken from a snapshot only if that has all its values.
         self._quick = quick and previous is not None and previous.info().acls is not None
@@ -161,12 +162,7 @@ class Scan:
     def __enter__(self) -> Scan:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._stopping = True
         for _ in self._threads:
             self._tasks.put(None)
@@ -276,7 +272,10 @@ class Scan:
         mean = self._recent_seconds / self._recent_calls
         self._recent_calls //= 2
         self._recent_seconds /= 2
-        if not self._threads and not _is_waiting(mean, done):
+        # A call that waits makes a voluntary context switch; others are slow for lack of a
+        # processor. On a cold disk one read of a block serves many calls.
+        waits = mean > _SLOW_SECONDS and done.waits * 32 >= done.calls
+        if not self._threads and not waits:
             return
         wanted = min(self._jobs, max(2, int(mean / _SECONDS_PER_THREAD)))
         while len(self._threads) < wanted:
@@ -385,7 +384,8 @@ class Scan:
         for place in range(len(batch.names)):
             record, target = previous.reusable(slot)
             slot = Ino(slot + 1)
-            if record is None or self._is_again(directory, batch.names[place]):
+            path = joined(directory.path, batch.names[place]) if self._again else b""
+            if record is None or path in self._again:
                 batch.records += bytes(RECORD_BYTES)
                 places.append(place)
                 continue
@@ -395,9 +395,6 @@ class Scan:
             batch.records += record[4:]
             batch.reused += 1
         return places
-
-    def _is_again(self, directory: _Directory, name: bytes) -> bool:
-        return bool(self._again) and joined(directory.path, name) in self._again
 
     def _has_acls(self, directory: _Directory) -> bool:
         known = self._devices_with_acls.get(directory.device)
@@ -449,7 +446,16 @@ class Scan:
         if number not in self._tolerated:
             error = OSError(number, os.strerror(number))
             raise _source_error(joined(directory.path, batch.names[place]), error)
-        self._set_unreadable(directory, batch, place)
+        # Only its name, and perhaps that it is a directory, is known.
+        if directory.kinds is None:
+            directory.kinds = self._kinds(directory)
+        name = batch.names[place]
+        kind, source_ino = directory.kinds.get(name, (stat.S_IFREG, 0))
+        if kind == stat.S_IFDIR:
+            batch.directory_devices.append((place, self._root_device))
+        batch.unreadable.append(joined(directory.path, name))
+        values = directory.ino, kind, 0, 0, 1, UNREADABLE, 0, 0, 0, source_ino, 0
+        put(batch.records, place, 0, RECORD_STRUCT.pack(*values))
         return True
 
     def _is_gone(self, number: int | None) -> bool:
@@ -461,41 +467,17 @@ class Scan:
                 return False
         return number in _VANISHED
 
-    def _set_unreadable(self, directory: _Directory, batch: Batch, place: int) -> None:
-        """Marks an entry that could not be read: only its name, and perhaps that it is a directory,
-        is known."""
-        if directory.kinds is None:
-            directory.kinds = self._kinds(directory)
-        name = batch.names[place]
-        kind, source_ino = directory.kinds.get(name, (stat.S_IFREG, 0))
-        if kind == stat.S_IFDIR:
-            batch.directory_devices.append((place, self._root_device))
-        batch.unreadable.append(joined(directory.path, name))
-        record = RECORD_STRUCT.pack(
-            directory.ino, kind, 0, 0, 1, UNREADABLE, 0, 0, 0, source_ino, 0
-        )
-        put(batch.records, place, 0, record)
-
     def _kinds(self, directory: _Directory) -> dict[bytes, tuple[int, int]]:
         kinds: dict[bytes, tuple[int, int]] = {}
-        try:
+        with suppress(OSError):
             # Its own descriptor: the position of directory.fd is used by the listing.
             fd = open_beneath(self._root_fd, directory.path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            return kinds
-        try:
-            with os.scandir(fd) as entries:
+            with closing_fd(fd), os.scandir(fd) as entries:
                 for entry in entries:
-                    try:
-                        is_directory = entry.is_dir(follow_symlinks=False)
-                    except OSError:
-                        is_directory = False
-                    kind = stat.S_IFDIR if is_directory else stat.S_IFREG
+                    kind = stat.S_IFREG
+                    with suppress(OSError):
+                        kind = stat.S_IFDIR if entry.is_dir(follow_symlinks=False) else kind
                     kinds[os.fsencode(entry.name)] = (kind, entry.inode())
-        except OSError:
-            return kinds
-        finally:
-            os.close(fd)
         return kinds
 
     def _number(self, directory: _Directory, batch: Batch) -> None:
@@ -507,7 +489,7 @@ class Scan:
                 rank,
                 joined(directory.path, name),
                 device,
-                elsewhere=self._one_file_system and device != self._root_device,
+                elsewhere=self.one_file_system and device != self._root_device,
             )
             if self._previous is not None and directory.before is not None:
                 self._compare(found, self._previous, directory.before, name, batch, position)
@@ -545,15 +527,6 @@ class Scan:
 def printable(path: bytes) -> str:
     """A path of the source as text for a message."""
     return escape_text(os.fsdecode(path))
-
-
-def _is_waiting(mean_seconds: float, done: _Done) -> bool:
-    """Whether calls wait for the source, and are not slow for lack of a processor.
-
-    A call that waits makes a voluntary context switch; on a cold disk one read of a block
-    serves many calls.
-    """
-    return mean_seconds > _SLOW_SECONDS and done.waits * 32 >= done.calls
 
 
 def joined(directory: bytes, name: bytes) -> bytes:

@@ -163,18 +163,29 @@ def decode_meta(content: bytes, *, where: str) -> SnapshotSummary:
     return summary
 
 
-def _is_possible(told: SnapshotSummary) -> bool:
+def _is_possible(it: SnapshotSummary) -> bool:
     """Whether the values can be those of a build: any user may have made the file."""
-    parts: list[Any] = [told.files, told.directories, told.symlinks, told.others, told.aliases]
-    parts += [told.acl_values, told.acls or 0]
-    numbers: list[Any] = [told.created_ns, told.bytes_total, told.largest, told.unreadable]
-    numbers += itertools.chain(*told.sizes)
-    name: Any = told.id
-    seconds: Any = told.scan_seconds
-    newest: Any = told.newest_ns
+    parts: list[Any] = [
+        it.files,
+        it.directories,
+        it.symlinks,
+        it.others,
+        it.aliases,
+    ]
+    parts += [it.acl_values, it.acls or 0]
+    numbers: list[Any] = [
+        it.created_ns,
+        it.bytes_total,
+        it.largest,
+        it.unreadable,
+    ]
+    numbers += itertools.chain(*it.sizes)
+    name: Any = it.id
+    seconds: Any = it.scan_seconds
+    newest: Any = it.newest_ns
     return (
-        all(type(number) is int and number >= 0 for number in (told.entries, *parts, *numbers))
-        and max(1, *parts) <= told.entries
+        all(type(number) is int and number >= 0 for number in (it.entries, *parts, *numbers))
+        and max(1, *parts) <= it.entries
         and isinstance(name, str)
         and re.fullmatch(r"[0-9a-f]{1,64}", name) is not None
         and isinstance(seconds, int | float)

@@ -10,35 +10,16 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from monarch.errors import SnapshotError
+from monarch.namespace import schema
 from monarch.namespace.mapping import Mapping
-from monarch.namespace.schema import (
-    ACL_SHIFT,
-    ACLS,
-    ALIAS,
-    BLOCK,
-    CHILDREN,
-    CURVE,
-    INODES,
-    LINKS,
-    MASK,
-    META,
-    NAMES,
-    RECORD,
-    RECORD_BYTES,
-    SHIFT,
-    SnapshotSummary,
-    damaged,
-    decode_meta,
-    key,
-    unseal,
-)
+from monarch.namespace.schema import RECORD, RECORD_BYTES, SHIFT, SnapshotSummary, damaged
 from monarch.posix.buckets import BUCKETS
 from monarch.types import ROOT_INO, Ino
 
@@ -67,7 +48,7 @@ class _Table:
         self._name = name
         self._where = where
         self._on_load: OnLoad | None = None
-        self.views: list[memoryview | None] = [None] * (-(-count // BLOCK))
+        self.views: list[memoryview | None] = [None] * (-(-count // schema.BLOCK))
 
     def on_load(self, call: OnLoad) -> None:
         """Calls ``call`` with each checked block, at once with those checked so far."""
@@ -84,13 +65,13 @@ class _Table:
     def check(self, number: int) -> None:
         """Raises SnapshotError if a block is damaged now."""
         with self._lock:
-            _value(self._transaction, key(self._name, number), where=self._where)
+            _value(self._transaction, schema.key(self._name, number), where=self._where)
 
     def _load(self, number: int) -> memoryview:
         with self._lock:
             view = self.views[number]
             if view is None:
-                view = _value(self._transaction, key(self._name, number), where=self._where)
+                view = _value(self._transaction, schema.key(self._name, number), where=self._where)
                 self.views[number] = view
                 if self._on_load is not None:
                     self._on_load(self._name, number, view)
@@ -131,11 +112,11 @@ class Tables:
         def table(name: bytes, count: int) -> _Table:
             return _Table(transaction, lock, name=name, count=count, where=where)
 
-        self._inodes = table(INODES, info.entries)
-        self._names = table(NAMES, info.entries)
-        self._links = table(LINKS, info.symlinks)
-        self._firsts = table(CHILDREN, info.directories)
-        self._acls = table(ACLS, 2 * info.acl_values)
+        self._inodes = table(schema.INODES, info.entries)
+        self._names = table(schema.NAMES, info.entries)
+        self._links = table(schema.LINKS, info.symlinks)
+        self._firsts = table(schema.CHILDREN, info.directories)
+        self._acls = table(schema.ACLS, 2 * info.acl_values)
         self._tables = (self._inodes, self._names, self._links, self._firsts, self._acls)
 
     @classmethod
@@ -149,8 +130,8 @@ class Tables:
         mapping = Mapping.acquire(path, memory_max=memory_max)
         try:
             transaction = mapping.environment.begin(buffers=True)
-            meta = _value(transaction, META, where=str(path))
-            info = decode_meta(bytes(meta), where=str(path))
+            meta = _value(transaction, schema.META, where=str(path))
+            info = schema.decode_meta(bytes(meta), where=str(path))
             if info.entries * RECORD_BYTES > mapping.size():
                 raise damaged(str(path))
             return cls(path, info, mapping, transaction, memory_max=memory_max)
@@ -227,7 +208,7 @@ class Tables:
             and all(_are_possible(records, first, info) for first, records in self.records())
             and sum(len(rows) for _, rows in self.records()) == info.entries
             and all(
-                _are_strings(table.block(number), min(BLOCK, count - number * BLOCK))
+                _are_strings(table.block(number), min(schema.BLOCK, count - number * schema.BLOCK))
                 for table, count in texts
                 for number in range(len(table.views))
             )
@@ -236,7 +217,7 @@ class Tables:
 
     def curve(self) -> npt.NDArray[np.uint64]:
         """Bytes of regular files in each of the BUCKETS buckets."""
-        content = _value(self._transaction, CURVE, where=str(self.file))
+        content = _value(self._transaction, schema.CURVE, where=str(self.file))
         if len(content) != BUCKETS * 8:
             raise damaged(str(self.file))
         return np.frombuffer(content, dtype="<u8").copy()
@@ -280,12 +261,12 @@ def _are_possible(records: npt.NDArray[np.void], first: int, info: SnapshotSumma
     # A directory has a lower number than its entries; the root is its own parent.
     above = np.arange(first - 1, first - 1 + len(records))
     above[:1] = max(first - 1, ROOT_INO)
-    alias = flags & ALIAS != 0
+    alias = flags & schema.ALIAS != 0
     directory, link = ~alias & (kinds == stat.S_IFDIR), ~alias & (kinds == stat.S_IFLNK)
     return bool(
         np.all(records["parent"] >= ROOT_INO)
         and np.all(records["parent"] <= above)
-        and np.all(flags >> ACL_SHIFT <= info.acl_values)
+        and np.all(flags >> schema.ACL_SHIFT <= info.acl_values)
         and np.all(extra[alias] >= ROOT_INO)
         and np.all(extra[alias] <= info.entries)
         and np.all(extra[directory] < info.directories)
@@ -310,7 +291,7 @@ def _are_spans(table: _Table, info: SnapshotSummary) -> bool:
     low, left = 1, info.directories
     for number in range(len(table.views)):
         block = table.block(number)
-        count = min(BLOCK, left - number * BLOCK) + 1
+        count = min(schema.BLOCK, left - number * schema.BLOCK) + 1
         if len(block) != 4 * count:
             return False
         firsts = np.frombuffer(block, dtype="<u4").astype(np.int64)
@@ -328,7 +309,7 @@ def _value(transaction: lmdb.Transaction, name: bytes, *, where: str) -> memoryv
         raise damaged(where) from error
     if value is None:
         raise damaged(where)
-    return unseal(name, value, where=where)
+    return schema.unseal(name, value, where=where)
 
 
 def spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -337,5 +318,5 @@ def spans(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     while index < end:
         number = index >> SHIFT
         following = min(end, (number + 1) << SHIFT)
-        yield number, index & MASK, following - (number << SHIFT)
+        yield number, index & schema.MASK, following - (number << SHIFT)
         index = following

@@ -16,7 +16,7 @@ from pathlib import Path
 from monarch.errors import MonarchError, Refused
 from monarch.namespace.listing import ADDED_INDEX, REMOVED, Listings, Named
 from monarch.namespace.overlay import Node, Overlay, xattr_bytes
-from monarch.namespace.snapshot import Snapshot, resolve
+from monarch.namespace.snapshot import Snapshot, resolve, walk
 from monarch.namespace.source_view import SourceView
 from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 
@@ -230,20 +230,10 @@ class Tree:
             yield from self._known.walk(ino)
             return
         attributes = self.attributes(ino)
-        if attributes.is_file and not self.is_gone(ino):
-            yield ino, attributes
-        if not attributes.is_dir:
-            return
-        pending = [self._entries(ino, 0, None)]
-        while pending:
-            for _, _, attributes in pending[-1]:
-                if attributes.is_file:
-                    yield attributes.ino, attributes
-                elif attributes.is_dir:
-                    pending.append(self._entries(attributes.ino, 0, None))
-                    break
-            else:
-                pending.pop()
+        if attributes.is_dir or not self.is_gone(ino):
+            yield from walk(
+                attributes, lambda above: (it[1:] for it in self._entries(above, 0, None))
+            )
 
     # -- paths -----------------------------------------------------------------------------------
 

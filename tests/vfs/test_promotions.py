@@ -91,7 +91,7 @@ async def test_the_events_of_the_datapath_are_counted_in_their_order(rigs: Rigs)
     await rig.open("large")
     content = memoryview(FILES["d/other"])
     fast.events = [(copied, 1, None), (fetched, 0, content), (opened, ABANDONED, None)]
-    rig.filesystem.counts.catch_up()
+    rig.filesystem.readers.catch_up()
     assert fast.kept == [fetched] and fetched in rig.engine.flights
     assert not rig.read_side.bindings.is_open(opened)
     assert rig.epochs.epochs()[-1].opens == 3
@@ -105,7 +105,7 @@ async def test_fetched_bytes_of_an_old_version_become_no_copy(rigs: Rigs) -> Non
     ino = rig.ino("small")
     rig.residency.mark_changed(ino)
     fast.events = [(ino, 0, memoryview(b"old"))]
-    rig.filesystem.counts.catch_up()
+    rig.filesystem.readers.catch_up()
     assert rig.engine.flights == {} and fast.kept == [ino]
 
 
@@ -116,7 +116,7 @@ async def test_the_totals_of_the_datapath_are_added_once(rigs: Rigs) -> None:
     some = Tally(2, 3, 4096, [2, *none[1:]], 10, [3, *none[1:]], 20)
     fast.tally, fast.traffic = [zero, some], SourceTraffic(1, 2, 300, 0, 0)
     for _ in range(2):
-        rig.filesystem.counts.catch_up_all()
+        rig.filesystem.readers.catch_up_all()
     assert (rig.metrics.opens, rig.metrics.reads, rig.metrics.read_bytes) == (
         [0, 2],
         [0, 3],
