@@ -136,9 +136,9 @@ def open_mount(parts: Parts) -> Mount:
     )
     operations = Operations(filesystem, metrics.error, door.datapath, status.summary, door.serving)
     session = Session(
-        operations,
-        settings.mountpoint,
-        os.fsencode(settings.source),
+        operations=operations,
+        mountpoint=settings.mountpoint,
+        source=os.fsencode(settings.source),
         allow_other=settings.allow_other,
         writable=bool(settings.absorbs),
         datapath=door.datapath,

@@ -74,7 +74,7 @@ def _answered(
                         return await handler(*args, **kwargs)
                     except Unanswered:
                         # The call has changed nothing and is repeated. Other requests do not wait.
-                        await operations.answers()
+                        await operations.names.answers()
         except FUSEError:
             raise
         except MonarchError as error:
@@ -121,7 +121,7 @@ class Operations(pyfuse3.Operations):
         self.serving = serving
         self._status = status
         self._filesystem = filesystem
-        self._names = filesystem.names
+        self.names = filesystem.names
         # The kernel checks access control lists, and caches them. It requests that of each entry
         # that a user other than its owner uses, so it is enabled only if there are any.
         self.enable_acl = filesystem.names.has_acls
@@ -146,26 +146,22 @@ class Operations(pyfuse3.Operations):
             errno_words(number),
         )
 
-    async def answers(self) -> None:
-        """Waits until names that are not in memory can be read."""
-        await self._names.answers()
-
     # -- names ---------------------------------------------------------------------------------
 
     @_answered
     async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
         if name == b".":
-            return _entry(self._names.attributes(Ino(parent_inode)))
+            return _entry(self.names.attributes(Ino(parent_inode)))
         if name == b"..":
-            parent = self._names.attributes(Ino(parent_inode)).parent
-            return _entry(self._names.attributes(parent))
+            parent = self.names.attributes(Ino(parent_inode)).parent
+            return _entry(self.names.attributes(parent))
         if len(name) > _NAME_MAX:
             raise FUSEError(errno.ENAMETOOLONG)
         others = self._filesystem.others
         if others is not None:
             await others.listed(Ino(parent_inode))
-        ino = self._names.lookup(Ino(parent_inode), name)
-        if ino is None and (lost := self._names.lost(Ino(parent_inode), name)) is not None:
+        ino = self.names.lookup(Ino(parent_inode), name)
+        if ino is None and (lost := self.names.lost(Ino(parent_inode), name)) is not None:
             await self._filesystem.revalidation.find_again(lost)
             ino = lost
         if ino is None:
@@ -177,7 +173,7 @@ class Operations(pyfuse3.Operations):
                 # Asked again after a while, so that the directory stays one that is used.
                 self._datapath.tell_missing(Ino(parent_inode), valid_s=valid_s, for_s=LOOK_S)
             return missing
-        return _entry(self._filesystem.latest(self._names.attributes(ino)))
+        return _entry(self._filesystem.latest(self.names.attributes(ino)))
 
     @_answered
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
@@ -185,7 +181,7 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
-        return self._names.readlink(Ino(inode))
+        return self.names.readlink(Ino(inode))
 
     @_answered
     async def opendir(self, inode: int, ctx: RequestContext) -> int:
@@ -200,25 +196,25 @@ class Operations(pyfuse3.Operations):
             await others.listed(directory)
         if start_id == 0 and self._filesystem.writing is not None:
             # A process that renames the files that it finds must not find them again without end.
-            self._list_ends[directory] = self._names.list_end(directory)
+            self._list_ends[directory] = self.names.list_end(directory)
         end, start = self._list_ends.get(directory), max(0, start_id - _DOTS)
-        children = self._names.list_from(directory, start, end=end)
+        children = self.names.list_from(directory, start, end=end)
         if start_id < _DOTS:
-            own = self._names.attributes(directory)
-            dots = ((b".", own), (b"..", self._names.attributes(own.parent)))
+            own = self.names.attributes(directory)
+            dots = ((b".", own), (b"..", self.names.attributes(own.parent)))
             for index, (name, attributes) in enumerate(dots[start_id:], start_id):
                 if not reply(token, name, _entry(attributes), index + 1):
                     return
         # Entries that were returned are not repeated if a later one must be waited for.
-        told = False
+        has_replied = False
         try:
             for index, name, attributes in children:
                 entry = _entry(self._filesystem.latest(attributes))
-                told = True
+                has_replied = True
                 if not reply(token, name, entry, index + 1 + _DOTS):
                     return
         except Unanswered:
-            if not told:
+            if not has_replied:
                 raise
 
     async def releasedir(self, fh: int) -> None:
@@ -235,7 +231,7 @@ class Operations(pyfuse3.Operations):
         writes = flags & (os.O_ACCMODE | os.O_TRUNC)
         by = _caller(ctx) if writes else Credentials(ctx.uid, ctx.gid)
         keep_cache = await self._filesystem.open(Ino(inode), flags, by)
-        mode = self._names.attributes(Ino(inode)).mode
+        mode = self.names.attributes(Ino(inode)).mode
         return FileInfo(fh=inode, keep_cache=keep_cache, direct_io=self._is_direct(flags, mode))
 
     @_answered
@@ -287,15 +283,15 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def fsync(self, fh: int, datasync: bool) -> None:
-        ino, asks = self._who_syncs(fh)
+        ino, asks = self._sync_target(fh)
         await self._writing.fsyncs.sync(ino, asks)
 
     @_answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        ino, asks = self._who_syncs(fh)
+        ino, asks = self._sync_target(fh)
         await self._writing.fsyncs.sync_directory(ino, asks)
 
-    def _who_syncs(self, fh: int) -> tuple[Ino, int | None]:
+    def _sync_target(self, fh: int) -> tuple[Ino, int | None]:
         """The inode, and the low bits of the number of the calling user, None if unknown."""
         return (Ino(fh), None) if self._datapath is None else split_handle(fh)
 
@@ -365,7 +361,7 @@ class Operations(pyfuse3.Operations):
     @_answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
         others, parent = self._filesystem.others, Ino(parent_inode)
-        ino = self._names.lookup(parent, name)
+        ino = self.names.lookup(parent, name)
         if others is not None and ino is not None:
             await others.listed(ino)
         self._writing.operations.rmdir(parent, name, by=_caller(ctx))
@@ -398,7 +394,7 @@ class Operations(pyfuse3.Operations):
         # What is not known now is asked for: the change itself is made.
         with suppress(MonarchError):
             for directory in map(Ino, directories):
-                self._datapath.tell_attributes(self._names.attributes(directory))
+                self._datapath.tell_attributes(self.names.attributes(directory))
 
     # -- attributes of the mount and of files ------------------------------------------------------
 
@@ -433,19 +429,19 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
-        told = pyfuse3.StatvfsData()
-        told.f_bsize = told.f_frsize = _BLOCK
-        told.f_blocks = -(-self._names.info().bytes_total // _BLOCK)
-        told.f_files = self._names.entries
-        told.f_namemax = _NAME_MAX
+        found = pyfuse3.StatvfsData()
+        found.f_bsize = found.f_frsize = _BLOCK
+        found.f_blocks = -(-self.names.info().bytes_total // _BLOCK)
+        found.f_files = self.names.entries
+        found.f_namemax = _NAME_MAX
         if (room := self._filesystem.room()) is not None:
-            told.f_blocks = max(told.f_blocks, room.total // _BLOCK)
-            told.f_bfree = told.f_bavail = room.available // _BLOCK
+            found.f_blocks = max(found.f_blocks, room.total // _BLOCK)
+            found.f_bfree = found.f_bavail = room.available // _BLOCK
             # New names are kept in memory, which is limited.
             gate = self._writing.gate
-            told.f_ffree = told.f_favail = gate.names_free
-            told.f_files += gate.names_held + gate.names_free
-        return told
+            found.f_ffree = found.f_favail = gate.names_free
+            found.f_files += gate.names_held + gate.names_free
+        return found
 
     @_answered
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:

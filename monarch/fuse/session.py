@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyfuse3
@@ -28,53 +29,43 @@ _IDLE_TASKS = 32
 _READ_AHEAD_BYTES = 1 * MiB
 
 
+@dataclass(eq=False, kw_only=True)
 class Session:
     """The mount of ``operations`` at ``mountpoint``; ``source`` is shown as its device. A
     ``datapath`` is placed between the kernel and pyfuse3. ``caches`` are open while it exists."""
 
-    def __init__(
-        self,
-        operations: Operations,
-        mountpoint: Path,
-        source: bytes,
-        *,
-        allow_other: bool,
-        writable: bool,
-        datapath: Datapath | None,
-        caches: MountCaches,
-    ) -> None:
-        self._caches = caches
-        self._writable = writable
-        self._operations = operations
-        self._mountpoint = mountpoint
-        self._source = source
-        self._allow_other = allow_other
-        self._datapath = datapath
-        self._serving = False
+    operations: Operations
+    mountpoint: Path
+    source: bytes
+    allow_other: bool
+    writable: bool
+    datapath: Datapath | None
+    caches: MountCaches
+    _serving: bool = field(default=False, init=False)
 
     def mount(self) -> None:
         """Mounts; requests of the kernel wait until ``serve``. Raises FuseError."""
-        name = self._source.decode("ascii", "backslashreplace")
+        name = self.source.decode("ascii", "backslashreplace")
         device = fuse = mount(
-            self._mountpoint, name, allow_other=self._allow_other, writable=self._writable
+            self.mountpoint, name, allow_other=self.allow_other, writable=self.writable
         )
         try:
-            if self._datapath is not None:
-                fuse = self._datapath.start(device)
+            if self.datapath is not None:
+                fuse = self.datapath.start(device)
             # libfuse takes this name for a device that is mounted already.
-            pyfuse3.init(self._operations, f"/dev/fd/{fuse}", set())
+            pyfuse3.init(self.operations, f"/dev/fd/{fuse}", set())
         except (OSError, RuntimeError) as error:
             # Processes that access the mount would wait until the device is closed.
-            if self._datapath is not None and fuse != device:
-                self._datapath.stop()
+            if self.datapath is not None and fuse != device:
+                self.datapath.stop()
             else:
                 os.close(device)
-            unmount(self._mountpoint, lazy=True)
+            unmount(self.mountpoint, lazy=True)
             raise FuseError(
-                f"cannot serve {os.fspath(self._mountpoint)!r}: {error}", hint="run: monarch doctor"
+                f"cannot serve {os.fspath(self.mountpoint)!r}: {error}", hint="run: monarch doctor"
             ) from error
         self._serving = True
-        self._caches.open()
+        self.caches.open()
 
     async def serve(self) -> None:
         """Answers the kernel until the mount is unmounted or ``stop`` is called."""
@@ -87,17 +78,17 @@ class Session:
     def close(self) -> None:
         """Unmounts, even if files are open, and frees the session."""
         self._serving = False
-        self._caches.close()
-        if mount_at(self._mountpoint) is not None:
+        self.caches.close()
+        if mount_at(self.mountpoint) is not None:
             with suppress(FuseError):
-                unmount(self._mountpoint, lazy=True)
+                unmount(self.mountpoint, lazy=True)
         pyfuse3.close(unmount=False)
-        if self._datapath is not None:
-            self._datapath.stop()
+        if self.datapath is not None:
+            self.datapath.stop()
 
     def widen_readahead(self) -> None:
         """Raises the readahead for sequential readers, which only root may do."""
-        mounted = mount_at(self._mountpoint)
+        mounted = mount_at(self.mountpoint)
         knob = f"/sys/class/bdi/{mounted.device if mounted else None}/read_ahead_kb"
         with suppress(OSError), open(knob, "r+") as file:
             if int(file.read()) < _READ_AHEAD_BYTES // KiB:
@@ -111,8 +102,8 @@ class Session:
         (``max_user_bgreq``). The datapath negotiates the limit itself. If the control files of FUSE
         are not mounted, as in a container, the limit is unchanged.
         """
-        mounted = mount_at(self._mountpoint)
-        if self._datapath is not None or mounted is None:
+        mounted = mount_at(self.mountpoint)
+        if self.datapath is not None or mounted is None:
             return
         connection = f"/sys/fs/fuse/connections/{mounted.device.partition(':')[2]}"
         for name, most in (("max_background", 65535), ("congestion_threshold", 49152)):

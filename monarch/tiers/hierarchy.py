@@ -21,14 +21,12 @@ from monarch.text import errno_words
 from monarch.tiers.contents import ino_of
 from monarch.tiers.ownership import Owner, require_known_version
 from monarch.tiers.records import (
-    Record,
     Records,
     known_tiers,
     other_generations,
-    require_known_versions,
 )
 from monarch.tiers.tier import Tier
-from monarch.types import Ino
+from monarch.types import Identity, Ino
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +48,9 @@ class Held:
 
 def require_known(settings: Sequence[TierSettings], state: Path) -> None:
     """Raises TierError if a newer version has written records or tiers; changes nothing."""
-    require_known_versions(state)
+    owner = owner_of(state)
     for tier in settings:
-        require_known_version(tier.path, owner_of(state))
+        require_known_version(tier.path, owner)
 
 
 def owner_of(state: Path, *, mountpoint: str = "", source: str = "") -> Owner:
@@ -85,11 +83,11 @@ class Hierarchy:
         with ExitStack() as opened:
             self.tiers: list[Tier] = []
             for number, tier in enumerate(settings, start=1):
-                with _told(tier):
+                with _as_tier_error(tier):
                     self.tiers.append(Tier(number, tier.name, tier.path, owner=owner))
                     opened.callback(self.tiers[-1].close)
             for used, tier in zip(self.tiers, settings, strict=True):
-                with _told(tier):
+                with _as_tier_error(tier):
                     used.use(generation)
             self.records = Records(state, generation, [tier.id for tier in self.tiers])
             opened.callback(self.records.close, clean=False)
@@ -119,7 +117,10 @@ class Hierarchy:
 
     def _adopt_one(self, old: Records, earlier: str, before: Ino, now: Ino, row: np.void) -> bool:
         record = old.get(before)
-        if record is None or not _same(record, row):
+        times = int(row["mtime_ns"]), int(row["ctime_ns"])
+        if record is None or record.identity != Identity(
+            int(row["size"]), *times, int(row["source_ino"])
+        ):
             return False
         try:
             if not self.tiers[record.tier - 1].adopt(earlier, before, now, record.identity):
@@ -195,7 +196,7 @@ class Hierarchy:
                 size = believed[ino] if known and ino in doubted else None
                 if known and size is None:
                     del believed[ino]
-                elif not known and self._is_recorded(tier, ino):
+                elif not known and (now := self.records.get(ino)) and now.tier == tier.number:
                     # The copy was made meanwhile, whatever the clock says.
                     continue
                 elif tier.remove_stranger(path, before_ns=before_ns, unless_size=size):
@@ -206,10 +207,6 @@ class Hierarchy:
         if removed:
             log.info("tier %s: removed %d files without a record", tier.name, removed)
         return [Ino(ino) for ino in sorted(believed)]
-
-    def _is_recorded(self, tier: Tier, ino: Ino) -> bool:
-        record = self.records.get(ino)
-        return record is not None and record.tier == tier.number
 
     def close(self, *, clean: bool) -> None:
         """``clean``: no copy is running. Then waits until the copies are on the disks."""
@@ -230,7 +227,7 @@ class Hierarchy:
 
 
 @contextmanager
-def _told(tier: TierSettings) -> Iterator[None]:
+def _as_tier_error(tier: TierSettings) -> Iterator[None]:
     """Raises the OSError of a failing disk as a TierError."""
     try:
         yield
@@ -239,12 +236,3 @@ def _told(tier: TierSettings) -> Iterator[None]:
             f"tier {os.fspath(tier.path)!r}: {error.strerror}",
             hint="free space there, or name another directory",
         ) from error
-
-
-def _same(record: Record, row: np.void) -> bool:
-    identity = record.identity
-    return bool(
-        row["size"] == identity.size
-        and row["mtime_ns"] == identity.mtime_ns
-        and row["ctime_ns"] == identity.ctime_ns
-    )

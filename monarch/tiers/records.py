@@ -92,9 +92,10 @@ class Records:
         }
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if not known:
-                self._begin_anew()
-            elif known["version"] != _VERSION:
+            if not known and os.fstat(self._fd).st_size:
+                log.warning("%s cannot be read, so copies are made again", self._path)
+                os.ftruncate(self._fd, 0)
+            elif known and known["version"] != _VERSION:
                 log.info(
                     "%s is of version %s, now %d: each copy is verified at its first use",
                     *(self._path, known["version"], _VERSION),
@@ -103,8 +104,7 @@ class Records:
             self._write_header()
             os.fdatasync(self._fd)
             failpoints.failpoint("records-dirty")
-            self._forget_other_tiers(ids, tier_ids)
-            self._forget_young()
+            self._forget_unusable(ids, tier_ids)
             failpoints.failpoint("records-forgotten")
             self._number(ids, tier_ids)
             self._write_header()
@@ -132,23 +132,14 @@ class Records:
         """Closes records that were opened by ``existing``."""
         os.close(self._fd)
 
-    def _begin_anew(self) -> None:
-        if os.fstat(self._fd).st_size:
-            log.warning("%s cannot be read, so copies are made again", self._path)
-            os.ftruncate(self._fd, 0)
-
-    def _forget_other_tiers(self, ids: Sequence[str], tier_ids: Sequence[str]) -> None:
-        """Forget the copies of tiers that are no longer configured."""
+    def _forget_unusable(self, ids: Sequence[str], tier_ids: Sequence[str]) -> None:
+        """Forgets the copies of tiers that are no longer configured, and young copies that the last
+        daemon did not check again."""
         places = [place for place, name in enumerate(ids, start=1) if name in tier_ids]
         for first, table in self._tables():
-            other = ~np.isin(table["place"], [0, *places])
-            for index in np.flatnonzero(other).tolist():
-                self.clear(Ino(first + index))
-
-    def _forget_young(self) -> None:
-        """Forgets young copies that the last daemon did not check again."""
-        for first, table in self._tables():
-            for index in np.flatnonzero((table["place"] > 0) & (table["young"] > 0)).tolist():
+            forgotten = ~np.isin(table["place"], [0, *places])
+            forgotten |= (table["place"] > 0) & (table["young"] > 0)
+            for index in np.flatnonzero(forgotten).tolist():
                 self.clear(Ino(first + index))
 
     def _number(self, ids: list[str], tier_ids: Sequence[str]) -> None:

@@ -78,6 +78,7 @@ class Fetched:
     reads: int
 
 
+@dataclass(slots=True, eq=False)
 class SourceFile:
     """An open source file, shared by a reader's binding and the copy that follows the reader.
 
@@ -86,14 +87,11 @@ class SourceFile:
     only reads of ``fd`` may run in any thread.
     """
 
-    __slots__ = ("_close", "_users", "fd", "read_up_to", "status")
-
-    def __init__(self, fd: int, status: os.stat_result, close: Callable[[int], None]) -> None:
-        self._close = close
-        self.fd = fd
-        self.status = status
-        self.read_up_to = 0
-        self._users = 1
+    fd: int
+    status: os.stat_result
+    close: Callable[[int], None]
+    read_up_to: int = 0
+    _users: int = 1
 
     def note_read(self, offset: int, end: int) -> None:
         """Records that a reader has read from ``offset`` to ``end``."""
@@ -107,7 +105,7 @@ class SourceFile:
     def release(self) -> None:
         self._users -= 1
         if self._users == 0:
-            self._close(self.fd)
+            self.close(self.fd)
             self.fd = -1
 
 
@@ -216,18 +214,15 @@ class Source:
         """
         if not source_ino:
             return self.open(path)
-        file = self._let_in(path)
+        who, self._acting.who = getattr(self._acting, "who", None), None
+        try:
+            file = self.open(path)
+        finally:
+            self._acting.who = who
         if file.status.st_ino != source_ino:
             file.release()
             raise SourceChanged(f"{os.fsdecode(path)!r} is another file")
         return file
-
-    def _let_in(self, path: bytes) -> SourceFile:
-        who, self._acting.who = getattr(self._acting, "who", None), None
-        try:
-            return self.open(path)
-        finally:
-            self._acting.who = who
 
     def fetch(self, path: bytes, identity: Identity) -> Fetched:
         """Opens a small file, reads it completely and closes it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # If this many copies cannot be read within the time below, the disk is to blame.
 _BAD_COPIES = 8
@@ -20,23 +20,19 @@ _LONGEST_PAUSE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """One outage: ``why`` as text; ``since_ns`` since the epoch. ``slow``: answers late or not at
-    all.
-
-    ``full``: the only problem is a lack of space. ``gone``: its directory is not at its path any
-    more.
-    """
+    """One outage: ``why`` as text; ``since_ns`` since the epoch. ``slow``: it answers late or not
+    at all. ``full``: only space is missing. ``moved``: its directory is not at its path."""
 
     why: str
     since_ns: int
     slow: bool
     full: bool = False
-    gone: bool = False
+    moved: bool = False
 
     @property
     def is_read(self) -> bool:
         """Whether copies in the tier are still read."""
-        return not (self.slow or self.gone)
+        return not (self.slow or self.moved)
 
 
 class _Tries:
@@ -74,15 +70,14 @@ class Outages:
         if known is not None:
             if not known.is_read or outage.is_read:
                 return False
-            outage = Outage(outage.why, known.since_ns, outage.slow, outage.full, outage.gone)
+            outage = replace(outage, since_ns=known.since_ns)
         self._current[tier] = outage
         self._postpone(tier, now_s)
         return True
 
     def tried(self, tier: int, outage: Outage, *, now_s: float) -> None:
         """Records a failed try; ``outage`` is the current problem."""
-        since_ns = self._current[tier].since_ns
-        self._current[tier] = Outage(outage.why, since_ns, outage.slow, outage.full, outage.gone)
+        self._current[tier] = replace(outage, since_ns=self._current[tier].since_ns)
         self._postpone(tier, now_s)
 
     def is_due(self, tier: int, *, now_s: float) -> bool:

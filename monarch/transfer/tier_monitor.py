@@ -249,18 +249,15 @@ class TierMonitor:
     def failed(self, tier: Tier, error: TierError) -> None:
         """Begins an outage: the tier could not store a copy."""
         self._metrics.error(f"tier-{tier.name}")
-        full = error.errno in _FULL
-        self._begin(
-            self._monitored[tier.number], Outage(str(error), time.time_ns(), slow=False, full=full)
-        )
+        self._begin(self._monitored[tier.number], _outage(error))
 
     def copy_unreadable(self, number: int, error: OSError) -> None:
         """Records a copy that could not be read; many in a short time begin an outage."""
         if error.errno not in _TAMPERED and self._outages.copy_unreadable(
             number, now_s=trio.current_time()
         ):
-            why = f"copies there cannot be read: {error.strerror}"
-            self._is_out(self._monitored[number], Outage(why, time.time_ns(), slow=False))
+            words = f"copies there cannot be read: {error.strerror}"
+            self._is_out(self._monitored[number], _outage(words))
 
     def copy_arrived(self, number: int) -> None:
         self._outages.copy_arrived(number)
@@ -291,7 +288,7 @@ class TierMonitor:
             self._metrics.error(f"tier-{name}")
             self._limiter.warning(
                 log,
-                f"{name} {outage.slow} {outage.gone}",
+                f"{name} {outage.slow} {outage.moved}",
                 "tier %s is out of service: %s; %s",
                 name,
                 outage.why,
@@ -338,7 +335,9 @@ class TierMonitor:
                 late = True
                 if call.reads:
                     call.scope.cancel()
-        if late and self._is_out(monitored, _slow(f"no answer within {self._timeout_s:g} s")):
+        if late and self._is_out(
+            monitored, _outage(f"no answer within {self._timeout_s:g} s", slow=True)
+        ):
             # Callers that only read can read from the source.
             for call in monitored.calls:
                 if call.reads:
@@ -362,32 +361,32 @@ class TierMonitor:
     async def _look(self, monitored: _MonitoredTier) -> None:
         """Checks a tier in service, even if it is not read or written now."""
         before, monitored.seen = monitored.seen, self._all_served(monitored)
-        calls, seconds = (
-            monitored.seen.calls - before.calls,
-            monitored.seen.seconds - before.seconds,
-        )
-        if calls >= _ENOUGH and seconds / calls > self._timeout_s * _MEAN_SHARE:
-            self._is_out(
-                monitored, _slow(f"opens and reads take {seconds / calls:.1f} s on average")
-            )
+        calls = monitored.seen.calls - before.calls
+        mean_s = (monitored.seen.seconds - before.seconds) / max(1, calls)
+        if calls >= _ENOUGH and mean_s > self._timeout_s * _MEAN_SHARE:
+            words = f"opens and reads take {mean_s:.1f} s on average"
+            self._is_out(monitored, _outage(words, slow=True))
             return
         try:
             if not await self._looking(monitored, monitored.tier.is_in_place):
                 await self._detach(monitored)
                 return
-            self._see_room(
-                monitored, (await self._looking(monitored, monitored.tier.space)).available
-            )
+            await self._look_for_room(monitored)
         except OSError as error:
-            self._is_out(monitored, Outage(_words(error), time.time_ns(), slow=False))
-            return
+            self._is_out(monitored, _outage(error, full=False))
+        except TierError as error:
+            self._begin(monitored, _outage(error))
+
+    async def _look_for_room(self, monitored: _MonitoredTier) -> None:
+        """Raises OSError, and TierError if less than ``keep_free`` is free."""
+        self._see_room(monitored, (await self._looking(monitored, monitored.tier.space)).available)
         if monitored.room < 0:
-            self._begin(monitored, Outage(str(_no_room()), time.time_ns(), slow=False, full=True))
+            raise _no_room()
 
     async def _detach(self, monitored: _MonitoredTier) -> None:
         """Closes a tier whose directory has left its path, so that its disk can be unmounted."""
         why = f"{os.fspath(monitored.tier.path)} is not the directory that was opened at mount"
-        self._is_out(monitored, Outage(why, time.time_ns(), slow=False, gone=True))
+        self._is_out(monitored, _outage(why, moved=True))
         await self._looking(monitored, monitored.tier.detach)
         await self._looking(monitored, self._datapath.move, monitored.tier)
 
@@ -400,33 +399,24 @@ class TierMonitor:
             # A hanging call may still change files there.
             self._outages.tried(tier.number, outage, now_s=trio.current_time())
             return
-        slow, gone = outage.slow, outage.gone
+        slow, moved = outage.slow, outage.moved
         try:
             if not await self._looking(monitored, tier.is_in_place):
-                if not gone:
-                    gone = True
+                if not moved:
+                    moved = True
                     await self._detach(monitored)
                 await self._looking(monitored, tier.reopen)
-            if gone:
+            if moved:
                 await self._looking(monitored, self._datapath.move, tier)
             began = trio.current_time()
             await self._looking(monitored, tier.probe)
             if slow and trio.current_time() - began > self._timeout_s / _LOOKS:
                 raise OSError(errno.ETIMEDOUT, "it answers, but too slowly")
-            self._see_room(monitored, (await self._looking(monitored, tier.space)).available)
-            if monitored.room < 0:
-                raise _no_room()
-            if gone:
+            await self._look_for_room(monitored)
+            if moved:
                 await on_return(tier)
         except (OSError, MonarchError) as error:
-            number = getattr(error, "errno", None)
-            again = Outage(
-                _words(error),
-                outage.since_ns,
-                slow=slow or number == errno.ETIMEDOUT,
-                full=number in _FULL,
-                gone=gone,
-            )
+            again = _outage(error, slow=slow or error.errno == errno.ETIMEDOUT, moved=moved)
             self._outages.tried(tier.number, again, now_s=trio.current_time())
             self._datapath.bypass(tier.number, not again.is_read)
             return
@@ -459,12 +449,13 @@ def _no_room() -> TierError:
     return tier_error(errno.ENOSPC, "no space beyond keep_free")
 
 
-def _slow(why: str) -> Outage:
-    return Outage(why, time.time_ns(), slow=True)
-
-
-def _words(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def _outage(
+    why: str | OSError | MonarchError, *, slow: bool = False, full: bool = True, moved: bool = False
+) -> Outage:
+    """An outage that begins now. With ``full`` the error tells whether only space is missing."""
+    words = why.strerror if isinstance(why, OSError) else None
+    is_full = full and not isinstance(why, str) and why.errno in _FULL
+    return Outage(words or str(why), time.time_ns(), slow=slow, full=is_full, moved=moved)
 
 
 def _timed(function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> tuple[float, T]:

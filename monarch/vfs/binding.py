@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import trio
 
@@ -18,18 +19,14 @@ from monarch.types import Ino
 from monarch.vfs.interfaces import FastPath
 
 
+@dataclass(slots=True, eq=False)
 class OpenCopy:
     """An open copy of a tier, and the number by which the kernel can read it itself, or 0.
+    ``unregister`` returns a number that was not used to the kernel."""
 
-    ``unregister`` returns a number that was not used to the kernel.
-    """
-
-    __slots__ = ("_unregister", "backing_id", "fd")
-
-    def __init__(self, fd: int, backing_id: int, unregister: Callable[[int], None]) -> None:
-        self.fd = fd
-        self.backing_id = backing_id
-        self._unregister = unregister
+    fd: int
+    backing_id: int
+    unregister: Callable[[int], None]
 
     def take_backing_id(self) -> int:
         """Moves the number to the caller."""
@@ -38,10 +35,11 @@ class OpenCopy:
 
     def close(self) -> None:
         if self.backing_id:
-            self._unregister(self.take_backing_id())
+            self.unregister(self.take_backing_id())
         os.close(self.fd)
 
 
+@dataclass(slots=True, eq=False)
 class Binding:
     """One open inode. Exactly one of ``content``, ``file`` and ``fd`` (not -1) gives its bytes.
 
@@ -52,43 +50,22 @@ class Binding:
     ``pause_s``. ``copy`` is the origin of ``fd``.
     """
 
-    __slots__ = (
-        "content",
-        "copy",
-        "fd",
-        "file",
-        "ino",
-        "offer_s",
-        "outdated",
-        "pause_s",
-        "size",
-        "tier",
-        "unread_bytes",
-        "users",
-    )
+    ino: Ino
+    size: int
+    tier: int = SOURCE
+    copy: OpenCopy | None = None
+    file: SourceFile | None = None
+    content: bytes | memoryview | None = None
+    users: int = 0
+    outdated: bool = False
+    offer_s: float = 0.0
+    pause_s: float = 0.0
+    fd: int = field(init=False)
+    unread_bytes: int = field(init=False)
 
-    def __init__(
-        self,
-        ino: Ino,
-        size: int,
-        *,
-        tier: int = SOURCE,
-        copy: OpenCopy | None = None,
-        file: SourceFile | None = None,
-        content: bytes | memoryview | None = None,
-    ) -> None:
-        self.ino = ino
-        self.size = size
-        self.unread_bytes = size
-        self.tier = tier
-        self.copy = copy
-        self.fd = copy.fd if copy is not None else -1
-        self.file = file
-        self.content = content
-        self.users = 0
-        self.outdated = False
-        self.offer_s = 0.0
-        self.pause_s = 0.0
+    def __post_init__(self) -> None:
+        self.fd = self.copy.fd if self.copy is not None else -1
+        self.unread_bytes = self.size
 
     def fall_back(self, file: SourceFile) -> None:
         """Continues at the source. The copy's descriptor stays open: a read may be using it."""

@@ -191,7 +191,7 @@ async def test_a_tier_that_is_gone_is_detached_and_attached_again_as_the_same(
         root, generation, name = tier._root, tier.directory, tier.id
         shutil.rmtree(tier.path)
         await trio.sleep(11)
-        assert rig.monitor.out_of_service()[1].gone
+        assert rig.monitor.out_of_service()[1].moved
         with pytest.raises(NotADirectoryError):
             tier.stage(_INO)
         await trio.sleep(100)
