@@ -42,7 +42,7 @@ from monarch.cli import doctor as doctor_verb
 from monarch.config.defaults import readable_name
 from monarch.control.node_mounts import SeenMount, seen_mounts
 from monarch.control.registry import MountRecord, Registry, process_started
-from monarch.fuse.abilities import Abilities
+from monarch.fuse.datapath_mode import Abilities
 from monarch.posix.file_lock import Lock
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.units import GiB

@@ -14,8 +14,7 @@ import pytest
 from monarch.config.settings import MountSettings
 from monarch.errors import FuseError, UsageError
 from monarch.fuse import datapath
-from monarch.fuse.abilities import Abilities
-from monarch.fuse.datapath_mode import check_possible, choose
+from monarch.fuse.datapath_mode import Abilities, check_possible, choose
 from monarch.namespace.schema import SnapshotSummary
 from monarch.posix.cgroups import memory_bytes
 from monarch.units import GiB, KiB, MiB, TiB

@@ -25,8 +25,7 @@ from monarch.control.client import call
 from monarch.control.node_mounts import SeenMount, seen_mounts
 from monarch.control.registry import MountRecord, Registry
 from monarch.errors import ConfigError, MonarchError
-from monarch.fuse.abilities import Abilities
-from monarch.fuse.datapath_mode import BUILD_IT, NOT_BUILT, without_passthrough
+from monarch.fuse.datapath_mode import BUILD_IT, NOT_BUILT, Abilities, without_passthrough
 from monarch.posix.cgroups import memory_groups, pids_groups
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.telemetry.health import KINDS

@@ -25,8 +25,7 @@ from monarch.control.registry import MountRecord
 from monarch.control.state_directory import require_private
 from monarch.errors import MonarchError, SnapshotError
 from monarch.fuse import mountpoint as mountpoints
-from monarch.fuse.abilities import Abilities
-from monarch.fuse.datapath_mode import check_possible, without_passthrough
+from monarch.fuse.datapath_mode import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.bounded_calls import PATIENCE_S, within
 from monarch.posix.mounts import MountedFileSystem, mount_table

@@ -46,8 +46,7 @@ from monarch.daemon.supervisor import Supervisor
 from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.fuse.abilities import Abilities
-from monarch.fuse.datapath_mode import Choice, choose
+from monarch.fuse.datapath_mode import Abilities, Choice, choose
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
@@ -344,8 +343,7 @@ class Mount:
         # The first check, with which later ones are compared.
         self._status.health()
         log.info("ready")
-        self._session.widen_readahead()
-        self._session.widen_background()
+        self._session.raise_limits()
         ready(self._control.remarks)
 
     async def _signals(self) -> None:

@@ -26,8 +26,7 @@ from monarch.daemon.snapshot_choice import snapshot_for, tell_unknown_acls, tell
 from monarch.daemon.subsystems import Parts
 from monarch.errors import MonarchError, TierError
 from monarch.fuse import mountpoint as mountpoints
-from monarch.fuse.abilities import Abilities
-from monarch.fuse.datapath_mode import check_possible
+from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.posix import signals
 from monarch.posix.mounts import is_dead

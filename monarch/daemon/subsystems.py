@@ -20,8 +20,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import FirstCome, Lru, NoEvict
-from monarch.placement.policy import Policy
+from monarch.placement.policy import FirstCome, Lru, NoEvict, Policy
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Logbook

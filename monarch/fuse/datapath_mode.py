@@ -1,5 +1,5 @@
-"""The datapath of a mount: the configured one, or the fastest that is available here, and the
-requests that wait for it.
+"""The datapath of a mount: what this machine and this process can do for it, the configured one or
+the fastest that is possible here, and the requests that wait for it.
 
 The rules follow measurements. If the files are small and fit into memory with their copies, most
 of the time of a read is its open: so it is fastest if the kernel sends no opens. Otherwise most of
@@ -9,16 +9,19 @@ it is moving bytes, which passthrough leaves to the kernel.
 from __future__ import annotations
 
 import errno
+import platform
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from monarch.config.settings import MountSettings
 from monarch.errors import FuseError, UsageError
-from monarch.fuse.abilities import IDENTITY_CAPABILITIES, Abilities
-from monarch.fuse.datapath import Datapath, DatapathState
+from monarch.fuse.datapath import Datapath, DatapathState, built
 from monarch.namespace.schema import SnapshotSummary
+from monarch.posix.cgroups import memory_bytes
 from monarch.posix.credentials import can_act_as_others
 from monarch.telemetry.report import Mode, Requests
 from monarch.text import counted
@@ -31,8 +34,59 @@ _COPIES_IN_MEMORY = 2
 
 _PASSTHROUGH_KERNEL = (6, 9)
 
+_CAP_SYS_ADMIN = 21
+# The capabilities that let a thread of root take the identity of a user.
+_IDENTITY_CAPABILITIES = {"CAP_SETGID": 6, "CAP_SETUID": 7}
+# The capabilities to set owner, mode and times of written files at the source.
+_OF_OTHERS = {"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_FSETID": 4}
+# In these versions of Linux cached listings never expire; 6.13 has the correction.
+_STUCK_LISTINGS = ((6, 9), (6, 13))
+
 NOT_BUILT = "the native datapath is not built"
 BUILD_IT = "install gcc and the headers of Python, then install Monarch again"
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """The abilities of a machine and of this process. ``release`` is the full release of the
+    kernel.
+
+    ``lacking``: capabilities to act for other users that this process of root does not have.
+    """
+
+    built: bool
+    release: str
+    may_pass_through: bool
+    memory_bytes: int
+    lacking: frozenset[str] = frozenset()
+
+    @classmethod
+    def here(cls) -> Abilities:
+        held = _effective_capabilities(Path("/proc/self/status").read_text())
+        wanted = {**_IDENTITY_CAPABILITIES, **_OF_OTHERS} if can_act_as_others() else {}
+        return cls(
+            built=built(),
+            release=platform.release(),
+            may_pass_through=bool(held >> _CAP_SYS_ADMIN & 1),
+            memory_bytes=memory_bytes(Path("/")),
+            lacking=frozenset(name for name, bit in wanted.items() if not held >> bit & 1),
+        )
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        found = re.match(r"(\d+)\.(\d+)", self.release)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+    @property
+    def cached_listings_expire(self) -> bool:
+        first, corrected = _STUCK_LISTINGS
+        return not first <= self.kernel < corrected
+
+
+def _effective_capabilities(status: str) -> int:
+    """The effective capabilities, from the text of ``/proc/self/status``."""
+    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)$", status, re.MULTILINE)
+    return int(found[1], 16) if found else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +216,7 @@ def check_possible(settings: MountSettings, abilities: Abilities) -> None:
             " users",
             hint="mount as root, or leave it out: the files are then opened as the mounting user",
         )
-    lacking = abilities.lacking & IDENTITY_CAPABILITIES.keys()
+    lacking = abilities.lacking & _IDENTITY_CAPABILITIES.keys()
     if settings.source_identity == "caller" and lacking:
         raise FuseError(
             f"source_identity: caller is not possible: root lacks {_listed(lacking)}",

@@ -86,24 +86,22 @@ class Session:
         if self.datapath is not None:
             self.datapath.stop()
 
-    def widen_readahead(self) -> None:
-        """Raises the readahead for sequential readers, which only root may do."""
-        mounted = mount_at(self.mountpoint)
-        knob = f"/sys/class/bdi/{mounted.device if mounted else None}/read_ahead_kb"
-        with suppress(OSError), open(knob, "r+") as file:
-            if int(file.read()) < _READ_AHEAD_BYTES // KiB:
-                file.write(str(_READ_AHEAD_BYTES // KiB))
-
-    def widen_background(self) -> None:
-        """Raises the limit of background requests, so that readers of a hanging source do not use
-        it up.
+    def raise_limits(self) -> None:
+        """Raises the readahead for sequential readers, which only root may do, and the limit of
+        background requests, so that readers of a hanging source do not use it up.
 
         The kernel's default is 12 requests, and it limits an ordinary user further
         (``max_user_bgreq``). The datapath negotiates the limit itself. If the control files of FUSE
         are not mounted, as in a container, the limit is unchanged.
         """
         mounted = mount_at(self.mountpoint)
-        if self.datapath is not None or mounted is None:
+        if mounted is None:
+            return
+        readahead = f"/sys/class/bdi/{mounted.device}/read_ahead_kb"
+        with suppress(OSError), open(readahead, "r+") as file:
+            if int(file.read()) < _READ_AHEAD_BYTES // KiB:
+                file.write(str(_READ_AHEAD_BYTES // KiB))
+        if self.datapath is not None:
             return
         connection = f"/sys/fs/fuse/connections/{mounted.device.partition(':')[2]}"
         for name, most in (("max_background", 65535), ("congestion_threshold", 49152)):

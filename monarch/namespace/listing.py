@@ -1,4 +1,4 @@
-"""The names in directories that differ from those of the snapshot.
+"""The names in directories that differ from those of the snapshot, and the limits of names.
 
 A directory has a ``Listing`` once a name in it was made, changed or removed through the mount. Used
 from one thread, that of the event loop; nothing here waits. Names that are not in memory are read
@@ -7,10 +7,12 @@ from the file of ``spill.py``, which raises Unanswered while its disk hangs.
 
 from __future__ import annotations
 
+import errno
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from heapq import merge
 
+from monarch.errors import Refused
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.spill import Spill
 from monarch.types import WRITTEN_INO, Ino
@@ -24,9 +26,46 @@ ENTRY_BYTES = 256
 # Names of a directory that are read from the file at once.
 _READ = 256
 
+# As renameat2(2) has it.
+RENAME_NOREPLACE = 1
+
+NAME_MAX = 255
+# As ext4 has it: a link that the source would refuse later is refused now.
+LINK_MAX = 65000
+# Bytes of a symbolic link's target: a path without its NUL.
+TARGET_MAX = 4095
+# Bytes of the names and values of one inode's extended attributes, which are kept in memory: twice
+# the largest value that Linux allows.
+XATTRS_MAX = 128 << 10
+
+DOTS = (b".", b"..")
+
 Named = tuple[Ino, bytes]
 # A name: its directory, itself, its index there and its inode.
 Spilled = tuple[Ino, bytes, int, Ino]
+
+
+def require_name(name: bytes, of_dot: int, of_dot_dot: int) -> None:
+    """Raises Refused if an entry cannot have the name; for ``.`` and ``..`` with the errors that
+    the operation gives for these."""
+    if not name:
+        raise Refused(errno.ENOENT)
+    if name in DOTS:
+        raise Refused(of_dot if name == b"." else of_dot_dot)
+    if b"/" in name or b"\0" in name:
+        raise Refused(errno.EINVAL)
+    if len(name) > NAME_MAX:
+        raise Refused(errno.ENAMETOOLONG)
+
+
+def require_target(target: bytes) -> None:
+    """Raises Refused if a symbolic link cannot have the target."""
+    if not target:
+        raise Refused(errno.ENOENT)
+    if b"\0" in target:
+        raise Refused(errno.EINVAL)
+    if len(target) > TARGET_MAX:
+        raise Refused(errno.ENAMETOOLONG)
 
 
 class Listing:

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.errors import Refused
-from monarch.namespace.limits import (
+from monarch.namespace.listing import (
+    ADDED_INDEX,
     DOTS,
     LINK_MAX,
     RENAME_NOREPLACE,
     XATTRS_MAX,
+    Listing,
     require_name,
     require_target,
 )
-from monarch.namespace.listing import ADDED_INDEX, Listing
 from monarch.namespace.overlay import Node
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.tree import Tree, first_name

@@ -1,7 +1,16 @@
-"""The interface of placement policies."""
+"""The placement policies, and their interface.
+
+No eviction (CoorDL's MinIO), the residents chosen by hash, is the default. For one pass per epoch
+in a new random order, no demand policy has more hits per epoch than a fixed set of residents. For a
+shuffled order any set is as good. For a constant order the set should be spread over the epoch, so
+that hits and the promotions of the first epoch overlap with misses. A hash does both. See
+docs/adr/0001-admission-by-hash-buckets.md.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from monarch.placement.ledger import Ledger
-from monarch.types import Ino
+from monarch.posix.buckets import bucket
+from monarch.types import Attributes, Ino
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,10 @@ class Item:
     ino: Ino
     size: int
     key: int
+
+    @classmethod
+    def of(cls, attributes: Attributes) -> Item:
+        return cls(attributes.ino, attributes.size, attributes.source_ino)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +85,104 @@ class Policy(Protocol):
     def removed(self, ino: Ino) -> None:
         """A copy was removed."""
         return
+
+
+class FirstCome(Policy):
+    """First come, first placed: the fastest tier with space; no evictions. For trees of unknown
+    size. An item that is too large for every tier does not block later ones."""
+
+    name = "first_come"
+
+    def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
+        tier = ledger.fastest_with_room(item.size)
+        return None if tier is None else Placement(tier)
+
+
+def assign(curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> bytes:
+    """The tier of every hash bucket (0: none), from the bytes of the files in each bucket.
+
+    ``curve`` has one sum for each bucket, in the order of the hash. Each bucket goes to the fastest
+    tier that can still hold all of it. A bucket that fits nowhere is skipped, so that a huge file
+    does not block the rest. No tier gets more bytes than its capacity. One byte for each bucket.
+    """
+    filled = np.flatnonzero(curve)
+    table = bytearray(len(curve))
+    room = list(capacities)
+    smallest = int(curve[filled].min()) if filled.size else 0
+    for index, size in zip(filled.tolist(), curve[filled].tolist(), strict=True):
+        for tier, free in enumerate(room, 1):
+            if size <= free:
+                table[index] = tier
+                room[tier - 1] = free - size
+                if max(room) < smallest:
+                    return bytes(table)
+                break
+    return bytes(table)
+
+
+class NoEvict(FirstCome):
+    """Admits the buckets that ``assign`` gives to a tier, or all files if all fit."""
+
+    name = "no_evict"
+
+    def __init__(self, curve: npt.NDArray[np.uint64], capacities: Sequence[int]) -> None:
+        # Python integers: the sum of the sizes of a hostile tree may exceed 64 bits.
+        all_fits = sum(curve.tolist()) <= sum(capacities)
+        self._tier_of_bucket = None if all_fits else assign(curve, capacities)
+
+    def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
+        # An empty file needs no space, so its bucket may have no tier.
+        if forced or not item.size or self._tier_of_bucket is None:
+            return super().choose(item, ledger)
+        tier = self._tier_of_bucket[bucket(item.key)]
+        return Placement(tier) if tier and ledger.fits(tier, item.size) else None
+
+
+class Lru(Policy):
+    """Least recently used, over all tiers as one. For comparison: no_evict has more hits.
+
+    A new item goes to the fastest tier with space. Without space it goes to the tier that has space
+    first when copies are evicted in the order of their last use; no copy moves to a lower tier.
+    Needs about 200 bytes for each resident item; the other policies need none.
+    """
+
+    name = "lru"
+
+    def __init__(self) -> None:
+        self._copies: OrderedDict[Ino, tuple[int, int]] = OrderedDict()  # size, tier
+
+    def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
+        tier = ledger.fastest_with_room(item.size)
+        if tier is not None:
+            return Placement(tier)
+        victims: dict[int, list[Victim]] = {tier: [] for tier in ledger.tiers}
+        missing = {
+            tier: item.size - ledger.room(tier)
+            for tier in ledger.tiers
+            if ledger.is_open(tier) and item.size <= ledger.capacity(tier)
+        }
+        if not missing:
+            return None
+        for ino, (size, tier) in self._copies.items():
+            if tier in missing:
+                victims[tier].append(Victim(ino, size))
+                missing[tier] -= size
+                if missing[tier] <= 0:
+                    return Placement(tier, tuple(victims[tier]))
+        return None
+
+    def accessed(self, ino: Ino, tier: int) -> None:
+        self._copies.move_to_end(ino)
+
+    def placed(self, item: Item, tier: int) -> None:
+        self._copies[item.ino] = (item.size, tier)
+        self._copies.move_to_end(item.ino)
+
+    def loaded(
+        self, inos: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer], *, tier: int
+    ) -> None:
+        for ino, size in zip(inos.tolist(), sizes.tolist(), strict=True):
+            self._copies[Ino(ino)] = (size, tier)
+
+    def removed(self, ino: Ino) -> None:
+        self._copies.pop(ino, None)

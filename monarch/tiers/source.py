@@ -146,7 +146,7 @@ class Source:
         self._close = close
         self._reopening = threading.Lock()
         self._reopened = 0
-        # ``who``: the credentials with which this thread opens files.
+        # ``rights``: the credentials with which this thread opens files.
         self._acting = threading.local()
         self._tried_s = -math.inf
         try:
@@ -172,19 +172,20 @@ class Source:
     def status(self, path: bytes) -> os.stat_result:
         return self.at_root(self._with_rights, lstat_beneath, path)
 
-    def acting(self, who: Credentials, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """Returns ``call(*args)``; all files that it opens by name are opened with the rights of
-        ``who``."""
-        self._acting.who = who
+    def acting(
+        self, rights: Credentials, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]
+    ) -> T:
+        """Returns ``call(*args)``; all files that it opens by name are opened with ``rights``."""
+        self._acting.rights = rights
         try:
             return call(*args)
         finally:
-            self._acting.who = None
+            self._acting.rights = None
 
     def _with_rights(
         self, root: int, call: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]
     ) -> T:
-        with acting_as(getattr(self._acting, "who", None)):
+        with acting_as(getattr(self._acting, "rights", None)):
             return call(root, *args)
 
     def acls(self, path: bytes) -> Acls:
@@ -214,11 +215,11 @@ class Source:
         """
         if not source_ino:
             return self.open(path)
-        who, self._acting.who = getattr(self._acting, "who", None), None
+        rights, self._acting.rights = getattr(self._acting, "rights", None), None
         try:
             file = self.open(path)
         finally:
-            self._acting.who = who
+            self._acting.rights = rights
         if file.status.st_ino != source_ino:
             file.release()
             raise SourceChanged(f"{os.fsdecode(path)!r} is another file")

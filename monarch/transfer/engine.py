@@ -16,9 +16,8 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -323,7 +322,8 @@ class Engine:
             self._flights.contents[tier.number].put(flight)
             return
         file = await self._reader.open(flight)
-        async with _staging(self._monitor, tier, ino) as staged:
+        staged = await self._monitor.call(tier, tier.stage, ino)
+        try:
             await self._copy_bytes(flight, file, staged, tier)
             if not self._controller.is_wanted(ino):
                 if not flight.is_left:
@@ -332,6 +332,8 @@ class Engine:
             await self._reader.check_unchanged(flight, file)
             flight.young = self._doubts.by_bytes(ino, flight.identity)
             await self._monitor.call(tier, _commit_copy, tier, self._records, staged, flight)
+        finally:
+            await self._monitor.call(tier, staged.close)
         self._arrived(flight)
 
     async def _copy_bytes(
@@ -386,7 +388,7 @@ class Engine:
                 "copy refused",
                 "no copy of %s: the source does not let the daemon open it; it is copied when a"
                 " process that may read it does so",
-                _shown(self._names, flight.ino),
+                self._names.path_text(flight.ino),
             )
             self._flights.give_up(flight, retry=False)
             return
@@ -396,7 +398,7 @@ class Engine:
             "copy to tier %s given up, will be tried again: %s: %s (%s); the source serves its"
             " readers",
             tier.name,
-            _shown(self._names, flight.ino),
+            self._names.path_text(flight.ino),
             error,
             kind,
         )
@@ -434,24 +436,7 @@ def _item(names: Names, ino: Ino) -> Item | None:
         attributes = names.attributes(ino)
     except MonarchError:
         return None
-    return Item(ino, attributes.size, attributes.source_ino) if attributes.is_file else None
-
-
-def _shown(names: Names, ino: Ino) -> str:
-    """The path of a file for a message."""
-    try:
-        return repr(os.fsdecode(names.path(ino)))
-    except MonarchError:
-        return f"inode {ino}"
-
-
-@asynccontextmanager
-async def _staging(monitor: TierMonitor, tier: Tier, ino: Ino) -> AsyncIterator[Staged]:
-    staged = await monitor.call(tier, tier.stage, ino)
-    try:
-        yield staged
-    finally:
-        await monitor.call(tier, staged.close)
+    return Item.of(attributes) if attributes.is_file else None
 
 
 # -- in a thread of a tier: a crash leaves no record of an incomplete copy -------------------------

@@ -130,12 +130,15 @@ class SourceCalls:
         self._checks[scope] = 0
         self._called.set()
         try:
-            who = self.caller()
+            rights = self.caller()
             with scope:
-                return await self._run(who, call, *args)
+                if rights is None:
+                    return await self._threads.run(call, *args)
+                return await self._threads.run(self.source.acting, rights, call, *args)
         except OSError as error:
             number = error.errno or errno.EIO
-            if number in _REFUSED and who is None and _is_for_a_user():
+            asker = CALLER.get()
+            if number in _REFUSED and rights is None and asker is not None and asker.uid != 0:
                 self._metrics.source_refused(ino)
             if number in _NOT_THERE:
                 raise SourceChanged(f"{self._names.path_text(ino)}: {error.strerror}") from error
@@ -143,13 +146,6 @@ class SourceCalls:
         finally:
             del self._checks[scope]
         raise self.failed(ino, errno.ETIMEDOUT)
-
-    async def _run(
-        self, who: Credentials | None, call: Callable[[Unpack[Args]], T], *args: Unpack[Args]
-    ) -> T:
-        if who is None:
-            return await self._threads.run(call, *args)
-        return await self._threads.run(self.source.acting, who, call, *args)
 
     async def run(self) -> None:
         """Gives up the calls that have waited longer than the timeout, until cancelled.
@@ -204,16 +200,5 @@ class SourceCalls:
             is_same = self._failing is not None and now - self._failing[1] <= _TROUBLE_S
             began = self._failing[0] if self._failing is not None and is_same else now
             self._failing = (began, now, words)
-        self._limiter.warning(
-            log,
-            f"source {number}",
-            "source: %s: %s; the caller got that error",
-            path_text,
-            words,
-        )
-
-
-def _is_for_a_user() -> bool:
-    """Whether this task answers a call of a process that does not run as root."""
-    caller = CALLER.get()
-    return caller is not None and caller.uid != 0
+        message = "source: %s: %s; the caller got that error"
+        self._limiter.warning(log, f"source {number}", message, path_text, words)

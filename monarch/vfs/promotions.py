@@ -53,7 +53,7 @@ class Promotions:
         Copies that must leave for it are removed at once. The caller must ``submit`` or
         ``abandon`` the promotion.
         """
-        promote = self._controller.opened(_item(attributes))
+        promote = self._controller.opened(Item.of(attributes))
         if promote is None:
             return None
         try:
@@ -73,7 +73,7 @@ class Promotions:
             return
         attributes = names.attributes(ino)
         self._doubts.fetched(ino, attributes.identity, since_ns=since_ns)
-        promote = self._controller.opened(_item(attributes))
+        promote = self._controller.opened(Item.of(attributes))
         if promote is not None:
             self.submit(promote, attributes.identity, content=content)
 
@@ -93,7 +93,7 @@ class Promotions:
         attributes = self._names.attributes(binding.ino)
         if now < binding.offer_s or identity_of(file.status) != attributes.identity:
             return
-        promote = self._controller.offered(_item(attributes))
+        promote = self._controller.offered(Item.of(attributes))
         if promote is not None:
             binding.pause_s = min(max(self._retry_s, 2 * binding.pause_s), _LONGEST_PAUSE_S)
             binding.offer_s = now + binding.pause_s
@@ -104,7 +104,7 @@ class Promotions:
         if self._residency.tier_of(ino) != SOURCE:
             return True
         attributes = self._names.attributes(ino)
-        promote = self._controller.warm(_item(attributes))
+        promote = self._controller.warm(Item.of(attributes))
         if promote is None:
             return self._residency.is_copying(ino)
         self._metrics.closed_files.discard(ino)
@@ -150,7 +150,3 @@ class Promotions:
             return 0
         self._engine.remove_copy(ino, tier)
         return size
-
-
-def _item(attributes: Attributes) -> Item:
-    return Item(attributes.ino, attributes.size, attributes.source_ino)

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from monarch.placement.policies import assign
+from monarch.placement.policy import assign
 from monarch.posix.buckets import BUCKETS, bucket
 from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter

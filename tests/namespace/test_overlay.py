@@ -19,8 +19,13 @@ import pytest
 
 from monarch.errors import Refused, SourceError
 from monarch.namespace import overlay
-from monarch.namespace.limits import LINK_MAX, RENAME_NOREPLACE, TARGET_MAX, XATTRS_MAX
-from monarch.namespace.listing import ADDED_INDEX
+from monarch.namespace.listing import (
+    ADDED_INDEX,
+    LINK_MAX,
+    RENAME_NOREPLACE,
+    TARGET_MAX,
+    XATTRS_MAX,
+)
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES, Node
 from monarch.namespace.snapshot import Snapshot

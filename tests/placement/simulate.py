@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import FirstCome, Lru, NoEvict, assign
-from monarch.placement.policy import Item, Policy
+from monarch.placement.policy import FirstCome, Item, Lru, NoEvict, Policy, assign
 from monarch.placement.residency import Residency
 from monarch.posix.buckets import BUCKETS, bucket
 from monarch.types import Ino

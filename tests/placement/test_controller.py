@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import Lru
-from monarch.placement.policy import Item
+from monarch.placement.policy import Item, Lru
 from monarch.placement.residency import Residency
 from monarch.types import Ino
 from tests.placement.simulate import Mount, items_of, policy_named, predicted

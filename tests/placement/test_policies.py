@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import Lru, NoEvict
-from monarch.placement.policy import Item
+from monarch.placement.policy import Item, Lru, NoEvict
 from monarch.types import Ino
 from tests.placement.simulate import Mount, curve_of, epoch_time, items_of, predicted
 

@@ -19,8 +19,7 @@ import trio.testing
 from monarch.config.settings import LimitSettings
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import FirstCome
-from monarch.placement.policy import Item
+from monarch.placement.policy import FirstCome, Item
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
@@ -68,6 +67,9 @@ class Names:
 
     def path(self, ino: Ino) -> bytes:
         return str(ino).encode()
+
+    def path_text(self, ino: Ino) -> str:
+        return repr(str(ino))
 
     def attributes(self, ino: Ino) -> Attributes:
         return self._known[ino]

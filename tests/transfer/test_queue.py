@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from monarch.placement.controller import Controller
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import FirstCome
-from monarch.placement.policy import Item
+from monarch.placement.policy import FirstCome, Item
 from monarch.placement.residency import Residency
 from monarch.transfer.queue import Buffer, Flight, Flights
 from monarch.types import Identity, Ino

@@ -24,7 +24,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.epochs import Epochs
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import Lru
+from monarch.placement.policy import Lru
 from monarch.placement.residency import Residency
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool

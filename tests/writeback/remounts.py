@@ -27,7 +27,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.ledger import Ledger
-from monarch.placement.policies import FirstCome
+from monarch.placement.policy import FirstCome
 from monarch.placement.residency import Residency
 from monarch.posix.credentials import Credentials
 from monarch.posix.thread_pool import ThreadPool
