@@ -272,10 +272,7 @@ class Scan:
         mean = self._recent_seconds / self._recent_calls
         self._recent_calls //= 2
         self._recent_seconds /= 2
-        # A call that waits makes a voluntary context switch; others are slow for lack of a
-        # processor. On a cold disk one read of a block serves many calls.
-        waits = mean > _SLOW_SECONDS and done.waits * 32 >= done.calls
-        if not self._threads and not waits:
+        if not self._threads and not _is_waiting(mean, done):
             return
         wanted = min(self._jobs, max(2, int(mean / _SECONDS_PER_THREAD)))
         while len(self._threads) < wanted:
@@ -527,6 +524,12 @@ class Scan:
 def printable(path: bytes) -> str:
     """A path of the source as text for a message."""
     return escape_text(os.fsdecode(path))
+
+
+def _is_waiting(mean_seconds: float, done: _Done) -> bool:
+    """Whether calls wait for the source: they make voluntary context switches. Others are slow for
+    lack of a processor. On a cold disk one read of a block serves many calls."""
+    return mean_seconds > _SLOW_SECONDS and done.waits * 32 >= done.calls
 
 
 def joined(directory: bytes, name: bytes) -> bytes:
