@@ -43,8 +43,8 @@ from monarch.config.defaults import readable_name
 from monarch.control.node_mounts import SeenMount, seen_mounts
 from monarch.control.registry import MountRecord, Registry, process_started
 from monarch.fuse.datapath_mode import Abilities
-from monarch.posix.file_lock import Lock
 from monarch.posix.mounts import MountedFileSystem, mount_table
+from monarch.posix.private_directory import Lock
 from monarch.units import GiB
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment import slowfs

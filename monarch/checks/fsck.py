@@ -31,8 +31,8 @@ from monarch.control.state_directory import MountNote, read_note
 from monarch.errors import LockedError, SnapshotError, TierError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.namespace.snapshot import Snapshot
-from monarch.posix.file_lock import Lock
 from monarch.posix.mounts import is_dead
+from monarch.posix.private_directory import Lock
 from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.text import counted
 from monarch.tiers.contents import Contents, keeps_seals, seal

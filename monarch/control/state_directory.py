@@ -15,8 +15,7 @@ from typing import Any
 
 from monarch.config.settings import MountSettings
 from monarch.errors import TierError
-from monarch.posix.file_lock import Lock
-from monarch.posix.private_directory import open_directory, replace_private
+from monarch.posix.private_directory import Lock, open_directory, replace_private
 from monarch.telemetry.report import Report
 
 NOTE = "mount.json"

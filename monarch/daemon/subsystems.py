@@ -14,7 +14,7 @@ from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
 from monarch.fuse.datapath import Datapath, DatapathOptions
 from monarch.fuse.datapath_mode import Choice, Serving
-from monarch.fuse.kernel_caches import MountCaches
+from monarch.fuse.session import MountCaches
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
@@ -189,25 +189,10 @@ def build_transfer(
         datapath=view,
     )
     changed = ChangedInodes()
-    engine = Engine(
-        monitor=monitor,
-        records=tiers.hierarchy.records,
-        names=names,
-        controller=tiers.controller,
-        metrics=metrics,
-        limits=limits,
-        reader=SourceReader(
-            source=parts.source,
-            names=names,
-            threads=parts.source_threads,
-            source_load=source_load,
-            metrics=metrics,
-            limits=limits,
-            doubts=doubts,
-        ),
-        doubts=doubts,
-        changed=changed.add,
+    reader = SourceReader(
+        parts.source, names, parts.source_threads, source_load, metrics, limits, doubts
     )
+    engine = Engine(monitor, tiers.hierarchy.records, tiers.controller, reader, changed.add)
     source_calls = SourceCalls(
         parts.source,
         parts.source_threads,

@@ -18,20 +18,17 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import trio
 
-from monarch.config.settings import LimitSettings
 from monarch.errors import MonarchError, SourceChanged, TierError
 from monarch.placement.controller import Controller, Promote
 from monarch.placement.policy import Item
 from monarch.placement.residency import SOURCE
 from monarch.posix import failpoints
 from monarch.telemetry.log import Limiter
-from monarch.telemetry.metrics import Metrics
-from monarch.tiers.doubts import Doubts
 from monarch.tiers.records import Record, Records
 from monarch.tiers.source import SourceFile
 from monarch.tiers.tier import Staged, Tier
@@ -55,36 +52,25 @@ _WANTED_S = 0.1
 _BACKOFF_S = (1.0, 60.0)
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Carries out promotions with ``limits.copy_workers`` workers. ``run`` is its task. ``changed``
     is called when the source differs from the snapshot."""
 
-    def __init__(
-        self,
-        *,
-        monitor: TierMonitor,
-        records: Records,
-        names: Names,
-        controller: Controller,
-        metrics: Metrics,
-        limits: LimitSettings,
-        reader: SourceReader,
-        doubts: Doubts,
-        changed: Callable[[Ino], None],
-    ) -> None:
-        self._monitor = monitor
-        self._tiers = monitor.tiers
-        self._records = records
-        self._names = names
-        self._controller = controller
-        self._metrics = metrics
-        self._limits = limits
-        self._reader = reader
-        self._doubts = doubts
-        self._changed = changed
+    _monitor: TierMonitor
+    _records: Records
+    _controller: Controller
+    _reader: SourceReader
+    _changed: Callable[[Ino], None]
+
+    def __post_init__(self) -> None:
+        self._tiers = self._monitor.tiers
+        reader = self._reader
+        self._names, self._metrics, self._doubts = reader.names, reader.metrics, reader.doubts
+        self._limits = limits = reader.limits
         # Each tier has its own share, so that a hanging tier does not use up all.
         self._batch_bytes = limits.buffer_max // (2 * max(1, len(self._tiers)))
-        self._flights = Flights(self._tiers, controller, reader.buffer)
+        self._flights = Flights(self._tiers, self._controller, reader.buffer)
         self._removals = {number: Removals() for number in self._tiers}
         self._rest_until = -math.inf
         self._rest_s = _BACKOFF_S[0]

@@ -90,28 +90,22 @@ class _Piece:
         return self.result.unwrap()
 
 
+@dataclass(eq=False, repr=False)
 class SourceReader:
     """Reads whole small files, and large files in pieces. ``run`` is its task. ``doubts`` is
     notified of each file that is read."""
 
-    def __init__(
-        self,
-        *,
-        source: Source,
-        names: Names,
-        threads: ThreadPool,
-        source_load: SourceLoad,
-        metrics: Metrics,
-        limits: LimitSettings,
-        doubts: Doubts,
-    ) -> None:
-        self._source = source
-        self._names = names
-        self._threads = threads
-        self._source_load = source_load
-        self._metrics = metrics
+    _source: Source
+    names: Names
+    _threads: ThreadPool
+    _source_load: SourceLoad
+    metrics: Metrics
+    limits: LimitSettings
+    doubts: Doubts
+
+    def __post_init__(self) -> None:
+        limits = self.limits
         self._concurrency = limits.source_concurrency
-        self._doubts = doubts
         self.buffer = Buffer(limits.buffer_max)
         self._bucket = TokenBucket(limits.source_bandwidth, 2 * TURN_BYTES)
         self._pace = Pace()
@@ -133,12 +127,12 @@ class SourceReader:
     async def open(self, flight: Flight) -> SourceFile:
         """Opens the flight's version of a file. Raises SourceChanged, OSError."""
         if flight.file is None:
-            path = self._names.path(flight.ino)
+            path = self.names.path(flight.ino)
             flight.file = await self._threads.run(
                 _open_version, self._source, path, flight.identity
             )
-            self._metrics.source_opened(copy=True)
-        self._doubts.fetched(flight.ino, flight.identity, since_ns=time.monotonic_ns())
+            self.metrics.source_opened(copy=True)
+        self.doubts.fetched(flight.ino, flight.identity, since_ns=time.monotonic_ns())
         return flight.file
 
     async def check_unchanged(self, flight: Flight, file: SourceFile) -> None:
@@ -158,18 +152,18 @@ class SourceReader:
             await trio.sleep(self._bucket.take(size, trio.current_time()))
             async with self._courtesy(flight.ino, file, size):
                 if file is None:
-                    path = self._names.path(flight.ino)
+                    path = self.names.path(flight.ino)
                     fetched = await self._threads.run(self._source.fetch, path, flight.identity)
-                    self._metrics.source_opened(copy=True)
+                    self.metrics.source_opened(copy=True)
                 else:
                     fetched = await self._threads.run(read_whole, file.fd, flight.identity)
         except BaseException:
             self.buffer.used -= size
             raise
-        self._metrics.source_reads[1] += fetched.reads
-        self._metrics.source_bytes[1] += size
+        self.metrics.source_reads[1] += fetched.reads
+        self.metrics.source_bytes[1] += size
         flight.content = fetched.data
-        self._doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
+        self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
 
     async def turns(self, ino: Ino, file: SourceFile, size: int) -> AsyncGenerator[Turn, None]:
         """The bytes of a file in order. While no reader waits, pieces are read ahead.
@@ -189,8 +183,8 @@ class SourceReader:
                     self.buffer.used += piece.held_bytes
                     self._pieces.start_soon(self._read_piece, ino, file.retain(), piece)
                 turn = await reading[0].turn()
-                self._metrics.source_reads[1] += turn.reads
-                self._metrics.source_bytes[1] += turn.read_bytes
+                self.metrics.source_reads[1] += turn.reads
+                self.metrics.source_bytes[1] += turn.read_bytes
                 yield turn
                 piece = reading.popleft()
                 self._let_go(piece)

@@ -13,7 +13,7 @@ import pytest
 import trio.testing
 
 from monarch.fuse import kernel_caches
-from monarch.fuse.kernel_caches import MountCaches
+from monarch.fuse.session import MountCaches
 from monarch.types import Ino
 
 INO = Ino(7)

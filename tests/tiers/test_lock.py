@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from monarch.errors import LockedError
-from monarch.posix.file_lock import Lock
+from monarch.posix.private_directory import Lock
 
 HOLDER = """
 import os, sys
-from monarch.posix.file_lock import Lock
+from monarch.posix.private_directory import Lock
 Lock(os.open(sys.argv[1], os.O_RDONLY), "the place", "/mnt/first")
 print("held", flush=True)
 sys.stdin.read()

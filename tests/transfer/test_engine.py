@@ -144,15 +144,8 @@ async def running(
     )
     # By a clock that is far ahead, all files have rested.
     doubts = Doubts(SourceClock(time.time_ns() + 10**13, time.monotonic_ns()))
-    reader = SourceReader(
-        source=opened,
-        names=names,
-        threads=ThreadPool(4, "source", abandon=True),
-        source_load=source_load,
-        metrics=metrics,
-        limits=given_limits,
-        doubts=doubts,
-    )
+    threads = ThreadPool(4, "source", abandon=True)
+    reader = SourceReader(opened, names, threads, source_load, metrics, given_limits, doubts)
     monitor = TierMonitor(
         tiers=[tier],
         keep_free=[0],
@@ -161,17 +154,7 @@ async def running(
         limits=given_limits,
         datapath=NoDatapath(),
     )
-    made = Engine(
-        monitor=monitor,
-        records=records,
-        names=names,
-        controller=controller,
-        metrics=metrics,
-        limits=given_limits,
-        reader=reader,
-        doubts=doubts,
-        changed=changed.append,
-    )
+    made = Engine(monitor, records, controller, reader, changed.append)
     rig = Rig(
         made,
         monitor,
