@@ -131,7 +131,7 @@ class Spill:
 
     def _asked(self, wanted: str, *values: object) -> list[Any]:
         try:
-            return self._calls.call(_asked, self._tables, wanted, values)
+            return self._calls.call(_found, self._tables, wanted, values)
         except OSError as error:
             raise self._failed(str(error.strerror)) from error
 
@@ -165,7 +165,7 @@ def _made(prefix: Path) -> sqlite3.Connection:
         os.unlink(path)
 
 
-def _asked(tables: sqlite3.Connection, wanted: str, values: tuple[object, ...]) -> list[Any]:
+def _found(tables: sqlite3.Connection, wanted: str, values: tuple[object, ...]) -> list[Any]:
     with _as_os_error():
         return tables.execute(wanted, values).fetchall()
 
