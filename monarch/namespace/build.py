@@ -26,8 +26,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
 from monarch.posix import failpoints
 from monarch.posix.buckets import BUCKETS, buckets
-from monarch.posix.descriptors import closing_fd
-from monarch.posix.names import sync_path
+from monarch.posix.files import closing_fd, sync_path
 from monarch.types import Ino, Progress
 from monarch.units import MiB
 

@@ -27,7 +27,7 @@ from monarch.namespace.scan import Scan, joined
 from monarch.namespace.schema import ACL_SHIFT, ALIAS, RECORD, RECORD_STRUCT, UNREADABLE
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import acl
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import lstat_beneath, open_beneath
 from monarch.types import ROOT_INO, Ino, Progress
 

@@ -39,7 +39,7 @@ from monarch.namespace.schema import (
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix import acl
 from monarch.posix.acl import NO_ACLS, Acls
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import escape_text
 from monarch.types import ROOT_INO, Ino

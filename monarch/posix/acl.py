@@ -13,7 +13,7 @@ import os
 import struct
 from typing import Final, NamedTuple
 
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import kind_of_file_system, open_beneath
 
 ACCESS: Final = b"system.posix_acl_access"

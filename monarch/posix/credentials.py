@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 
 log = logging.getLogger(__name__)
 

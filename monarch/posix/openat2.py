@@ -14,7 +14,7 @@ import functools
 import os
 import struct
 
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 
 # The system call has this number on all architectures but alpha.
 _SYS_OPENAT2 = 437

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from monarch.errors import LockedError
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 
 # The limit of the kernel.
 _MOST_LINKS = 40

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from monarch.posix.buckets import mix
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.types import Identity, Ino
 
 # The directories with the copies of one generation.

@@ -19,7 +19,7 @@ from typing import Any
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.private_directory import Lock, open_directory
 from monarch.tiers.contents import DIRECTORY, Contents, opened_in
 

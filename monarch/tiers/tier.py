@@ -35,7 +35,7 @@ import xxhash
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import kind_of_file_system
 from monarch.posix.private_directory import Lock
 from monarch.tiers.contents import (

@@ -16,7 +16,7 @@ from monarch.errors import SourceChanged
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix.credentials import Credentials
-from monarch.posix.sparse import copy_data
+from monarch.posix.files import copy_data
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.writeback.op import Op

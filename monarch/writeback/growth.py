@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from monarch.posix import failpoints
 from monarch.posix.credentials import Credentials, acting_as
-from monarch.posix.sparse import data_at
+from monarch.posix.files import data_at
 from monarch.posix.thread_pool import ThreadPool
 from monarch.tiers.source import identity_of
 from monarch.types import ANY_SIZE, Identity

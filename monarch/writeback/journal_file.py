@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from monarch.posix import failpoints
-from monarch.posix.names import sync_path
+from monarch.posix.files import sync_path
 from monarch.posix.private_directory import private_opener
 from monarch.text import errno_words
 from monarch.units import KiB, MiB

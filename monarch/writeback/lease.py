@@ -34,7 +34,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from monarch.errors import LockedError
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.text import errno_words
 from monarch.tiers.source import Source

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Set
 from contextlib import suppress
 from pathlib import Path
 
-from monarch.posix.descriptors import closing_fd
-from monarch.posix.names import sync_path
+from monarch.posix.files import closing_fd, sync_path
 from monarch.units import MiB
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -22,8 +22,7 @@ from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.placement.residency import SOURCE
 from monarch.posix.credentials import ROOT, Credentials
-from monarch.posix.descriptors import closing_fd
-from monarch.posix.sparse import copy_data
+from monarch.posix.files import closing_fd, copy_data
 from monarch.tiers.source import SourceFile
 from monarch.types import WRITTEN_INO, Ino
 from monarch.writeback.commits import FsyncFailures

@@ -27,7 +27,7 @@ from monarch.errors import MonarchError, Refused, SourceError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import NAME_BYTES
 from monarch.posix.acl import Acls, narrowed
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter

@@ -15,7 +15,7 @@ from monarch.errors import TierError
 from monarch.namespace.namespace import Namespace
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.thread_pool import ThreadPool
 from monarch.text import counted
 from monarch.transfer.source_calls import SourceCalls

@@ -12,7 +12,7 @@ import stat
 from contextlib import suppress
 
 from monarch.posix.credentials import Credentials, acting_as
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity

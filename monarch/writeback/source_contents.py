@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
-from monarch.posix.descriptors import closing_fd
-from monarch.posix.names import status_at
+from monarch.posix.files import closing_fd, status_at
 from monarch.tiers.source import Source, SourceFile, identity_of
 from monarch.types import Identity
 from monarch.writeback.expected import Expected

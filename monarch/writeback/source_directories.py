@@ -9,10 +9,8 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 
 from monarch.posix.credentials import Credentials, acting_as, can_act_as_others
-from monarch.posix.descriptors import closing_fd
-from monarch.posix.names import NO_LINKS, status_at
+from monarch.posix.files import NO_LINKS, closing_fd, copy_data, status_at
 from monarch.posix.openat2 import open_beneath
-from monarch.posix.sparse import copy_data
 from monarch.tiers.source import Source
 from monarch.writeback.expected import SourceLog
 from monarch.writeback.op import Op

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from monarch.posix.credentials import Credentials, acting_as
-from monarch.posix.descriptors import closing_fd
-from monarch.posix.names import status_at
+from monarch.posix.files import closing_fd, status_at
 from monarch.text import errno_words
 from monarch.tiers.source import identity_of
 from monarch.types import Identity

@@ -15,8 +15,7 @@ from io import FileIO
 
 from monarch.posix import failpoints
 from monarch.posix.credentials import Credentials, acting_as
-from monarch.posix.descriptors import closing_fd
-from monarch.posix.names import rename_new, status_at
+from monarch.posix.files import closing_fd, rename_new, status_at
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
 from monarch.units import MiB

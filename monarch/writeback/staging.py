@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import xxhash
 
 from monarch.posix import failpoints
-from monarch.posix.sparse import data_at
+from monarch.posix.files import data_at
 from monarch.tiers.source import identity_now
 from monarch.types import Identity
 from monarch.units import MiB

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from monarch.posix.credentials import Credentials
-from monarch.posix.names import rename_new, status_at, sync_path
+from monarch.posix.files import rename_new, status_at, sync_path
 from monarch.tiers.source import Source, identity_of
 from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.expected import Conflict, Expected, SourceLog, is_shared, is_time, shared
@@ -159,13 +159,13 @@ def test_dropped_attributes_are_kept_until_they_are_set_or_their_file_is_removed
 def test_a_rename_replaces_nothing_whatever_the_file_system_supports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool, links: bool
 ) -> None:
-    from monarch.posix import names
+    from monarch.posix import files
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     if not flag:
-        monkeypatch.setattr(names, "_RENAME_NOREPLACE", 1 << 30)
+        monkeypatch.setattr(files, "_RENAME_NOREPLACE", 1 << 30)
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     (tmp_path / "new").write_bytes(b"new")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from monarch.posix.sparse import copy_data
+from monarch.posix.files import copy_data
 from monarch.units import GiB, MiB
 from monarch.writeback.growth import Growth
 from monarch.writeback.objects import Objects

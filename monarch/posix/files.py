@@ -1,0 +1,105 @@
+"""Files: their descriptors are closed, new names replace none, and sparse copies keep the holes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from monarch.units import MiB
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_RENAME_NOREPLACE = 1
+_NO_NOREPLACE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+# The errors of a file system without hard links, or with a limit for one file.
+NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+# Bytes copied by one call.
+_TURN = 8 * MiB
+
+
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Gives ``fd``, and closes it at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def status_at(directory_fd: int, name: bytes) -> os.stat_result | None:
+    """``lstat`` of a name in an open directory, None if it is missing. Raises OSError."""
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def rename_new(directory_fd: int, name: bytes, to_name: bytes) -> None:
+    """Renames within a directory and never replaces an entry. Raises OSError, EEXIST if
+    ``to_name`` exists."""
+    if _LIBC.renameat2(directory_fd, name, directory_fd, to_name, _RENAME_NOREPLACE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in _NO_NOREPLACE:
+        raise OSError(number, os.strerror(number))
+    # The file system does not support the flag. A link replaces nothing either.
+    at = {"src_dir_fd": directory_fd, "dst_dir_fd": directory_fd}
+    try:
+        os.link(name, to_name, follow_symlinks=False, **at)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if status_at(directory_fd, to_name) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+        os.rename(name, to_name, **at)
+    else:
+        os.unlink(name, dir_fd=directory_fd)
+
+
+def sync_path(path: bytes | Path) -> None:
+    """Makes the bytes of a file, or the names in a directory, durable. Raises OSError."""
+    with closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        os.fsync(fd)
+
+
+def data_at(fd: int, offset: int, end: int) -> tuple[int, int]:
+    """The begin and end of the next data at or after ``offset``, before ``end``; ``(end, end)`` if
+    only a hole follows.
+
+    On a file system that does not report holes, all is data. Moves the file position of ``fd``.
+    """
+    try:
+        begins = os.lseek(fd, offset, os.SEEK_DATA)
+        if begins >= end:
+            return end, end
+        ends = os.lseek(fd, begins, os.SEEK_HOLE)
+    except OSError as error:
+        return (end, end) if error.errno == errno.ENXIO else (offset, end)
+    if begins < offset or ends <= begins:
+        # The data became a hole meanwhile, or the file system returned an invalid position.
+        return offset, end
+    return begins, min(ends, end)
+
+
+def copy_data(from_fd: int, to_fd: int, size: int) -> int:
+    """Copies the first ``size`` bytes of a file to another, empty one, which gets that length.
+    Returns the bytes covered: fewer than ``size`` if the file ends before. Raises OSError."""
+    offset = 0
+    while offset < size:
+        begins, ends = data_at(from_fd, offset, size)
+        if begins == size:
+            # The file may have been truncated meanwhile.
+            offset = min(size, os.fstat(from_fd).st_size)
+            break
+        offset = os.lseek(to_fd, begins, os.SEEK_SET)
+        while offset < ends and (
+            count := os.sendfile(to_fd, from_fd, offset, min(_TURN, ends - offset))
+        ):
+            offset += count
+        if offset < ends:
+            break
+    os.ftruncate(to_fd, offset)
+    return offset
