@@ -199,10 +199,8 @@ class Datapath:
     # -- what Python decides ---------------------------------------------------------------------
 
     def register(self, fd: int, tier: int) -> int:
-        """Registers ``fd`` for passthrough; returns its number, 0 if the kernel refuses.
-
-        In any thread: it waits for the tier's disk.
-        """
+        """Registers ``fd`` for passthrough; returns its number, 0 if the kernel refuses. In any
+        thread: it waits for the tier's disk."""
         return int(self._native.register(fd, tier))
 
     def unregister(self, backing_id: int) -> None:
@@ -213,26 +211,21 @@ class Datapath:
         """Serves an inode that is being opened from a duplicate of ``fd``.
 
         ``tier`` 0 is the source, ``size`` the size that the file must have. With ``backing_id``,
-        from
-        ``register``, the kernel reads it. Returns False if it is not possible now; then reads come
-        to Python.
+        from ``register``, the kernel reads it. Returns False if reads must come to Python now.
         """
         return bool(self._native.bind(ino, fd, tier, size, backing_id))
 
     def bind_written(self, ino: Ino, fd: int, *, tier: int, create: bool) -> bool:
-        """Serves reads and writes of an inode from a duplicate of ``fd``.
+        """Serves reads and writes of an inode, which is being opened or is open, from a duplicate
+        of ``fd``. Readers that were opened without Python see the file, too.
 
-        The inode is being opened, or is open already: then readers that were opened without Python
-        see the file, too. It stays bound until ``release_written``; binding it again changes
-        nothing. Reads count for ``tier``. A write that the disk refuses (ENOSPC, EDQUOT, EIO and
-        similar) comes to Python. With ``create`` the inode is the one that the current call
-        creates.
+        It stays bound until ``release_written``; binding it again changes nothing. Reads count for
+        ``tier``. A write that the disk refuses (ENOSPC, EDQUOT, EIO and similar) comes to Python.
+        With ``create`` the inode is the one that the current call creates. A process that opens the
+        file for writing only may get ``direct_io`` with its handle.
 
-        A process that opens the file for writing only may get ``direct_io`` with its handle.
-
-        Returns False if it is not possible now: no descriptor is free, or the kernel still reads
-        the former copy of the inode by passthrough, and allows no other mode meanwhile. Reads and
-        writes then come to Python. Raises ValueError for an inode above 2**40 or an unknown tier.
+        Returns False if all must come to Python now: no descriptor is free, or the kernel reads the
+        former copy by passthrough. Raises ValueError for an inode above 2**40 or an unknown tier.
         """
         return bool(self._native.bind_written(ino, fd, tier, create))
 
@@ -314,11 +307,8 @@ class Datapath:
         return bool(self._native.rebind(ino, fd, tier))
 
     def written(self, ino: Ino) -> int:
-        """The number of changes of a written inode without Python since it was bound; 0 for another
-        inode.
-
-        Each change is counted when it is done, before its caller gets the answer.
-        """
+        """The number of changes of a written inode without Python since it was bound, 0 for another
+        inode. A change is counted when it is done, before its caller gets the answer."""
         return int(self._native.written(ino))
 
     def lowest(self, ino: Ino, *, forget: bool) -> int:
@@ -338,10 +328,8 @@ class Datapath:
         return bool(self._native.is_passed(ino))
 
     def outdate(self, ino: Ino) -> bool:
-        """Marks that the source has another version: existing readers of the copy keep it.
-
-        ``served`` then reports the last release of the copy, and this returns True.
-        """
+        """The source has another version: existing readers of the copy keep it. If there are any,
+        returns True, and ``served`` reports the last release of the copy."""
         return bool(self._native.outdate(ino))
 
     def answer(self, token: int, data: bytes | bytearray | memoryview) -> None:

@@ -12,7 +12,7 @@ import pyfuse3
 import pytest
 import trio.testing
 
-from monarch.fuse import kernel_caches
+from monarch.fuse import session
 from monarch.fuse.session import MountCaches
 from monarch.types import Ino
 
@@ -89,7 +89,7 @@ def test_a_refusal_raises_nothing_and_is_logged_unless_the_kernel_has_no_such_in
         use(caches)
         use(caches)
     assert len(kernel.calls) == 6
-    assert len([r for r in caplog.records if r.name == kernel_caches.__name__]) == lines
+    assert len([r for r in caplog.records if r.name == session.__name__]) == lines
 
 
 async def test_pages_are_dropped_by_another_process(
@@ -103,7 +103,7 @@ async def test_pages_are_dropped_by_another_process(
         started.append(command)
         token.run_sync_soon(done.set)
 
-    monkeypatch.setattr(kernel_caches.subprocess, "run", run)
+    monkeypatch.setattr(session.subprocess, "run", run)
     caches.drop(INO)
     with trio.fail_after(10):
         await done.wait()
