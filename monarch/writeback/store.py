@@ -25,7 +25,7 @@ import xxhash
 
 from monarch.config.settings import MountSettings
 from monarch.errors import TierError
-from monarch.posix.descriptors import closing_fd
+from monarch.posix.files import closing_fd
 from monarch.posix.private_directory import Lock, replace_private
 from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
