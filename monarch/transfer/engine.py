@@ -255,7 +255,7 @@ class Engine:
                 self._failed(flight, error)
         finally:
             for flight in batch:
-                if flight.is_left:
+                if flight.is_abandoned:
                     self._flights.free(flight)
                 else:
                     self.running -= 1
@@ -282,7 +282,7 @@ class Engine:
         otherwise the copy is given up.
         """
         await self._removals[tier.number].wait()
-        if not flight.is_left and not self._controller.is_wanted(flight.ino):
+        if not flight.is_abandoned and not self._controller.is_wanted(flight.ino):
             self._flights.give_up(flight, retry=False)
             return False
         try:
@@ -293,7 +293,7 @@ class Engine:
         else:
             # Other programs have used the space since it was reserved: the item counts as not
             # opened.
-            if not flight.is_left:
+            if not flight.is_abandoned:
                 self._flights.give_up(flight, retry=False)
         return False
 
@@ -312,7 +312,7 @@ class Engine:
         try:
             await self._copy_bytes(flight, file, staged, tier)
             if not self._controller.is_wanted(ino):
-                if not flight.is_left:
+                if not flight.is_abandoned:
                     self._flights.give_up(flight, retry=False)
                 return
             await self._reader.check_unchanged(flight, file)
@@ -338,7 +338,7 @@ class Engine:
 
     def _arrived(self, flight: Flight) -> None:
         promote = flight.promote
-        if flight.is_left:
+        if flight.is_abandoned:
             self._undo(flight)
             return
         self._flights.forget(flight)
@@ -413,7 +413,7 @@ class Engine:
 
 
 def _require_wanted(flight: Flight) -> None:
-    if flight.is_left:
+    if flight.is_abandoned:
         raise tier_error(errno.ETIMEDOUT, "the tier does not answer")
 
 
@@ -464,7 +464,7 @@ def _commit_copy(tier: Tier, records: Records, staged: Staged, flight: Flight) -
 
 def _require_kept(flight: Flight) -> None:
     """Raises OSError if the copy was given up, because its tier took too long."""
-    if flight.is_left:
+    if flight.is_abandoned:
         raise OSError(errno.ECANCELED, "the copy was given up")
 
 

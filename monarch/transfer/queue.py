@@ -21,17 +21,15 @@ _STEP_S = 0.005
 @dataclass(slots=True, eq=False)
 class Flight:
     """One copy to be made. ``content`` was fetched by a reader, ``file`` is open for a reader.
-
-    ``copied`` bytes are in the stage so far. ``young`` as in ``Records.put``. ``is_left``: its tier
-    hangs, and the flight was abandoned.
-    """
+    ``copied`` bytes are in the stage so far. ``young`` as in ``Records.put``. ``is_abandoned``: its
+    tier hangs."""
 
     promote: Promote
     identity: Identity
     content: bytes | memoryview | None = None
     file: SourceFile | None = None
     young: bool = False
-    is_left: bool = False
+    is_abandoned: bool = False
     copied: int = 0
 
     @property
@@ -147,7 +145,7 @@ class Flights:
         """Abandons the running flights of a hanging tier; returns their number."""
         left = [flight for flight in self._flights.values() if flight.promote.tier == tier]
         for flight in left:
-            flight.is_left = True
+            flight.is_abandoned = True
             del self._flights[flight.ino]
             self._controller.abandoned(flight.promote.item, tier, retry=True)
         return len(left)

@@ -44,7 +44,7 @@ def test_a_copy_in_progress_to_a_tier_that_hangs_keeps_its_bytes() -> None:
     (under_way,) = flights.contents[1].take()
     assert flights.leave(2) == 0
     assert flights.leave(1) == 1
-    assert under_way.was_ahead
+    assert under_way.is_abandoned
     assert flights.get(Ino(1)) is None
     # A worker still has them: they are free when it is done.
     assert buffer.used == 10
