@@ -27,7 +27,6 @@ LINES_OF_A_FUNCTION = 80
 FLAT = {
     "monarch/frameworks/owner.py::Owner handed out": "its thread starts when all is built",
     "monarch/fuse/datapath.py::Datapath methods": "one method for each function of the extension",
-    "monarch/fuse/operations.py::Operations methods": "one method for each request of the kernel",
 }
 
 TO_BE_SPLIT: Mapping[str, int] = {}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from monarch.config.settings import LimitSettings
 from monarch.namespace.schema import CHILDREN, INODES, NAMES
@@ -35,12 +35,19 @@ _TABLES = {INODES: 0, NAMES: 1, CHILDREN: 2}
 _TOKEN_SHIFT = 40
 _INO_MASK = (1 << _TOKEN_SHIFT) - 1
 _WRITE_SYNC = 1 << 60
+# What is answered with attributes (_python_direct.c).
+_ATTRIBUTES_ALONE, _NAME = -2, -1
 # Threads that answer requests: more than processors, since some wait for disks.
 _THREADS_PER_CPU = 2
 _MAX_THREADS = 32
 # The size of the socket's buffer: larger than the largest message.
 _SOCKET_BYTES = 4 * MiB
 _SO_SNDBUFFORCE = 32
+
+
+# A request that does not go to pyfuse3: its number in the protocol, the number to answer it, the
+# inode, user, group and process, and what depends on its kind.
+DirectRequest: TypeAlias = tuple[int, int, int, int, int, int, tuple[Any, ...]]
 
 
 def _extension() -> ModuleType:
@@ -340,6 +347,43 @@ class Datapath:
         """Stores the first bytes of an inode in the page cache; no read of it may be waiting."""
         return bool(self._native.store(ino, data))
 
+    # -- requests without pyfuse3 ----------------------------------------------------------------
+
+    def take_over(self) -> int:
+        """From now on requests that change names or attributes, or ask for them, are handed out by
+        ``requests`` and do not go to pyfuse3. Returns a descriptor that is readable while there are
+        any. Raises OSError."""
+        return int(self._native.take_over())
+
+    def requests(self) -> list[DirectRequest]:
+        """The requests since the last call, in their order. Each must be answered once."""
+        found: list[DirectRequest] = self._native.requests()
+        return found
+
+    def requests_so_far(self) -> int:
+        """How many requests there were for ``requests`` until now."""
+        return int(self._native.requests_so_far())
+
+    def answer_error(self, unique: int, number: int) -> None:
+        """Answers a request with an errno; 0 if it succeeded and has no other answer."""
+        self._native.answer_error(unique, number)
+
+    def answer_missing(self, unique: int, *, valid_s: int) -> None:
+        """Answers a lookup: the name does not exist, which the kernel may cache."""
+        self._native.answer_missing(unique, valid_s)
+
+    def answer_attributes(self, unique: int, now: Attributes, *, valid_s: int) -> None:
+        """Answers with the attributes of an inode alone."""
+        self._native.answer_attributes(unique, valid_s, *_numbers(now), _ATTRIBUTES_ALONE)
+
+    def answer_name(self, unique: int, now: Attributes, *, valid_s: int) -> None:
+        """Answers with a name that leads to an inode with these attributes."""
+        self._native.answer_attributes(unique, valid_s, *_numbers(now), _NAME)
+
+    def answer_created(self, unique: int, now: Attributes, *, valid_s: int, flags: int) -> None:
+        """Answers a creation; ``flags`` of the open file as of linux/fuse.h (FOPEN_*)."""
+        self._native.answer_attributes(unique, valid_s, *_numbers(now), flags)
+
     # -- what it has served ----------------------------------------------------------------------
 
     def served(self) -> list[Served]:
@@ -383,6 +427,23 @@ class Datapath:
     def reached(self, ino: Ino) -> int:
         """The position, in bytes, of a reader of an open source file."""
         return int(self._native.reached(ino))
+
+
+def _numbers(now: Attributes) -> tuple[int, ...]:
+    """The attributes of an inode in the order of the extension."""
+    return (
+        now.ino,
+        now.mode,
+        now.nlink,
+        now.uid,
+        now.gid,
+        now.rdev,
+        now.size,
+        now.blocks,
+        now.mtime_ns if now.atime_ns is None else now.atime_ns,
+        now.mtime_ns,
+        now.ctime_ns,
+    )
 
 
 def _widen(end: socket.socket) -> None:

@@ -14,7 +14,6 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -24,30 +23,19 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, RequestContext
 from monarch.errors import MonarchError, Unanswered
 from monarch.fuse.datapath import Datapath, split_handle, split_write_handle
 from monarch.fuse.datapath_mode import Serving
+from monarch.fuse.direct import DirectRequests
+from monarch.fuse.handlers import NAME_MAX, VALID_S, Handlers, errno_of
 from monarch.posix import acl, failpoints
 from monarch.posix.credentials import Credentials, credentials_of
-from monarch.telemetry.log import Limiter
-from monarch.text import errno_words
 from monarch.transfer.source_calls import CALLER, Caller
 from monarch.types import Attributes, Ino
 from monarch.vfs.filesystem import FileSystem
-from monarch.writeback.front import WriteFront
-from monarch.writeback.others import LOOK_S
 
 log = logging.getLogger(__name__)
 
-# Names and attributes do not change unless the kernel is notified. In seconds: a day is long enough
-# that the kernel does not ask again within an epoch.
-_TIMEOUT_S = 86400
-
 _BLOCK = 4096
-
-# The limit of every file system that can be a source. The kernel itself allows 1024 bytes.
-_NAME_MAX = 255
 # Every listing begins with "." and "..".
 _DOTS = 2
-# Errors by a lack of resources, which are not bugs.
-_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,31 +56,27 @@ def _answered(
         operations = cast(Operations, args[0])
         try:
             with operations.serving.answering():
+                if operations.direct is not None:
+                    await operations.direct.catch_up()
                 while True:
                     failpoints.failpoint(point)
                     try:
                         return await handler(*args, **kwargs)
                     except Unanswered:
                         # The call has changed nothing and is repeated. Other requests do not wait.
-                        await operations.names.answers()
+                        await operations.handlers.answers()
         except FUSEError:
             raise
         except MonarchError as error:
-            raise FUSEError(_number(error)) from error
+            raise FUSEError(errno_of(error)) from error
         except Exception as error:
-            number = _number(error)
-            operations.unforeseen(handler.__name__, number)
+            number = errno_of(error)
+            operations.handlers.unforeseen(handler.__name__, number)
             raise FUSEError(number) from error
         finally:
             CALLER.reset(token)
 
     return answer
-
-
-def _number(error: Exception) -> int:
-    number = (error.errno if isinstance(error, OSError | MonarchError) else None) or errno.EIO
-    # Many programs take EAGAIN for the end of the data, and would continue with half a file.
-    return errno.EIO if number == errno.EAGAIN else number
 
 
 STATUS_ATTRIBUTE = b"user.monarch.status"
@@ -125,59 +109,28 @@ class Operations(pyfuse3.Operations):
         # The kernel checks access control lists, and caches them. It requests that of each entry
         # that a user other than its owner uses, so it is enabled only if there are any.
         self.enable_acl = filesystem.names.has_acls
-        self._count_error = count_error
         self._datapath = datapath
         self._list_ends: dict[Ino, int] = {}
-        # A bug in the path of each read must not displace all other lines of the log.
-        self._limiter = Limiter(60.0)
-
-    def unforeseen(self, handler: str, number: int) -> None:
-        self._count_error(f"handler-{handler}")
-        if number in _SCARCE:
-            words = "%s failed with %s: this process or machine is short of it"
-            self._limiter.warning(log, (handler, number), words, handler, errno_words(number))
-            return
-        self._limiter.exception(
-            log,
-            (handler, number),
-            "internal error in %s(): returned %s to the caller; the mount continues."
-            " This is a bug, please report it",
-            handler,
-            errno_words(number),
-        )
+        self.handlers = Handlers(filesystem, datapath, count_error)
+        self.direct: DirectRequests | None = None
+        if datapath is not None:
+            self.direct = DirectRequests(datapath, self.handlers)
 
     # -- names ---------------------------------------------------------------------------------
 
     @_answered
     async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
-        if name == b".":
-            return _entry(self.names.attributes(Ino(parent_inode)))
-        if name == b"..":
-            parent = self.names.attributes(Ino(parent_inode)).parent
-            return _entry(self.names.attributes(parent))
-        if len(name) > _NAME_MAX:
-            raise FUSEError(errno.ENAMETOOLONG)
-        others = self._filesystem.others
-        if others is not None:
-            await others.listed(Ino(parent_inode))
-        ino = self.names.lookup(Ino(parent_inode), name)
-        if ino is None and (lost := self.names.lost(Ino(parent_inode), name)) is not None:
-            await self._filesystem.revalidation.find_again(lost)
-            ino = lost
-        if ino is None:
-            # An entry with inode number 0: the kernel caches that the name does not exist.
-            missing = EntryAttributes()
-            is_looked_at = others is not None and others.used(Ino(parent_inode))
-            missing.entry_timeout = valid_s = LOOK_S if is_looked_at else _TIMEOUT_S
-            if self._datapath is not None and (others is None or others.knows(Ino(parent_inode))):
-                # Asked again after a while, so that the directory stays one that is used.
-                self._datapath.tell_missing(Ino(parent_inode), valid_s=valid_s, for_s=LOOK_S)
-            return missing
-        return _entry(self._filesystem.latest(self.names.attributes(ino)))
+        found = await self.handlers.lookup(Ino(parent_inode), name)
+        if isinstance(found, Attributes):
+            return _entry(found)
+        # An entry with inode number 0: the kernel caches that the name does not exist.
+        missing = EntryAttributes()
+        missing.entry_timeout = found
+        return missing
 
     @_answered
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
-        return _entry(await self._filesystem.attributes(Ino(inode)))
+        return _entry(await self.handlers.getattr(Ino(inode)))
 
     @_answered
     async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
@@ -232,7 +185,9 @@ class Operations(pyfuse3.Operations):
         by = _caller(ctx) if writes else Credentials(ctx.uid, ctx.gid)
         keep_cache = await self._filesystem.open(Ino(inode), flags, by)
         mode = self.names.attributes(Ino(inode)).mode
-        return FileInfo(fh=inode, keep_cache=keep_cache, direct_io=self._is_direct(flags, mode))
+        return FileInfo(
+            fh=inode, keep_cache=keep_cache, direct_io=self.handlers.is_direct(flags, mode)
+        )
 
     @_answered
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -246,50 +201,34 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def release(self, fh: int) -> None:
-        self._filesystem.release(Ino(fh))
+        await self.handlers.release(Ino(fh))
 
     @_answered
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        by = _caller(ctx)
-        made = await self._writing.operations.create(Ino(parent_inode), name, mode=mode, by=by)
-        self._tell_attributes(parent_inode)
-        direct_io = self._is_direct(flags, made.mode)
-        return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
-
-    def _is_direct(self, flags: int, mode: int) -> bool:
-        """Whether writes of an open may bypass the page cache of the kernel.
-
-        A process that opens a file for writing only cannot read or map through it; for other
-        processes the kernel drops its pages. But for such a file the kernel would not clear set-ID
-        bits at a write by another user, and would send no fsync after a write with RWF_DSYNC, which
-        only the datapath sees. With O_DSYNC or O_SYNC every write is synced, and one fsync each is
-        better than one for each MiB.
-        """
-        return (
-            self._datapath is not None
-            and flags & (os.O_ACCMODE | os.O_DSYNC) == os.O_WRONLY
-            and not mode & (stat.S_ISUID | stat.S_ISGID)
+        made, direct_io = await self.handlers.create(
+            Ino(parent_inode), name, mode, flags, _caller(ctx)
         )
+        return FileInfo(fh=made.ino, keep_cache=True, direct_io=direct_io), _entry(made)
 
     @_answered
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         ino, is_synced = split_write_handle(fh)
-        written = await self._writing.files.write(ino, off, buf)
+        written = await self.handlers.writing.files.write(ino, off, buf)
         if is_synced:
-            await self._writing.fsyncs.sync(ino, None)
+            await self.handlers.writing.fsyncs.sync(ino, None)
         return written
 
     @_answered
     async def fsync(self, fh: int, datasync: bool) -> None:
         ino, asks = self._sync_target(fh)
-        await self._writing.fsyncs.sync(ino, asks)
+        await self.handlers.writing.fsyncs.sync(ino, asks)
 
     @_answered
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         ino, asks = self._sync_target(fh)
-        await self._writing.fsyncs.sync_directory(ino, asks)
+        await self.handlers.writing.fsyncs.sync_directory(ino, asks)
 
     def _sync_target(self, fh: int) -> tuple[Ino, int | None]:
         """The inode, and the low bits of the number of the calling user, None if unknown."""
@@ -297,75 +236,41 @@ class Operations(pyfuse3.Operations):
 
     # -- changes of names --------------------------------------------------------------------------
 
-    @property
-    def _writing(self) -> WriteFront:
-        writing = self._filesystem.writing
-        if writing is None:
-            raise FUSEError(errno.EROFS)
-        return writing
-
     @_answered
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
-        if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-            return await self._make(parent_inode, name, mode, ctx, rdev=rdev)
-        parent, by = Ino(parent_inode), _caller(ctx)
-        made = await self._writing.operations.make_file(parent, name, mode=mode, by=by)
-        self._tell_attributes(parent)
-        return _entry(made)
-
-    async def _make(
-        self,
-        parent: int,
-        name: bytes,
-        mode: int,
-        ctx: RequestContext,
-        *,
-        rdev: int = 0,
-        target: bytes = b"",
-    ) -> EntryAttributes:
-        """Makes an entry that is not a file."""
-        made = await self._writing.operations.make(
-            Ino(parent), name, mode=mode, by=_caller(ctx), rdev=rdev, target=target
-        )
-        self._tell_attributes(parent)
-        return _entry(made)
+        handlers, parent = self.handlers, Ino(parent_inode)
+        return _entry(await handlers.make(parent, name, mode, _caller(ctx), rdev=rdev))
 
     @_answered
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext
     ) -> EntryAttributes:
-        return await self._make(parent_inode, name, stat.S_IFDIR | stat.S_IMODE(mode), ctx)
+        mode = stat.S_IFDIR | stat.S_IMODE(mode)
+        return _entry(await self.handlers.make(Ino(parent_inode), name, mode, _caller(ctx)))
 
     @_answered
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext
     ) -> EntryAttributes:
-        return await self._make(parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
+        parent, mode, by = Ino(parent_inode), stat.S_IFLNK | 0o777, _caller(ctx)
+        return _entry(await self.handlers.make(parent, name, mode, by, target=target))
 
     @_answered
     async def link(
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext
     ) -> EntryAttributes:
         parent, by = Ino(new_parent_inode), _caller(ctx)
-        linked = await self._writing.operations.link(Ino(inode), parent, new_name, by=by)
-        self._tell_attributes(parent)
-        return _entry(linked)
+        return _entry(await self.handlers.link(Ino(inode), parent, new_name, by))
 
     @_answered
     async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
-        self._writing.operations.unlink(Ino(parent_inode), name, by=_caller(ctx))
-        self._tell_attributes(parent_inode)
+        await self.handlers.unlink(Ino(parent_inode), name, _caller(ctx))
 
     @_answered
     async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
-        others, parent = self._filesystem.others, Ino(parent_inode)
-        ino = self.names.lookup(parent, name)
-        if others is not None and ino is not None:
-            await others.listed(ino)
-        self._writing.operations.rmdir(parent, name, by=_caller(ctx))
-        self._tell_attributes(parent)
+        await self.handlers.rmdir(Ino(parent_inode), name, _caller(ctx))
 
     @_answered
     async def rename(
@@ -377,24 +282,8 @@ class Operations(pyfuse3.Operations):
         flags: int,
         ctx: RequestContext,
     ) -> None:
-        await self._writing.operations.rename(
-            Ino(parent_inode_old),
-            name_old,
-            Ino(parent_inode_new),
-            name_new,
-            flags,
-            by=_caller(ctx),
-        )
-        self._tell_attributes(parent_inode_old, parent_inode_new)
-
-    def _tell_attributes(self, *directories: int) -> None:
-        """The kernel asks for those of a directory after each name that was given or taken."""
-        if self._datapath is None:
-            return
-        # What is not known now is asked for: the change itself is made.
-        with suppress(MonarchError):
-            for directory in map(Ino, directories):
-                self._datapath.tell_attributes(self.names.attributes(directory))
+        old, new = Ino(parent_inode_old), Ino(parent_inode_new)
+        await self.handlers.rename(old, name_old, new, name_new, flags, _caller(ctx))
 
     # -- attributes of the mount and of files ------------------------------------------------------
 
@@ -407,9 +296,9 @@ class Operations(pyfuse3.Operations):
         fh: int | None,
         ctx: RequestContext,
     ) -> EntryAttributes:
-        changed = await self._writing.attributes.change(
+        changed = await self.handlers.setattr(
             Ino(inode),
-            by=_caller(ctx),
+            _caller(ctx),
             mode=attr.st_mode if fields.update_mode else None,
             uid=attr.st_uid if fields.update_uid else None,
             gid=attr.st_gid if fields.update_gid else None,
@@ -421,11 +310,11 @@ class Operations(pyfuse3.Operations):
 
     @_answered
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
-        await self._writing.attributes.set_xattr(Ino(inode), name, value, by=_caller(ctx))
+        await self.handlers.writing.attributes.set_xattr(Ino(inode), name, value, by=_caller(ctx))
 
     @_answered
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
-        await self._writing.attributes.set_xattr(Ino(inode), name, None, by=_caller(ctx))
+        await self.handlers.writing.attributes.set_xattr(Ino(inode), name, None, by=_caller(ctx))
 
     @_answered
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
@@ -433,12 +322,12 @@ class Operations(pyfuse3.Operations):
         found.f_bsize = found.f_frsize = _BLOCK
         found.f_blocks = -(-self.names.info().bytes_total // _BLOCK)
         found.f_files = self.names.entries
-        found.f_namemax = _NAME_MAX
+        found.f_namemax = NAME_MAX
         if (room := self._filesystem.room()) is not None:
             found.f_blocks = max(found.f_blocks, room.total // _BLOCK)
             found.f_bfree = found.f_bavail = room.available // _BLOCK
             # New names are kept in memory, which is limited.
-            gate = self._writing.gate
+            gate = self.handlers.writing.gate
             found.f_ffree = found.f_favail = gate.names_free
             found.f_files += gate.names_held + gate.names_free
         return found
@@ -470,7 +359,7 @@ def _caller(ctx: RequestContext) -> Credentials:
 
 def _entry(attributes: Attributes) -> EntryAttributes:
     entry = EntryAttributes()
-    entry.entry_timeout = entry.attr_timeout = _TIMEOUT_S
+    entry.entry_timeout = entry.attr_timeout = VALID_S
     entry.st_ino = attributes.ino
     entry.st_mode = attributes.mode
     entry.st_nlink = attributes.nlink

@@ -176,7 +176,13 @@ class Session:
 
     async def serve(self) -> None:
         """Answers the kernel until the mount is unmounted or ``stop`` is called."""
-        await pyfuse3.main(min_tasks=_IDLE_TASKS, max_tasks=_MAX_TASKS)
+        async with trio.open_nursery() as nursery:
+            direct = self.operations.direct
+            if direct is not None:
+                await nursery.start(direct.run)
+            await pyfuse3.main(min_tasks=_IDLE_TASKS, max_tasks=_MAX_TASKS)
+            if direct is not None:
+                direct.stop()
 
     def stop(self) -> None:
         if self._serving:

@@ -57,6 +57,9 @@ class Op(IntEnum):
     SETATTR = 4
     READLINK = 5
     MKDIR = 9
+    UNLINK = 10
+    RMDIR = 11
+    RENAME = 12
     OPEN = 14
     READ = 15
     WRITE = 16
@@ -78,6 +81,7 @@ class Op(IntEnum):
     BATCH_FORGET = 42
     FALLOCATE = 43
     READDIRPLUS = 44
+    RENAME2 = 45
     LSEEK = 46
 
 

@@ -12,7 +12,9 @@
  * libfuse takes its end of the pair for the device. The replier passes the answers back. An answer
  * must be written to the descriptor from which its request was read. So a table (struct pending)
  * keeps the requests that were passed on, and a number of that table replaces the kernel's
- * ``unique`` on the way.
+ * ``unique`` on the way. Requests that change names and attributes, and those that ask for them, go
+ * to Python's event loop without pyfuse3: through a queue (_direct.c), from which Python takes all
+ * that have come, and its answers are passed back in its own thread.
  *
  * Waiting: a reader waits for the tiers' disks and, in at most ``source_max`` threads, for the
  * source. When no reader is idle, another one is started, so a waiting reader delays no other
@@ -29,8 +31,9 @@
  *   _pending.c   the table of waiting requests; requests passed to Python, and their answers
  *   _waiting.c   requests that wait for the source or for another request, and their callers
  *   _events.c    events and counts for Python
- *   _names.c, _opens.c, _fetch.c, _absorbed.c, _missing.c: one subject each, without the others
- *   _python.c    the interface to Python
+ *   _names.c, _opens.c, _fetch.c, _absorbed.c, _missing.c, _direct.c: one subject each, without
+ *                the others
+ *   _python.c    the interface to Python, with _python_files.c and _python_direct.c
  */
 #ifndef MONARCH_DATAPATH_H
 #define MONARCH_DATAPATH_H
@@ -42,6 +45,7 @@
 #include <time.h>
 
 #include "_absorbed.h"
+#include "_direct.h"
 #include "_fetch.h"
 #include "_missing.h"
 #include "_names.h"
@@ -210,6 +214,7 @@ struct datapath {
     struct opens opens;
     struct absorbed absorbed;
     struct missing missing;
+    struct direct direct;
     struct tally (*tallies)[MAX_TIERS];                /* SHARDS arrays, atomic */
     uint64_t source_opens, source_reads, source_bytes; /* atomic */
     uint64_t source_waited_ns;                         /* of completed calls; atomic */
@@ -314,6 +319,8 @@ void interrupt(struct datapath *dp, uint64_t unique);
 /* -- _datapath.c ------------------------------------------------------------------------------- */
 
 void spawn_if_none_is_idle(struct datapath *dp);
+/* Passes Python's answer to the kernel. ``header->unique`` is a number of the pending table. */
+void carry_back(struct datapath *dp, struct out_header *header);
 /* Starts one more thread, unless the caller will take the work itself. */
 void spawn_for_work(struct datapath *dp);
 /* Begins to serve the kernel's ``device``, with pyfuse3 at ``channel``: returns 0 or an errno. */

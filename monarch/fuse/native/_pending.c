@@ -275,6 +275,8 @@ static void pass(struct thread *thread, struct in_header *request, struct pendin
     if (later)
         return;
     if (place) {
+        if (direct_put(&dp->direct, request))
+            return;
         if (send(dp->channel, request, request->len, MSG_NOSIGNAL) >= 0)
             return;
         take_pending(dp, request->unique, &what);

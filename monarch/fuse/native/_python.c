@@ -61,7 +61,7 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    dp->device = dp->channel = dp->wake = dp->nothing = dp->source = -1;
+    dp->device = dp->channel = dp->wake = dp->nothing = dp->source = dp->direct.wake = -1;
     dp->pending_free = NO_PENDING;
     dp->source_max = 1;
     dp->overflow_end = &dp->overflow;
@@ -101,7 +101,7 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (!dp->tallies || !dp->events || !dp->given ||
         !names_prepare(&dp->names, entries, directories) ||
         !opens_prepare(&dp->opens, dp, close_later) || !absorbed_prepare(&dp->absorbed) ||
-        !missing_prepare(&dp->missing) || pthread_mutex_init(&dp->pending_lock, NULL) ||
+        !missing_prepare(&dp->missing) || !direct_prepare(&dp->direct) || pthread_mutex_init(&dp->pending_lock, NULL) ||
         pthread_mutex_init(&dp->overflow_lock, NULL) ||
         pthread_mutex_init(&dp->threads_lock, NULL)) {
         Py_DECREF(self);
@@ -152,6 +152,7 @@ static void datapath_dealloc(Datapath *self) {
         opens_free(&dp->opens);
         absorbed_free(&dp->absorbed);
         missing_free(&dp->missing);
+        direct_free(&dp->direct);
         for (int chunk = 0; chunk < PENDING_CHUNKS; chunk++)
             free(dp->pending[chunk]);
         struct event event;
@@ -480,6 +481,12 @@ static PyMethodDef methods[] = {
     {"tell_missing", (PyCFunction)datapath_tell_missing, METH_VARARGS, NULL},
     {"tell_attributes", (PyCFunction)datapath_tell_attributes, METH_VARARGS, NULL},
     {"forget_attributes", (PyCFunction)datapath_forget_attributes, METH_O, NULL},
+    {"take_over", (PyCFunction)datapath_take_over, METH_NOARGS, NULL},
+    {"requests", (PyCFunction)datapath_requests, METH_NOARGS, NULL},
+    {"requests_so_far", (PyCFunction)datapath_requests_so_far, METH_NOARGS, NULL},
+    {"answer_error", (PyCFunction)datapath_answer_error, METH_VARARGS, NULL},
+    {"answer_missing", (PyCFunction)datapath_answer_missing, METH_VARARGS, NULL},
+    {"answer_attributes", (PyCFunction)datapath_answer_attributes, METH_VARARGS, NULL},
     {"taken", (PyCFunction)datapath_taken, METH_O, NULL},
     {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
     {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},

@@ -47,4 +47,13 @@ PyObject *datapath_taken(Datapath *self, PyObject *number);
 PyObject *datapath_reached(Datapath *self, PyObject *number);
 PyObject *datapath_was_given(Datapath *self, PyObject *number);
 
+/* -- _python_direct.c -------------------------------------------------------------------------- */
+
+PyObject *datapath_take_over(Datapath *self, PyObject *ignored);
+PyObject *datapath_requests(Datapath *self, PyObject *ignored);
+PyObject *datapath_requests_so_far(Datapath *self, PyObject *ignored);
+PyObject *datapath_answer_error(Datapath *self, PyObject *args);
+PyObject *datapath_answer_missing(Datapath *self, PyObject *args);
+PyObject *datapath_answer_attributes(Datapath *self, PyObject *args);
+
 #endif

@@ -13,6 +13,10 @@ enum opcode {
     OP_FORGET = 2,
     OP_GETATTR = 3,
     OP_SETATTR = 4,
+    OP_MKDIR = 9,
+    OP_UNLINK = 10,
+    OP_RMDIR = 11,
+    OP_RENAME = 12,
     OP_OPEN = 14,
     OP_READ = 15,
     OP_WRITE = 16,
@@ -32,6 +36,7 @@ enum opcode {
     OP_BATCH_FORGET = 42,
     OP_FALLOCATE = 43,
     OP_READDIRPLUS = 44,
+    OP_RENAME2 = 45,
     OP_LSEEK = 46,
 };
 
@@ -139,6 +144,23 @@ struct setattr_in {
     uint32_t mode, unused4, uid, gid, unused5;
 };
 
+struct create_in {
+    uint32_t flags, mode, umask, open_flags;
+};
+
+struct mkdir_in {
+    uint32_t mode, umask;
+};
+
+struct rename_in {
+    uint64_t newdir;
+};
+
+struct rename2_in {
+    uint64_t newdir;
+    uint32_t flags, padding;
+};
+
 struct fallocate_in {
     uint64_t fh, offset, length;
     uint32_t mode, padding;
@@ -209,6 +231,8 @@ _Static_assert(sizeof(struct entry_out) == 128, "entry_out");
 _Static_assert(sizeof(struct read_in) == 40, "read_in");
 _Static_assert(sizeof(struct write_in) == 40, "write_in");
 _Static_assert(sizeof(struct setattr_in) == 88, "setattr_in");
+_Static_assert(sizeof(struct create_in) == 16, "create_in");
+_Static_assert(sizeof(struct rename2_in) == 16, "rename2_in");
 _Static_assert(sizeof(struct fallocate_in) == 32, "fallocate_in");
 _Static_assert(sizeof(struct lseek_in) == 24, "lseek_in");
 _Static_assert(sizeof(struct init_in) == 64, "init_in");
