@@ -122,10 +122,8 @@ class DatapathOptions:
 
 
 class Datapath:
-    """The extension, connected to the tables of one mount. ``start`` gives it the device.
-
-    The ``limits`` for fetching small files also apply to the extension.
-    """
+    """The extension, connected to the tables of one mount. ``start`` gives it the device. The
+    ``limits`` for fetching small files apply to it, too."""
 
     def __init__(
         self,
@@ -298,19 +296,14 @@ class Datapath:
         self._native.release_written(ino)
 
     def unbind(self, ino: Ino) -> bool:
-        """Sends reads and writes of a written inode to Python from now on.
-
-        Waits for the running ones, as long as the disk takes; in any thread. Returns False if the
-        inode is not bound for writing.
-        """
+        """Sends reads and writes of a written inode to Python. Waits for the running ones, in any
+        thread. Returns False if the inode is not bound for writing."""
         return bool(self._native.unbind(ino))
 
     def rebind(self, ino: Ino, fd: int, *, tier: int) -> bool:
-        """Serves an inode from a duplicate of ``fd`` again, after an ``unbind``.
-
-        Returns False if it is not unbound, or not bound any more, or if no descriptor is free.
-        Raises ValueError for an unknown tier.
-        """
+        """Serves an inode from a duplicate of ``fd`` after an ``unbind``. Returns False if it is
+        not unbound, not bound any more, or no descriptor is free. Raises ValueError for an unknown
+        tier."""
         return bool(self._native.rebind(ino, fd, tier))
 
     def written(self, ino: Ino) -> int:

@@ -49,10 +49,8 @@ BUILD_IT = "install gcc and the headers of Python, then install Monarch again"
 @dataclass(frozen=True, slots=True)
 class Abilities:
     """The abilities of a machine and of this process. ``release`` is the full release of the
-    kernel.
-
-    ``lacking``: capabilities to act for other users that this process of root does not have.
-    """
+    kernel, ``lacking`` the capabilities to act for other users that this process of root does not
+    have."""
 
     built: bool
     release: str
@@ -91,11 +89,9 @@ def _effective_capabilities(status: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a mount is served. ``why`` is a short sentence for the administrator.
-
-    ``open`` is "none" if the kernel sends no open requests. ``cache_listings``: whether the kernel
-    may cache the listings of directories.
-    """
+    """How a mount is served. ``why`` is a short sentence for the administrator. ``open`` is "none"
+    if the kernel sends no opens, ``cache_listings`` whether it may cache listings of
+    directories."""
 
     datapath: str
     open: str

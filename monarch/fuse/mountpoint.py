@@ -120,10 +120,8 @@ def check_tier(tier: Path, source: Path, mountpoint: Path) -> None:
 
 
 def require_outside(path: Path, what: str) -> None:
-    """Raises TierError if ``path``, which need not exist, is in a Monarch mount, dead or alive.
-
-    That mount would serve, or drain, the files kept there.
-    """
+    """Raises TierError if ``path``, which need not exist, is in a Monarch mount, dead or alive:
+    that mount would serve, or drain, the files kept there."""
     path_text = os.fspath(path)
     # First by name alone: resolving the path could hang in a mount.
     if outer := monarch_above(os.path.abspath(path)) or monarch_above(os.path.realpath(path)):
@@ -138,11 +136,8 @@ def _inside(path: str, directory: str) -> bool:
 
 
 def mount(mountpoint: Path, name: str, *, allow_other: bool, writable: bool) -> int:
-    """Mounts; returns the descriptor of the FUSE device: the mount ends when it is closed.
-
-    ``name`` is shown as the mounted device. Root mounts itself, other users through fusermount3.
-    Raises FuseError.
-    """
+    """Mounts; returns the descriptor of the FUSE device: the mount ends when it is closed. ``name``
+    is shown as the device. Root mounts itself, others by fusermount3. Raises FuseError."""
     device = _open_device()
     mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
     options = f"fd={device},rootmode={mode:o},user_id={os.geteuid()},group_id={os.getegid()}"
@@ -263,10 +258,8 @@ def users_of(mountpoint: Path) -> list[int]:
 
 
 def detached_users(mount_id: int) -> list[int]:
-    """The visible pids that have a file open in a detached mount.
-
-    The paths of these files do not show the mount, and a stat of them would go to the daemon.
-    """
+    """The visible pids that have a file open in a detached mount. Paths do not show it, and a stat
+    would go to the daemon."""
     wanted = re.compile(rb"^mnt_id:\s+%d$" % mount_id, re.MULTILINE)
     return sorted(
         int(name) for name in os.listdir("/proc") if name.isdigit() and _has_open(name, wanted)

@@ -104,11 +104,8 @@ class MountCaches:
                 pyfuse3.invalidate_inode(pyfuse3.InodeT(directory))
 
     def store(self, ino: Ino, content: bytes) -> None:
-        """Stores the whole content of an inode that is being opened in the page cache, in any
-        thread.
-
-        The inode is not open yet, so no running read can have its pages locked.
-        """
+        """Stores the whole content of an inode in the page cache, in any thread. It is being
+        opened, so no running read can have its pages locked."""
         with self._storing:
             if not self._is_open:
                 return

@@ -99,10 +99,7 @@ def write(
     expected: int | None,
 ) -> None:
     """Writes the entries of ``scan`` to a snapshot and publishes it as ``target``, with ``mode`` as
-    for ``build``.
-
-    ``expected`` is the expected number of entries, for the progress; None if unknown.
-    """
+    for ``build``. ``expected`` is the number of entries for the progress, None if unknown."""
     started = time.monotonic()
     created_ns = time.time_ns()
     report = paced(progress)
@@ -154,11 +151,8 @@ def require_outside(root_fd: int, source: bytes, target: Path) -> None:
 
 
 def _stage(part: Path, target: Path) -> int:
-    """Creates the empty file ``part``; returns a descriptor that holds a lock on it.
-
-    The kernel releases the lock when the process dies: ``sweep_stages`` relies on that.
-    Raises SnapshotError.
-    """
+    """Creates the empty file ``part``; returns a descriptor with a lock, which the kernel releases
+    when the process dies: ``sweep_stages`` relies on that. Raises SnapshotError."""
     while True:
         try:
             held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -42,10 +42,8 @@ _FIELDS = RECORD.names or ()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One entry that differs. ``what`` names the attributes, as text.
-
-    ``new`` was not in the older side, ``missing`` was. ``changed``: size and mtime are the same.
-    """
+    """One entry that differs: ``missing`` in the newer side, ``new`` there, or ``changed``, with
+    the same size and mtime. ``what`` names the attributes, as text."""
 
     kind: Kind
     path: bytes
@@ -60,11 +58,9 @@ def verify(
     jobs: int = 32,
     progress: Progress | None = None,
 ) -> list[Difference]:
-    """The differences between ``source`` and ``snapshot``, sorted by path.
-
-    Compares everything, or ``sample`` random entries and the names beside and in them. Raises
-    SourceError if the source fails as a whole.
-    """
+    """The differences between ``source`` and ``snapshot``, sorted by path: of everything, or of
+    ``sample`` random entries and the names beside and in them. Raises SourceError if the source
+    fails as a whole."""
     with open_source(source) as (root_fd, _):
         found: Iterable[Difference]
         if sample is None:

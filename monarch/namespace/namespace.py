@@ -100,10 +100,8 @@ class Namespace(Tree):
     # -- the source ------------------------------------------------------------------------------
 
     def refresh(self, ino: Ino, attributes: Attributes, acls: Acls = NO_ACLS) -> None:
-        """Records other attributes of the source; the entry may exist there again.
-
-        Values that were set through the mount, and removals, are kept.
-        """
+        """Records other attributes of the source, where the entry may exist again. What was set or
+        removed through the mount is kept."""
         node = self.node(ino)
         if node is None:
             if ino in self._removed or ino >= WRITTEN_INO:
@@ -116,10 +114,8 @@ class Namespace(Tree):
         self._known.refresh(ino, attributes, acls)
 
     def forget(self, ino: Ino) -> None:
-        """Records that the source has lost an entry: neither ``lookup`` nor a listing shows it.
-
-        A file whose bytes were written through the mount stays.
-        """
+        """Records that the source has lost an entry, which is then not shown. A file whose bytes
+        were written through the mount stays."""
         if ino == ROOT_INO:
             raise ValueError("the root of a mount cannot go")
         node = self.node(ino)
@@ -129,10 +125,8 @@ class Namespace(Tree):
     # -- new names -------------------------------------------------------------------------------
 
     def copy_up(self, ino: Ino) -> Node:
-        """The node of an inode; one of the snapshot gets a node, with all its names.
-
-        An inode that the source has lost has no names. Raises Refused, ESTALE, if it is forgotten.
-        """
+        """The node of an inode; one of the snapshot gets a node, with the names that the source has
+        not lost. Raises Refused, ESTALE, if it is forgotten."""
         node = self.node(ino)
         if node is not None:
             return node
@@ -256,10 +250,8 @@ class Namespace(Tree):
     # -- removed and changed names -----------------------------------------------------------------
 
     def unlink(self, parent: Ino, name: bytes, *, now_ns: int) -> Node:
-        """Removes a name of anything but a directory. Raises Refused.
-
-        If it was the last name, the caller calls ``forget_node`` when no process has it open.
-        """
+        """Removes a name of anything but a directory. After the last name the caller calls
+        ``forget_node`` when no process has it open. Raises Refused."""
         self._require_directory(parent)
         require_name(name, errno.EISDIR, errno.EISDIR)
         ino = self._require(parent, name)
@@ -285,10 +277,8 @@ class Namespace(Tree):
         return node
 
     def hide(self, parent: Ino, name: bytes, *, now_ns: int) -> None:
-        """Removes a name of anything, a directory with its content too. Raises Refused.
-
-        For a replay, where another program has used the name since.
-        """
+        """Removes a name of anything, a directory with its content, in a replay: another program
+        has used the name since. Raises Refused."""
         node, directory = self.copy_up(self._require(parent, name)), self.copy_up(parent)
         self._remove(node, parent, name, now_ns)
         if node.is_dir:
@@ -418,11 +408,8 @@ class Namespace(Tree):
         return node
 
     def set_xattr(self, ino: Ino, name: bytes, value: bytes | None, *, now_ns: int) -> Node:
-        """Sets an extended attribute, or removes it if ``value`` is None.
-
-        Raises Refused: ENOSPC if an inode's attributes get too many bytes, ENODATA if there is none
-        to be removed.
-        """
+        """Sets an extended attribute, or removes it if ``value`` is None. Raises Refused: ENOSPC if
+        an inode's attributes get too many bytes, ENODATA if there is none to be removed."""
         if value is None:
             known = self._overlay.peek(ino)
             if known is None or name not in known.xattrs:

@@ -176,10 +176,8 @@ class Scan:
                 self._close(directory)
 
     def batches(self) -> Iterator[Batch]:
-        """Every entry, in the order of inode numbers; the root is the first.
-
-        Raises SourceError if the source fails as a whole.
-        """
+        """Every entry in the order of inode numbers, the root first. Raises SourceError if the
+        source fails as a whole."""
         yield self._root()
         while self._window or self._frontier:
             self._admit()

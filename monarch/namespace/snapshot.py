@@ -31,10 +31,8 @@ from monarch.types import ROOT_INO, Attributes, Ino
 
 
 class Snapshot(Tables):
-    """An open snapshot. Made by ``open``; ``close`` invalidates all its iterators.
-
-    Methods that take an inode number raise IndexError for one that the snapshot does not have.
-    """
+    """Queries of an open snapshot. They raise IndexError for an inode number that it does not
+    have."""
 
     def attributes(self, ino: Ino) -> Attributes:
         """The attributes of an entry; of an alias, those of the file's first name."""
@@ -193,10 +191,8 @@ class Snapshot(Tables):
         return file[order], place[order]
 
     def walk(self, ino: Ino = ROOT_INO) -> Iterator[tuple[Ino, Attributes]]:
-        """The regular files at and beneath ``ino``, depth first.
-
-        A hard link yields the inode of its file, so a file may come more than once.
-        """
+        """The regular files at and beneath ``ino``, depth first; one with several names may come
+        more than once."""
         return walk(self.attributes(ino), lambda directory: self.list_from(directory, 0))
 
     def reusable(self, slot: Ino) -> tuple[bytes | None, bytes | None]:

@@ -19,11 +19,9 @@ from monarch.types import ROOT_INO, WRITTEN_INO, Attributes, Ino
 
 
 class SourceView:
-    """The source's side of a namespace; includes drained data of the mount.
-
-    ``differs`` is called with each inode of the snapshot that differs at the source, for components
-    that read the snapshot directly.
-    """
+    """The source's side of a namespace, with the drained data of the mount. ``differs`` is called
+    with each inode that does not match the snapshot, for components that read the snapshot
+    directly."""
 
     def __init__(self, snapshot: Snapshot, differs: Callable[[Ino], None]) -> None:
         self.snapshot = snapshot
@@ -110,10 +108,8 @@ class SourceView:
                 yield found, self.refreshed.get(found, attributes)
 
     def names(self, ino: Ino) -> Iterator[tuple[Ino, bytes]]:
-        """The names of an entry in the snapshot: directory and name, the first name first.
-
-        The first call for a file with several names searches the whole snapshot.
-        """
+        """The names of an entry in the snapshot: directory and name, the first name first. For a
+        file with several names the first call searches the whole snapshot."""
         if ino == ROOT_INO:
             return
         snapshot = self.snapshot

@@ -160,17 +160,13 @@ class Tables:
 
     def on_load(self, call: OnLoad) -> None:
         """Calls ``call`` with each block of the tables, in any thread, when it has been checked.
-
-        The blocks stay until ``close``.
-        """
+        The blocks stay until ``close``."""
         for table in self._tables:
             table.on_load(call)
 
     def damages(self) -> Iterator[str]:
-        """Compares every block with its checksum, also those in use; yields each damage as text.
-
-        Yields an empty text for each block that is right, so that the caller may pause.
-        """
+        """Compares every block with its checksum, also those in use; yields each damage as text,
+        and an empty text for each block that is right, so that the caller may pause."""
         for table in self._tables:
             for number in range(len(table.views)):
                 try:
@@ -195,10 +191,7 @@ class Tables:
 
     def _is_consistent(self) -> bool:
         """Whether every number in the tables leads to a place in them, and the parents of all
-        entries lead to the root.
-
-        A snapshot of another user may have any numbers, with the right checksums.
-        """
+        entries to the root: a snapshot of another user may have any numbers."""
         info = self._info
         texts = [(self._names, info.entries), (self._links, info.symlinks)]
         texts.append((self._acls, 2 * info.acl_values))
@@ -223,10 +216,8 @@ class Tables:
         return np.frombuffer(content, dtype="<u8").copy()
 
     def records(self) -> Iterator[tuple[Ino, npt.NDArray[np.void]]]:
-        """The whole table in pieces: the first inode number and an array of RECORD.
-
-        The arrays are views of the mapped file: take what you need before ``close``.
-        """
+        """The whole table in pieces: the first inode number and an array of RECORD, a view of the
+        mapped file that is valid until ``close``."""
         for number in range(len(self._inodes.views)):
             yield (
                 Ino((number << SHIFT) + 1),

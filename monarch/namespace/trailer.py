@@ -91,10 +91,8 @@ def append_trailer(path: Path, *, page_bytes: int) -> None:
 
 
 def check_trailer(path: Path) -> tuple[int, int]:
-    """The device and inode number of the snapshot ``path``, whose tree is whole.
-
-    Raises SnapshotError if it is not a snapshot, is cut short, or its tree is damaged.
-    """
+    """The device and inode number of the snapshot ``path``. Raises SnapshotError if it is no
+    snapshot, is cut short, or its tree is damaged."""
     with opened(path) as fd:
         check_opened(fd, path)
         status = os.fstat(fd)
@@ -120,11 +118,8 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def may_replace(path: Path) -> bool:
-    """Whether ``path`` is free for a new snapshot: nothing, an empty file, or another snapshot.
-
-    A damaged one counts if its first or its last bytes identify a snapshot. Raises
-    SnapshotError if it cannot be read.
-    """
+    """Whether ``path`` is free for a new snapshot: nothing, an empty file, or a snapshot, also a
+    damaged one by its first or last bytes. Raises SnapshotError if it cannot be read."""
     if not os.path.lexists(path):
         return True
     with opened(path) as fd:
@@ -137,10 +132,8 @@ def may_replace(path: Path) -> bool:
 
 
 def read_value(fd: int, name: bytes, path: Path) -> bytes:
-    """The value of the key ``name`` by reads alone: no page of the file is mapped.
-
-    Raises SnapshotError, also if the file is damaged, and OSError.
-    """
+    """The value of the key ``name`` by reads alone: no page of the file is mapped. Raises
+    SnapshotError, also if the file is damaged, and OSError."""
     page_bytes, numbers = check_opened(fd, path)
     for number in numbers:
         page = _read_page(fd, number, page_bytes)
@@ -158,10 +151,8 @@ def read_value(fd: int, name: bytes, path: Path) -> bytes:
 
 
 def check_opened(fd: int, path: Path) -> tuple[int, tuple[int, ...]]:
-    """The size of a page and the numbers of the tree's pages of the open snapshot ``path``.
-
-    Raises SnapshotError as ``check_trailer``, and OSError.
-    """
+    """The size of a page and the numbers of the tree's pages of the open snapshot ``path``. Raises
+    SnapshotError as ``check_trailer``, and OSError."""
     head = os.pread(fd, _META.size, 0)
     if len(head) < _META.size or _META.unpack(head)[0] != _LMDB_MAGIC:
         raise SnapshotError(
@@ -283,10 +274,8 @@ def _leaf_node(page: bytes, offset: int) -> tuple[bytes, int, int, int]:
 
 
 class Mapping:
-    """A snapshot file mapped by LMDB, which refuses to map one twice in a process.
-
-    A daemon may refresh the snapshot that it serves, so all users of a file share its mapping.
-    """
+    """A snapshot file mapped by LMDB, which refuses to map one twice in a process: all users of a
+    file share its mapping, as a daemon that refreshes the snapshot that it serves."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _open: ClassVar[dict[tuple[int, int], Mapping]] = {}

@@ -109,10 +109,8 @@ class Tree:
         return self._known.attributes(ino)
 
     def at_source(self, ino: Ino) -> Attributes | None:
-        """The last known attributes at the source, whatever was written since.
-
-        None for an inode that was made through the mount, until ``refresh`` gives them.
-        """
+        """The last known attributes at the source, whatever was written since; of an inode that was
+        made through the mount, those of ``refresh``, or None."""
         refreshed = self._overlay.refreshed(ino)
         if refreshed is not None:
             return refreshed
@@ -182,11 +180,8 @@ class Tree:
         return self._entries(ino, start, end)
 
     def list_end(self, ino: Ino) -> int:
-        """The index behind all present entries of a directory.
-
-        A listing that is continued to there ends, though names are added as fast as they are read,
-        as by a process that renames each file that it finds.
-        """
+        """The index behind all present entries of a directory. A listing that is continued to there
+        ends, though a process renames each file that it finds."""
         listing = self._listings.get(ino)
         return ADDED_INDEX if listing is None else listing.end
 
@@ -222,10 +217,8 @@ class Tree:
                     yield index, name, self.attributes(found)
 
     def walk(self, ino: Ino = ROOT_INO) -> Iterator[tuple[Ino, Attributes]]:
-        """The regular files at and beneath ``ino`` that are not gone, depth first.
-
-        A file with several names comes once for each.
-        """
+        """The regular files at and beneath ``ino`` that are not gone, depth first. A file with
+        several names comes once for each."""
         if self._overlay.is_empty:
             yield from self._known.walk(ino)
             return
@@ -256,10 +249,8 @@ class Tree:
             return f"inode {ino}"
 
     def other_paths(self, ino: Ino) -> Iterator[bytes]:
-        """The paths of a file at the source except that of its first name: its hard links.
-
-        The first call takes a pass over the snapshot.
-        """
+        """The paths of a file at the source except that of its first name: its hard links. The
+        first call takes a pass over the snapshot."""
         if ino >= WRITTEN_INO:
             paths = self.visible_paths(ino)
             next(paths, None)
@@ -267,10 +258,8 @@ class Tree:
         return map(self.snapshot.path, self.snapshot.aliases(ino))
 
     def visible_path(self, ino: Ino) -> bytes:
-        """The path of an inode in the mount, by its first name, relative to the root.
-
-        Raises Refused, ENOENT, if it has no name.
-        """
+        """The path of an inode in the mount, by its first name, relative to the root. Raises
+        Refused, ENOENT, if it has no name."""
         parts: list[bytes] = []
         while ino != ROOT_INO:
             node = self._overlay.peek(ino)

@@ -51,9 +51,7 @@ class Promote:
 
 class Controller:
     """Belongs to the event loop; no method waits. Sizes are those of the item at the decision.
-
-    Raises ValueError for a result of a ``Promote`` that is not running.
-    """
+    Raises ValueError for a result of a ``Promote`` that is not running."""
 
     def __init__(self, residency: Residency, ledger: Ledger, policy: Policy) -> None:
         self._residency = residency
@@ -66,19 +64,15 @@ class Controller:
     def load(
         self, inos: npt.NDArray[np.integer], sizes: npt.NDArray[np.integer], *, tier: int
     ) -> None:
-        """Registers the copies that a tier holds at start. Each ``ino`` once, and in one tier.
-
-        The policy learns of copies only here, so no other code may fill the residency table.
-        """
+        """Registers the copies that a tier holds at start, each ``ino`` once, in one tier. The
+        policy learns of copies only here, so no other code may fill the residency table."""
         self._residency.load(inos, tier)
         self._ledger.load(tier, int(sizes.sum()))
         self._policy.loaded(inos, sizes, tier=tier)
 
     def opened(self, item: Item) -> Promote | None:
-        """Called when an item is opened: returns what to copy, if anything.
-
-        An item that waits for its turn is decided again: its bytes are being read now.
-        """
+        """Called when an item is opened: what to copy, if anything. An item that waits for its turn
+        is decided again: its bytes are being read now."""
         tier = self._residency.tier_of(item.ino)
         if tier != SOURCE:
             self._policy.accessed(item.ino, tier)
@@ -86,11 +80,8 @@ class Controller:
         return self._promote(item, forced=self._residency.is_forced(item.ino))
 
     def offered(self, item: Item) -> Promote | None:
-        """Offers an open item that is still read from the source: returns what to copy, if
-        anything.
-
-        No copy is evicted for it: that was decided at its open.
-        """
+        """Offers an open item that the source still serves: what to copy, if anything. No copy is
+        evicted for it: that was decided at its open."""
         if self._residency.tier_of(item.ino) != SOURCE or self._residency.is_copying(item.ino):
             return None
         forced = self._residency.is_forced(item.ino)

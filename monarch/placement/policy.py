@@ -24,10 +24,8 @@ from monarch.types import Attributes, Ino
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The unit of placement: a whole file of ``size`` bytes.
-
-    ``key`` is its inode number at the source, which survives a new snapshot, unlike ``ino``.
-    """
+    """The unit of placement: a whole file of ``size`` bytes. ``key`` is its inode number at the
+    source, which survives a new snapshot, unlike ``ino``."""
 
     ino: Ino
     size: int
@@ -55,18 +53,14 @@ class Placement:
 
 
 class Policy(Protocol):
-    """A policy. Its methods use memory only, do not wait and do not reserve space.
-
-    A policy that never evicts inherits all methods but ``choose``: they do nothing.
-    """
+    """A policy. Its methods use memory only, do not wait and do not reserve space. One that never
+    evicts inherits all methods but ``choose``: they do nothing."""
 
     name: str
 
     def choose(self, item: Item, ledger: Ledger, *, forced: bool = False) -> Placement | None:
-        """The tier for ``item``; None: leave it at the source.
-
-        With ``forced`` the user requested it: only the space counts.
-        """
+        """The tier for ``item``; None: leave it at the source. ``forced``: only the space
+        counts."""
 
     def accessed(self, ino: Ino, tier: int) -> None:
         """A resident item was opened."""

@@ -45,10 +45,8 @@ NO_ACLS: Final = Acls()
 
 
 def stored(access: bytes) -> bytes:
-    """An access ACL without its mode bits; empty if it has no other entries.
-
-    An invalid ACL is kept unchanged: the kernel will reject it and refuse access.
-    """
+    """An access ACL without its mode bits; empty if it has no other entries. An invalid one is
+    kept: the kernel will reject it and refuse access."""
     entries = _entries(access)
     if entries is None:
         return access

@@ -52,12 +52,8 @@ USER_BITS = (1 << 24) - 1
 
 
 def credentials_of(pid: int, uid: int, gid: int) -> Credentials:
-    """The credentials of process ``pid``, which waits for an answer and acts as ``uid`` and
-    ``gid``.
-
-    Its supplementary groups are read now. A process in another pid namespace cannot be seen and has
-    none.
-    """
+    """The credentials of process ``pid``, which waits for an answer as ``uid`` and ``gid``. Its
+    supplementary groups are read now; a process of another pid namespace has none."""
     if uid == 0:
         return Credentials(uid, gid)
     return Credentials(uid, gid, _groups_of(pid, uid))

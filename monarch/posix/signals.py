@@ -34,10 +34,7 @@ def interruptible() -> Iterator[None]:
 
 
 def heed_all() -> None:
-    """Makes no ending signal ignored: for a daemon in its own session, which no terminal ends.
-
-    A signal to it comes from a process that means it.
-    """
+    """Makes no ending signal ignored: for a daemon in its own session, which no terminal ends."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

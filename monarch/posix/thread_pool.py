@@ -84,10 +84,8 @@ class ThreadPool:
         return time.monotonic() - oldest.begun_s if oldest is not None else 0.0
 
     async def run(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """Returns the result of ``function(*args)``, or raises its exception.
-
-        Raises OSError (ENOMEM) if not a single thread can be started.
-        """
+        """Returns ``function(*args)``, or raises its exception; OSError (ENOMEM) if no thread can
+        start."""
         await trio.lowlevel.checkpoint_if_cancelled()
         call = _Call(function, args, trio.lowlevel.current_task())
         self._put(call)

@@ -152,10 +152,8 @@ def probe_file(root: int) -> Iterator[int]:
 
 
 def keeps_seals(root: int) -> bool:
-    """Whether a file in a tier may have any time of modification, to the nanosecond.
-
-    ``root`` is a descriptor of the tier's own directory. Raises OSError.
-    """
+    """Whether the files of a tier, whose own directory is ``root``, may have any modification time
+    to the nanosecond. Raises OSError."""
     with probe_file(root) as fd:
         wanted = seal(Ino(1), Identity(0, 0, 0, 0))
         with suppress(OSError):

@@ -31,10 +31,8 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The mount that owns the copies of a tier.
-
-    Its directory is the one whose id the mount's records know, else the one named ``directory``.
-    """
+    """The mount that owns the copies of a tier. Its directory is the one whose id the mount's
+    records know, else the one named ``directory``."""
 
     directory: str
     mountpoint: str = ""
@@ -228,9 +226,7 @@ def _take_over(shared: int, own: int, path: Path, owner: Owner) -> None:
 @dataclass(frozen=True, slots=True)
 class SharedCopies:
     """The copies of one mount; ``source`` and ``state`` are empty if an earlier version made them.
-
-    ``used_ns``: when a mount last opened them, in ns of the wall clock.
-    """
+    ``used_ns``: when a mount last opened them, in ns of the wall clock."""
 
     directory: str
     source: str
@@ -270,10 +266,8 @@ def _mounts(private: Path) -> Iterator[tuple[Path, int, str, str]]:
 
 
 def other_mounts(own: Path) -> list[tuple[str, str]]:
-    """Source and state directory of the other mounts with copies in a tier path.
-
-    ``own`` is the directory of this mount there. Both are empty for an earlier version's copies.
-    """
+    """Source and state directory of the other mounts with copies in the tier path of ``own``, a
+    mount's directory there. Both are empty for an earlier version's copies."""
     with suppress(OSError):
         return [(source, state) for path, _, source, state in _mounts(own.parent) if path != own]
     return []
@@ -285,10 +279,8 @@ def other_sources(own: Path) -> list[str]:
 
 
 def remove_copies(held: SharedCopies) -> None:
-    """Removes the files that Monarch has made there, recognised by their names, and no others.
-
-    Raises LockedError if a daemon uses them, and OSError.
-    """
+    """Removes the files that Monarch has made there, recognised by their names. Raises LockedError
+    if a daemon uses them, and OSError."""
     with ExitStack() as opened:
         fd = opened.enter_context(closing_fd(os.open(held.directory, DIRECTORY)))
         opened.callback(Lock(fd, f"{held.directory!r}", "monarch evict").release)

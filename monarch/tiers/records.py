@@ -168,11 +168,8 @@ class Records:
         os.pwrite(self._fd, json.dumps(self._header).encode().ljust(_HEADER_BYTES), 0)
 
     def put(self, ino: Ino, record: Record, *, doubted: bool = False, young: bool = False) -> None:
-        """Records a copy; ``doubted``: it must be verified first; ``young``: trusted by this mount
-        only.
-
-        Raises OSError.
-        """
+        """Records a copy. ``doubted``: it must be verified first; ``young``: only this mount trusts
+        it. Raises OSError."""
         i = record.identity
         place, term = self._places[record.tier], 0 if doubted else self._term
         versions = (i.size, i.mtime_ns, i.ctime_ns, i.source_ino)
@@ -220,10 +217,8 @@ class Records:
         return bool(place) and bool(self._tiers[place[0]]) and self.get(ino) is None
 
     def forget_other_versions(self, known: Callable[[range], npt.NDArray[np.void]]) -> None:
-        """Forgets copies of other versions than those that ``known`` returns for inode numbers.
-
-        The last daemon may have found a change that its snapshot did not have.
-        """
+        """Forgets copies of other versions than those that ``known`` returns for inode numbers: the
+        last daemon may have found a change that its snapshot did not have."""
         for first, table in self._tables():
             held = np.flatnonzero(self._tiers[table["place"]])
             if not len(held):

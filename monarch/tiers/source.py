@@ -209,10 +209,8 @@ class Source:
         return SourceFile(fd, status, self._close)
 
     def open_known(self, path: bytes, source_ino: int) -> SourceFile:
-        """As ``open``, with the rights of the daemon, of the file that has that number.
-
-        Without one the rights are those of the caller.
-        """
+        """As ``open``, with the rights of the daemon, of the file with that number; with those of
+        the caller if it is 0."""
         if not source_ino:
             return self.open(path)
         rights, self._acting.rights = getattr(self._acting, "rights", None), None
@@ -281,10 +279,8 @@ class Source:
         return True
 
     def at_root(self, call: Callable[[int, Unpack[Args]], T], *args: Unpack[Args]) -> T:
-        """Returns ``call(root, *args)``; calls again if the root had to be opened again.
-
-        So ``call`` must be repeatable. Raises its errors.
-        """
+        """Returns ``call(root, *args)``; calls again if the root had to be opened again, so
+        ``call`` must be repeatable. Raises its errors."""
         seen = self._reopened
         try:
             return call(self._root, *args)
@@ -343,10 +339,8 @@ def _xattrs_beneath(root: int, path: bytes) -> dict[bytes, bytes]:
 
 
 def read_whole(fd: int, identity: Identity) -> Fetched:
-    """Reads a whole file in as few reads as possible, one if the source returns all bytes.
-
-    Raises OSError, and SourceChanged if it is not, or no longer, the version ``identity``.
-    """
+    """Reads a whole file in as few reads as possible. Raises OSError, and SourceChanged if it is
+    not, or no longer, the version ``identity``."""
     parts: list[bytes] = []
     offset = reads = 0
     while offset < identity.size:

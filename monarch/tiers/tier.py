@@ -71,11 +71,9 @@ class Space:
 
 
 class Tier:
-    """The tier ``number`` (1 is the fastest) at ``path``. The constructor takes its lock.
-
-    Raises TierError if the directory cannot be created or belongs to another user, LockedError if
-    another daemon uses it.
-    """
+    """The tier ``number`` (1 is the fastest) at ``path``. The constructor takes its lock. Raises
+    TierError if the directory cannot be created or belongs to another user, LockedError if another
+    daemon uses it."""
 
     def __init__(
         self, number: int, name: str, path: Path, *, owner: Owner, known_as: str | None = None
@@ -149,10 +147,8 @@ class Tier:
         return True
 
     def remove_other_generations(self) -> int:
-        """Removes the copies that belong to no known snapshot; returns their number.
-
-        Files of other programs among them stay, and so does the directory then.
-        """
+        """Removes the copies that belong to no known snapshot; returns their number. Files of other
+        programs stay, and so do their directories."""
         removed = 0
         contents = Contents(self._root)
         for generation in contents.generations():
@@ -179,11 +175,8 @@ class Tier:
         return Contents(self._root).files(self._generation_name.removeprefix(Contents.PREFIX))
 
     def remove_stranger(self, path: str, *, before_ns: int, unless_size: int | None = None) -> bool:
-        """Removes a file without a record from this generation, unless it is newer than
-        ``before_ns``.
-
-        ``unless_size``: keep the file if it has this size, which is that of a record.
-        """
+        """Removes a file without a record, unless it is newer than ``before_ns`` or has the size
+        ``unless_size``, which is that of a record."""
         try:
             status = os.stat(path, dir_fd=self._generation, follow_symlinks=False)
             if status.st_ctime_ns >= before_ns:
@@ -203,10 +196,8 @@ class Tier:
         return self._generation
 
     def open(self, ino: Ino, identity: Identity) -> int:
-        """A descriptor of the committed copy of this version.
-
-        Raises OSError, ESTALE if the copy has another size, and BrokenSeal.
-        """
+        """A descriptor of the committed copy. Raises OSError, ESTALE for another size, and
+        BrokenSeal."""
         fd = self._opened_copy(ino)
         try:
             status = os.fstat(fd)
@@ -219,10 +210,8 @@ class Tier:
         return fd
 
     def verify(self, ino: Ino, identity: Identity, digest: bytes) -> None:
-        """Compares the copy on the disk with its xxh3-128 ``digest``, and seals it.
-
-        Raises OSError, ESTALE if it differs.
-        """
+        """Compares the copy on the disk with its xxh3-128 ``digest``, and seals it. Raises OSError,
+        ESTALE if it differs."""
         with closing_fd(self._opened_copy(ino)) as fd:
             before = os.fstat(fd)
             _require_size(before, identity)
@@ -325,11 +314,9 @@ class Tier:
         os.close(nothing)
 
     def reopen(self) -> None:
-        """Opens the directory now at PATH, after ``detach``; the descriptors keep their numbers.
-
-        It must be the same tier as before, with its copies, or an empty directory. Raises OSError,
-        TierError and LockedError.
-        """
+        """Opens the directory now at PATH, after ``detach``; the descriptors keep their numbers. It
+        must be the same tier, with its copies, or empty. Raises OSError, TierError and
+        LockedError."""
         where = os.fspath(self.path)
         os.stat(self.path)
         if self._mounted and not os.path.ismount(self.path):

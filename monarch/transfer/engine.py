@@ -279,8 +279,7 @@ class Engine:
 
     async def _has_room(self, flight: Flight, tier: Tier) -> bool:
         """Whether there is space for a copy that is still wanted, after all pending removals;
-        otherwise the copy is given up.
-        """
+        otherwise the copy is given up."""
         await self._removals[tier.number].wait()
         if not flight.is_abandoned and not self._controller.is_wanted(flight.ino):
             self._flights.give_up(flight, retry=False)
@@ -403,10 +402,8 @@ class Engine:
             self.running -= self._flights.leave(number)
 
     def _undo(self, flight: Flight) -> None:
-        """Removes a copy that was completed after it was given up.
-
-        Its record may have replaced that of another tier, whose copy then has no record.
-        """
+        """Removes a copy that was completed after it was given up. Its record may have replaced
+        that of another tier, whose copy then has none."""
         number = self._controller.dropped(flight.ino, flight.promote.size)
         for tier in {number, flight.promote.tier} - {SOURCE}:
             self.remove_copy(flight.ino, tier)

@@ -87,10 +87,8 @@ class TokenBucket:
         self._then = 0.0
 
     def take(self, count: int, now: float) -> float:
-        """Takes ``count`` bytes at ``now`` (seconds, monotonic); returns the seconds to wait.
-
-        The bucket may go into debt, so a request larger than the burst is delayed, not refused.
-        """
+        """Takes ``count`` bytes at ``now`` (seconds, monotonic); returns the seconds to wait. A
+        request larger than the burst is delayed, not refused: the bucket goes into debt."""
         if self._rate == 0:
             return 0.0
         self._level = min(self._burst, self._level + max(0.0, now - self._then) * self._rate)

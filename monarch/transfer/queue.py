@@ -83,11 +83,9 @@ class _Line:
 
 
 class Flights:
-    """All copies from submission to end, at most one for each item.
-
-    A flight waits in ``copies`` to be read from the source, or in ``contents`` to be written, by
-    the number of its tier, or a worker has it.
-    """
+    """All copies from submission to end, at most one for each item. A flight waits in ``copies`` to
+    be read from the source, or in ``contents`` to be written, by the number of its tier, or a
+    worker has it."""
 
     def __init__(self, tiers: Iterable[int], controller: Controller, buffer: Buffer) -> None:
         self.copies = {number: _Line() for number in tiers}

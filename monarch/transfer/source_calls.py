@@ -148,11 +148,8 @@ class SourceCalls:
         raise self.failed(ino, errno.ETIMEDOUT)
 
     async def run(self) -> None:
-        """Gives up the calls that have waited longer than the timeout, until cancelled.
-
-        The waiting time is counted in checks, not read from a clock: the time in which the daemon
-        was stopped does not count.
-        """
+        """Gives up the calls that have waited longer than the timeout, until cancelled. The time is
+        counted in checks: that in which the daemon was stopped does not count."""
         while True:
             if not self._checks:
                 self._called = trio.Event()

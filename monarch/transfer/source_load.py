@@ -101,11 +101,7 @@ class SourceLoad:
 
     def waited(self, now: float) -> float:
         """The total time in seconds in which readers have waited for the source; overlaps count
-        once.
-
-        For reads of the datapath it is an estimate: their durations are added, up to the elapsed
-        time.
-        """
+        once. For the datapath it is an estimate: durations are added, up to the elapsed time."""
         waited = self._waited + (now - self._since if self._in_flight else 0.0)
         traffic = self._datapath.source_traffic()
         elapsed, self._asked = max(0.0, now - self._asked), now

@@ -114,10 +114,8 @@ class SourceReader:
         self._pieces: trio.Nursery
 
     def begin(self, nursery: trio.Nursery) -> None:
-        """Reads pieces in ``nursery``, which must be that of the tasks that call ``turns``.
-
-        A nursery of its own would be closed at a cancellation while such a task still runs.
-        """
+        """Reads pieces in ``nursery``, that of the tasks that call ``turns``: one of its own would
+        be closed at a cancellation while such a task still runs."""
         self._pieces = nursery
 
     def expect(self) -> None:
@@ -166,10 +164,8 @@ class SourceReader:
         self.doubts.fetched(flight.ino, flight.identity, since_ns=since_ns)
 
     async def turns(self, ino: Ino, file: SourceFile, size: int) -> AsyncGenerator[Turn, None]:
-        """The bytes of a file in order. While no reader waits, pieces are read ahead.
-
-        Each turn stays in the buffer until the next is requested.
-        """
+        """The bytes of a file in order, read ahead while no reader waits. Each turn stays in the
+        buffer until the next is requested."""
         reading: deque[_Piece] = deque()
         offset = done = 0
         try:
@@ -226,11 +222,8 @@ class SourceReader:
 
     @asynccontextmanager
     async def _courtesy(self, ino: Ino, file: SourceFile | None, end: int) -> AsyncIterator[None]:
-        """Surrounds a read of the source: waits first while readers have priority.
-
-        It does not wait if a reader has just read the file beyond ``end``: that read costs the
-        source nothing.
-        """
+        """Surrounds a read of the source: waits first while readers have priority, unless a reader
+        has just read the file beyond ``end``: that read costs the source nothing."""
         while not self._may_read():
             if file is not None:
                 reached = max(file.read_up_to, self._source_load.reached(ino))

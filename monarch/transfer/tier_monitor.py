@@ -99,9 +99,7 @@ class _MonitoredTier:
 
 class TierMonitor:
     """``keep_free`` has, per tier, the bytes of its file system that copies leave free.
-
-    ``datapath`` reads copies, too, and is called when readers must bypass a tier.
-    """
+    ``datapath`` reads copies, too, and is called when readers must bypass a tier."""
 
     def __init__(
         self,
@@ -172,10 +170,7 @@ class TierMonitor:
         size: int = 0,
     ) -> T:
         """Runs a function that changes a tier, with ``files`` files and ``size`` bytes, in a
-        thread.
-
-        A cancelled caller still waits for its end. Raises TierError.
-        """
+        thread. A cancelled caller waits for its end. Raises TierError."""
         monitored = self._monitored[tier.number]
         call = _Call(reads=False, files=files, size=size)
         try:

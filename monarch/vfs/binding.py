@@ -86,9 +86,7 @@ class Binding:
 
 class Bindings:
     """The open files of one mount: those that are bound here, and those that ``fast`` has open.
-
-    ``held_bytes`` are the bytes of fetched files that bindings keep in memory.
-    """
+    ``held_bytes`` are the bytes of fetched files in memory."""
 
     def __init__(self, fast: FastPath | None) -> None:
         self._fast = fast

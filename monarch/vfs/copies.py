@@ -105,10 +105,8 @@ class Copies:
             self._records.confirm(ino, record)
 
     async def read(self, binding: Binding, offset: int, size: int) -> bytes | bytearray | None:
-        """``size`` bytes of a bound copy, fewer only at the end of the file.
-
-        None if they cannot be read: the caller continues at the source.
-        """
+        """``size`` bytes of a bound copy, fewer only at its end; None if the caller must continue
+        at the source."""
         size = min(size, max(0, binding.size - offset))
         data: bytes | bytearray
         try:

@@ -42,10 +42,8 @@ class Tally:
 
 
 class FastPath(Protocol):
-    """The datapath, which opens and reads files outside the interpreter.
-
-    Only ``register`` waits, for a disk: call it in a thread.
-    """
+    """The datapath, which opens and reads files outside the interpreter. Only ``register`` waits,
+    for a disk: call it in a thread."""
 
     def register(self, fd: int, tier: int) -> int: ...
     def unregister(self, backing_id: int) -> None: ...

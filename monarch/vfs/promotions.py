@@ -48,11 +48,8 @@ class Promotions:
         self.has_place = self._engine.has_place
 
     def opened(self, attributes: Attributes) -> Promote | None:
-        """Called before a file is opened at the source: what to copy, if anything.
-
-        Copies that must leave for it are removed at once. The caller must ``submit`` or
-        ``abandon`` the promotion.
-        """
+        """Called before a file is opened at the source: what to copy, if anything. Copies that must
+        leave for it are removed. The caller must ``submit`` or ``abandon`` the promotion."""
         promote = self._controller.opened(Item.of(attributes))
         if promote is None:
             return None
@@ -78,11 +75,9 @@ class Promotions:
             self.submit(promote, attributes.identity, content=content)
 
     async def run(self) -> None:
-        """Offers files that stay open at the source again and again, until cancelled.
-
-        A copy may have been refused or given up while a tier was full or out of service, and the
-        next first open of a large file may be days away.
-        """
+        """Offers files that stay open at the source again and again, until cancelled: a copy may
+        have been given up while a tier was full, and the next first open of a large file may be
+        days away."""
         while True:
             await trio.sleep(self._retry_s)
             for binding in self._bindings.all():
@@ -121,11 +116,8 @@ class Promotions:
         return 0 if flight is None else flight.copied
 
     def evict(self, ino: Ino) -> int:
-        """Removes a copy on request; its size in bytes, 0 if there was none.
-
-        Processes that have it open continue to read it. A running copy is given up, and a wanted
-        one is not made.
-        """
+        """Removes a copy on request; its size in bytes, 0 if there was none. A running copy is
+        given up, a wanted one is not made. Processes that have it open continue to read it."""
         self._residency.unwant(ino)
         tier = self._residency.tier_of(ino)
         if (binding := self._bindings.get(ino)) is not None:

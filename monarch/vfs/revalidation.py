@@ -190,11 +190,9 @@ class Revalidation:
             log.info("%s is back at the source", self._names.path_text(ino))
 
     async def _can_be_gone(self, known: Attributes) -> bool:
-        """Whether a directory above was changed, as it is when a name is removed from it.
-
-        A distributed file system that has lost a server may deny files that exist, which is then
-        no reason to forget them. Raises SourceError.
-        """
+        """Whether a directory above was changed, as it is when a name is removed from it. A
+        distributed file system that has lost a server may deny files that exist. Raises
+        SourceError."""
         while known.ino != ROOT_INO:
             known = self._names.attributes(known.parent)
             now = await self._source_calls.status(known.ino, self._names.path(known.ino))

@@ -102,11 +102,8 @@ class SourceFiles:
         )
 
     async def notice_rewriting(self, ino: Ino, file: SourceFile) -> None:
-        """Compares a file that other processes have open with its entry.
-
-        If it was overwritten in place, pages of its old version must not be mixed with the new
-        ones. Raises SourceError.
-        """
+        """Compares a file that other processes have open with its entry: if it was overwritten in
+        place, pages of both versions must not be mixed. Raises SourceError."""
         file.retain()
         try:
             now = await self.identity_now(ino, file)
@@ -141,11 +138,9 @@ class SourceFiles:
         return data
 
     async def _require_version(self, ino: Ino, file: SourceFile) -> None:
-        """Raises SourceError, ESTALE, if a file that may have been read was overwritten.
-
-        Where the kernel sends opens, the next open drops its pages of the old version. Here they
-        would be mixed with the bytes that were read now.
-        """
+        """Raises SourceError, ESTALE, if a file that may have been read was overwritten: where the
+        kernel sends no opens, its pages of the old version would be mixed with the bytes read
+        now."""
         now = await self._calls.call(ino, identity_now, file.fd)
         then = identity_of(file.status)
         if (now.size, now.mtime_ns) != (then.size, then.mtime_ns):
