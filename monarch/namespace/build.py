@@ -34,7 +34,7 @@ from monarch.units import MiB
 _TRANSACTION_BYTES = 32 * MiB
 _FIRST_MAP_BYTES = 1024 * MiB
 
-_UNREADABLE_PATHS_TOLD = 20
+_UNREADABLE_PATHS_SHOWN = 20
 _PROGRESS_SECONDS = 0.1
 
 # An inode number is 32 bits wide in the file.
@@ -235,9 +235,9 @@ class _Writer:
             self._firsts.append(self.entries + 1)
             if batch.closed:
                 self._closed.append(batch.directory)
-                self._tell_unreadable(batch.path)
+                self._add_unreadable(batch.path)
         for path in batch.unreadable:
-            self._tell_unreadable(path)
+            self._add_unreadable(path)
         self._records += batch.records
         self._names += batch.names
         self._links += batch.links
@@ -330,9 +330,9 @@ class _Writer:
                 self._environment.set_mapsize(self._map_bytes)
             self._transaction = self._environment.begin(write=True)
 
-    def _tell_unreadable(self, path: bytes) -> None:
+    def _add_unreadable(self, path: bytes) -> None:
         self._unreadable += 1
-        if len(self._unreadable_paths) < _UNREADABLE_PATHS_TOLD:
+        if len(self._unreadable_paths) < _UNREADABLE_PATHS_SHOWN:
             self._unreadable_paths.append(printable(path) or ".")
 
     def _flag_closed(self) -> None:

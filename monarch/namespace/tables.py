@@ -279,10 +279,10 @@ def _are_strings(block: memoryview, count: int) -> bool:
 
 def _are_spans(table: _Table, info: SnapshotSummary) -> bool:
     """Whether the first children of all directories are entries of the table."""
-    low, left = 1, info.directories
+    low, directories = 1, info.directories
     for number in range(len(table.views)):
         block = table.block(number)
-        count = min(schema.BLOCK, left - number * schema.BLOCK) + 1
+        count = min(schema.BLOCK, directories - number * schema.BLOCK) + 1
         if len(block) != 4 * count:
             return False
         firsts = np.frombuffer(block, dtype="<u4").astype(np.int64)

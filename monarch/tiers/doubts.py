@@ -30,16 +30,16 @@ class SourceClock:
     """A lower bound of the source's clock. ``newest_ns`` is the newest time known at ``at_ns``."""
 
     def __init__(self, newest_ns: int, at_ns: int) -> None:
-        self._told_ns = newest_ns
+        self._newest_ns = newest_ns
         self._at_ns = at_ns
 
-    def told(self, time_ns: int, at_ns: int) -> None:
+    def observe(self, time_ns: int, at_ns: int) -> None:
         if time_ns > self.at(at_ns):
-            self._told_ns, self._at_ns = time_ns, at_ns
+            self._newest_ns, self._at_ns = time_ns, at_ns
 
     def at(self, at_ns: int) -> int:
         passed = at_ns - self._at_ns
-        return self._told_ns + passed - abs(passed) // _DRIFT
+        return self._newest_ns + passed - abs(passed) // _DRIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Doubts:
         """Records that a file was fetched as version ``identity``, at ``since_ns`` or later."""
         # A program can set the modification time; the change time is of the source's clock.
         changed = identity.ctime_ns or identity.mtime_ns
-        self._clock.told(changed, since_ns)
+        self._clock.observe(changed, since_ns)
         now = self._clock.at(since_ns)
         newest = max(changed, identity.mtime_ns if identity.mtime_ns <= now else changed)
         if newest <= now - WINDOW_NS:

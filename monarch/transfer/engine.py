@@ -399,7 +399,7 @@ class Engine:
         """Gives up all flights of a tier; hanging ones are abandoned."""
         self._flights.give_up_waiting(number)
         if not self._monitor.is_responsive(number):
-            self.running -= self._flights.leave(number)
+            self.running -= self._flights.abandon(number)
 
     def _undo(self, flight: Flight) -> None:
         """Removes a copy that was completed after it was given up. Its record may have replaced

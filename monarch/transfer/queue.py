@@ -139,14 +139,14 @@ class Flights:
             for flight in line.take():
                 self.give_up(flight, retry=True)
 
-    def leave(self, tier: int) -> int:
+    def abandon(self, tier: int) -> int:
         """Abandons the running flights of a hanging tier; returns their number."""
-        left = [flight for flight in self._flights.values() if flight.promote.tier == tier]
-        for flight in left:
+        abandoned = [flight for flight in self._flights.values() if flight.promote.tier == tier]
+        for flight in abandoned:
             flight.is_abandoned = True
             del self._flights[flight.ino]
             self._controller.abandoned(flight.promote.item, tier, retry=True)
-        return len(left)
+        return len(abandoned)
 
     def give_up(self, flight: Flight, *, retry: bool) -> None:
         self.forget(flight)

@@ -183,16 +183,16 @@ class SourceReader:
                 self.metrics.source_bytes[1] += turn.read_bytes
                 yield turn
                 piece = reading.popleft()
-                self._let_go(piece)
+                self._free(piece)
                 done += 1
                 if turn.size < piece.count:
                     # The file became shorter: pieces after its end are not needed.
                     break
         finally:
             for piece in reading:
-                self._let_go(piece)
+                self._free(piece)
 
-    def _let_go(self, piece: _Piece) -> None:
+    def _free(self, piece: _Piece) -> None:
         self._ahead -= piece.is_ahead
         self.buffer.used -= piece.held_bytes
 

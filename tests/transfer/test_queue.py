@@ -42,8 +42,8 @@ def test_a_copy_in_progress_to_a_tier_that_hangs_keeps_its_bytes() -> None:
     flights, controller, ledger, buffer = queue()
     flights.put(flight(controller, 1, bytes(10)))
     (under_way,) = flights.contents[1].take()
-    assert flights.leave(2) == 0
-    assert flights.leave(1) == 1
+    assert flights.abandon(2) == 0
+    assert flights.abandon(1) == 1
     assert under_way.is_abandoned
     assert flights.get(Ino(1)) is None
     # A worker still has them: they are free when it is done.
