@@ -24,6 +24,7 @@ import struct
 import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -273,6 +274,7 @@ def _leaf_node(page: bytes, offset: int) -> tuple[bytes, int, int, int]:
 # -- the mapped file -------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Mapping:
     """A snapshot file mapped by LMDB, which refuses to map one twice in a process: all users of a
     file share its mapping, as a daemon that refreshes the snapshot that it serves."""
@@ -280,13 +282,10 @@ class Mapping:
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _open: ClassVar[dict[tuple[int, int], Mapping]] = {}
 
-    def __init__(
-        self, identity: tuple[int, int], environment: lmdb.Environment, memory: int = -1
-    ) -> None:
-        self._identity = identity
-        self.environment = environment
-        self._memory = memory
-        self._users = 0
+    _identity: tuple[int, int]
+    environment: lmdb.Environment
+    _memory: int = -1
+    _users: int = 0
 
     @classmethod
     def acquire(cls, path: Path, *, memory_max: int) -> Mapping:
@@ -302,8 +301,7 @@ class Mapping:
                     raise
                 status = os.fstat(memory)
                 identity = status.st_dev, status.st_ino
-                made = cls._open[identity] = cls(identity, environment, memory)
-                made._users = 1
+                made = cls._open[identity] = cls(identity, environment, memory, _users=1)
                 return made
             while True:
                 identity = check_trailer(path)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -31,22 +32,16 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
-    __slots__ = ("abandoned", "args", "begun_s", "function", "result", "task")
+    """``task`` is None if no task waits for the result."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        task: trio.lowlevel.Task | None,
-    ) -> None:
-        self.function = function
-        self.args = args
-        # None if no task waits for the result.
-        self.task = task
-        self.begun_s = time.monotonic()
-        self.abandoned = False
-        self.result: outcome.Outcome[Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    task: trio.lowlevel.Task | None
+    begun_s: float = field(default_factory=time.monotonic)
+    abandoned: bool = False
+    result: outcome.Outcome[Any] = field(init=False)
 
 
 class ThreadPool:

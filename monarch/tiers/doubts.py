@@ -26,12 +26,12 @@ _SECOND_NS = 1_000_000_000
 _DRIFT = 10_000
 
 
+@dataclass(slots=True, eq=False)
 class SourceClock:
-    """A lower bound of the source's clock. ``newest_ns`` is the newest time known at ``at_ns``."""
+    """A lower bound of the source's clock: its newest time known at ``_at_ns``."""
 
-    def __init__(self, newest_ns: int, at_ns: int) -> None:
-        self._newest_ns = newest_ns
-        self._at_ns = at_ns
+    _newest_ns: int
+    _at_ns: int
 
     def observe(self, time_ns: int, at_ns: int) -> None:
         if time_ns > self.at(at_ns):

@@ -255,17 +255,10 @@ class Tier:
 
     def stage(self, ino: Ino) -> Staged:
         """A new stage, in which a copy is invisible until it is committed. Raises OSError."""
-        fd = opened_in(self._root, f"stage/{ino}.part", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        name = f"stage/{ino}.part"
+        fd = opened_in(self._root, name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         failpoints.failpoint("copy-staged")
-        return Staged(self, ino, fd)
-
-    def _commit(self, ino: Ino) -> None:
-        self._into_generation(f"stage/{ino}.part", ino)
-        failpoints.failpoint("copy-renamed")
-
-    def _discard(self, ino: Ino) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(f"stage/{ino}.part", dir_fd=self._root)
+        return Staged(self, ino, name, fd)
 
     def _into_generation(self, name: str, ino: Ino) -> None:
         target = copy_name(ino)
@@ -346,9 +339,10 @@ class Tier:
 class Staged:
     """A copy that is being written. Leaving the ``with`` block without ``commit`` removes it."""
 
-    def __init__(self, tier: Tier, ino: Ino, fd: int) -> None:
+    def __init__(self, tier: Tier, ino: Ino, name: str, fd: int) -> None:
         self._tier = tier
         self._ino = ino
+        self._name = name
         self._fd = fd
         self._digest = xxhash.xxh3_128()
         self.size = 0
@@ -363,7 +357,8 @@ class Staged:
     def close(self) -> None:
         os.close(self._fd)
         if not self._committed:
-            self._tier._discard(self._ino)
+            with suppress(FileNotFoundError):
+                os.unlink(self._name, dir_fd=self._tier._root)
 
     def append(self, data: bytes | memoryview) -> None:
         """Appends bytes to the copy. Holes stay holes. Raises OSError, also ENOSPC."""
@@ -386,7 +381,8 @@ class Staged:
         if self._tier.seals:
             put_seal(self._fd, self._ino, identity)
         failpoints.failpoint("copy-sealed")
-        self._tier._commit(self._ino)
+        self._tier._into_generation(self._name, self._ino)
+        failpoints.failpoint("copy-renamed")
         self._committed = True
         return self._digest.digest()
 

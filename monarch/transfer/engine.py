@@ -242,15 +242,14 @@ class Engine:
         self.running += len(batch)
         try:
             yield
-        except (OSError, MonarchError) as error:
-            for flight in batch:
-                self._failed(flight, error)
         except Exception as error:
-            self._limiter.exception(
-                log,
-                "unforeseen",
-                "internal error in a copy: it will be tried again. This is a bug, please report it",
-            )
+            if not isinstance(error, OSError | MonarchError):
+                self._limiter.exception(
+                    log,
+                    "unforeseen",
+                    "internal error in a copy: it will be tried again."
+                    " This is a bug, please report it",
+                )
             for flight in batch:
                 self._failed(flight, error)
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 # If this many copies cannot be read within the time below, the disk is to blame.
 _BAD_COPIES = 8
@@ -35,15 +35,13 @@ class Outage:
         return not (self.slow or self.moved)
 
 
+@dataclass(slots=True)
 class _Tries:
     """The time of the next try of a tier, and the recent failures to read it."""
 
-    __slots__ = ("bad_s", "next_s", "pause_s")
-
-    def __init__(self, pause_s: float) -> None:
-        self.pause_s = pause_s
-        self.next_s = -math.inf
-        self.bad_s: deque[float] = deque(maxlen=_BAD_COPIES)
+    pause_s: float
+    next_s: float = -math.inf
+    bad_s: deque[float] = field(default_factory=lambda: deque(maxlen=_BAD_COPIES))
 
 
 class Outages:

@@ -37,17 +37,15 @@ class Flight:
         return self.promote.ino
 
 
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Counts the bytes in memory between the source and the tiers, at most ``most``."""
 
-    __slots__ = ("_most", "used")
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.used = 0
+    most: int
+    used: int = 0
 
     def has_room(self, size: int) -> bool:
-        return self.used + size <= self._most
+        return self.used + size <= self.most
 
 
 class _Line:

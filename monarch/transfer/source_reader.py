@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import outcome
@@ -67,17 +67,15 @@ class Turn:
         return sum(map(len, self.pieces))
 
 
+@dataclass(slots=True, eq=False)
 class _Piece:
     """A part of a large file. ``is_ahead``: it is read before the previous one is written."""
 
-    __slots__ = ("count", "done", "is_ahead", "offset", "result")
-
-    def __init__(self, offset: int, count: int, *, is_ahead: bool) -> None:
-        self.offset = offset
-        self.count = count
-        self.is_ahead = is_ahead
-        self.done = trio.Event()
-        self.result: outcome.Value[Turn] | outcome.Error
+    offset: int
+    count: int
+    is_ahead: bool
+    done: trio.Event = field(default_factory=trio.Event)
+    result: outcome.Value[Turn] | outcome.Error = field(init=False)
 
     @property
     def held_bytes(self) -> int:
