@@ -510,7 +510,6 @@ class Namespace(Tree):
             self._taken(parent, name)
 
     def _unname(self, node: Node, parent: Ino, name: bytes, now_ns: int) -> None:
-        """Takes a name from an inode."""
         node.ctime_ns = now_ns
         del node.names[parent, name]
         if node.names:

@@ -344,7 +344,6 @@ def _packed(node: Node, refreshed: Attributes | None) -> bytes:
 
 
 def _unpacked(packed: bytes) -> tuple[Node, Attributes | None]:
-    """The inverse of ``_packed``."""
     node, refreshed = marshal.loads(packed)
     return Node(*node), None if refreshed is None else Attributes(*refreshed)
 

@@ -73,7 +73,6 @@ class Spill:
             raise
 
     async def answers(self) -> None:
-        """Waits until the disk answers."""
         while self._calls.is_stuck:
             await trio.sleep(_LOOK_S)
 

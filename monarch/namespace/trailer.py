@@ -318,7 +318,7 @@ class Mapping:
                 return mapping
 
     def size(self) -> int:
-        """The size of a page, in bytes."""
+        """The size of the database, in bytes."""
         pages: int = self.environment.info()["last_pgno"] + 1
         return pages * int(self.environment.stat()["psize"])
 

@@ -89,7 +89,6 @@ class Ledger:
         self._disk[tier] -= size
 
     def cancel(self, tier: int, size: int) -> None:
-        """Releases a reservation."""
         _require_size(size)
         if size > self.reserved(tier):
             raise ValueError(f"tier {tier}: {size} bytes of {self._reserved[tier]} reserved")
@@ -97,7 +96,6 @@ class Ledger:
         self._disk[tier] += size
 
     def release(self, tier: int, size: int) -> None:
-        """Releases the bytes of a removed copy."""
         _require_size(size)
         if size > self.used(tier):
             raise ValueError(f"tier {tier}: {size} bytes of {self._used[tier]} used")

@@ -140,7 +140,6 @@ class Hierarchy:
         return True
 
     def held(self, tier: Tier) -> Held:
-        """The recorded copies of one tier."""
         inos: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         sizes: list[npt.NDArray[np.uint64]] = [np.empty(0, np.uint64)]
         for found, tiers, found_sizes in self.records.load():

@@ -107,7 +107,6 @@ class FileSystem:
         return self.writing.space.statfs() if self.writing is not None else None
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        """The background tasks by name."""
         return {"visits": self.readers.run, "sizes": self._kernel.run}
 
 
