@@ -23,14 +23,10 @@ void absorbed_free(struct absorbed *absorbed) {
     pthread_mutex_destroy(&absorbed->lock);
 }
 
-/* Consecutive inode numbers are spread over the table. */
-static size_t first_place(const struct absorbed *absorbed, uint64_t ino) {
-    return (size_t)(ino * 0x9e3779b97f4a7c15 >> 20) & (absorbed->room - 1);
-}
-
 /* The place of an inode, or the free place for it. The lock must be held, and one place be free. */
 static size_t place_of(const struct absorbed *absorbed, uint64_t ino) {
-    size_t place = first_place(absorbed, ino);
+    /* Consecutive inode numbers are spread over the table. */
+    size_t place = (size_t)(ino * 0x9e3779b97f4a7c15 >> 20) & (absorbed->room - 1);
     while (absorbed->keys[place] != FREE && absorbed->keys[place] != ino)
         place = (place + 1) & (absorbed->room - 1);
     return place;

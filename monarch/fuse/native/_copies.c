@@ -23,11 +23,6 @@ uint8_t copies_tier(struct datapath *dp, uint64_t ino, struct identity *version)
     return names_version(&dp->names, ino, version) == NAMES_YES ? tier : 0;
 }
 
-static bool is_same(const struct identity *a, const struct identity *b) {
-    return a->size == b->size && a->source_ino == b->source_ino && a->mtime_ns == b->mtime_ns &&
-           a->ctime_ns == b->ctime_ns;
-}
-
 /* Whether the copy of ``ino`` is the committed one of that version: its modification time is its
  * seal (tiers/contents.py). Other copies go to Python, which compares digests. */
 bool copies_is_sealed(const struct tier *tier, int fd, uint64_t ino,
@@ -46,5 +41,7 @@ bool copies_is_sealed(const struct tier *tier, int fd, uint64_t ino,
 bool copies_is_current(struct datapath *dp, uint64_t ino, uint8_t tier,
                        const struct identity *version) {
     struct identity now;
-    return copies_tier(dp, ino, &now) == tier && is_same(&now, version);
+    return copies_tier(dp, ino, &now) == tier && now.size == version->size &&
+           now.source_ino == version->source_ino && now.mtime_ns == version->mtime_ns &&
+           now.ctime_ns == version->ctime_ns;
 }

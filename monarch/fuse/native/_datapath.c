@@ -20,6 +20,8 @@ static void end_session(struct datapath *dp, int error) {
 /* Whether this thread takes waiting requests itself when it has answered one. */
 static _Thread_local bool is_reader;
 
+static bool spawn(struct datapath *dp);
+
 static void *reader_main(void *argument) {
     struct thread *thread = argument;
     struct datapath *dp = thread->dp;
@@ -47,7 +49,8 @@ static void *reader_main(void *argument) {
         uint64_t begin = now_ns();
         /* Strings end within the message, whatever the kernel says. */
         thread->message[size] = 0;
-        spawn_if_none_is_idle(dp);
+        if (__atomic_load_n(&dp->idle, __ATOMIC_RELAXED) <= 0)
+            spawn(dp);
         STORE(thread->begin_ns, begin);
         dispatch(thread, request, begin);
         STORE(thread->begin_ns, 0);
@@ -108,11 +111,6 @@ static bool spawn(struct datapath *dp) {
     }
     pthread_mutex_unlock(&dp->threads_lock);
     return started;
-}
-
-void spawn_if_none_is_idle(struct datapath *dp) {
-    if (__atomic_load_n(&dp->idle, __ATOMIC_RELAXED) <= 0)
-        spawn(dp);
 }
 
 void spawn_for_work(struct datapath *dp) {

@@ -318,7 +318,6 @@ void interrupt(struct datapath *dp, uint64_t unique);
 
 /* -- _datapath.c ------------------------------------------------------------------------------- */
 
-void spawn_if_none_is_idle(struct datapath *dp);
 /* Passes Python's answer to the kernel. ``header->unique`` is a number of the pending table. */
 void carry_back(struct datapath *dp, struct out_header *header);
 /* Starts one more thread, unless the caller will take the work itself. */
