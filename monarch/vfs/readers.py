@@ -119,7 +119,7 @@ class Readers:
         if ino >= WRITTEN_INO:
             # It has no copy.
             if self._written is not None:
-                self._written.unlinked.read_past(ino)
+                self._written.unlinked.closed_by_readers(ino)
             return
         self._promotions.forget_copy(ino)
         if self._kernel.sends_opens:

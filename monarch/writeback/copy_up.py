@@ -33,7 +33,7 @@ _ATTEMPTS = 3
 
 @dataclass(eq=False, repr=False)
 class CopyUp:
-    """Belongs to the event loop. ``copied`` is called with each inode that has got an object."""
+    """Belongs to the event loop. ``copied_up`` is called with each inode that has got an object."""
 
     _names: Namespace
     _gate: WriteGate
@@ -44,7 +44,7 @@ class CopyUp:
     _source: SourceFiles
     _drained: DrainedObjects
     _unlinked: UnlinkedFiles
-    _copied: Callable[[Ino], None]
+    _copied_up: Callable[[Ino], None]
     # Files that are being copied: other tasks that need them wait.
     _copying: dict[Ino, trio.Event] = field(default_factory=dict, init=False)
 
@@ -109,11 +109,11 @@ class CopyUp:
                 was=was,
             )
         )
-        self._copied(ino)
+        self._copied_up(ino)
         self._recorder.copied_up(number, by)
         self._files.opened(node, fd, created=False, by=by if keep else None)
         if staged >= 0:
-            await self._files.go_on_there(node, staged)
+            await self._files.continue_at_source(node, staged)
         if not keep:
             self._files.release(ino)
         return node
@@ -125,7 +125,7 @@ class CopyUp:
             identity = (names.at_source(ino) or names.attributes(ino)).identity
             path = names.visible_path(ino) if names.is_written(ino) else names.path(ino)
             try:
-                return await calls.call(ino, _copied, calls.source, path, identity, fd, empty)
+                return await calls.call(ino, _copy_file, calls.source, path, identity, fd, empty)
             except SourceChanged:
                 if attempts == _ATTEMPTS:
                     raise
@@ -150,7 +150,7 @@ class _NoRoomError(Exception):
     """The tier is full."""
 
 
-def _copied(
+def _copy_file(
     source: Source, path: bytes, identity: Identity, fd: int, empty: bool
 ) -> dict[bytes, bytes]:
     """Copy a whole file of the source into ``fd``; its attributes in the namespace "user".

@@ -200,8 +200,8 @@ def inspect(directory: Path) -> Inspection:
     through = {op.object for _, op in ops if op.kind == "through"}
     names = names_of(ops, contents)
     objects = Objects(directory)
-    gone = {op.object for _, op in ops if op.kind == "gone"}
-    unknown = objects.numbers() - found.all_doubted - ({op.object for _, op in ops} - gone)
+    removed = {op.object for _, op in ops if op.kind == "gone"}
+    unknown = objects.numbers() - found.all_doubted - ({op.object for _, op in ops} - removed)
     waiting = [
         Waiting(
             path=names[number][0],

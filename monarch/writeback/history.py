@@ -60,21 +60,21 @@ def without(ops: Sequence[Numbered], lost: Container[int]) -> Iterator[Numbered]
     so an unlink is inserted; it may find no file. A rename over a file that is left out replaces
     the file that this one had replaced.
     """
-    taken = {op.object: op for _, op in ops if op.kind == "take" and op.object in lost}
+    copied_up = {op.object: op for _, op in ops if op.kind == "take" and op.object in lost}
     # The renames of lost files over other files, by their present target names.
     replaced: dict[bytes, Op] = {}
     for seq, op in ops:
         if op.kind == "rename" and not op.object and replaced:
             replaced = {moved(name, op): rename for name, rename in replaced.items()}
         if op.kind == "rename":
-            op = _over_remaining(op, taken, replaced.get(op.to))
+            op = _over_remaining(op, copied_up, replaced.get(op.to))
         if op.object not in lost:
             if op.kind == "rename":
                 replaced.pop(op.to, None)
             yield seq, op
-        elif op.object in taken:
+        elif op.object in copied_up:
             if op.kind not in ("take", "content", "gone"):
-                yield seq, replace(op, object=0, was=op.was or taken[op.object].was)
+                yield seq, replace(op, object=0, was=op.was or copied_up[op.object].was)
         elif op.kind in ("rename", "unlink"):
             if rename := replaced.pop(op.path, None):
                 yield seq, _unlink_of_replaced(rename, op)
@@ -82,14 +82,14 @@ def without(ops: Sequence[Numbered], lost: Container[int]) -> Iterator[Numbered]
                 replaced[op.to] = op
 
 
-def _over_remaining(rename: Op, taken: Mapping[int, Op], earlier: Op | None) -> Op:
+def _over_remaining(rename: Op, copied_up: Mapping[int, Op], earlier: Op | None) -> Op:
     """The rename with the file that it replaces when lost files are left out.
 
     Instead of a lost file it replaces the file of the source that was copied up into it, or the
     file that ``earlier`` had replaced, the rename of the lost file to this name.
     """
-    if rename.over_object in taken:
-        was = rename.over or taken[rename.over_object].was
+    if rename.over_object in copied_up:
+        was = rename.over or copied_up[rename.over_object].was
         return replace(rename, over_object=0, over=was)
     if earlier is not None:
         return replace(
@@ -128,8 +128,8 @@ def shortened(ops: Sequence[Numbered], done: Done) -> list[Numbered]:
     """
     removed = _removed(ops, done)
     kept = [it for it in without(ops, removed) if not _removes_nothing(it[1], removed)]
-    gone = _gone(kept, done)
-    return _without_obsolete((it for it in kept if _number(it[1]) not in gone), done)
+    obsolete = _obsolete_entries(kept, done)
+    return _without_obsolete((it for it in kept if _number(it[1]) not in obsolete), done)
 
 
 def _removes_nothing(op: Op, removed: Container[int]) -> bool:
@@ -192,7 +192,7 @@ def _number(op: Op) -> int:
     return 0 if op.object or op.kind in ("gone", "through") else op.ino
 
 
-def _gone(ops: Iterable[Numbered], done: Done) -> set[int]:
+def _obsolete_entries(ops: Iterable[Numbered], done: Done) -> set[int]:
     """The inode numbers of entries without objects that have left no trace.
 
     Such an entry was created and removed again, both also at the source, and no operation that is

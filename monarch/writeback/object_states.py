@@ -198,10 +198,10 @@ class ObjectStates:
                 self._through[number] = op.path
         return had
 
-    def keep(self, known: Collection[int], gone: Collection[int]) -> None:
-        """Keep nothing of objects that are ``gone``; only ``known`` ones may leave the tier."""
+    def keep(self, known: Collection[int], removed: Collection[int]) -> None:
+        """Keep nothing of objects that are ``removed``; only ``known`` ones may leave the tier."""
         for number in self.drained.keys() - known:
             del self.drained[number]
         self._safe_only_here.intersection_update(known)
-        for number in gone:
+        for number in removed:
             self.forget(number)

@@ -151,13 +151,13 @@ class ObjectTable:
 
         Files in ``busy`` stay. ``is_done`` returns whether the source has the change with that seq.
         """
-        freed = left = 0
+        freed = count_freed = 0
         for number in list(self.states.drained):
-            if freed >= size and left >= count:
+            if freed >= size and count_freed >= count:
                 return
             if (node := self._idle(number, busy, is_done)) is not None:
                 freed += self.states.size(number)
-                left += 1
+                count_freed += 1
                 yield node
 
     def _idle(
@@ -193,15 +193,15 @@ class ObjectTable:
         ``done``: those that the source has, with what was published.
         """
         had = self.states.take_up(ops, done)
-        gone = {op.object for _, op in ops if op.kind == "gone"}
+        removed = {op.object for _, op in ops if op.kind == "gone"}
         found = []
         for node in self._names.nodes():
-            if node.object in gone and node.names:
+            if node.object in removed and node.names:
                 there = self._names.at_source(node.ino)
                 identity = had.get(node.object) or (there.identity if there is not None else None)
                 if identity is not None:
                     self._read_at_source(node, identity)
-            if node.object in gone:
+            if node.object in removed:
                 # The file was removed, maybe before the source had anything of it.
                 node.object = 0
             if node.object:
@@ -211,8 +211,8 @@ class ObjectTable:
                 # No process has it open.
                 self._names.forget_node(node.ino)
         known = {node.object for node in found}
-        self._know_unshown(ops, known | gone)
-        self.states.keep(known, gone)
+        self._know_unshown(ops, known | removed)
+        self.states.keep(known, removed)
         return found
 
     def _know_unshown(self, ops: Sequence[Numbered], known: Container[int]) -> None:

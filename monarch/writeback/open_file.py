@@ -23,7 +23,7 @@ from monarch.namespace.overlay import Node
 from monarch.posix.credentials import Credentials
 from monarch.tiers.source import SourceFile
 from monarch.transfer.source_calls import SourceCalls
-from monarch.types import Ino, file_now_ns
+from monarch.types import Ino
 from monarch.writeback.tier_objects import TierObjects
 
 Args = TypeVarTuple("Args")
@@ -111,10 +111,6 @@ class FileBytes(ABC):
         """Take over size, blocks and times; whether this place tells them."""
         return False
 
-    def grown(self, node: Node, size: int) -> bool:
-        """The file was written up to ``size``; whether that had to be noted."""
-        return False
-
 
 @dataclass(slots=True, eq=False)
 class ObjectBytes(FileBytes):
@@ -170,10 +166,6 @@ class StagedBytes(FileBytes):
         size = node.size
         await self.run(os.fsync)
         return size
-
-    def grown(self, node: Node, size: int) -> bool:
-        node.grow(size, file_now_ns())
-        return True
 
     def close(self) -> None:
         for fd in (self.fd, self._before):

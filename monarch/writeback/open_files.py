@@ -24,7 +24,7 @@ from monarch.placement.residency import SOURCE
 from monarch.posix.credentials import ROOT, Credentials
 from monarch.posix.files import closing_fd, copy_data
 from monarch.tiers.source import SourceFile
-from monarch.types import WRITTEN_INO, Ino
+from monarch.types import WRITTEN_INO, Ino, file_now_ns
 from monarch.writeback.commits import FsyncFailures
 from monarch.writeback.drain import Drain
 from monarch.writeback.object_table import ObjectTable
@@ -72,10 +72,6 @@ class WrittenFiles:
 
     def is_open(self, ino: Ino) -> bool:
         return ino in self._opens.files
-
-    def is_open_at_source(self, ino: Ino) -> bool:
-        file = self._opens.files.get(ino)
-        return file is not None and file.place.is_from_source
 
     def is_outdated(self, ino: Ino) -> bool:
         """Whether the kernel's pages of a file that was opened are to go; true only once."""
@@ -184,7 +180,8 @@ class WrittenFiles:
             file.node.drop_privileges()
         async with self._changing(file, offset):
             written = await self._with_room(file, len(content), _write_all, content, offset)
-            file.place.grown(file.node, offset + written)
+            if file.is_write_through:
+                file.node.grow(offset + written, file_now_ns())
             return written
 
     async def truncate(self, node: Node, size: int, *, by: Credentials) -> None:
@@ -198,7 +195,7 @@ class WrittenFiles:
                     self._objects.on_disk.forget_failure(file.object)
                 if file.is_write_through:
                     node.set_content(0)
-                    file.place.grown(node, size)
+                    node.grow(size, file_now_ns())
         finally:
             self.release(node.ino)
         if not by.is_root:
@@ -256,9 +253,9 @@ class WrittenFiles:
             self._objects.close_later(fd)
             self._opens.fast.rebind(file.ino, file.place.fd, tier=self._opens.tier)
             raise
-        await self.go_on_there(node, fd)
+        await self.continue_at_source(node, fd)
 
-    async def go_on_there(self, node: Node, fd: int) -> None:
+    async def continue_at_source(self, node: Node, fd: int) -> None:
         """The bytes of a file are in its staged file at the source, ``fd``, from now on."""
         await self._objects.run(self._opens.fast.unbind, node.ino)
         path = self._names.visible_path(node.ino)

@@ -34,7 +34,7 @@ class WriteOperations:
     """Belongs to the event loop. Everything raises Refused, and SourceError where a file of the
     source is copied up. ``by`` is the user who makes a change.
 
-    ``taken`` is called with each inode that the source no longer has as the mount shows it.
+    ``copied_up`` is called with each inode that the source no longer has as the mount shows it.
     """
 
     _names: Namespace
@@ -46,7 +46,7 @@ class WriteOperations:
     _recorder: Recorder
     _drained: DrainedObjects
     _unlinked: UnlinkedFiles
-    _taken: Callable[[Ino], None]
+    _copied_up: Callable[[Ino], None]
 
     def has(self, ino: Ino) -> bool:
         """Whether it is a file that was made or changed here."""
@@ -59,11 +59,11 @@ class WriteOperations:
             # The caller looks its name up anew: another file may have it.
             raise Refused(errno.ESTALE)
         if flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_TRUNC:
-            found = self._names.node(ino)
-            assert found is not None
-            await self._files.open(found)
+            assert known is not None
+            await self._files.open(known)
             return
-        if self._files.is_open_at_source(ino):
+        file = self._opens.files.get(ino)
+        if file is not None and file.place.is_from_source:
             # A process that reads it there would not see what is written.
             raise Refused(errno.ETXTBSY)
         if known is None or known.names:
@@ -110,7 +110,7 @@ class WriteOperations:
         self._note_made("create", node, path, by)
         self._files.opened(node, fd, created=True, by=by)
         if not is_here:
-            await self._files.go_on_there(node, fd)
+            await self._files.continue_at_source(node, fd)
         return self._names.attributes(node.ino)
 
     async def make(
@@ -202,7 +202,7 @@ class WriteOperations:
 
     def unlink(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
         self._gate.require_covered(parent, name)
-        self._left(self._removed("unlink", parent, name, by))
+        self._forget_if_unlinked(self._removed("unlink", parent, name, by))
 
     def take_away(self, parent: Ino, name: bytes, *, by: Credentials | None) -> Ino:
         """Remove a name without a request of the kernel; the inode that had it.
@@ -214,7 +214,7 @@ class WriteOperations:
         is_directory = self._names.attributes(ino).is_dir
         node = self._removed("rmdir" if is_directory else "unlink", parent, name, by)
         if not node.names:
-            self._taken(ino)
+            self._copied_up(ino)
             if not self._opens.is_in_use(ino):
                 self._unlinked.forget(node)
             elif not self._files.is_open(ino):
@@ -235,7 +235,7 @@ class WriteOperations:
         made_here = self._gate.patterns.leads_to(path) and self._names.is_written(ino)
         if not made_here:
             self._gate.require_covered(parent, name)
-        self._left(self._removed("rmdir", parent, name, by))
+        self._forget_if_unlinked(self._removed("rmdir", parent, name, by))
 
     async def rename(
         self,
@@ -290,7 +290,7 @@ class WriteOperations:
             )
         )
         if renamed.replaced is not None:
-            self._left(renamed.replaced)
+            self._forget_if_unlinked(renamed.replaced)
 
     async def _have_recorded(self, ino: Ino, by: Credentials) -> None:
         """Have the bytes of a file that gets another name recorded under its present one."""
@@ -328,10 +328,10 @@ class WriteOperations:
             raise Refused(errno.ENOENT)
         return ino
 
-    def _left(self, node: Node) -> None:
-        """A name of it is gone: without names, and once no process has it open, it is forgotten."""
+    def _forget_if_unlinked(self, node: Node) -> None:
+        """Forget a file or directory without names, once no process has it open."""
         if node.names:
             return
-        self._taken(node.ino)
+        self._copied_up(node.ino)
         if not self._files.is_open(node.ino):
             self._unlinked.leave(node)

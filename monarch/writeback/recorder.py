@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -34,22 +34,20 @@ log = logging.getLogger(__name__)
 _QUIET_S = 2.0
 
 
+@dataclass(eq=False, repr=False)
 class ChangeLog:
     """Belongs to the event loop. ``is_broken``: the journal has failed, so nothing can be changed
     until the next mount."""
 
-    def __init__(
-        self, journal: Journal, drain: Drain, states: ObjectStates, objects: TierObjects
-    ) -> None:
-        self._journal = journal
-        self._drain = drain
-        self._states = states
-        self._objects = objects
-        # A daemon with one identity makes all changes as that: no record has to say whose it is.
-        self._acts_as_others = can_act_as_others()
-        # Changes that were made and did not fit into the journal, in order.
-        self._delayed: list[Op] = []
-        self.is_broken = False
+    _journal: Journal
+    _drain: Drain
+    _states: ObjectStates
+    _objects: TierObjects
+    is_broken: bool = field(default=False, init=False)
+    # Changes that were made and did not fit into the journal, in order.
+    _delayed: list[Op] = field(default_factory=list, init=False)
+    # A daemon with one identity makes all changes as that: no record has to say whose it is.
+    _acts_as_others: bool = field(default_factory=can_act_as_others, init=False)
 
     def note(self, op: Op) -> int:
         """Record a change and hand it to the drain; its number in the journal.
@@ -266,13 +264,12 @@ class Recorder:
 
     def take_up(
         self,
-        ops: Iterable[tuple[int, Op]],
+        ops: Sequence[tuple[int, Op]],
         done: Mapping[int, Identity | None],
         objects: Objects,
     ) -> list[Node]:
         """Take over the objects of earlier mounts, which ``ops`` are about; the files among them
         that no name leads to. ``done`` is what the source has of the changes that were drained."""
-        ops = list(ops)
         copied: dict[int, Identity] = {}
         for _, op in ops:
             if op.by is not None and op.kind in ("create", "take", "content"):

@@ -64,7 +64,7 @@ class UnlinkedFiles:
                 break
             del self._objectless[oldest]
 
-    def read_past(self, ino: Ino) -> None:
+    def closed_by_readers(self, ino: Ino) -> None:
         """The last process that read a file without Python has closed it."""
         if ino in self._read:
             self._read.remove(ino)

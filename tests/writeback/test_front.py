@@ -333,8 +333,8 @@ async def test_staged_bytes_tell_their_size_and_close_the_object_too(front: Fron
     file = front.create()
     before, staged = file.place.fd, os.memfd_create("staged")
     place = StagedBytes(staged, file.ino, file.object, front.objects, cast(Any, None), before)
-    place.grown(file.node, 10)
-    place.grown(file.node, 5)
+    file.node.grow(10, 1)
+    file.node.grow(5, 2)
     assert file.node.size == 10 and not place.keep_status(file.node)
     front.disk.note_failure(file.object, errno.EIO)
     with pytest.raises(Refused):
@@ -365,7 +365,7 @@ async def test_an_unlinked_file_is_kept_for_a_second_and_while_it_is_read(
         front.unlinked.forget_old()
     await front.removed(numbers[0])
     assert set(front.names.nodes_) == {nodes[1].ino, nodes[2].ino}
-    front.unlinked.read_past(nodes[1].ino)
+    front.unlinked.closed_by_readers(nodes[1].ino)
     await trio.sleep(1.1)
     front.unlinked.forget_old()
     assert not front.names.nodes_ and front.kinds() == 3 * ["gone"]

@@ -326,7 +326,7 @@ async def test_a_file_that_is_given_up_is_read_to_its_end(
         life.writing.take_away(*life.at(b"d/mine"), by=ROOT)
         assert life.names.attributes(ino).size == 4
         life.read.clear()
-        life.front.unlinked.read_past(ino)
+        life.front.unlinked.closed_by_readers(ino)
         await until(lambda: life.names.is_forgotten(ino))
 
 
