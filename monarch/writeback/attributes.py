@@ -17,7 +17,7 @@ from monarch.writeback.copy_up import CopyUp, known_at_source
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.write_gate import WriteGate
 
@@ -37,7 +37,6 @@ class WrittenAttributes:
     _gate: WriteGate
     _files: WrittenFiles
     _copies: CopyUp
-    _changes: ChangeLog
     _recorder: Recorder
     _drained: DrainedObjects
     _states: ObjectStates
@@ -111,7 +110,7 @@ class WrittenAttributes:
             now_ns=file_now_ns(),
         )
         if node.names:
-            self._changes.note(
+            self._recorder.note(
                 Op(
                     kind="attr",
                     path=self._names.visible_path(ino),
@@ -204,7 +203,7 @@ class WrittenAttributes:
             await self._gate.require_room()
         now_ns, was = file_now_ns(), known_at_source(self._names, ino)
         node = self._names.set_xattr(ino, name, value, now_ns=now_ns)
-        self._changes.note(
+        self._recorder.note(
             Op(
                 strict=True,
                 kind="xattr",

@@ -21,7 +21,7 @@ from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.writeback.op import Op
 from monarch.writeback.open_files import WrittenFiles
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects, SourceFiles
 from monarch.writeback.tier_objects import FULL, TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -39,7 +39,6 @@ class CopyUp:
     _gate: WriteGate
     _files: WrittenFiles
     _objects: TierObjects
-    _changes: ChangeLog
     _recorder: Recorder
     _source: SourceFiles
     _drained: DrainedObjects
@@ -95,7 +94,7 @@ class CopyUp:
         if not node.xattrs:
             self._names.have_xattrs(node, xattrs)
         paths = tuple(self._names.visible_paths(ino))
-        self._changes.note(
+        self._recorder.note(
             Op(
                 strict=True,
                 kind="take",

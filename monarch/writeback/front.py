@@ -26,7 +26,7 @@ from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import FastWrites, OpenTable
 from monarch.writeback.open_files import Fsyncs, WrittenFiles
 from monarch.writeback.operations import WriteOperations
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects, SourceFiles
 from monarch.writeback.store import WriteStore
 from monarch.writeback.tier_objects import TierObjects
@@ -87,13 +87,10 @@ class WriteFront:
         first = place.found.next_object
         self.opens = opens = OpenTable(fast, place.tier.number)
         self.objects = objects = TierObjects(place.objects, threads, sync_threads, first)
-        self.changes = changes = ChangeLog(place.journal, drain, table.states, objects)
-        self.recorder = recorder = Recorder(names, table, changes)
-        self.unlinked = unlinked = UnlinkedFiles(
-            names, table, opens, objects, changes, recorder, staged
-        )
+        self.recorder = recorder = Recorder(names, table, place.journal, drain, objects)
+        self.unlinked = unlinked = UnlinkedFiles(names, table, opens, objects, recorder, staged)
         self.drained = drained = DrainedObjects(
-            table, place.objects, drain, opens, changes, recorder, unlinked
+            table, place.objects, drain, opens, recorder, unlinked
         )
         self.space = space = SpaceReclaimer(
             place, threads, reserve, drained, residency, read.evict, read.evicted
@@ -103,19 +100,17 @@ class WriteFront:
         )
         self.failures = failures = FsyncFailures(names, table, objects, opens, drained)
         self.files = files = WrittenFiles(
-            names, table, opens, objects, changes, recorder, unlinked, failures, source, space
+            names, table, opens, objects, recorder, unlinked, failures, source, space
         )
-        self.fsyncs = Fsyncs(names, files, changes, drain, settings.writeback.fsync == "source")
-        self.gate = gate = WriteGate(names, settings, changes, objects, unlinked, space)
-        copies = CopyUp(
-            names, gate, files, objects, changes, recorder, source, drained, unlinked, copied_up
-        )
+        self.fsyncs = Fsyncs(names, files, recorder, drain, settings.writeback.fsync == "source")
+        self.gate = gate = WriteGate(names, settings, recorder, objects, unlinked, space)
+        copies = CopyUp(names, gate, files, objects, recorder, source, drained, unlinked, copied_up)
         self.operations = WriteOperations(
-            names, gate, files, opens, copies, changes, recorder, drained, unlinked, copied_up
+            names, gate, files, opens, copies, recorder, drained, unlinked, copied_up
         )
         states, tier = table.states, place.tier.number
         self.attributes = WrittenAttributes(
-            names, gate, files, copies, changes, recorder, drained, states, source_calls, tier
+            names, gate, files, copies, recorder, drained, states, source_calls, tier
         )
 
     async def run(self) -> None:
@@ -125,7 +120,7 @@ class WriteFront:
         while True:
             await trio.sleep(_LOOK_S)
             self.objects.close_pending()
-            self.changes.note_delayed()
+            self.recorder.note_delayed()
             self.recorder.record_delayed()
             with suppress(Refused):
                 self.unlinked.forget_old()

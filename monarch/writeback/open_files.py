@@ -39,7 +39,7 @@ from monarch.writeback.open_file import (
     StagedBytes,
     set_times,
 )
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import SourceFiles
 from monarch.writeback.tier_objects import FULL, TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -63,7 +63,6 @@ class WrittenFiles:
     _object_table: ObjectTable
     _opens: OpenTable
     _objects: TierObjects
-    _changes: ChangeLog
     _recorder: Recorder
     _unlinked: UnlinkedFiles
     _failures: FsyncFailures
@@ -259,7 +258,7 @@ class WrittenFiles:
         """The bytes of a file are in its staged file at the source, ``fd``, from now on."""
         await self._objects.run(self._opens.fast.unbind, node.ino)
         path = self._names.visible_path(node.ino)
-        self._changes.note(Op(kind="through", path=path, object=node.object))
+        self._recorder.note(Op(kind="through", path=path, object=node.object))
         self._object_table.states.set_write_through(node.object, path)
         file = self._opens.files[node.ino]
         before = file.place.fd if file.place.fd != fd else -1
@@ -269,7 +268,7 @@ class WrittenFiles:
         self._object_table.own(node)
         # What of it was safe here is safe there.
         self._object_table.states.staged_inos[node.object] = await calls.call(node.ino, _synced, fd)
-        self._changes.start_removal(node.object)
+        self._recorder.start_removal(node.object)
         log.warning("%r goes to the source directly: the tier is full", os.fsdecode(path))
 
     async def set_times(self, node: Node, *, atime_ns: int, mtime_ns: int) -> None:
@@ -343,7 +342,7 @@ class Fsyncs:
 
     _names: Namespace
     _files: WrittenFiles
-    _changes: ChangeLog
+    _recorder: Recorder
     _drain: Drain
     _waits_for_source: bool
 
@@ -363,7 +362,7 @@ class Fsyncs:
     async def _sync(self, ino: Ino, user: int | None) -> None:
         while True:
             seq = await self._files.sync(ino) if self._files.is_open(ino) else 0
-            await self._changes.sync()
+            await self._recorder.sync()
             if not self._waits_for_source:
                 return
             if seq:
@@ -374,7 +373,7 @@ class Fsyncs:
 
     async def sync_directory(self, ino: Ino, user: int | None) -> None:
         """Have all that was done to names safe."""
-        await self._changes.sync()
+        await self._recorder.sync()
         if self._waits_for_source:
             await self._wait_for_names(ino, user)
 

@@ -22,7 +22,7 @@ from monarch.writeback.copy_up import CopyUp, known_at_source, object_of
 from monarch.writeback.op import Kind, Op
 from monarch.writeback.open_file import OpenTable
 from monarch.writeback.open_files import WrittenFiles
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -42,7 +42,6 @@ class WriteOperations:
     _files: WrittenFiles
     _opens: OpenTable
     _copies: CopyUp
-    _changes: ChangeLog
     _recorder: Recorder
     _drained: DrainedObjects
     _unlinked: UnlinkedFiles
@@ -159,7 +158,7 @@ class WriteOperations:
         return attributes
 
     def _note_made(self, kind: Kind, node: Node, path: bytes, by: Credentials) -> None:
-        self._changes.note(
+        self._recorder.note(
             Op(
                 strict=True,
                 kind=kind,
@@ -186,7 +185,7 @@ class WriteOperations:
         # Directories above may have got other names meanwhile.
         path, to = self._names.visible_path(ino), self._names.path_of(parent, name)
         self._names.link(ino, parent, name, now_ns=file_now_ns())
-        self._changes.note(
+        self._recorder.note(
             Op(
                 strict=True,
                 kind="link",
@@ -227,7 +226,7 @@ class WriteOperations:
         path, to = self._names.path_of(from_parent, from_name), self._names.path_of(parent, name)
         now_ns = file_now_ns()
         if self._names.rename(from_parent, from_name, parent, name, now_ns=now_ns, is_again=True):
-            self._changes.note(Op(kind="rename", path=path, to=to, ino=ino, by=by))
+            self._recorder.note(Op(kind="rename", path=path, to=to, ino=ino, by=by))
 
     def rmdir(self, parent: Ino, name: bytes, *, by: Credentials) -> None:
         self._gate.require_journal()
@@ -274,7 +273,7 @@ class WriteOperations:
         )
         if renamed is None:
             return
-        self._changes.note(
+        self._recorder.note(
             Op(
                 strict=True,
                 kind="rename",
@@ -317,7 +316,7 @@ class WriteOperations:
         remove = self._names.rmdir if kind == "rmdir" else self._names.unlink
         node = remove(parent, name, now_ns=file_now_ns())
         if by is not None:
-            self._changes.note(
+            self._recorder.note(
                 Op(strict=True, kind=kind, path=path, ino=ino, object=number, by=by, was=was)
             )
         return node

@@ -21,7 +21,6 @@ from monarch.text import errno_words
 from monarch.types import Identity, Ino
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal import Journal, Replay
-from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.object_table import ObjectTable, content_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
@@ -35,19 +34,26 @@ _QUIET_S = 2.0
 
 
 @dataclass(eq=False, repr=False)
-class ChangeLog:
-    """Belongs to the event loop. ``is_broken``: the journal has failed, so nothing can be changed
-    until the next mount."""
+class Recorder:
+    """Belongs to the event loop. Raises Refused where the journal takes nothing. ``is_broken``: the
+    journal has failed, so nothing can be changed until the next mount."""
 
+    _names: Namespace
+    _object_table: ObjectTable
     _journal: Journal
     _drain: Drain
-    _states: ObjectStates
     _objects: TierObjects
     is_broken: bool = field(default=False, init=False)
-    # Changes that were made and did not fit into the journal, in order.
+    # Changes that were made and did not fit into the journal, in order, and files whose content
+    # did not.
     _delayed: list[Op] = field(default_factory=list, init=False)
+    _delayed_contents: dict[Ino, None] = field(default_factory=dict, init=False)
     # A daemon with one identity makes all changes as that: no record has to say whose it is.
     _acts_as_others: bool = field(default_factory=can_act_as_others, init=False)
+    # The user who has last written the file of each object, or caused its copy up.
+    _writers: dict[int, Credentials] = field(default_factory=dict, init=False)
+    # Objects that were not opened for writing since the file was copied up.
+    _unwritten: set[int] = field(default_factory=set, init=False)
 
     def note(self, op: Op) -> int:
         """Record a change and hand it to the drain; its number in the journal.
@@ -82,7 +88,7 @@ class ChangeLog:
 
     def _noted(self, seq: int, op: Op) -> int:
         if op.object and op.kind != "gone":
-            self._states.noted(op.object, seq)
+            self._object_table.states.noted(op.object, seq)
         self._drain.put(seq, op)
         return seq
 
@@ -109,6 +115,8 @@ class ChangeLog:
 
     def remove_object(self, number: int) -> None:
         """Record that an object has no file any more, and remove it."""
+        self._writers.pop(number, None)
+        self._unwritten.discard(number)
         # Its room is free once it is closed.
         self._objects.close_pending()
         # If that cannot be recorded, it stays, and the next mount removes it.
@@ -120,27 +128,6 @@ class ChangeLog:
         """Remove an object that no file has, by the changes so far."""
         self._objects.sync_threads.start(_remove, self._journal, self._objects.on_disk, number)
 
-
-def _remove(journal: Journal, objects: Objects, number: int) -> None:
-    """Remove an object once the record is safe by which no file has it. Raises OSError."""
-    journal.sync()
-    objects.remove(number)
-
-
-@dataclass(eq=False, repr=False)
-class Recorder:
-    """Belongs to the event loop. Raises Refused where the journal takes nothing."""
-
-    _names: Namespace
-    _object_table: ObjectTable
-    _changes: ChangeLog
-    # The user who has last written the file of each object, or caused its copy up.
-    _writers: dict[int, Credentials] = field(default_factory=dict, init=False)
-    # Objects that were not opened for writing since the file was copied up.
-    _unwritten: set[int] = field(default_factory=set, init=False)
-    # Files whose content did not fit into the journal.
-    _delayed: dict[Ino, None] = field(default_factory=dict, init=False)
-
     def copied_up(self, number: int, by: Credentials) -> None:
         """An object has the bytes of a file of the source, on behalf of ``by``."""
         self._writers[number] = by
@@ -150,11 +137,6 @@ class Recorder:
         """A user has opened a file for writing."""
         file.writers[by] = None
         self._unwritten.discard(file.object)
-
-    def forget(self, number: int) -> None:
-        """An object is gone."""
-        self._writers.pop(number, None)
-        self._unwritten.discard(number)
 
     def keep_status(self, file: OpenFile) -> None:
         """Take over size, blocks and times of an open file."""
@@ -214,8 +196,8 @@ class Recorder:
 
     def record_delayed(self) -> None:
         """Record the contents for which the journal had no room, as far as it has now."""
-        while self._delayed and self._changes.has_room():
-            ino = next(iter(self._delayed))
+        while self._delayed_contents and self.has_room():
+            ino = next(iter(self._delayed_contents))
             node = self._names.node(ino)
             try:
                 if node is not None and node.object and node.names:
@@ -226,7 +208,7 @@ class Recorder:
                         self._record(node, size=node.size)
             except Refused:
                 return
-            del self._delayed[ino]
+            del self._delayed_contents[ino]
 
     def _record(self, node: Node, *, size: int, synced: bool = False) -> int:
         table, number = self._object_table, node.object
@@ -237,7 +219,7 @@ class Recorder:
         try:
             paths = tuple(self._names.visible_paths(node.ino))
         except Refused:
-            self._delayed[node.ino] = None
+            self._delayed_contents[node.ino] = None
             raise
         # A file that was open when its daemon was killed may have been changed anywhere.
         intact = min(file.lowest(forget=True), size) if file is not None else 0
@@ -254,10 +236,10 @@ class Recorder:
             same=number in self._unwritten and not is_through,
         )
         try:
-            seq = self._changes.note(op)
+            seq = self.note(op)
         except Refused as error:
             if error.errno in FULL:
-                self._delayed[node.ino] = None
+                self._delayed_contents[node.ino] = None
             raise
         table.states.record(number, seq, synced=synced, same=op.same)
         return seq
@@ -306,3 +288,9 @@ class Recorder:
             is_recorded = then[0] == node.size if is_through else then == now
             if number in new or not is_recorded:
                 self._record(node, size=node.size)
+
+
+def _remove(journal: Journal, objects: Objects, number: int) -> None:
+    """Remove an object once the record is safe by which no file has it. Raises OSError."""
+    journal.sync()
+    objects.remove(number)

@@ -22,7 +22,7 @@ from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.open_file import OpenTable
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.tier_objects import FULL
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -39,7 +39,6 @@ class DrainedObjects:
     _on_disk: Objects
     _drain: Drain
     _opens: OpenTable
-    _changes: ChangeLog
     _recorder: Recorder
     _unlinked: UnlinkedFiles
 
@@ -104,8 +103,7 @@ class DrainedObjects:
         number = node.object
         self._opens.fast.forget_object(node.ino)
         freed = self._object_table.leave(node)
-        self._recorder.forget(number)
-        self._changes.remove_object(number)
+        self._recorder.remove_object(number)
         return freed
 
     def release_if_clean(self, node: Node) -> bool:

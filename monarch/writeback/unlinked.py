@@ -13,7 +13,7 @@ from monarch.namespace.overlay import Node
 from monarch.types import Ino
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.open_file import OpenTable
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_contents import StagedContents
 from monarch.writeback.tier_objects import TierObjects
 
@@ -32,7 +32,6 @@ class UnlinkedFiles:
     _object_table: ObjectTable
     _opens: OpenTable
     _objects: TierObjects
-    _changes: ChangeLog
     _recorder: Recorder
     _staged: StagedContents
     # Files with an object and since when, and nodes without one, the longest unlinked first.
@@ -114,8 +113,7 @@ class UnlinkedFiles:
         if (path := self._object_table.states.staged_beside(number)) is not None:
             self._objects.threads.start(self._staged.discard_part, path, number)
         self._object_table.forget(number)
-        self._recorder.forget(number)
-        self._changes.remove_object(number)
+        self._recorder.remove_object(number)
 
     def abandon_object(self, number: int, *fds: int) -> None:
         """Give up an object that was created or staged for a file that was not made."""

@@ -31,7 +31,7 @@ from monarch.tiers.tier import Space
 from monarch.types import Ino
 from monarch.units import KiB
 from monarch.writeback.object_states import ObjectStates
-from monarch.writeback.recorder import ChangeLog
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.store import WriteStore
 from monarch.writeback.tier_objects import TierObjects
@@ -164,7 +164,7 @@ class WriteGate:
         self,
         names: Namespace,
         settings: MountSettings,
-        changes: ChangeLog,
+        recorder: Recorder,
         objects: TierObjects,
         unlinked: UnlinkedFiles,
         space: SpaceReclaimer,
@@ -172,7 +172,7 @@ class WriteGate:
         self._names = names
         self.patterns = WritePatterns(settings.absorbs)
         self.names_max = settings.writeback.names_within(0, each=NAME_BYTES)
-        self._changes = changes
+        self._recorder = recorder
         self._objects = objects
         self._unlinked = unlinked
         self._space = space
@@ -200,16 +200,16 @@ class WriteGate:
         return path
 
     def require_journal(self) -> None:
-        if self._changes.is_broken:
+        if self._recorder.is_broken:
             raise Refused(errno.EIO)
 
     async def require_room(self) -> None:
         """Before a change that takes room of the journal's disk; ENOSPC if there is none."""
-        if self._changes.has_room():
+        if self._recorder.has_room():
             return
         if await self._space.make(OBJECT_BYTES):
-            self._changes.note_delayed()
-            if self._changes.has_room():
+            self._recorder.note_delayed()
+            if self._recorder.has_room():
                 return
         self._objects.count_failure(errno.ENOSPC)
         raise Refused(errno.ENOSPC)

@@ -99,7 +99,7 @@ class Walk:
         beside, path = self._free(life), self._any(life, "file")
         await life.write(beside, self._bytes(), synced=True)
         await self._rename_to(life, beside, path)
-        await life.front.changes.sync()
+        await life.front.recorder.sync()
 
     async def _come_and_go(self, life: Life) -> None:
         path = self._free(life)

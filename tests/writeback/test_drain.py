@@ -668,7 +668,7 @@ async def test_times_of_directories_are_those_of_the_drain_unless_they_were_set(
             await life.mkdir(name)
             await life.write(name + b"/file", b"bytes")
         await life.utime(b"dated", 10**18)
-        await life.front.changes.sync()
+        await life.front.recorder.sync()
     (ground.root / "begun").mkdir()
     begun_ns = (ground.root / "begun").stat().st_mtime_ns
     async with ground.mount() as life:

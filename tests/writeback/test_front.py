@@ -30,7 +30,7 @@ from monarch.writeback.open_file import (
     OpenTable,
     StagedBytes,
 )
-from monarch.writeback.recorder import ChangeLog, Recorder
+from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects
 from monarch.writeback.tier_objects import TierObjects
 from monarch.writeback.unlinked import UnlinkedFiles
@@ -152,24 +152,23 @@ class Front:
         cast(Any, self.objects).close_soon = os.close
         self.numbers = itertools.count(1)
         self.opens = OpenTable(cast(Any, self.datapath), 1)
-        self.changes = ChangeLog(
+        self.recorder = Recorder(
+            names,
+            self.table,
             cast(Any, self.journal),
             cast(Any, SimpleNamespace(put=lambda seq, op: self.put.append(seq))),
-            self.table.states,
             self.objects,
         )
-        self.recorder = Recorder(names, self.table, self.changes)
         self.unlinked = UnlinkedFiles(
             names,
             self.table,
             self.opens,
             self.objects,
-            self.changes,
             self.recorder,
             cast(Any, None),
         )
         self.drained = DrainedObjects(
-            self.table, self.disk, drain, self.opens, self.changes, self.recorder, self.unlinked
+            self.table, self.disk, drain, self.opens, self.recorder, self.unlinked
         )
         self.failures = FsyncFailures(names, self.table, self.objects, self.opens, self.drained)
 
@@ -230,23 +229,23 @@ async def test_a_change_that_did_not_fit_is_recorded_before_all_later_ones(front
     front.journal.error = errno.ENOSPC
     for kind in ("mkdir", "unlink"):
         with pytest.raises(Refused):
-            front.changes.note(Op(kind=cast(Any, kind), path=b"a"))
+            front.recorder.note(Op(kind=cast(Any, kind), path=b"a"))
     with pytest.raises(Refused):
-        front.changes.note(Op(kind="content", path=b"a"))
-    assert not front.changes.has_room() and not front.changes.is_broken
+        front.recorder.note(Op(kind="content", path=b"a"))
+    assert not front.recorder.has_room() and not front.recorder.is_broken
     assert (front.objects.failures, front.put) == (3, [])
     front.journal.error = 0
-    assert front.changes.note(Op(kind="rmdir", path=b"b")) == 3
+    assert front.recorder.note(Op(kind="rmdir", path=b"b")) == 3
     # A content is recorded anew: its bytes may be others by now.
     assert front.kinds() == ["mkdir", "unlink", "rmdir"] and front.put == [1, 2, 3]
-    assert all(op.strict for op in front.journal.ops) and front.changes.has_room()
+    assert all(op.strict for op in front.journal.ops) and front.recorder.has_room()
 
 
 async def test_after_another_failure_of_the_journal_nothing_is_changed(front: Front) -> None:
     front.journal.error = errno.EIO
     with pytest.raises(Refused) as raised:
-        front.changes.note(Op(kind="mkdir", path=b"a"))
-    assert raised.value.errno == errno.EIO and front.changes.is_broken
+        front.recorder.note(Op(kind="mkdir", path=b"a"))
+    assert raised.value.errno == errno.EIO and front.recorder.is_broken
     assert "EIO" in front.objects.failure
 
 

@@ -47,7 +47,7 @@ def in_memory(life: Life) -> int:
         write_back.front.object_table.states,
         write_back.drain,
         write_back.place.journal,
-        *(front.opens, front.objects, front.changes, front.recorder, front.unlinked),
+        *(front.opens, front.objects, front.recorder, front.unlinked),
         *(front.drained, front.source, front.failures, front.files),
         write_back.place.objects,
     )

@@ -71,7 +71,7 @@ async def test_files_that_came_and_went_prevent_no_mount(
         await life.rename(b"two", b"one")
         await life.write(b"other", b"other", synced=True)
         await life.rename(b"other", b"replaced")
-        await life.front.changes.sync()
+        await life.front.recorder.sync()
         await ended(life, way)
         before = life.shown()
     names = {b"ckpt": b"weights", b"one": b"2", b"replaced": b"other"}
@@ -165,7 +165,7 @@ async def test_synced_files_in_renamed_directories_are_shown_and_drained(
             await life.write(b"run/ckpt", b"weights", synced=True)
             await life.rename(b"run/tmp-100", b"run/step-100")
             await life.write(b"run/step-100/COMMIT", b"done", synced=True)
-            await life.front.changes.sync()
+            await life.front.recorder.sync()
             await ended(life, way)
     others(ground.source)
     synced = {b"run/ckpt": b"weights", b"run/step-100/COMMIT": b"done"}
