@@ -78,8 +78,9 @@ class WriteFront:
         fast: FastWrites | None,
         read: Reading,
     ) -> None:
-        self.names, self.object_table, self.drain = names, object_table, drain
-        table, staged = object_table, drain.writer.staged
+        self.names = names
+        self.object_table = table = object_table
+        staged = drain.writer.staged
         copied_up, look_again = read.copied_up, read.look_again
         # Calls that wait for the absorbing tier must not delay readers.
         threads = ThreadPool(_TIER_THREADS, "absorb", abandon=True)

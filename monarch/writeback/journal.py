@@ -127,10 +127,8 @@ class Journal:
         self._found, self._found_records = found, self._file.written
 
     def replay(self) -> Replay:
-        """What was read at opening. It is handed out once, for it may be large.
-
-        Raises ValueError after that.
-        """
+        """What was read at opening: handed out once, for it may be large. Raises ValueError after
+        that."""
         if self._replay is None:
             raise ValueError("what the journal held has been handed out")
         replay, self._replay = self._replay, None

@@ -249,7 +249,7 @@ class WrittenFiles:
         try:
             node.set_content(await self._source.calls.call(file.ino, _copy_all, file.place.fd, fd))
         except BaseException:
-            self._objects.close_later(fd)
+            self._objects.threads.start(os.close, fd)
             self._opens.fast.rebind(file.ino, file.place.fd, tier=self._opens.tier)
             raise
         await self.continue_at_source(node, fd)

@@ -62,10 +62,6 @@ class TierObjects:
         with self.refusing():
             return await self.spares.take()
 
-    def close_later(self, fd: int) -> None:
-        """Close a file of the tier or of the source in a thread: even that may wait for either."""
-        self.threads.start(os.close, fd)
-
     def close_soon(self, fd: int) -> None:
         """Close it together with others."""
         self._closing.append(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 
 import trio
@@ -119,5 +120,5 @@ class UnlinkedFiles:
         """Give up an object that was created or staged for a file that was not made."""
         for fd in fds:
             if fd >= 0:
-                self._objects.close_later(fd)
+                self._objects.threads.start(os.close, fd)
         self.remove_object(number)

@@ -103,15 +103,11 @@ class SpaceReclaimer:
         available = min(self.space.total, self.space.available + gives_way)
         return Space(self.space.total, available)
 
-    async def _look(self) -> Space:
-        """The space of the tier's disk. Raises OSError."""
-        return await self._threads.run(self._place.space)
-
     async def run(self) -> None:
         """Calls ``keep`` at regular intervals, until cancelled."""
         while True:
             with suppress(OSError):
-                self.space = await self._look()
+                self.space = await self._threads.run(self._place.space)
                 await self.keep()
             await trio.sleep(_CHECK_S)
 
@@ -135,7 +131,7 @@ class SpaceReclaimer:
             return False
         # A released object is removed only when its record is in the journal.
         with trio.move_on_after(_PATIENCE_S), suppress(OSError):
-            while (await self._look()).available < size:
+            while (await self._threads.run(self._place.space)).available < size:
                 await trio.sleep(_STEP_S)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ FILES = {"small": b"s" * 1000, "large": b"l" * 100_000, "d/other": b"o" * 500, "
 @pytest.fixture
 def rigs(tree: Tree, tmp_path: Path) -> Iterator[Rigs]:
     """Makes a file system over FILES, with the given settings."""
+    # What earlier tests have left to the collector closes its descriptors.
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
         count = 0
