@@ -109,10 +109,10 @@ class WriteStatus:
         is_refused = self._refused.goes_on(
             objects.failures, now_s=time.monotonic(), wall_ns=time.time_ns()
         )
-        if is_refused or place.journal.failed:
+        if is_refused or place.journal.file.failed:
             yield Problem(
                 "writes-refused",
-                f"writes are refused: {place.journal.failed or objects.failure}",
+                f"writes are refused: {place.journal.file.failed or objects.failure}",
                 0,
                 f"check the disk of tier {place.tier.name} (`df {place.directory}`, `dmesg`) and,"
                 " if it is full, the disk of the source; fsynced data is safe, and writing"

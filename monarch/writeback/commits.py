@@ -66,7 +66,7 @@ class Commits:
 
     async def commit(self) -> bool:
         """Syncs what was written by now; returns whether it is on the disk."""
-        records, contents = self._journal.written, self._object_table.states.unsynced()
+        records, contents = self._journal.file.written, self._object_table.states.unsynced()
         objects = self._journal.doubtful
         is_new = records != self._records or self._object_table.is_being_written()
         if not (is_new or objects or contents):
@@ -77,11 +77,11 @@ class Commits:
             self._suspect |= objects | contents.keys()
             return self._failed(error)
         failpoints.failpoint("commit-synced")
-        is_quiet = self._journal.written == records
+        is_quiet = self._journal.file.written == records
         suspect = self._suspect | self._objects.failed
         try:
             self._journal.mark_durable(*((objects & self._journal.doubtful) - suspect))
-            self._records = self._journal.written if is_quiet else records
+            self._records = self._journal.file.written if is_quiet else records
             await self._threads.run(self._journal.sync)
         except OSError as error:
             return self._failed(error)

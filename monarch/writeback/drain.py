@@ -146,7 +146,9 @@ class Drain:
         """A change was appended to the journal. Never waits."""
         self._courtesy.note_change()
         self.state.foresee(op)
-        self.queue.append(Entry(seq, op, time.time_ns(), self._journal.written, was_tried=False))
+        self.queue.append(
+            Entry(seq, op, time.time_ns(), self._journal.file.written, was_tried=False)
+        )
         self._order.expect(seq, op)
         if len(self.queue) <= 2:
             self._wakeups.wake_all()

@@ -50,10 +50,11 @@ _LONG_TIMES = 5
 
 class Journal:
     """``open`` makes one. Appending and marking are quick; ``sync``, ``compact`` and ``shorten``
-    wait for the disk and may be called from any thread, all else belongs to one thread."""
+    wait for the disk and may be called from any thread, all else belongs to one thread. ``file``
+    has the number of its records and how many of them are on the disk."""
 
     def __init__(self, file: JournalFile, boot: str, found: Found) -> None:
-        self._file = file
+        self.file = file
         self._boot = boot
         self.token = found.token
         self._next_seq = found.next_seq
@@ -101,14 +102,14 @@ class Journal:
 
     def _take_up(self, found: Found) -> None:
         """Continue from what was read."""
-        lost = found.lost_now(self._boot, self._file.path.parent)
+        lost = found.lost_now(self._boot, self.file.path.parent)
         new: list[Record] = []
         if found.boot != self._boot:
             new.append({"boot": self._boot})
         if lost:
             new.append({"lost": sorted(lost)})
         for record in new:
-            self._file.append(record)
+            self.file.append(record)
             found.add(record)
         replay = self._replay = found.replay(lost)
         for seq, op in replay.ops:
@@ -124,7 +125,7 @@ class Journal:
                 os.fsdecode(op.path),
             )
         self.sync()
-        self._found, self._found_records = found, self._file.written
+        self._found, self._found_records = found, self.file.written
 
     def replay(self) -> Replay:
         """What was read at opening: handed out once, for it may be large. Raises ValueError after
@@ -139,38 +140,18 @@ class Journal:
         self._replay = self._found = None
 
     @property
-    def position(self) -> int:
-        """The offset of the next record, in bytes."""
-        return self._file.position
-
-    @property
-    def failed(self) -> str:
-        """Why nothing can be made durable any more, empty while it can."""
-        return self._file.failed
-
-    @property
-    def written(self) -> int:
-        """How many records there are; those found at opening count as one."""
-        return self._file.written
-
-    @property
-    def synced(self) -> int:
-        """How many of the first records are on the disk."""
-        return self._file.synced
-
-    @property
     def doubtful(self) -> frozenset[int]:
         """Recorded objects without a record that they have been synced."""
         return frozenset(self._doubtful)
 
     def has_room(self) -> bool:
         """Whether a change may be recorded that takes room of the disk, and is no removal."""
-        return self._file.has_room(_LONGEST_CHANGE)
+        return self.file.has_room(_LONGEST_CHANGE)
 
     def append(self, op: Op) -> int:
         """Record a change, which then outlives the daemon; returns its seq. Raises OSError."""
         seq = self._next_seq
-        self._file.append(change(seq, time.time_ns(), op))
+        self.file.append(change(seq, time.time_ns(), op))
         failpoints.failpoint("journal-appended")
         self._next_seq += 1
         self._undone[seq] = content = op.object if op.kind == "content" else 0
@@ -198,7 +179,7 @@ class Journal:
             record["at"] = at
         if also := [seq for seq in done if seq > upto]:
             record["also"] = also
-        self._file.append(record)
+        self.file.append(record)
         is_further, self._done_upto = upto > self._done_upto, upto
         self._done_beyond.update(also)
         if self._done_beyond and is_further:
@@ -217,7 +198,7 @@ class Journal:
         """
         aside = set(seqs)
         if aside != self._aside:
-            self._file.append({"done": self._done_upto, "aside": sorted(aside)})
+            self.file.append({"done": self._done_upto, "aside": sorted(aside)})
             self._aside = aside
 
     def mark_staged(self, *staged: tuple[int, Identity]) -> None:
@@ -225,19 +206,19 @@ class Journal:
 
         Raises OSError.
         """
-        self._file.append(*(staged_record(number, identity) for number, identity in staged))
+        self.file.append(*(staged_record(number, identity) for number, identity in staged))
 
     def mark_durable(self, *numbers: int) -> None:
         """Record that objects have been synced since they were recorded. Raises OSError."""
         if new := sorted({*numbers} - self._durable):
-            self._file.append({"believed": new})
+            self.file.append({"believed": new})
             self._durable.update(new)
             self._doubtful.difference_update(new)
 
     def mark_lost(self, number: int) -> None:
         """Record that the tier has lost the bytes of an object: the next mount takes up no change
         of its file. Raises OSError."""
-        self._file.append({"lost": [number]})
+        self.file.append({"lost": [number]})
 
     def sync(self) -> None:
         """Wait until everything appended so far is on the disk; callers share the wait.
@@ -245,7 +226,7 @@ class Journal:
         Raises OSError, and after a failure again and again until ``compact`` has written another
         file: the kernel forgets what it could not write.
         """
-        self._file.sync()
+        self.file.sync()
 
     def compact(
         self, keep: Iterable[Numbered], *, position: int, known: Known | None = None
@@ -267,40 +248,40 @@ class Journal:
     @property
     def is_long(self) -> bool:
         """Whether most of it may be left out by ``shorten``."""
-        return self._file.position > max(_LONG_BYTES, _LONG_TIMES * self._short_bytes)
+        return self.file.position > max(_LONG_BYTES, _LONG_TIMES * self._short_bytes)
 
     def shorten(self) -> None:
         """Rewrite the journal without what does not matter any more.
 
         Appends continue meanwhile, and syncs wait for no more than a rename. Raises OSError.
         """
-        position = self._file.position
+        position = self.file.position
         found = self._found_at(position)
         self._rewrite(found, found.shortened(), position)
-        self._short_bytes = self._file.position
+        self._short_bytes = self.file.position
 
     def _found_at(self, position: int) -> Found:
         """The state after the records before ``position``. Raises OSError."""
         found = self._found
-        if found is None or self._file.written != self._found_records:
-            found = Found.of(self._file.read(position), self._file.path, self._boot)
+        if found is None or self.file.written != self._found_records:
+            found = Found.of(self.file.read(position), self.file.path, self._boot)
             assert found is not None
         return found
 
     def _rewrite(self, found: Found, kept: Sequence[Numbered], position: int) -> None:
         """``found`` is the state at ``position``."""
         # In this order: a change is in the file before it is among those that are not done.
-        undone, end = list(self._undone), self._file.position
-        tail = [*self._file.records(position, end)]
+        undone, end = list(self._undone), self.file.position
+        tail = [*self.file.records(position, end)]
         known = {seq for seq, _ in kept} | {record["seq"] for record in tail if "seq" in record}
         if missing := [seq for seq in undone if seq not in known]:
             raise ValueError(f"{missing[0]} is not done yet and would be forgotten")
         first = found.rewritten
-        self._file.replace(lambda: itertools.chain(first(kept, self._boot), tail), end)
+        self.file.replace(lambda: itertools.chain(first(kept, self._boot), tail), end)
         failpoints.failpoint("journal-compacted")
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 def _prepared(file: JournalFile, source: bytes, boot: str) -> Found:

@@ -45,7 +45,7 @@ class Marks:
             marks.append((entry.op.object, file))
         self._journal.mark_staged(*marks)
         for entry in lot:
-            entry.record = self._journal.written
+            entry.record = self._journal.file.written
         for number, file in marks:
             self._state.note_staged(number, file)
 
@@ -55,7 +55,7 @@ class Marks:
         if entries:
             self._journal.mark_durable(*(entry.op.object for entry in entries))
         for entry in entries:
-            entry.record = self._journal.written
+            entry.record = self._journal.file.written
 
     def lost(self, number: int) -> None:
         """Marks that the tier has lost the bytes of an object."""
@@ -64,7 +64,7 @@ class Marks:
     def done(self, done: Mapping[int, Identity | None], *, upto: int) -> None:
         """Marks changes as drained: by their numbers, with identities, and all up to ``upto``."""
         self._journal.mark_done(done, upto=upto)
-        self._last_mark = self._journal.written
+        self._last_mark = self._journal.file.written
 
     async def sync_done(self) -> None:
         """Waits until all marks are on the disk."""
@@ -77,7 +77,7 @@ class Marks:
         No change may be made at the source whose record a power cut could remove: the mount would
         then show an older state than the source has.
         """
-        if self._journal.synced < record:
+        if self._journal.file.synced < record:
             await self._threads.run(self._journal.sync)
 
 

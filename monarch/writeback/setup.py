@@ -270,7 +270,7 @@ def _rewritten(place: WriteStore, found: Replay, drain: Drain, snapshot_id: str)
         try:
             # A crash between the two steps leaves a journal that belongs to no earlier snapshot.
             know_snapshot(place.directory, "")
-            place.journal.compact(ops, position=place.journal.position, known=known)
+            place.journal.compact(ops, position=place.journal.file.position, known=known)
         except OSError as error:
             raise TierError(
                 f"tier {os.fspath(place.tier.path)!r}: the journal of written data cannot be"

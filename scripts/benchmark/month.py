@@ -326,7 +326,7 @@ class Month:
             if number % every == every - 1 and saved < self.checkpoints:
                 await life.save(saved, content)
                 saved += 1
-            largest = max(largest, life.journal.position)
+            largest = max(largest, life.journal.file.position)
             await trio.sleep(1)
             if number % part == part - 1 and len(self.memory) < PARTS:
                 gc.collect()

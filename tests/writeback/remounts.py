@@ -371,7 +371,7 @@ class Life:
     def kill(self) -> Tree:
         """What it shows; nothing that still runs of it can tell the journal anything more."""
         shown = self.shown()
-        self.ground.monkeypatch.setattr(self.write_back.place.journal._file, "append", _killed)
+        self.ground.monkeypatch.setattr(self.write_back.place.journal.file, "append", _killed)
         return shown
 
     def let_go(self) -> None:

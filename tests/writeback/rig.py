@@ -604,7 +604,7 @@ class World:
             # What lies in a directory would be looked for at its new path.
             return replay
         known = drain.state.known_of(ops, drain.progress.is_done)
-        self.journal.compact(ops, position=self.journal.position, known=known)
+        self.journal.compact(ops, position=self.journal.file.position, known=known)
         self.first = read_tree(self.source)
         kept = {op.object for _, op in ops} - {0}
         made = {op.ino for _, op in ops if op.kind in ("mkdir", "symlink", "mknod")}
@@ -626,7 +626,7 @@ class World:
         path = self.directory / "journal"
         content = path.read_bytes()
         ends = [end + 1 for end, byte in enumerate(content) if byte == 10]
-        end = chance.choice([end for end in ends if end >= self.journal._file.synced_bytes])
+        end = chance.choice([end for end in ends if end >= self.journal.file.synced_bytes])
         path.write_bytes(content[: min(len(content), end + chance.randrange(30))])
         for number in self.objects.numbers():
             on_disk = self.objects.on_disk.get(number)

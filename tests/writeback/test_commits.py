@@ -153,5 +153,5 @@ async def test_belief_in_what_was_synced_outlives_a_journal_written_anew(
     replay = world.kill()
     ops = [(seq, op) for seq, op in replay.ops if op.kind != "content" or not op.synced]
     world.journal.mark_done({seq: None for seq, op in replay.ops if op.synced})
-    world.journal.compact(ops, position=world.journal.position)
+    world.journal.compact(ops, position=world.journal.file.position)
     assert rebooted(world) == []

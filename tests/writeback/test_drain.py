@@ -112,7 +112,7 @@ async def test_a_journal_that_was_written_anew_loses_no_change_of_a_drained_file
     # A new snapshot knows what the source has; then the daemon is killed again.
     undone = [(seq, op) for seq, op in world.kill().ops if seq > done]
     assert len(undone) == 4
-    world.journal.compact(undone, position=world.journal.position)
+    world.journal.compact(undone, position=world.journal.file.position)
     async with draining(world, world.kill()) as drain:
         await drain.progress.wait(world.last_seq)
     world.check_all_is_there()
@@ -553,7 +553,7 @@ async def drained_but_cut_off(world: World, turn: int, monkeypatch: pytest.Monke
     except BaseException as error:
         if not is_killed(error):
             raise
-    os.truncate(world.directory / "journal", world.journal._file.synced_bytes)
+    os.truncate(world.directory / "journal", world.journal.file.synced_bytes)
     return passed >= turn
 
 

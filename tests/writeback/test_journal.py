@@ -301,7 +301,7 @@ def test_callers_that_sync_at_once_share_the_wait(
         thread.join()
     # The first, and one for all who came while it was under way.
     assert calls[0] == 2
-    assert journal.synced == journal.written
+    assert journal.file.synced == journal.file.written
     journal.close()
 
 
@@ -321,7 +321,7 @@ def test_a_sync_that_failed_is_not_taken_for_done_by_the_next(
     with pytest.raises(OSError) as again:
         journal.sync()
     assert again.value.errno == errno.EIO
-    journal.compact([(1, EVERYTHING[0])], position=journal.position)
+    journal.compact([(1, EVERYTHING[0])], position=journal.file.position)
     journal.append(EVERYTHING[2])
     journal.sync()
     journal.close()
@@ -336,7 +336,7 @@ def test_compaction_keeps_the_known_states_and_never_reuses_a_number(directory: 
     for op in EVERYTHING:
         journal.append(op)
     journal.mark_done({10: IDENTITY})
-    position = journal.position
+    position = journal.file.position
     later = journal.append(Op(kind="mkdir", path=b"later"))
     journal.compact([(10, EVERYTHING[9]), *enumerate(EVERYTHING[10:], 11)], position=position)
     last = journal.append(Op(kind="mkdir", path=b"last"))
@@ -357,7 +357,9 @@ def test_compaction_forgets_nothing_that_the_source_has_not_got(directory: Path)
         journal.append(op)
     journal.mark_done({10: IDENTITY})
     with pytest.raises(ValueError, match="12 is not done"):
-        journal.compact([(11, EVERYTHING[10]), (13, EVERYTHING[12])], position=journal.position)
+        journal.compact(
+            [(11, EVERYTHING[10]), (13, EVERYTHING[12])], position=journal.file.position
+        )
     journal.close()
     assert len(read(directory).ops) == len(EVERYTHING)
 
@@ -378,7 +380,7 @@ def test_a_crash_while_compacting_leaves_the_old_journal_or_the_new(
     with monkeypatch.context() as patched:
         patched.setattr(failpoints, "failpoint", reached)
         with pytest.raises(KeyboardInterrupt):
-            journal.compact([], position=journal.position)
+            journal.compact([], position=journal.file.position)
     journal.close()
     replay = read(directory)
     assert len(replay.ops) == (13 if point == "journal-staged" else 0)
@@ -491,7 +493,7 @@ def test_a_synced_file_stays_durable_after_compaction(directory: Path) -> None:
     journal.append(content(b"a", 1, synced=True))
     journal.mark_done({2: None})
     journal.append(content(b"a", 1))
-    journal.compact([(1, create(b"a", 1)), (3, content(b"a", 1))], position=journal.position)
+    journal.compact([(1, create(b"a", 1)), (3, content(b"a", 1))], position=journal.file.position)
     journal.close()
     replay = read(directory, boot="two")
     assert [seq for seq, _ in replay.ops] == [1, 3]

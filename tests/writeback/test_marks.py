@@ -28,7 +28,7 @@ class Book:
         self.marks = Marks(self.journal, ThreadPool(1, "marks", abandon=True), self.state)
         self.op = Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5)
         seq = self.journal.append(self.op)
-        self.entry = Entry(seq, self.op, 0, self.journal.written, was_tried=False)
+        self.entry = Entry(seq, self.op, 0, self.journal.file.written, was_tried=False)
 
     def opened(self) -> Journal:
         return Journal.open(self.directory, source=b"/source", boot="boot")
@@ -61,22 +61,22 @@ async def test_a_change_waits_until_the_mark_of_another_of_its_paths_is_on_the_d
     assert book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
     assert not book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"b"))
     await book.marks.sync_done()
-    assert book.journal.synced == book.journal.written
+    assert book.journal.file.synced == book.journal.file.written
     assert not book.marks.unsynced.conflicts_with(Op(kind="unlink", path=b"a"))
 
 
 async def test_the_journal_is_synced_only_up_to_the_record_that_is_needed(book: Book) -> None:
     await book.marks.sync(book.entry.record)
-    synced = book.journal.synced
+    synced = book.journal.file.synced
     assert synced >= book.entry.record
     book.journal.append(Op(kind="mkdir", path=b"d"))
     await book.marks.sync(book.entry.record)
-    assert book.journal.synced == synced
+    assert book.journal.file.synced == synced
 
 
 async def test_a_content_that_was_synced_later_has_a_later_record(book: Book) -> None:
-    before = book.journal.written
+    before = book.journal.file.written
     book.marks.durable()
-    assert book.journal.written == before
+    assert book.journal.file.written == before
     book.marks.durable(book.entry)
-    assert book.entry.record == book.journal.written > before
+    assert book.entry.record == book.journal.file.written > before

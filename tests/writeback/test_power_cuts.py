@@ -219,7 +219,7 @@ def written_anew(world: World) -> Replay:
     ops = [(seq, op) for seq, op in replay.ops if seq not in replay.done]
     world.journal.compact(
         ops,
-        position=world.journal.position,
+        position=world.journal.file.position,
         known=drain.state.known_of(ops, drain.progress.is_done),
     )
     return world.kill()

@@ -80,7 +80,7 @@ def test_a_journal_is_written_anew_on_a_full_disk(place: Path) -> None:
     journal = Journal.open(place, source=b"/source")
     ops = [(journal.append(op), op) for op in [BIG, Op(kind="mkdir", path=b"a")]]
     fill(place)
-    journal.compact(ops, position=journal.position)
+    journal.compact(ops, position=journal.file.position)
     assert not (place / "reserve").exists()
     journal.close()
     journal = Journal.open(place, source=b"/source")

@@ -65,7 +65,7 @@ def month(journal: Journal, lines: int, checkpoints: int, *, keep: int = 3) -> i
             journal.mark_done(dict.fromkeys(seqs))
         if journal.is_long:
             journal.shorten()
-            assert journal.position < 8192
+            assert journal.file.position < 8192
         most = max(most, tables(journal))
     return most
 
@@ -77,7 +77,7 @@ def test_a_month_of_lines_and_checkpoints_keeps_the_journal_and_its_tables_short
 ) -> None:
     monkeypatch.setattr(journals, "_LONG_BYTES", 1 << 16)
     most = month(world.journal, 20_000, 2_000)
-    assert most < 1000 and world.journal.position < 5 << 16
+    assert most < 1000 and world.journal.file.position < 5 << 16
     replay = world.kill()
     assert len(replay.ops) + len(replay.done) < 1000
     assert {op.path for _, op in replay.ops if op.kind == "content"} >= {b"log"}
@@ -302,12 +302,12 @@ def test_records_synced_during_the_shortening_are_not_delayed_and_are_kept(
         if name == "journal-staged":
             meanwhile.append(journal.append(content(b"log", 1)))
             journal.sync()
-            assert journal.synced == journal.written
+            assert journal.file.synced == journal.file.written
 
     with monkeypatch.context() as patched:
         patched.setattr(failpoints, "failpoint", reached)
         journal.shorten()
-    assert journal.synced == journal.written
+    assert journal.file.synced == journal.file.written
     journal.close()
     journal = Journal.open(directory, source=b"/source", boot="two")
     assert journal.replay().ops[-1] == (meanwhile[0], content(b"log", 1))
@@ -340,7 +340,7 @@ async def test_a_mount_of_a_given_snapshot_keeps_its_journal_short(
             for number in range(40):
                 await life.write(b"log", b"%d" % number, synced=True)
                 await life.drained()
-                longest = max(longest, life.write_back.place.journal.position)
+                longest = max(longest, life.write_back.place.journal.file.position)
             await trio.sleep(100)
-            assert life.write_back.place.journal.position < 1 << 12 < longest
+            assert life.write_back.place.journal.file.position < 1 << 12 < longest
             await life.end()

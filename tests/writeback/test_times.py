@@ -143,7 +143,7 @@ async def test_a_file_is_unpacked_with_four_records_and_without_a_hop(
         change, journal = life.front.attributes.change, life.write_back.place.journal
         await life.write(b"first", b"makes spares")
         await ground.come_to_rest()
-        before = journal.written
+        before = journal.file.written
         with monkeypatch.context() as context:
             context.setattr(ThreadPool, "run", counted)
             made = await life.writing.create(*life.at(b"new"), mode=0o600, by=ROOT)
@@ -152,7 +152,7 @@ async def test_a_file_is_unpacked_with_four_records_and_without_a_hop(
             await change(made.ino, by=ROOT, uid=ROOT.uid, gid=ROOT.gid)
             await change(made.ino, by=ROOT, mode=0o640)
             life.files.release(made.ino)
-        assert journal.written - before == 4, "creation, times, mode and content"
+        assert journal.file.written - before == 4, "creation, times, mode and content"
         assert hops == 0
         life.kill()
     async with ground.mount() as life:
@@ -173,13 +173,13 @@ async def test_attributes_that_change_or_that_no_content_will_bring_are_recorded
         made = await life.writing.create(*life.at(b"new"), mode=mode, by=ROOT)
         if what == "closed":
             life.files.release(made.ino)
-        before = journal.written
+        before = journal.file.written
         await change(
             made.ino,
             by=ROOT,
             mode=0o640 if what == "mode" else None,
             uid=ROOT.uid + (what == "owner"),
         )
-        assert journal.written == before + 1
+        assert journal.file.written == before + 1
         if what == "set_id":
             assert life.front.attributes.of(made.ino).mode & 0o7777 == 0o755
