@@ -31,7 +31,8 @@ _LARGEST_XATTR = 64 * 1024
 @dataclass(eq=False, repr=False)
 class WrittenAttributes:
     """Belongs to the event loop. Changes raise Refused, and SourceError where a file of the source
-    is copied up. ``tier`` is the number of the absorbing tier."""
+    is copied up; None leaves an attribute as it is, and removes an extended one. ``tier`` is the
+    number of the absorbing tier."""
 
     _names: Namespace
     _gate: WriteGate
@@ -69,7 +70,6 @@ class WrittenAttributes:
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
     ) -> Attributes:
-        """Change what is not None."""
         node = self._names.node(ino)
         if node is None or node.names:
             self._gate.require_node_covered(ino)
@@ -159,7 +159,6 @@ class WrittenAttributes:
         return node.xattrs.get(name)
 
     def xattrs(self, ino: Ino) -> list[bytes]:
-        """The names of the extended attributes of an inode."""
         node = self._names.node(ino)
         return list(node.xattrs) if node is not None else []
 
@@ -183,7 +182,6 @@ class WrittenAttributes:
     async def set_xattr(
         self, ino: Ino, name: bytes, value: bytes | None, *, by: Credentials
     ) -> None:
-        """Set an extended attribute, or remove it: None."""
         path = self._gate.require_node_covered(ino)
         if name.startswith(_OURS):
             raise Refused(errno.EPERM)

@@ -313,7 +313,6 @@ class Found:
         )
 
     def shortened(self) -> list[Numbered]:
-        """The changes that still matter."""
         done = {seq: self.identities.get(seq) for seq, _ in self.ops if self.is_done(seq)}
         return shortened(self.ops, done)
 

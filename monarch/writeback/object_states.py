@@ -51,7 +51,6 @@ class ObjectStates:
         return self._last.get(number, 0)
 
     def noted(self, number: int, seq: int) -> None:
-        """A change of the object's file was recorded."""
         self._last[number] = seq
 
     def record(self, number: int, seq: int, *, synced: bool, same: bool = False) -> None:

@@ -117,12 +117,11 @@ class Objects:
                 self._turn.notify_all()
 
     def failure(self, number: int) -> int:
-        """The errno of a failed sync of the object; 0 if no sync has failed."""
+        """The errno of the failed sync of an object; 0 if none has failed."""
         return self._failed.get(number, 0)
 
     @property
     def failed(self) -> frozenset[int]:
-        """The objects with a failed sync."""
         with self._lock:
             return frozenset(self._failed)
 

@@ -91,7 +91,6 @@ class WriteBack:
                 ) from error
 
     def tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        """The background tasks by name."""
         tasks = {
             "drain": self.drain.run,
             "writing": self.front.run,
