@@ -184,17 +184,22 @@ void do_read(struct thread *thread, struct in_header *request, size_t size, uint
             refuse(thread, request, EBADF);
             return;
         }
-        if (LOAD(entry->kind) == OPEN_CONTENT) {
+        // Loaded once for each decision: another file may get the entry of a killed process.
+        uint8_t kind = LOAD(entry->kind);
+        if (kind == OPEN_CONTENT) {
             struct content *content = opens_content(&dp->opens, entry, request->nodeid);
-            if (content)
+            if (content) {
                 give(thread, request, content, begin);
-            else if (LOAD(entry->kind) != OPEN_WRITTEN)
-                refuse(thread, request, EBADF);
-            content_release(content);
-            if (content || LOAD(entry->kind) != OPEN_WRITTEN)
+                content_release(content);
                 return;
+            }
+            kind = LOAD(entry->kind);
+            if (kind != OPEN_WRITTEN) {
+                refuse(thread, request, EBADF);
+                return;
+            }
         }
-        if (LOAD(entry->kind) == OPEN_WRITTEN) {
+        if (kind == OPEN_WRITTEN) {
             if (!read_written(thread, request, entry, begin))
                 pass_on(thread, request);
             return;
