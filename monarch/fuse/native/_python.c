@@ -101,7 +101,8 @@ static PyObject *datapath_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (!dp->tallies || !dp->events || !dp->given ||
         !names_prepare(&dp->names, entries, directories) ||
         !opens_prepare(&dp->opens, dp, close_later) || !absorbed_prepare(&dp->absorbed) ||
-        !missing_prepare(&dp->missing) || !direct_prepare(&dp->direct) || pthread_mutex_init(&dp->pending_lock, NULL) ||
+        !missing_prepare(&dp->missing) || !direct_prepare(&dp->direct) ||
+        pthread_mutex_init(&dp->pending_lock, NULL) ||
         pthread_mutex_init(&dp->overflow_lock, NULL) ||
         pthread_mutex_init(&dp->threads_lock, NULL)) {
         Py_DECREF(self);

@@ -66,12 +66,11 @@ PyObject *datapath_requests(Datapath *self, PyObject *Py_UNUSED(ignored)) {
         const struct in_header *request = &each->message.header;
         next = each->next;
         PyObject *details = details_of(request);
-        PyObject *item =
-            details ? Py_BuildValue("(IKKIIIN)", request->opcode,
-                                    (unsigned long long)request->unique,
-                                    (unsigned long long)request->nodeid, request->uid, request->gid,
-                                    request->pid, details)
-                    : NULL;
+        PyObject *item = details ? Py_BuildValue("(IKKIIIN)", request->opcode,
+                                                 (unsigned long long)request->unique,
+                                                 (unsigned long long)request->nodeid, request->uid,
+                                                 request->gid, request->pid, details)
+                                 : NULL;
         if (!item || PyList_Append(list, item)) {
             PyErr_Clear();
             answer_error(dp, request->unique, ENOMEM);
