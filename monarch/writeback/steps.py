@@ -60,7 +60,15 @@ class Steps:
             case "link" if absent:
                 return None
             case "mkdir" | "symlink" | "mknod" | "unlink" | "rmdir" | "link":
-                return partial(getattr(entries, op.kind), op=op, expected=expected)
+                changes = {
+                    "mkdir": entries.mkdir,
+                    "symlink": entries.symlink,
+                    "mknod": entries.mknod,
+                    "unlink": entries.unlink,
+                    "rmdir": entries.rmdir,
+                    "link": entries.link,
+                }
+                return partial(changes[op.kind], op=op, expected=expected)
             case "attr" | "xattr":
                 # A file whose content was left out keeps its older version at the source.
                 if absent and not state.has_older(op.object):
