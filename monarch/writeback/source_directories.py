@@ -137,6 +137,10 @@ class Temporaries:
     def link_over(self, fd: int, name: bytes, to_fd: int, to_name: bytes, number: int) -> None:
         """Links a file of an object to ``to_name``, replacing an entry there; a source without hard
         links gets a copy. Raises OSError."""
+        # In a directory with the sticky bit only the owner of the file may rename a link to it.
+        with suppress(OSError):
+            os.link(name, to_name, src_dir_fd=fd, dst_dir_fd=to_fd, follow_symlinks=False)
+            return
         link = self.link(number)
         with suppress(FileNotFoundError):
             os.unlink(link, dir_fd=to_fd)

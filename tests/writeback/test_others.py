@@ -614,3 +614,18 @@ async def test_the_attributes_of_a_file_that_its_user_may_not_write_come_with_it
     there = shared.source / "x"
     assert there.stat().st_mode & 0o777 == 0o400
     assert os.getxattr(there, "user.n") == b"value"
+
+
+@pytest.mark.promise(77)
+async def test_the_file_of_another_user_is_linked_where_its_owner_alone_may_rename(
+    shared: World, clock: Clock
+) -> None:
+    os.chown(shared.source / "a", 1001, 1001)
+    (shared.source / "a").chmod(0o666)
+    shared.by = MALLORY
+    async with draining(shared) as drain:
+        shared.link(b"a", b"linked")
+        await until(lambda: drain.backlog().ops == 0)
+        assert drain.backlog().failures == 0
+    assert (shared.source / "a").samefile(shared.source / "linked")
+    assert not list(shared.source.glob(".monarch-*.link"))
