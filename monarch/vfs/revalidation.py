@@ -197,8 +197,10 @@ class Revalidation:
             known = self._names.attributes(known.parent)
             now = await self._source_calls.status(known.ino, self._names.path(known.ino))
             if now is not None:
+                # A directory that was changed on the mount shows the times of that change.
+                then = self._names.at_source(known.ino) or known
                 mtime_ns, ctime_ns = kept_ns(now.st_mtime_ns), kept_ns(now.st_ctime_ns)
-                return mtime_ns > known.mtime_ns or ctime_ns > known.ctime_ns
+                return mtime_ns > then.mtime_ns or ctime_ns > then.ctime_ns
         return False
 
     async def _has_another_name(self, known: Attributes) -> bool:

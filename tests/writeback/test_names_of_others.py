@@ -21,6 +21,7 @@ from monarch.errors import Refused, SourceError
 from monarch.types import Ino
 from monarch.writeback import others, write_gate
 from monarch.writeback.others import LOOK_S
+from tests.writeback import remount_histories
 from tests.writeback.remounts import ROOT, Ground, Life, tree_of
 
 pytestmark = [pytest.mark.promise(148), pytest.mark.fault("N5")]
@@ -406,6 +407,20 @@ async def test_only_used_directories_are_checked_and_only_if_they_are_absorbed(
         assert life.write_back.others is None
 
 
+@pytest.mark.promise(10)
+async def test_a_file_that_others_removed_is_gone_also_where_names_were_changed_here(
+    ground: Ground, clock: Clock
+) -> None:
+    async with ground.mount(works=False) as life:
+        (ground.source / "d/theirs").unlink()
+        # The directory has a later time on the mount than at the source.
+        await life.write(b"d/mine", b"mine")
+        with pytest.raises(SourceError) as raised:
+            await life.front.source._revalidate(life.ino(b"d/theirs"))
+        assert raised.value.errno == errno.ENOENT
+        assert set(life.kinds()) == {b"d", b"d/other", b"d/mine"}
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_mount_shows_what_the_source_has_when_all_rest(
     ground: Ground, clock: Clock, seed: int
@@ -427,6 +442,17 @@ async def test_a_mount_shows_what_the_source_has_when_all_rest(
         for path, it in there.items():
             assert it[0] == "dir" or shown[path] == it, path
         assert life.write_back.drain.backlog().conflicts == 0
+        if seed % 2:
+            await life.end()
+    # A mount that never compares names does not see what others have changed.
+    kinds = sorted({*remount_histories.KINDS} - {"never"})
+    for kind in (kinds[seed % len(kinds)], "same"):
+        async with ground.mount(**remount_histories.how(kind, ground)) as life:
+            shown = {path: it.bare for path, it in life.shown().items()}
+            assert shown == there, kind
+            await life.drained()
+            await life.end()
+    assert {path: it.bare for path, it in tree_of(ground.source).items()} == there
 
 
 async def wait(life: Life, chance: random.Random) -> None:
