@@ -11,10 +11,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from monarch.control.client import call as ask
-from tests.conftest import MonarchCommand
+from tests.conftest import MonarchCommand, Mounted
 from tests.users.calls import Actors
 from tests.users.history import Allowed, History, Judge, Made, Round, Step, replay
-from tests.users.trees import Tree, build, look
+from tests.users.trees import Entry, Tree, build, look
 
 # Histories that go through their rounds together: one drain for all, within the time for which the
 # drain is held while changes come.
@@ -38,6 +38,7 @@ def play(
     try:
         for first in range(0, len(histories), _TOGETHER):
             problems += ground.play(histories[first : first + _TOGETHER])
+        problems += ground.mounted_again(histories)
     finally:
         ground.close()
     # What is drained in the middle of a round cannot be told from what users did, and a drain that
@@ -84,7 +85,16 @@ class Ground:
         for history in histories:
             numbers = {path: number for number, path in enumerate(history.tree)}
             build(self._fds["source"], history.name, Tree(history.tree, numbers))
-        self.mounted = monarch.mount(
+        self._monarch = monarch
+        self.mounted = self._mount()
+        for name in _DIRECTORIES[1:]:
+            self._fds[name] = os.open(self._directories[name], os.O_PATH)
+        self._act = Actors({name: str(path) for name, path in self._directories.items()})
+        # Calls that the mount carried out and that may not be at the source yet, by history.
+        self._pending: dict[str, list[Made]] = {history.name: [] for history in histories}
+
+    def _mount(self, *arguments: str) -> Mounted:
+        return self._monarch.mount(
             self._directories["source"],
             tiers={"fast": "1GiB"},
             options=[
@@ -92,15 +102,34 @@ class Ground:
                 # What stays refused is not waited for.
                 "writeback.end_timeout=1",
             ],
+            arguments=arguments,
         )
-        for name in _DIRECTORIES[1:]:
-            self._fds[name] = os.open(self._directories[name], os.O_PATH)
-        self._act = Actors({name: str(path) for name, path in self._directories.items()})
-        # Calls that the mount carried out and that may not be at the source yet, by history.
-        self._pending: dict[str, list[Made]] = {history.name: [] for history in histories}
+
+    def mounted_again(self, histories: Sequence[History]) -> list[str]:
+        """Kill the daemon and mount twice more; what changed at the source, or cannot be read."""
+        before = {history.name: self._look("source", history.name) for history in histories}
+        os.close(self._fds.pop("mnt"))
+        self._act.close()
+        self.mounted.kill()
+        problems = []
+        for arguments in ((), ("--refresh",)):
+            self.mounted = self._mount(*arguments)
+            self._drain()
+            fd = os.open(self._directories["mnt"], os.O_PATH)
+            for name, tree in before.items():
+                if _lasting(self._look("source", name)) != _lasting(tree):
+                    problems.append(f"{name}: mounted again, the source has changed")
+                try:
+                    look(fd, name)
+                except OSError as error:
+                    problems.append(f"{name}: mounted again, it cannot be read: {error}")
+            os.close(fd)
+            self.mounted.umount("--abandon")
+        return problems
 
     def close(self) -> None:
-        self._act.close()
+        if "mnt" in self._fds:
+            self._act.close()
         self._memory.cleanup()
         for fd in self._fds.values():
             os.close(fd)
@@ -255,3 +284,12 @@ class Ground:
         while True:
             with suppress(FileNotFoundError):
                 return self._look("source", name)
+
+
+def _lasting(tree: Tree) -> dict[str, Entry]:
+    """The entries but for staged files, which come and go."""
+    return {
+        path: entry
+        for path, entry in tree.entries.items()
+        if not path.rpartition("/")[2].startswith(".monarch-")
+    }

@@ -33,7 +33,7 @@ _SEEDS = 500
 # What is met at the source is told in the log; a machine under load may let the tier wait.
 _TOLD = (
     "writeback.source_[a-z]+: source: |the source refuses |(changed at|is gone from) the source"
-    "|tier fast is |were not drained; they stay"
+    "|tier fast is |were not drained; they stay|the names are those of the last mount"
 )
 MODES = ("relay", "passthrough")
 

@@ -27,6 +27,8 @@ from monarch.types import ANY_SIZE, Identity
 from monarch.writeback.drain import Drain
 from monarch.writeback.expected import Expected, is_shared
 from monarch.writeback.op import above
+from tests.writeback.remount_histories import KINDS, how
+from tests.writeback.remounts import Ground, tree_of
 from tests.writeback.rig import World, draining, read_tree
 from tests.writeback.test_histories import Walk, seeds
 from tests.writeback.test_others import until
@@ -67,8 +69,8 @@ def worlds(directory: Path, count: int) -> list[World]:
         (source / name).write_bytes(b"old " + name.encode())
     found = []
     for number in range(count):
-        (directory / f"tier{number}").mkdir()
-        found.append(World(source, directory / f"tier{number}"))
+        (directory / f"{number}/tier").mkdir(parents=True)
+        found.append(World(source, directory / f"{number}/tier"))
     return found
 
 
@@ -160,6 +162,7 @@ def in_memory() -> Path | None:
 @pytest.mark.parametrize("seed", range(10))
 async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_name(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     clock: trio.testing.MockClock,
     pytestconfig: pytest.Config,
     seed: int,
@@ -184,8 +187,40 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
                     torn = torn_unheard(directory / "source", walk, walks, drain)
                     assert not torn, f"seed {number}, writer {walk.number}: {torn}"
         for walk in walks:
+            walk._world.kill()
             walk._world.journal.close()
+        if number < 10:
+            for walk in walks:
+                await mounted_again(directory, walk, monkeypatch, chance)
         shutil.rmtree(directory)
+
+
+async def mounted_again(
+    directory: Path, walk: Writer, monkeypatch: pytest.MonkeyPatch, chance: random.Random
+) -> None:
+    """Mounts what one of the writers has left, in two ways: none of its bytes are lost."""
+    world = walk._world
+    ground = Ground(directory, monkeypatch, directory / f"{walk.number}")
+    (ground.root / "boot").write_text(f"{world.boot}\n")
+    # Each writer has a state directory of its own.
+    ground.states = 100 * (1 + walk.number)
+    shared = {"writeback": {"shared": True}}
+    for kind in chance.sample(sorted({*KINDS} - {"full"}), 2):
+        async with ground.mount(**shared, **how(kind, ground)) as life:
+            shown = {it.content for it in life.shown().values()}
+            there = {it.content for it in tree_of(ground.source).values()}
+            lost = written(world).keys() - shown - there
+            assert not lost, f"writer {walk.number}, mounted as {kind}: {lost}"
+            await life.at_rest()
+            await life.end(abandoned=True)
+    there = {it.content for it in tree_of(ground.source).values()}
+    owed = ground.owed()
+    lost = {
+        content
+        for content, path in written(world).items()
+        if content not in there and world.tree[path].object not in owed
+    }
+    assert not lost, f"writer {walk.number}: {lost}"
 
 
 @pytest.mark.finding("W8")
