@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,11 +111,6 @@ def _address(value: str) -> str:
     return value
 
 
-def _pattern(value: str) -> str:
-    check_pattern(value)
-    return value
-
-
 Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=_LARGEST)]
 # A longer time is a mistake.
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=366 * 86400)]
@@ -132,7 +127,7 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 def _tier_name(fields: dict[str, Any]) -> str:
@@ -141,23 +136,15 @@ def _tier_name(fields: dict[str, Any]) -> str:
 
 
 class TierSettings(Section):
-    path: AbsolutePath = Field(
-        description="Directory of the tier, created if missing. Required. One daemon uses it."
-    )
-    name: str = Field(
-        default_factory=_tier_name,
-        pattern=_NAME,
-        description="Name in messages and metrics. Default: the last component of the path.",
-    )
-    capacity: PositiveSize | None = Field(
-        default=None,
-        description="Bytes that copies may use, like 800GiB. null: half of the free space there.",
-    )
-    keep_free: Size = Field(
-        default=GiB,
-        description="Bytes of the tier's file system that copies leave free. If not set, at most 5"
-        " % of that file system.",
-    )
+    path: AbsolutePath
+    """Directory of the tier, created if missing. Required. One daemon uses it."""
+    name: str = Field(default_factory=_tier_name, pattern=_NAME)
+    """Name in messages and metrics. Default: the last component of the path."""
+    capacity: PositiveSize | None = None
+    """Bytes that copies may use, like 800GiB. null: half of the free space there."""
+    keep_free: Size = GiB
+    """Bytes of the tier's file system that copies leave free. If not set, at most 5 % of that file
+    system."""
 
     @model_validator(mode="before")
     @classmethod
@@ -176,20 +163,15 @@ class TierSettings(Section):
 
 
 class SnapshotSettings(Section):
-    file: AbsolutePath | None = Field(
-        default=None,
-        description="Snapshot of the names. null: in the state directory, built at first mount.",
-    )
-    jobs: Count = Field(default=32, description="Directories scanned concurrently while building.")
-    freshness: Annotated[str, AfterValidator(_freshness)] = Field(
-        default="mount",
-        description="When to check the source for changes: mount (at each mount), never, or"
-        " ttl:DURATION like ttl:10m (at mount, and again after each such time).",
-    )
-    one_file_system: bool = Field(
-        default=False,
-        description="Leave out mount points of other file systems at the source.",
-    )
+    file: AbsolutePath | None = None
+    """Snapshot of the names. null: in the state directory, built at first mount."""
+    jobs: Count = 32
+    """Directories scanned concurrently while building."""
+    freshness: Annotated[str, AfterValidator(_freshness)] = "mount"
+    """When to check the source for changes: mount (at each mount), never, or ttl:DURATION like
+    ttl:10m (at mount, and again after each such time)."""
+    one_file_system: bool = False
+    """Leave out mount points of other file systems at the source."""
 
     @property
     def ttl_s(self) -> float | None:
@@ -199,51 +181,36 @@ class SnapshotSettings(Section):
 
 
 class PlacementSettings(Section):
-    policy: Literal["no_evict", "first_come", "lru"] = Field(
-        default="no_evict",
-        description="Which files are kept if not all fit: no_evict (a fixed share, best for"
-        " shuffled epochs), first_come, or lru (the least recently used is evicted).",
-    )
+    policy: Literal["no_evict", "first_come", "lru"] = "no_evict"
+    """Which files are kept if not all fit: no_evict (a fixed share, best for shuffled epochs),
+    first_come, or lru (the least recently used is evicted)."""
 
 
 class LimitSettings(Section):
-    copy_workers: Count = Field(default=4, description="Files copied into each tier concurrently.")
-    source_concurrency: Count = Field(default=128, description="Concurrent calls to the source.")
-    source_timeout: Duration | None = Field(
-        default=None,
-        description="How long an open or a read waits for a source that hangs before it fails with"
-        " ETIMEDOUT, like 2m. null: until the source answers, as without Monarch.",
-    )
-    source_bandwidth: Size = Field(
-        default=0,
-        description="Bytes per second that copies read from the source; 0: no limit. Readers are"
-        " never delayed.",
-    )
-    scrub_bandwidth: Size = Field(
-        default=16 * MiB,
-        description="Bytes per second of the tiers' disks for reading all copies again and again,"
-        " to find damaged ones; 0: off.",
-    )
-    tier_timeout: Duration = Field(
-        default=5.0,
-        description="How long a tier may take to answer before it counts as slow and is neither"
-        " written nor read; a request for many files or MiB may take longer.",
-    )
-    tier_probe: Duration = Field(
-        default=10.0,
-        description="How often tiers are checked, and a tier out of service is tried: at first this"
-        " often, then less and less, down to once a minute.",
-    )
-    inline_max: Size = Field(
-        default=4 * MiB,
-        description="Files up to this size are fetched as a whole at their first open; larger"
-        " files are copied while they are read.",
-    )
-    buffer_max: PositiveSize = Field(
-        default=256 * MiB,
-        description="Memory for files that are copied from the source to a tier. If not set, at"
-        " most an eighth of the memory that the daemon may use.",
-    )
+    copy_workers: Count = 4
+    """Files copied into each tier concurrently."""
+    source_concurrency: Count = 128
+    """Concurrent calls to the source."""
+    source_timeout: Duration | None = None
+    """How long an open or a read waits for a source that hangs before it fails with ETIMEDOUT, like
+    2m. null: until the source answers, as without Monarch."""
+    source_bandwidth: Size = 0
+    """Bytes per second that copies read from the source; 0: no limit. Readers are never delayed."""
+    scrub_bandwidth: Size = 16 * MiB
+    """Bytes per second of the tiers' disks for reading all copies again and again, to find damaged
+    ones; 0: off."""
+    tier_timeout: Duration = 5.0
+    """How long a tier may take to answer before it counts as slow and is neither written nor read;
+    a request for many files or MiB may take longer."""
+    tier_probe: Duration = 10.0
+    """How often tiers are checked, and a tier out of service is tried: at first this often, then
+    less and less, down to once a minute."""
+    inline_max: Size = 4 * MiB
+    """Files up to this size are fetched as a whole at their first open; larger files are copied
+    while they are read."""
+    buffer_max: PositiveSize = 256 * MiB
+    """Memory for files that are copied from the source to a tier. If not set, at most an eighth of
+    the memory that the daemon may use."""
 
     def within(self, memory: int) -> LimitSettings:
         """These limits for a process that may use ``memory`` bytes; 0: unknown."""
@@ -263,72 +230,51 @@ class LimitSettings(Section):
 
 
 class MetricsSettings(Section):
-    enabled: bool = Field(default=False, description="Serve metrics for Prometheus over HTTP.")
-    address: Annotated[str, AfterValidator(_address)] = Field(
-        default="localhost:9464", description="HOST:PORT at which metrics are served."
-    )
+    enabled: bool = False
+    """Serve metrics for Prometheus over HTTP."""
+    address: Annotated[str, AfterValidator(_address)] = "localhost:9464"
+    """HOST:PORT at which metrics are served."""
 
 
 class LogSettings(Section):
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Lowest level that is logged: debug, info, warning or error."
-    )
-    file: AbsolutePath | None = Field(
-        default=None, description="Log file. null: daemon.log in the state directory."
-    )
-    format: Literal["text", "json"] = Field(
-        default="text", description="text, or json: one object a line."
-    )
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged: debug, info, warning or error."""
+    file: AbsolutePath | None = None
+    """Log file. null: daemon.log in the state directory."""
+    format: Literal["text", "json"] = "text"
+    """text, or json: one object a line."""
 
 
 class WritebackSettings(Section):
-    fsync: Literal["local", "source"] = Field(
-        default="local",
-        description="When fsync returns: local (the data is safe on the disk of this node) or"
-        " source (it is at the source).",
-    )
-    tier: str | None = Field(
-        default=None,
-        description="Name of the tier that absorbs writes. null: the first that is not memory.",
-    )
-    reserve: Size | None = Field(
-        default=None,
-        description="Bytes of that tier that copies of the source leave to written files; drained"
-        " files stay there to be read within this room. null: twice the largest file written so"
-        " far, and a twentieth of the tier.",
-    )
-    names_max: NameCount | None = Field(
-        default=None,
-        description="Files, directories and links made or changed through the mount since the"
-        " snapshot that it may hold in memory; 3 KiB of memory each. Unused ones are in the state"
-        " directory and count a 48th. null: an eighth of the memory that the daemon may use, and"
-        " at least 100000.",
-    )
-    bandwidth: Size = Field(
-        default=0, description="Bytes per second written to the source; 0: no limit."
-    )
-    workers: Count = Field(default=4, description="Files written to the source concurrently.")
-    verify: bool = Field(
-        default=True,
-        description="Read each file back from the source and compare digests before it is renamed"
-        " to its name there.",
-    )
-    commit: CommitInterval = Field(
-        default=5.0,
-        description="How often all written data is synced in the tier, fsynced or not: a crash of"
-        " the machine loses at most the unsynced data of that time. At most 5m; 0: only at the"
-        " end.",
-    )
-    shared: bool = Field(
-        default=False,
-        description="Let this mount absorb writes although another mount, on any node, absorbs them"
-        " for the same paths. Otherwise the second mount is refused.",
-    )
-    end_timeout: Duration = Field(
-        default=60.0,
-        description="How long a daemon that a signal ends continues to drain. Undrained data stays"
-        " in the tier, and the next mount drains it.",
-    )
+    fsync: Literal["local", "source"] = "local"
+    """When fsync returns: local (the data is safe on the disk of this node) or source (it is at the
+    source)."""
+    tier: str | None = None
+    """Name of the tier that absorbs writes. null: the first that is not memory."""
+    reserve: Size | None = None
+    """Bytes of that tier that copies of the source leave to written files; drained files stay there
+    to be read within this room. null: twice the largest file written so far, and a twentieth of the
+    tier."""
+    names_max: NameCount | None = None
+    """Files, directories and links made or changed through the mount since the snapshot that it may
+    hold in memory; 3 KiB of memory each. Unused ones are in the state directory and count a 48th.
+    null: an eighth of the memory that the daemon may use, and at least 100000."""
+    bandwidth: Size = 0
+    """Bytes per second written to the source; 0: no limit."""
+    workers: Count = 4
+    """Files written to the source concurrently."""
+    verify: bool = True
+    """Read each file back from the source and compare digests before it is renamed to its name
+    there."""
+    commit: CommitInterval = 5.0
+    """How often all written data is synced in the tier, fsynced or not: a crash of the machine
+    loses at most the unsynced data of that time. At most 5m; 0: only at the end."""
+    shared: bool = False
+    """Let this mount absorb writes although another mount, on any node, absorbs them for the same
+    paths. Otherwise the second mount is refused."""
+    end_timeout: Duration = 60.0
+    """How long a daemon that a signal ends continues to drain. Undrained data stays in the tier,
+    and the next mount drains it."""
 
     def names_within(self, memory: int, *, each: int) -> int:
         """``names_max`` for ``each`` bytes a name and ``memory`` usable bytes; 0: unknown."""
@@ -338,74 +284,53 @@ class WritebackSettings(Section):
 
 
 class MountSettings(Section):
-    name: str = Field(pattern=_NAME, description="Name of the mount: its key under `mounts`.")
-    source: AbsolutePath = Field(description="Directory to be mounted. Required.")
-    mountpoint: AbsolutePath = Field(description="Directory at which the source appears. Required.")
-    tiers: tuple[TierSettings, ...] = Field(
-        default=(),
-        max_length=16,
-        description="Fastest first. Each is PATH, PATH:SIZE or a mapping as in the example below."
-        " Empty: one tier on the local scratch with the most free space.",
-    )
-    state: AbsolutePath | None = Field(
-        default=None,
-        description="Directory for persistent state. null: one per source in /var/lib/monarch"
-        " (root) or ~/.local/state/monarch.",
-    )
-    snapshot: SnapshotSettings = Field(
-        default=SnapshotSettings(),
-        description="The names and attributes of the source, kept locally.",
-    )
-    placement: PlacementSettings = Field(
-        default=PlacementSettings(), description="The choice of files that the tiers keep."
-    )
-    limits: LimitSettings = Field(
-        default=LimitSettings(), description="Limits on the use of the node and of the source."
-    )
-    write: Literal["none", "absorb"] = Field(
-        default="none",
-        description="Whether the mount can be written: none (read-only, except for the paths of"
-        " `absorb`), or absorb (everywhere: a tier stores the data, which is drained to the"
-        " source).",
-    )
-    absorb: tuple[Annotated[str, AfterValidator(_pattern)], ...] = Field(
-        default=(),
-        description="Paths that can be written while all others are read-only, relative to the"
-        " mount, like ckpt/** or runs/*/logs.",
-    )
-    writeback: WritebackSettings = Field(
-        default=WritebackSettings(),
-        description="Writing: what fsync means, and how written data is drained to the source.",
-    )
-    verify: Literal["unclean", "open", "never"] = Field(
-        default="unclean",
-        description="When a copy is compared with its digest before use: unclean (once, after a"
-        " crash or power cut), open (at every first open), or never.",
-    )
-    datapath: Literal["auto", "passthrough", "relay", "python"] = Field(
-        default="auto",
-        description="How copies are read: passthrough (by the kernel itself; needs Linux 6.9 and"
-        " root; a copy that cannot be read gives the reader an error), relay (by threads in C),"
-        " python (the slowest, needs nothing), or auto (the best for these files on this machine).",
-    )
-    open: Literal["auto", "open", "none"] = Field(
-        default="auto",
-        description="Whether the kernel reports every open of a file: open, none (best for small"
-        " files that fit into memory; not with passthrough, python or verify: open), or auto.",
-    )
-    source_identity: Literal["daemon", "caller"] = Field(
-        default="daemon",
-        description="The rights with which files are opened at the source for a reader: daemon, or"
-        " caller (those of the process that reads; for a source that refuses root, as Lustre and"
-        " NFS with root squash do; needs root, not with open: none).",
-    )
-    allow_other: bool = Field(
-        default=False,
-        description="Let other users use the mount, as the modes of the files allow. Unless root"
-        " mounts, /etc/fuse.conf must say user_allow_other.",
-    )
-    metrics: MetricsSettings = Field(default=MetricsSettings(), description="The page of metrics.")
-    log: LogSettings = Field(default=LogSettings(), description="The log of the daemon.")
+    name: str = Field(pattern=_NAME)
+    """Name of the mount: its key under `mounts`."""
+    source: AbsolutePath
+    """Directory to be mounted. Required."""
+    mountpoint: AbsolutePath
+    """Directory at which the source appears. Required."""
+    tiers: tuple[TierSettings, ...] = Field(default=(), max_length=16)
+    """Fastest first. Each is PATH, PATH:SIZE or a mapping as in the example below. Empty: one tier
+    on the local scratch with the most free space."""
+    state: AbsolutePath | None = None
+    """Directory for persistent state. null: one per source in /var/lib/monarch (root) or
+    ~/.local/state/monarch."""
+    snapshot: SnapshotSettings = SnapshotSettings()
+    """The names and attributes of the source, kept locally."""
+    placement: PlacementSettings = PlacementSettings()
+    """The choice of files that the tiers keep."""
+    limits: LimitSettings = LimitSettings()
+    """Limits on the use of the node and of the source."""
+    write: Literal["none", "absorb"] = "none"
+    """Whether the mount can be written: none (read-only, except for the paths of `absorb`), or
+    absorb (everywhere: a tier stores the data, which is drained to the source)."""
+    absorb: tuple[Annotated[str, AfterValidator(check_pattern)], ...] = ()
+    """Paths that can be written while all others are read-only, relative to the mount, like ckpt/**
+    or runs/*/logs."""
+    writeback: WritebackSettings = WritebackSettings()
+    """Writing: what fsync means, and how written data is drained to the source."""
+    verify: Literal["unclean", "open", "never"] = "unclean"
+    """When a copy is compared with its digest before use: unclean (once, after a crash or power
+    cut), open (at every first open), or never."""
+    datapath: Literal["auto", "passthrough", "relay", "python"] = "auto"
+    """How copies are read: passthrough (by the kernel itself; needs Linux 6.9 and root; a copy that
+    cannot be read gives the reader an error), relay (by threads in C), python (the slowest, needs
+    nothing), or auto (the best for these files on this machine)."""
+    open: Literal["auto", "open", "none"] = "auto"
+    """Whether the kernel reports every open of a file: open, none (best for small files that fit
+    into memory; not with passthrough, python or verify: open), or auto."""
+    source_identity: Literal["daemon", "caller"] = "daemon"
+    """The rights with which files are opened at the source for a reader: daemon, or caller (those
+    of the process that reads; for a source that refuses root, as Lustre and NFS with root squash
+    do; needs root, not with open: none)."""
+    allow_other: bool = False
+    """Let other users use the mount, as the modes of the files allow. Unless root mounts,
+    /etc/fuse.conf must say user_allow_other."""
+    metrics: MetricsSettings = MetricsSettings()
+    """The page of metrics."""
+    log: LogSettings = LogSettings()
+    """The log of the daemon."""
 
     @field_validator(
         "snapshot", "placement", "limits", "writeback", "metrics", "log", mode="before"
@@ -417,7 +342,7 @@ class MountSettings(Section):
 
     @field_validator("open", mode="after")
     @classmethod
-    def _opens_are_seen_by_who_needs_them(cls, value: str, fields: ValidationInfo) -> str:
+    def _opens_are_seen_if_needed(cls, value: str, fields: ValidationInfo) -> str:
         if value == "none":
             datapath = fields.data.get("datapath")
             if datapath in ("passthrough", "python"):
@@ -452,17 +377,12 @@ class MountSettings(Section):
         """The patterns of paths that can be written; empty for a read-only mount."""
         return ("**",) if self.write == "absorb" and not self.absorb else self.absorb
 
-    @field_validator("absorb", mode="before")
+    @field_validator("absorb", "tiers", mode="before")
     @classmethod
-    def _one_pattern(cls, value: object) -> object:
+    def _empty_list(cls, value: object, field: ValidationInfo) -> object:
         if value is None:
             return ()
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("tiers", mode="before")
-    @classmethod
-    def _no_tiers(cls, value: object) -> object:
-        return () if value is None else value
+        return (value,) if isinstance(value, str) and field.field_name == "absorb" else value
 
     @field_validator("tiers", mode="after")
     @classmethod
@@ -476,17 +396,12 @@ class MountSettings(Section):
         named = []
         for tier in tiers:
             if "name" not in tier.model_fields_set:
-                name = next(n for n in _numbered(tier.name) if n not in taken)
+                numbered = (f"{tier.name[:60]}-{number}" for number in count(2))
+                name = next(n for n in chain([tier.name], numbered) if n not in taken)
                 taken.add(name)
                 tier = tier.model_copy(update={"name": name})
             named.append(tier)
         return tuple(named)
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    for number in range(2, 1000):
-        yield f"{name[:60]}-{number}"
 
 
 def parse_tier(text: str) -> dict[str, Any]:

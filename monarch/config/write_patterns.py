@@ -1,4 +1,4 @@
-"""Which paths of a mount may be written, and which names never belong to the source.
+"""Which paths of a mount may be written, and which names are those of temporary files.
 
 A pattern is a path relative to the mount. ``*``, ``?`` and ``[...]`` match within one name, ``**``
 matches any number of directories. A pattern covers the paths that it matches and all paths beneath
@@ -17,14 +17,15 @@ def is_staged(name: bytes) -> bool:
     return name.startswith(b".monarch-") and name.endswith(b".part")
 
 
-def check_pattern(pattern: str) -> None:
-    """Raises ValueError, with the mistake and its correction, if ``pattern`` is not valid."""
+def check_pattern(pattern: str) -> str:
+    """Returns ``pattern``. Raises ValueError, with the correction, if it is not valid."""
     if not pattern or pattern.startswith("/"):
         raise ValueError(f"{pattern!r} must be relative to the mount, like ckpt/**")
     if any(part in ("", ".", "..") for part in pattern.rstrip("/").split("/")):
         raise ValueError(f"{pattern!r} holds an empty part, '.' or '..'; write it like ckpt/**")
     if "\0" in pattern:
         raise ValueError(f"{pattern!r} contains a NUL byte, which no path may")
+    return pattern
 
 
 class WritePatterns:
@@ -52,11 +53,10 @@ def _compiled(pattern: str) -> list[re.Pattern[bytes] | None]:
     parts = pattern.rstrip("/").split("/")
     while len(parts) > 1 and parts[-1] == "**":
         parts.pop()
-    return [None if part == "**" else _of_name(part) for part in parts]
-
-
-def _of_name(part: str) -> re.Pattern[bytes]:
-    return re.compile(fnmatch.translate(part).encode("utf-8", "surrogateescape"), re.DOTALL)
+    texts = [fnmatch.translate(part).encode("utf-8", "surrogateescape") for part in parts]
+    return [
+        None if part == "**" else re.compile(text) for part, text in zip(parts, texts, strict=True)
+    ]
 
 
 def _matches(pattern: Sequence[re.Pattern[bytes] | None], parts: Sequence[bytes]) -> bool:
