@@ -97,7 +97,7 @@ def test_the_reference_file_lists_every_key_with_its_default_and_meaning() -> No
 
 
 def test_the_reference_file_is_valid_and_means_the_defaults() -> None:
-    mount = load.load(REFERENCE).mounts["imagenet"]
+    mount = load.load(REFERENCE)["imagenet"]
     bare = MountSettings(
         name="imagenet",
         source=Path("/pfs/imagenet"),
@@ -395,7 +395,7 @@ def test_a_file_without_read_permission_is_reported(tmp_path: Path) -> None:
 def loaded(tmp_path: Path, content: str) -> dict[str, MountSettings]:
     path = tmp_path / "monarch.yaml"
     path.write_text(content)
-    return dict(load.load(path).mounts)
+    return load.load(path)
 
 
 def test_defaults_go_under_each_mount_key_by_key(tmp_path: Path) -> None:

@@ -146,8 +146,7 @@ def test_there_are_commands_to_be_checked() -> None:
 def test_the_configuration_of_the_readme_loads(tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "monarch.yaml").write_text(text)
-    loaded = load.load(tmp_path / "monarch.yaml")
-    settings = loaded.mounts["imagenet"]
+    settings = load.load(tmp_path / "monarch.yaml")["imagenet"]
     assert settings.allow_other
     assert [tier.name for tier in settings.tiers] == ["monarch", "nvme"]
 

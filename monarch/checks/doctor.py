@@ -328,13 +328,13 @@ def check_configuration(
 ) -> Iterator[Check]:
     """Checks the file, then the requirements of each of its mounts."""
     try:
-        configuration = load.load(path)
+        mounts = load.load(path)
     except ConfigError as error:
         for problem in error.problems:
             yield Check("configuration", "fail", problem, f"correct {path}")
         return
-    yield Check("configuration", "ok", f"{path}: {len(configuration.mounts)} mounts")
-    for mount in configuration.mounts.values():
+    yield Check("configuration", "ok", f"{path}: {len(mounts)} mounts")
+    for mount in mounts.values():
         yield from check_mount(mount, abilities, records)
         yield from check_writing(mount, records)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from monarch.checks.overlaps import check_apart, with_state_directory
-from monarch.config.defaults import state_directory
+from monarch.config.defaults import is_remote, kind_of, state_directory
 from monarch.config.settings import MountSettings, TierSettings
 from monarch.control import registry
 from monarch.control.registry import MountRecord
@@ -36,9 +36,6 @@ from monarch.units import MiB, format_bytes
 
 CheckStatus = Literal["ok", "warn", "fail"]
 
-_NETWORK = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "glusterfs", "9p", "afs"}
-)
 # Their times have no nanoseconds, and they do not support files without a name (O_TMPFILE).
 _COARSE = frozenset({"vfat", "msdos", "exfat"})
 # Space for the records, the log and the snapshot of a large tree.
@@ -235,7 +232,7 @@ def check_state(
     if (free := room_of(existing).free) < _LEAST_STATE_BYTES:
         detail = f"{state}: {format_bytes(free)} are free"
         yield Check(name, "warn", detail, f"free space there, or {another}")
-    elif is_remote(kind := kind_of(existing, table)):
+    elif is_remote(kind := kind_of(existing.resolve(), table)):
         advice = f"put it on a local disk: {another}, or set XDG_STATE_HOME"
         yield Check(name, "warn", f"{state} is on {kind}, a network file system", advice)
     else:
@@ -283,7 +280,7 @@ class _TierLook:
 
     def _of_file_system(self) -> Iterator[Check]:
         path, existing = self.tier.path, nearest(self.tier.path)
-        kind = kind_of(existing, self.table)
+        kind = kind_of(existing.resolve(), self.table)
         if is_remote(kind):
             yield self._warn(
                 f"{path} is on {kind}, a network file system: no faster than the source",
@@ -399,18 +396,6 @@ def room_of(path: Path) -> Room:
     # Some file systems have no fixed number of inodes and report 0.
     inodes = statvfs.f_favail if statvfs.f_files else None
     return Room(statvfs.f_blocks * statvfs.f_frsize, statvfs.f_bavail * statvfs.f_frsize, inodes)
-
-
-def kind_of(path: Path, mounts: Sequence[MountedFileSystem]) -> str:
-    """The type of the file system that holds ``path``."""
-    resolved = path.resolve()
-    above = [m for m in mounts if resolved.is_relative_to(m.mount_point)]
-    # Of two mounts at one place the later hides the earlier.
-    return max(reversed(above), key=lambda m: len(m.mount_point.parts)).kind if above else "unknown"
-
-
-def is_remote(kind: str) -> bool:
-    return kind in _NETWORK or (kind.startswith("fuse") and kind != "fuseblk")
 
 
 def _is_coarse(directory: Path, kind: str) -> bool:

@@ -11,7 +11,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from monarch.checks.preflight import Check, bounded, kind_of, nearest, room_of
+from monarch.checks.preflight import Check, bounded, nearest, room_of
+from monarch.config.defaults import kind_of
 from monarch.config.settings import MountSettings, TierSettings
 from monarch.control import registry
 from monarch.control.registry import MountRecord
@@ -110,7 +111,7 @@ def _check_tier(
         detail = f"writeback.tier: there is no tier {wanted!r}"
         yield Check(name, "fail", detail, f"there are: {known}")
         return
-    on_disk = [t for t in chosen if kind_of(nearest(t.path), table) not in _MEMORY]
+    on_disk = [t for t in chosen if kind_of(nearest(t.path).resolve(), table) not in _MEMORY]
     for tier in (on_disk or chosen)[:1]:
         if not on_disk:
             yield Check(

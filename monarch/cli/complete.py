@@ -72,7 +72,7 @@ def _names(candidates: Sequence[Path]) -> list[str]:
     names: list[str] = []
     for path in candidates:
         try:
-            names += load.load(path).mounts
+            names += load.load(path)
         except ConfigError:
             continue
     return names

@@ -201,7 +201,7 @@ def _settings(
             "with -c, the mount point, tiers, snapshot and state come from the file",
             hint="monarch mount -c FILE NAME [-o KEY=VALUE]",
         )
-    mounts = load.load(Path(file)).mounts
+    mounts = load.load(Path(file))
     if source_or_name not in mounts:
         raise ConfigError(
             [f"{file}:1: no mount {source_or_name!r}; there are {', '.join(sorted(mounts))}"]
@@ -257,7 +257,7 @@ def _configuration_with(name: str) -> str:
         raise UsageError("a mount point is missing", hint=hint)
     there = [path for path in complete.default_configurations() if path.exists()]
     for path in there:
-        if name in load.load(path).mounts:
+        if name in load.load(path):
             return os.fspath(path)
     places = there or complete.default_configurations()
     shown = " or ".join(escape_text(os.fspath(path)) for path in places)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 from monarch.config.defaults import state_directory
 from monarch.config.document import Loc, dotted
 from monarch.config.settings import MountSettings
 from monarch.errors import MonarchError
-
-# Time limit for resolving a path on a network file system.
-_PATIENCE_S = 2.0
+from monarch.posix.bounded_calls import PATIENCE_S, within
 
 
 def resolved(path: Path) -> Path:
@@ -22,18 +19,15 @@ def resolved(path: Path) -> Path:
 
 
 def _resolved_remote(path: Path) -> Path:
-    """As ``_resolved``, but as written if the file system hangs: other mounts may not need it. The
-    thread that asked the file system is then left behind."""
+    """As ``resolved``, but as written if the file system hangs: other mounts may not need it."""
     found: list[Path] = []
-    asking = threading.Thread(target=lambda: found.append(resolved(path)), daemon=True)
     try:
-        asking.start()
+        within(PATIENCE_S, lambda: found.append(resolved(path)))
     except RuntimeError:
         raise MonarchError(
             "no thread can be started: this user has as many processes as the limit allows",
             hint="end some, or raise the limit (`ulimit -u`)",
         ) from None
-    asking.join(_PATIENCE_S)
     return found[0] if found else Path(os.path.normpath(path))
 
 
@@ -95,12 +89,9 @@ def conflicts_between(mounts: Mapping[str, MountSettings]) -> Iterator[tuple[str
             if owner != name:
                 text = f"metrics.address {address} is that of mount {owner!r}; give each its own"
                 yield name, ("metrics", "address"), text
-    for name, loc, kind, path in places:
-        if kind != "tier":
-            continue
-        for outer, parent in (
-            (o, p) for p in path.parents for o in ("source", "mount point", "tier")
-        ):
+    tiers = [(name, loc, path) for name, loc, kind, path in places if kind == "tier"]
+    for name, loc, path in tiers:
+        for parent, outer in product(path.parents, ("source", "mount point", "tier")):
             owner = owners.get((outer, parent), name)
             if owner != name:
                 yield name, loc, f"tier {path} is inside the {outer} of {owner!r}; move it out"

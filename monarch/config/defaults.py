@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from monarch.errors import ConfigError
 from monarch.posix.mounts import MountedFileSystem, mount_table
@@ -77,27 +76,20 @@ SCRATCH_VARIABLES = (
 SCRATCH_DIRECTORIES = tuple(
     Path(name)
     for name in (
-        "/local",
-        "/scratch/local",
-        "/localscratch",
-        "/nvme",
-        "/mnt/nvme",
-        "/tmp",
-        "/var/tmp",
+        *("/local", "/scratch/local", "/localscratch", "/nvme", "/mnt/nvme", "/tmp", "/var/tmp"),
     )
 )
 # A file system with less free space is not used for a default tier.
 _LEAST_FREE = 256 * MiB
-_NOT_LOCAL = {
+_REMOTE = {
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "cifs", "smb3", "smbfs", "ceph"),
-    *("glusterfs", "afs", "9p", "pvfs2", "orangefs", "wekafs", "panfs", "virtiofs", "fuse"),
+    *("glusterfs", "afs", "9p", "pvfs2", "orangefs", "wekafs", "panfs", "virtiofs"),
 }
 # Memory belongs to the job; a tier in memory must be configured.
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Scratch:
+class _Scratch(NamedTuple):
     path: Path
     free: int
     device: int
@@ -120,12 +112,11 @@ def default_tier(
     environ = os.environ if environ is None else environ
     mounts = mount_table() if mounts is None else mounts
     named = [Path(environ[name]) for name in SCRATCH_VARIABLES if environ.get(name)]
-    usual = [*directories, _existing(state_directory(settings))]
+    state = state_directory(settings)
+    usual = [*directories, next(path for path in (state, *state.parents) if path.is_dir())]
     by_preference = [s for path in named if (s := _scratch(path, mounts)) is not None]
-    by_preference += sorted(
-        (s for path in usual if (s := _scratch(path, mounts)) is not None),
-        key=lambda scratch: -scratch.free,
-    )
+    others = (s for path in usual if (s := _scratch(path, mounts)) is not None)
+    by_preference += sorted(others, key=lambda scratch: -scratch.free)
     if not by_preference:
         raise ConfigError(
             ["no local scratch with free space was found; name a tier with --tier PATH[:SIZE]"]
@@ -142,18 +133,14 @@ def default_tier(
     return TierSettings(path=path)
 
 
-def _existing(path: Path) -> Path:
-    return next(p for p in (path, *path.parents) if p.is_dir())
-
-
 def _scratch(path: Path, mounts: Sequence[MountedFileSystem]) -> _Scratch | None:
     """``path`` with its free space, or None if it cannot or should not hold a tier."""
     try:
         # First by name alone: resolving a path on a hung network file system would hang.
-        if not _is_local(path, mounts):
+        if not _is_local_disk(kind_of(path, mounts)):
             return None
         resolved = path.resolve(strict=True)
-        if not _is_local(resolved, mounts):
+        if not _is_local_disk(kind_of(resolved, mounts)):
             return None
         if not resolved.is_dir() or not os.access(resolved, os.R_OK | os.W_OK | os.X_OK):
             return None
@@ -168,12 +155,18 @@ def _scratch(path: Path, mounts: Sequence[MountedFileSystem]) -> _Scratch | None
         return None
 
 
-def _is_local(path: Path, mounts: Sequence[MountedFileSystem]) -> bool:
-    """Whether ``path`` is on a disk of this node, by the mount that holds it."""
+def kind_of(path: Path, mounts: Sequence[MountedFileSystem]) -> str:
+    """The type of the file system that holds ``path``, whose links are not resolved."""
     above = [mount for mount in mounts if path.is_relative_to(mount.mount_point)]
-    if not above:
-        return False
-    # The longest mount point is the nearest; of two at one place the later hides the earlier.
-    depth = max(len(mount.mount_point.parts) for mount in above)
-    kind = [mount.kind for mount in above if len(mount.mount_point.parts) == depth][-1]
-    return kind not in _NOT_LOCAL and kind not in _MEMORY and not kind.startswith("fuse.")
+    # Of two mounts at one place the later hides the earlier.
+    nearest = max(reversed(above), key=lambda mount: len(mount.mount_point.parts), default=None)
+    return "unknown" if nearest is None else nearest.kind
+
+
+def is_remote(kind: str) -> bool:
+    """Whether file systems of type ``kind`` are on a network."""
+    return kind in _REMOTE or (kind.startswith("fuse") and kind != "fuseblk")
+
+
+def _is_local_disk(kind: str) -> bool:
+    return kind != "unknown" and kind not in _MEMORY and not is_remote(kind)

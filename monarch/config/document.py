@@ -90,10 +90,7 @@ def _read(path: Path) -> str:
         # Without O_NONBLOCK the open of a named pipe would wait.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
-            mode = os.fstat(fd).st_mode
-            if stat.S_ISDIR(mode):
-                raise refused("is a directory; name the YAML file in it")
-            if not stat.S_ISREG(mode):
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise refused("is not a regular file; name a YAML file")
             content = file.read(MAX_FILE_BYTES + 1)
     except IsADirectoryError:
@@ -116,7 +113,7 @@ def _read(path: Path) -> str:
 
 
 class _Refused(Exception):
-    """The document cannot be read any further; the reason is in the list of problems."""
+    """The document cannot be read any further: the line, and what is wrong there."""
 
 
 class _Composer(yaml.SafeLoader):
@@ -163,43 +160,35 @@ class _Reader:
             self._problems.append((line, f"not YAML: {error.problem}; correct the line"))
         except yaml.reader.ReaderError as error:
             line = self._text.count("\n", 0, error.position) + 1
-            self._problems.append(
-                (line, f"character {error.character!r} is not printable; remove it")
-            )
-        except _Refused:
-            pass
+            what = f"character {error.character!r} is not printable; remove it"
+            self._problems.append((line, what))
+        except _Refused as error:
+            self._problems.append(error.args)
         return None
-
-    def _refuse(self, line: int, what: str) -> _Refused:
-        self._problems.append((line, what))
-        return _Refused()
 
     def _tree(self, node: yaml.Node, line: int, *, depth: int) -> Node:
         self._values += 1
         own_line = node.start_mark.line + 1
         if self._values > MAX_VALUES:
-            raise self._refuse(
-                own_line, f"aliases grow into more than {MAX_VALUES} values; write them out"
-            )
+            what = f"aliases grow into more than {MAX_VALUES} values; write them out"
+            raise _Refused(own_line, what)
         if id(node) in self._open or depth > MAX_DEPTH:
-            raise self._refuse(own_line, "an alias contains itself; write the values out")
+            raise _Refused(own_line, "an alias contains itself; write the values out")
         if isinstance(node, yaml.ScalarNode):
             return Node(self._scalar(node), line)
         if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
             self._problems.append((own_line, f"tag {node.tag!r} is not allowed; remove it"))
         self._open.add(id(node))
+        depth += 1
+        value: Any
         if isinstance(node, yaml.SequenceNode):
-            children = [
-                self._tree(child, child.start_mark.line + 1, depth=depth + 1)
-                for child in node.value
-            ]
-            tree = Node(children, line)
+            value = [self._tree(each, each.start_mark.line + 1, depth=depth) for each in node.value]
         else:
-            tree = self._mapping(node, line, depth=depth + 1)
+            value = self._mapping(node, depth=depth)
         self._open.remove(id(node))
-        return tree
+        return Node(value, line)
 
-    def _mapping(self, node: yaml.Node, line: int, *, depth: int) -> Node:
+    def _mapping(self, node: yaml.Node, *, depth: int) -> dict[str, Node]:
         own: dict[str, Node] = {}
         inherited: list[Node] = []
         for key, value in node.value:
@@ -219,7 +208,7 @@ class _Reader:
                 own = {**base.value, **own}
             else:
                 self._problems.append((base.line, "'<<' takes a mapping or a list of them"))
-        return Node(own, line)
+        return own
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,11 @@ from monarch.config.settings import MountSettings, Section, TierSettings, expand
 from monarch.errors import ConfigError
 from monarch.text import plain_name
 
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """A configuration file: its path and the mounts it describes, by name."""
-
-    path: Path
-    mounts: Mapping[str, MountSettings]
-
-
 # --- The file -------------------------------------------------------------------------------------
 
 
-def load(path: Path) -> Configuration:
-    """The mounts of a configuration file, ``defaults`` merged under each.
+def load(path: Path) -> dict[str, MountSettings]:
+    """The mounts of a configuration file by name, ``defaults`` merged under each.
 
     Resolves symbolic links of the directories, so that a conflict between two is found by any of
     their names. Raises ConfigError with every mistake, one line each: ``file:line: what; what to
@@ -44,9 +34,7 @@ def load(path: Path) -> Configuration:
     problems: list[tuple[int, str]] = []
     top = read_document(path, problems)
     mounts: dict[str, MountSettings] = {}
-    trees: dict[str, Node] = {}
-    if top is not None:
-        trees = _mount_trees(top, problems)
+    trees = {} if top is None else _mount_trees(top, problems)
     for name, tree in trees.items():
         mount, mistakes = _validated({**tree.plain(), "name": name})
         if mount is not None:
@@ -60,7 +48,7 @@ def load(path: Path) -> Configuration:
     if problems:
         # A mistake under `defaults` is found once for each mount, and reported once.
         raise ConfigError([f"{path}:{line}: {text}" for line, text in sorted(set(problems))])
-    return Configuration(path, mounts)
+    return mounts
 
 
 def _mount_trees(top: Node, problems: list[tuple[int, str]]) -> dict[str, Node]:
@@ -83,12 +71,8 @@ def _mount_trees(top: Node, problems: list[tuple[int, str]]) -> dict[str, Node]:
             problems.append((line, f"{key!r} cannot be a default; give it to each mount"))
     mounts = top.value.get("mounts", Node(None, top.line))
     if not mounts.value or not isinstance(mounts.value, dict):
-        problems.append(
-            (
-                mounts.line,
-                "there are no mounts; add 'mounts: {NAME: {source: ..., mountpoint: ...}}'",
-            )
-        )
+        example = "mounts: {NAME: {source: ..., mountpoint: ...}}"
+        problems.append((mounts.line, f"there are no mounts; add '{example}'"))
         return {}
     if len(mounts.value) > MAX_MOUNTS or len(mounts.value) * defaults.count() > MAX_VALUES:
         what = f"too many mounts (more than {MAX_MOUNTS}, or with too much under 'defaults')"
@@ -115,11 +99,8 @@ _SHOWN_KEYS = 12
 _WANTED = {
     "model_type": "a mapping of keys to values",
     "tuple_type": "a list",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
     "string_type": "text",
     "string_pattern_mismatch": "letters, digits, '.', '_' or '-', at most 64, the first a letter"
     " or digit",
@@ -198,11 +179,9 @@ def _described(error: ErrorDetails) -> str:
         return f"{key} is {value}; it must be at most {context['le']}"
     if kind == "too_long":
         return f"{key}: more than {context['max_length']} of them; leave some out"
-    return (
-        f"{key} is {value}; it must be {_WANTED[kind]}"
-        if kind in _WANTED
-        else f"{key}: {error['msg']}"
-    )
+    if kind in _WANTED:
+        return f"{key} is {value}; it must be {_WANTED[kind]}"
+    return f"{key}: {error['msg']}"
 
 
 def _validated(fields: dict[str, Any]) -> tuple[MountSettings | None, list[tuple[Loc, str]]]:

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.checks.preflight import is_remote, kind_of
-from monarch.config.defaults import state_beside
+from monarch.config.defaults import is_remote, kind_of, state_beside
 from monarch.config.settings import MountSettings
 from monarch.posix.mounts import mount_table
 from monarch.telemetry.report import Mode
@@ -70,7 +69,7 @@ def remarks(
                 f" be removed and made anew: the state directory {state} has no record of them (it"
                 " is new, or was mounted with other tiers meanwhile)"
             )
-        kind = kind_of(tier.path, table)
+        kind = kind_of(tier.path.resolve(), table)
         if is_remote(kind):
             told.append(
                 f"tier {name} is on {kind}, a network file system: no faster than the source"

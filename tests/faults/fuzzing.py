@@ -123,7 +123,7 @@ def _check(path: Path, text: bytes) -> None:
     path.write_bytes(text)
     before = sorted(os.listdir(path.parent))
     try:
-        mounts, problems = len(load.load(path).mounts), []
+        mounts, problems = len(load.load(path)), []
     except ConfigError as error:
         mounts, problems = 0, error.problems
     assert bool(mounts) != bool(problems)
