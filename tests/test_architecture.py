@@ -54,7 +54,7 @@ CONFINED = {
     "torch": ("frameworks",),
     "click": ("cli",),
     "rich": ("cli",),
-    "prometheus_client": ("telemetry.prometheus",),
+    "prometheus_client": ("telemetry.metric_families",),
 }
 
 # The extension may be missing, so one module for each thing that it does asks for it.

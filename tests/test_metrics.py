@@ -22,10 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from monarch.errors import ConfigError, MonarchError
 from monarch.telemetry import metric_families, metrics_page
-from monarch.telemetry.metric_families import FAMILIES
+from monarch.telemetry.metric_families import FAMILIES, PrometheusCollector
 from monarch.telemetry.metrics import BUCKETS_S, MAX_KINDS, Metrics
 from monarch.telemetry.metrics_page import MetricsPage
-from monarch.telemetry.prometheus import PrometheusCollector
 from monarch.telemetry.report import EpochReport, Handles, Mode, StatusReport
 from scripts.tools.metrics_document import document
 from tests.reports import a_report
@@ -41,7 +40,7 @@ def metrics() -> Metrics:
 def samples(metrics: Metrics, report: StatusReport) -> dict[tuple[str, ...], float]:
     """All samples of the page, by name and sorted label values."""
     registry = CollectorRegistry()
-    registry.register(PrometheusCollector(metrics, lambda: report))
+    registry.register(PrometheusCollector(metrics, report))
     text = generate_latest(registry).decode()
     return {
         (sample.name, *sorted(sample.labels.values())): sample.value
@@ -180,7 +179,7 @@ def test_prometheus_shows_what_was_counted(metrics: Metrics) -> None:
 
 def test_every_family_of_the_table_is_shown_with_its_help(metrics: Metrics) -> None:
     registry = CollectorRegistry()
-    registry.register(PrometheusCollector(metrics, a_report))
+    registry.register(PrometheusCollector(metrics, a_report()))
     text = generate_latest(registry).decode()
     shown = {f.name: f for f in text_string_to_metric_families(text)}
     for family in FAMILIES:

@@ -96,8 +96,7 @@ class MountCheck:
                 "detached",
                 f"{self._mountpoint} is detached (umount --lazy), and processes still use it"
                 + (f": pid {shown}" if pids else ""),
-                0,
-                "the mount ends with the last of them; a process that only has its current"
+                remedy="the mount ends with the last of them; a process that only has its current"
                 " directory there is not listed, and root alone sees the processes of other users",
             )
 
@@ -156,9 +155,8 @@ class SourceCheck:
         yield Problem(
             "source-closed",
             f"the source does not let the daemon read {words}, though the daemon runs as root",
-            0,
-            "the source refuses root (root squash): set `source_identity: caller`, and files are"
-            " opened there with the rights of the process that reads",
+            remedy="the source refuses root (root squash): set `source_identity: caller`, and files"
+            " are opened there with the rights of the process that reads",
         )
 
     def _of_requests(self) -> Iterator[Problem]:
@@ -207,8 +205,7 @@ class CopyCheck:
             yield Problem(
                 "copies-unverified",
                 f"the last daemon did not end cleanly: {words} not been verified yet",
-                0,
-                "nothing to do: each is compared with its digest before its first use",
+                remedy="nothing to do: each is compared with its digest before its first use",
             )
 
     def _of_tier(self, tier: Tier) -> Iterator[Problem]:
@@ -262,8 +259,7 @@ class SnapshotCheck:
             yield Problem(
                 "snapshot-behind",
                 self._behind(),
-                0,
-                f"wait with `monarch ckpt wait {self.mountpoint}`, `monarch umount"
+                remedy=f"wait with `monarch ckpt wait {self.mountpoint}`, `monarch umount"
                 f" {self.mountpoint}`, then mount again; nothing is lost",
             )
         refresh = f"`monarch umount {self.mountpoint}` and mount again with --refresh"
@@ -271,16 +267,14 @@ class SnapshotCheck:
             yield Problem(
                 "files-changed",
                 f"{counted(changes, 'file', 'files')} changed at the source since the snapshot",
-                0,
-                f"readers get the current version of each; {refresh} ends this",
+                remedy=f"readers get the current version of each; {refresh} ends this",
             )
         if changes := self.watch.changed_directories:
             words = counted(changes, "directory", "directories")
             yield Problem(
                 "snapshot-stale",
                 f"{words} changed at the source since the snapshot: new files there are not shown",
-                0,
-                f"{refresh} to see it",
+                remedy=f"{refresh} to see it",
             )
 
     def _behind(self) -> str:

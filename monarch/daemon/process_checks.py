@@ -74,9 +74,8 @@ class ProcessCheck:
             yield Problem(
                 "descriptors-scarce",
                 f"more than {_SCARCE_SHARE:.0%} of {limit} file descriptors are in use",
-                0,
-                f"as root `prlimit --pid {os.getpid()} --nofile=1048576` raises the limit now;"
-                " LimitNOFILE= of the unit, or limits.conf, for the next mount",
+                remedy=f"as root `prlimit --pid {os.getpid()} --nofile=1048576` raises the limit"
+                " now; LimitNOFILE= of the unit, or limits.conf, for the next mount",
             )
 
     def _of_memory(self) -> Sequence[Problem]:

@@ -79,9 +79,9 @@ class WriteStatus:
                 "written-hidden",
                 f"{counted(len(hidden), 'file', 'files')} of an earlier mount cannot be shown:"
                 f" {os.fsdecode(hidden[0])!r}",
-                0,
-                f"their bytes are written to the source: `monarch ckpt wait {self._mountpoint}`,"
-                f" then mount again; `monarch ckpt lost {self._mountpoint}` lists all",
+                remedy="their bytes are written to the source: `monarch ckpt wait"
+                f" {self._mountpoint}`, then mount again; `monarch ckpt lost {self._mountpoint}`"
+                " lists all",
             )
         yield from self._of_names(write_back.front)
         if write_back.lease is not None:
@@ -99,9 +99,8 @@ class WriteStatus:
             "written-lost",
             f"{counted(len(names), 'written file has', 'written files have')} lost their bytes:"
             f" {os.fsdecode(names[0])}{', ...' if len(names) > 1 else ''}{aside}",
-            0,
-            f"`monarch ckpt lost {self._mountpoint}` lists them; the source still has the version"
-            " from before the write. With --acknowledge this alarm ends",
+            remedy=f"`monarch ckpt lost {self._mountpoint}` lists them; the source still has the"
+            " version from before the write. With --acknowledge this alarm ends",
         )
 
     def _of_disk(self, write_back: WriteBack) -> Iterator[Problem]:
@@ -112,10 +111,9 @@ class WriteStatus:
         if is_refused or place.journal.file.failed:
             yield Problem(
                 "writes-refused",
-                f"writes are refused: {place.journal.file.failed or objects.failure}",
-                0,
-                f"check the disk of tier {place.tier.name} (`df {place.directory}`, `dmesg`) and,"
-                " if it is full, the disk of the source; fsynced data is safe, and writing"
+                f"writes are refused: {place.journal.failed or objects.failure}",
+                remedy=f"check the disk of tier {place.tier.name} (`df {place.directory}`, `dmesg`)"
+                " and, if it is full, the disk of the source; fsynced data is safe, and writing"
                 " continues when one of them has space",
             )
         if unsynced := write_back.front.failures.paths():
@@ -124,9 +122,9 @@ class WriteStatus:
                 f"{counted(len(unsynced), 'file', 'files')} could not be synced:"
                 f" {os.fsdecode(unsynced[0])!r}: how much of the data the disk of tier"
                 f" {place.tier.name} holds is unknown",
-                0,
-                "write the file again from its start, or close it: then its data is written anew"
-                " from memory, or read from the source. `dmesg` shows what is wrong with the disk",
+                remedy="write the file again from its start, or close it: then its data is written"
+                " anew from memory, or read from the source. `dmesg` shows what is wrong with the"
+                " disk",
             )
 
     def _of_names(self, front: WriteFront) -> Iterator[Problem]:
@@ -136,20 +134,18 @@ class WriteStatus:
                 "written-names",
                 f"the names created and changed through the mount use the memory of {held:,} of"
                 f" {most:,} names: a new name fails with ENOSPC",
-                0,
-                f"remove files that are not needed from {self._mountpoint}; or, when all is drained"
-                f" (`monarch ckpt wait {self._mountpoint}`), unmount and mount again: the new"
-                " snapshot has the names; or raise `writeback.names_max`, which takes 3 KiB of"
+                remedy=f"remove files that are not needed from {self._mountpoint}; or, when all is"
+                f" drained (`monarch ckpt wait {self._mountpoint}`), unmount and mount again: the"
+                " new snapshot has the names; or raise `writeback.names_max`, which takes 3 KiB of"
                 " memory a name",
             )
         if failure := front.names.put_away_failure:
             yield Problem(
                 "names-unreadable",
                 f"names of written files cannot be read from the state directory {failure}",
-                0,
-                "nothing is lost: check the disk of that directory (`dmesg`), `monarch umount"
-                f" {self._mountpoint}` (with --abandon if the drain waits), and mount again: the"
-                " journal has all names",
+                remedy="nothing is lost: check the disk of that directory (`dmesg`), `monarch"
+                f" umount {self._mountpoint}` (with --abandon if the drain waits), and mount again:"
+                " the journal has all names",
             )
 
     def _of_other_writers(self, lease: Lease) -> Iterator[Problem]:
@@ -159,28 +155,25 @@ class WriteStatus:
                 "other-writer",
                 f"the same paths of {self._source} are written through"
                 f" {counted(len(lease.others), 'other mount', 'other mounts')}: {words}",
-                0,
-                "unmount one of them, or give each its own paths to write (`absorb`); if both write"
-                " a path, the second version is kept beside the first as a conflict",
+                remedy="unmount one of them, or give each its own paths to write (`absorb`); if"
+                " both write a path, the second version is kept beside the first as a conflict",
             )
         if lease.trouble:
             yield Problem(
                 "no-lease",
                 f"{self._source} refuses the lease of this mount: {lease.trouble}; another mount"
                 " that writes the same paths would not be detected",
-                0,
-                f"check `ls -la {self._source}`: it must show a directory `.monarch-leases.part`"
-                " that the daemon of this mount may write; anything else of that name can be"
-                " removed",
+                remedy=f"check `ls -la {self._source}`: it must show a directory"
+                " `.monarch-leases.part` that the daemon of this mount may write; anything else of"
+                " that name can be removed",
             )
         if lease.was_lost:
             yield Problem(
                 "lease-lost",
                 "the lease of this mount at the source was missing, or was not renewed in time:"
                 " another mount may have begun to write the same paths",
-                0,
-                f"`monarch ckpt conflicts {self._mountpoint}` shows whether both have written; the"
-                " problem ends with the mount",
+                remedy=f"`monarch ckpt conflicts {self._mountpoint}` shows whether both have"
+                " written; the problem ends with the mount",
             )
 
     def _of_source(self, drain: Drain) -> Iterator[Problem]:
@@ -195,10 +188,10 @@ class WriteStatus:
                 "drain-conflict",
                 f"{counted(count, 'change', 'changes')} of this mount conflict with changes at the"
                 f" source: {told}{' (the last)' if count > 1 else ''}",
-                0,
-                f"compare them at the source: `find {self._source} -name '*.monarch-conflict-*'`,"
-                f" keep one, remove the other; `monarch ckpt conflicts {self._mountpoint}` lists"
-                " the last of them. The alarm ends with --acknowledge, and when the mount ends",
+                remedy=f"compare them at the source: `find {self._source} -name"
+                " '*.monarch-conflict-*'`, keep one, remove the other; `monarch ckpt conflicts"
+                f" {self._mountpoint}` lists the last of them. The alarm ends with --acknowledge,"
+                " and when the mount ends",
             )
         if dropped := dict(drain.writer.log.dropped_xattrs):
             files = len({path for path, _ in dropped})
@@ -208,8 +201,7 @@ class WriteStatus:
                 "the source did not accept all extended attributes of"
                 f" {counted(files, 'file', 'files')}: {os.fsdecode(path)!r},"
                 f" {os.fsdecode(name)}: {why}",
-                0,
-                "remove some of them (`setfattr -x`), or set smaller ones;"
+                remedy="remove some of them (`setfattr -x`), or set smaller ones;"
                 f" `monarch ckpt conflicts {self._mountpoint} --acknowledge` ends this alarm, as"
                 " does the end of the mount",
             )
@@ -226,19 +218,17 @@ class WriteStatus:
                 "written-set-aside",
                 f"{counted(count, 'change is', 'changes are')} set aside, the source refuses"
                 f" {them}: {told}{more} ({backlog.aside[0].why}); {waiting} with {them}",
-                0,
-                f"`monarch ckpt set-aside {self._mountpoint}` lists them; repair the source and run"
-                f" `monarch ckpt retry {self._mountpoint}`, or copy the bytes elsewhere and discard"
-                f" them with `monarch ckpt discard {self._mountpoint} PATH`",
+                remedy=f"`monarch ckpt set-aside {self._mountpoint}` lists them; repair the source"
+                f" and run `monarch ckpt retry {self._mountpoint}`, or copy the bytes elsewhere and"
+                f" discard them with `monarch ckpt discard {self._mountpoint} PATH`",
             )
         if backlog.trouble and not backlog.only_aside:
             kept = f"{counted(backlog.files, 'file', 'files')}, {format_bytes(backlog.bytes)}"
             yield Problem(
                 "drain-refused",
                 f"the source refuses written data ({kept} wait): {backlog.trouble}",
-                0,
-                f"check it as the daemon's user: `ls -ld {self._source}`, `df {self._source}`;"
-                f" all data is kept in {write_back.place.directory} and retried automatically;"
-                " data that the source will never accept can be copied elsewhere on the mount and"
-                " removed there",
+                remedy=f"check it as the daemon's user: `ls -ld {self._source}`, `df"
+                f" {self._source}`; all data is kept in {write_back.place.directory} and retried"
+                " automatically; data that the source will never accept can be copied elsewhere on"
+                " the mount and removed there",
             )

@@ -60,12 +60,14 @@ KINDS: Mapping[str, State] = MappingProxyType[str, State](
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem: ``kind`` is one of KINDS, ``what`` describes it, ``remedy`` says what to do."""
+    """A problem: ``kind`` is one of KINDS, ``what`` describes it, ``remedy`` says what to do.
+
+    ``since_ns`` is 0 in the result of a check that does not record the start."""
 
     kind: str
     what: str
-    since_ns: int
-    remedy: str
+    since_ns: int = 0
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The table of the metrics that Prometheus scrapes."""
+"""The table of the metrics that Prometheus scrapes, and the page of their values."""
 
 from __future__ import annotations
 
@@ -6,22 +6,39 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from monarch.telemetry.health import KINDS, STATES
-from monarch.telemetry.metrics import MAX_KINDS, OTHER_KINDS, SOURCE, Histogram, Metrics
+from monarch.telemetry.metrics import (
+    BUCKETS_S,
+    MAX_KINDS,
+    OTHER_KINDS,
+    SOURCE,
+    Histogram,
+    Metrics,
+)
 from monarch.telemetry.report import StatusReport, TierReport, WritingReport
+
+# The values of the labels, in their order, and the value of one sample.
+Sample = tuple[tuple[str, ...], float | Histogram]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One value of a family; ``labels`` has the values of the family's labels, in their order."""
+class Samples:
+    """The samples of a family, computed by ``of``, and the names of their labels."""
 
-    labels: tuple[str, ...]
-    value: float | Histogram
-
-
-Samples = Callable[[Metrics, StatusReport], Iterable[Sample]]
+    of: Callable[[Metrics, StatusReport], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,88 +46,84 @@ class Family:
     """One metric. ``name`` is the full name that a query uses."""
 
     name: str
-    type: Literal["counter", "gauge", "histogram"]
     help: str
-    labels: tuple[str, ...]
     samples: Samples
+    is_histogram: bool = False
+
+    @property
+    def type(self) -> str:
+        if self.is_histogram:
+            return "histogram"
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
-def _counter(name: str, meaning: str, samples: Samples, *labels: str) -> Family:
-    return Family(name, "counter", meaning, labels, samples)
+def _by_tier(choose: Callable[[Metrics], Sequence[int]]) -> Samples:
+    """One sample per tier, without the source."""
 
+    def of(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
+        for name, value in list(zip(metrics.names, choose(metrics), strict=True))[1:]:
+            yield (name,), value
 
-def _gauge(name: str, meaning: str, samples: Samples, *labels: str) -> Family:
-    return Family(name, "gauge", meaning, labels, samples)
-
-
-def _histogram(name: str, meaning: str, samples: Samples, *labels: str) -> Family:
-    return Family(name, "histogram", meaning, labels, samples)
-
-
-def _by_tier(choose: Callable[[Metrics], Sequence[int | Histogram]], first: int = 0) -> Samples:
-    def samples(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
-        for name, value in list(zip(metrics.names, choose(metrics), strict=True))[first:]:
-            yield Sample((name,), value)
-
-    return samples
+    return Samples(of, ("tier",))
 
 
 def _of_opens(choose: Callable[[Metrics], Sequence[int | Histogram]]) -> Samples:
-    """By tier; nothing where the kernel sends no opens."""
+    """One sample per tier and source; nothing where the kernel sends no opens."""
 
-    def samples(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
+    def of(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
         if status.mode.counts_opens:
-            yield from _by_tier(choose)(metrics, status)
+            for name, value in zip(metrics.names, choose(metrics), strict=True):
+                yield (name,), value
 
-    return samples
+    return Samples(of, ("tier",))
 
 
 def _of_reads(choose: Callable[[Metrics], Sequence[int | Histogram]]) -> Samples:
-    """One sample per tier; only the source in a mode in which the kernel reads copies itself."""
+    """As ``_of_opens``; only the source in a mode in which the kernel reads copies itself."""
 
-    def samples(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
-        for sample in _by_tier(choose)(metrics, status):
-            if status.mode.counts_tier_reads or sample.labels == (SOURCE,):
-                yield sample
+    def of(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
+        for name, value in zip(metrics.names, choose(metrics), strict=True):
+            if status.mode.counts_tier_reads or name == SOURCE:
+                yield (name,), value
 
-    return samples
+    return Samples(of, ("tier",))
 
 
 def _by_kind(choose: Callable[[Metrics], Mapping[str, int]]) -> Samples:
-    def samples(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
+    def of(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
         # dict() copies without running Python code: the event loop may add a kind meanwhile.
         for kind, count in dict(choose(metrics)).items():
-            yield Sample((kind,), count)
+            yield (kind,), count
 
-    return samples
+    return Samples(of, ("kind",))
 
 
-def _by_who(choose: Callable[[Metrics], Sequence[int]]) -> Samples:
-    def samples(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
-        for who, count in zip(("reader", "copy"), choose(metrics), strict=True):
-            yield Sample((who,), count)
+def _by_cause(choose: Callable[[Metrics], Sequence[int]]) -> Samples:
+    def of(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
+        for cause, count in zip(("reader", "copy"), choose(metrics), strict=True):
+            yield (cause,), count
 
-    return samples
+    return Samples(of, ("by",))
 
 
 def _one(value: Callable[[StatusReport], float | None]) -> Samples:
-    def samples(_: Metrics, status: StatusReport) -> Iterator[Sample]:
+    def of(_: Metrics, status: StatusReport) -> Iterator[Sample]:
         number = value(status)
         if number is not None:
-            yield Sample((), number)
+            yield (), number
 
-    return samples
+    return Samples(of)
 
 
 def _tier_bytes(_: Metrics, status: StatusReport) -> Iterator[Sample]:
     for tier in status.tiers:
-        yield Sample((tier.name, "used"), tier.used)
-        yield Sample((tier.name, "reserved"), tier.reserved)
-        yield Sample((tier.name, "capacity"), tier.capacity)
+        yield (tier.name, "used"), tier.used
+        yield (tier.name, "reserved"), tier.reserved
+        yield (tier.name, "capacity"), tier.capacity
 
 
 def _of_tiers(value: Callable[[TierReport], float]) -> Samples:
-    return lambda _, status: [Sample((tier.name,), value(tier)) for tier in status.tiers]
+    return Samples(lambda _, status: [((t.name,), value(t)) for t in status.tiers], ("tier",))
 
 
 def _of_writing(value: Callable[[WritingReport], float]) -> Samples:
@@ -124,266 +137,281 @@ def _oldest_s(writing: WritingReport) -> float:
 
 def _health(_: Metrics, status: StatusReport) -> Iterator[Sample]:
     for state in STATES:
-        yield Sample((state,), status.health.state == state)
+        yield (state,), status.health.state == state
 
 
 def _problems(_: Metrics, status: StatusReport) -> Iterator[Sample]:
     found = Counter(problem.kind for problem in status.health.problems)
     for kind in KINDS:
-        yield Sample((kind,), found[kind])
+        yield (kind,), found[kind]
 
+
+_NO_OPENS = "Missing with `open: none`: the kernel sends no opens."
 
 FAMILIES: tuple[Family, ...] = (
-    _counter(
+    Family(
         "monarch_opens_total",
-        "Files opened through the mount, by the tier that served the open."
-        " Missing with `open: none`: the kernel sends no opens.",
+        f"Files opened through the mount, by the tier that served the open. {_NO_OPENS}",
         _of_opens(lambda m: m.opens),
-        "tier",
     ),
-    _counter(
+    Family(
         "monarch_reads_total",
         "Read requests that the daemon answered, by the tier that served them. Requests that the"
         " kernel answers from its page cache are not counted. With `datapath: passthrough` only"
         " the source's: the kernel reads the copies.",
         _of_reads(lambda m: m.reads),
-        "tier",
     ),
-    _counter(
+    Family(
         "monarch_read_bytes_total",
         "Bytes that the daemon returned to readers, by the tier that served them. Bytes that the"
         " kernel returns from its page cache are not counted. With `datapath: passthrough` only"
         " the source's: the kernel reads the copies.",
         _of_reads(lambda m: m.read_bytes),
-        "tier",
     ),
-    _counter(
+    Family(
         "monarch_source_opens_total",
         "Opens that reached the source, for a reader or for a copy.",
-        _by_who(lambda m: m.source_opens),
-        "by",
+        _by_cause(lambda m: m.source_opens),
     ),
-    _counter(
+    Family(
         "monarch_source_reads_total",
         "Read calls that reached the source, for a reader or for a copy.",
-        _by_who(lambda m: m.source_reads),
-        "by",
+        _by_cause(lambda m: m.source_reads),
     ),
-    _counter(
+    Family(
         "monarch_source_bytes_total",
         "Bytes read from the source, for a reader or for a copy.",
-        _by_who(lambda m: m.source_bytes),
-        "by",
+        _by_cause(lambda m: m.source_bytes),
     ),
-    _counter(
+    Family(
         "monarch_source_changes_total",
         "Source files that were found to differ from their entry in the snapshot.",
-        lambda m, _: (Sample((), m.changes),),
+        Samples(lambda m, _: [((), m.changes)]),
     ),
-    _counter(
+    Family(
         "monarch_promotions_total",
         "Copies committed, by the tier that holds them.",
-        _by_tier(lambda m: m.promotions, first=1),
-        "tier",
+        _by_tier(lambda m: m.promotions),
     ),
-    _counter(
+    Family(
         "monarch_promoted_bytes_total",
         "Bytes of the copies committed, by the tier that holds them.",
-        _by_tier(lambda m: m.promoted_bytes, first=1),
-        "tier",
+        _by_tier(lambda m: m.promoted_bytes),
     ),
-    _counter(
+    Family(
         "monarch_promotion_failures_total",
         "Copies that were given up, by the kind of error.",
         _by_kind(lambda m: m.promotion_failures),
-        "kind",
     ),
-    _counter(
-        "monarch_evictions_total",
-        "Copies removed from a tier.",
-        _by_tier(lambda m: m.evictions, first=1),
-        "tier",
+    Family(
+        "monarch_evictions_total", "Copies removed from a tier.", _by_tier(lambda m: m.evictions)
     ),
-    _counter(
+    Family(
         "monarch_evicted_bytes_total",
         "Bytes of the copies removed from a tier.",
-        _by_tier(lambda m: m.evicted_bytes, first=1),
-        "tier",
+        _by_tier(lambda m: m.evicted_bytes),
     ),
-    _counter(
+    Family(
         "monarch_errors_total",
         f"Errors by kind; beyond {MAX_KINDS} kinds they count as {OTHER_KINDS!r}.",
         _by_kind(lambda m: m.errors),
-        "kind",
     ),
-    _counter(
+    Family(
         "monarch_scrubbed_bytes_total",
         "Bytes of copies that the scrub read and compared with their recorded digests.",
         _one(lambda s: s.scrub.bytes),
     ),
-    _counter(
+    Family(
         "monarch_scrub_found_total",
         "Copies that the scrub found damaged and removed.",
         _one(lambda s: s.scrub.found),
     ),
-    _gauge(
+    Family(
         "monarch_promotions_running",
         "Copies from the source to a tier that are running now.",
         _one(lambda s: s.copies.running),
     ),
-    _gauge(
+    Family(
         "monarch_promotions_queued",
         "Copies that wait for a worker.",
         _one(lambda s: s.copies.queued),
     ),
-    _gauge(
+    Family(
         "monarch_wanted_files",
         "Files that were admitted to a tier and have no committed copy yet.",
         _one(lambda s: s.residency.wanted),
     ),
-    _gauge(
+    Family(
         "monarch_resident_files",
         "Files with a committed copy in the tier.",
         _of_tiers(lambda t: t.files),
-        "tier",
     ),
-    _gauge(
+    Family(
         "monarch_resident_ratio",
         "Share of the snapshot's files that have a committed copy, 0 to 1.",
         _one(lambda s: s.residency.fraction_files),
     ),
-    _gauge(
+    Family(
         "monarch_tier_bytes",
         "Space of the tier: used by copies, reserved for copies under way, and its capacity.",
-        _tier_bytes,
-        "tier",
-        "kind",
+        Samples(_tier_bytes, ("tier", "kind")),
     ),
-    _gauge(
+    Family(
         "monarch_tier_in_service",
         "1 while the tier stores and serves copies, 0 while it is out of service.",
         _of_tiers(lambda t: t.in_service),
-        "tier",
     ),
-    _gauge(
+    Family(
         "monarch_writeback_backlog_files",
         "Files written through the mount that have not been written to the source yet.",
         _of_writing(lambda w: w.files),
     ),
-    _gauge(
+    Family(
         "monarch_writeback_backlog_bytes",
         "Bytes of the files written through the mount that are not yet at the source.",
         _of_writing(lambda w: w.bytes),
     ),
-    _gauge(
+    Family(
         "monarch_writeback_oldest_seconds",
         "Time that the oldest change has waited to be written to the source; 0 if none waits.",
         _of_writing(_oldest_s),
     ),
-    _counter(
+    Family(
         "monarch_writeback_drained_files_total",
         "Files written through the mount that were drained to the source.",
         _of_writing(lambda w: w.drained_files),
     ),
-    _counter(
+    Family(
         "monarch_writeback_drained_bytes_total",
         "Bytes of the files written through the mount that were drained to the source.",
         _of_writing(lambda w: w.drained_bytes),
     ),
-    _counter(
+    Family(
         "monarch_writeback_errors_total",
         "Attempts to drain a written file that the source refused.",
         _of_writing(lambda w: w.errors),
     ),
-    _gauge(
+    Family(
         "monarch_writeback_held_bytes",
         "Bytes of the tier that written files occupy, including files that were drained and are"
         " kept there.",
         _of_writing(lambda w: w.held),
     ),
-    _gauge(
+    Family(
         "monarch_writeback_reserve_bytes",
         "Bytes of the tier that are reserved for writing.",
         _of_writing(lambda w: w.reserve),
     ),
-    _gauge(
+    Family(
         "monarch_writeback_names",
         "File names created or changed through the mount since the snapshot; memory holds them.",
         _of_writing(lambda w: w.names),
     ),
-    _gauge(
+    Family(
         "monarch_writeback_names_max",
         "Limit of monarch_writeback_names; at the limit a new name fails with ENOSPC.",
         _of_writing(lambda w: w.names_max),
     ),
-    _gauge(
+    Family(
         "monarch_writeback_lost_files",
         "Written files whose bytes are lost, until the loss is acknowledged.",
         _of_writing(lambda w: len(w.lost)),
     ),
-    _gauge(
+    Family(
         "monarch_hit_ratio",
-        "Share of the current epoch's opens that a tier served, 0 to 1."
-        " Missing with `open: none`: the kernel sends no opens.",
+        f"Share of the current epoch's opens that a tier served, 0 to 1. {_NO_OPENS}",
         _one(lambda s: s.epochs[-1].hit_ratio if s.epochs else None),
     ),
-    _gauge(
+    Family(
         "monarch_epoch",
-        "Number of the current epoch. Missing with `open: none`: the kernel sends no opens.",
+        f"Number of the current epoch. {_NO_OPENS}",
         _one(lambda s: s.epochs[-1].number if s.epochs else None),
     ),
-    _gauge(
+    Family(
         "monarch_open_files",
-        "Files that are open for reading. Missing with `open: none`: the kernel sends no opens.",
+        f"Files that are open for reading. {_NO_OPENS}",
         _one(lambda s: s.handles.open_files),
     ),
-    _gauge(
+    Family(
         "monarch_requests_waiting",
         "Kernel requests that wait for an answer of the daemon.",
         _one(lambda s: s.requests.waiting),
     ),
-    _gauge(
+    Family(
         "monarch_oldest_request_seconds",
         "Time that the oldest kernel request has waited for an answer.",
         _one(lambda s: s.requests.oldest_s),
     ),
-    _gauge(
+    Family(
         "monarch_health",
         "1 for the current state of the mount (`ok`, `degraded` or `failing`), 0 for the others.",
-        _health,
-        "state",
+        Samples(_health, ("state",)),
     ),
-    _gauge(
+    Family(
         "monarch_health_problems",
         "Problems that the mount has now, by kind (docs/operations.md).",
-        _problems,
-        "kind",
+        Samples(_problems, ("kind",)),
     ),
-    _gauge(
+    Family(
         "monarch_snapshot_entries",
         "Files, directories and links in the snapshot.",
         _one(lambda s: s.snapshot.entries),
     ),
-    _gauge(
+    Family(
         "monarch_snapshot_age_seconds",
         "Seconds since the snapshot was made.",
         _one(lambda s: s.snapshot.age_s),
     ),
-    _gauge(
+    Family(
         "monarch_memory_bytes", "Resident memory of the daemon.", _one(lambda s: s.memory.rss_bytes)
     ),
-    _histogram(
+    Family(
         "monarch_open_seconds",
-        "Time that the daemon took to answer an open, by the tier that served it."
-        " Missing with `open: none`: the kernel sends no opens.",
+        f"Time that the daemon took to answer an open, by the tier that served it. {_NO_OPENS}",
         _of_opens(lambda m: m.open_latency),
-        "tier",
+        is_histogram=True,
     ),
-    _histogram(
+    Family(
         "monarch_read_seconds",
         "Time that the daemon took to answer a read request, by the tier that served it. With"
         " `datapath: passthrough` only the source's: the kernel reads the copies.",
         _of_reads(lambda m: m.read_latency),
-        "tier",
+        is_histogram=True,
     ),
 )
+
+
+@dataclass(frozen=True, eq=False)
+class PrometheusCollector(Collector):
+    """The counters, and a status report, as families of the client library."""
+
+    metrics: Metrics
+    status: StatusReport
+
+    def collect(self) -> Iterator[Metric]:
+        for family in FAMILIES:
+            samples = family.samples.of(self.metrics, self.status)
+            about = family.name, family.help
+            if family.is_histogram:
+                histogram = HistogramMetricFamily(*about, labels=family.samples.labels)
+                for labels, value in samples:
+                    assert isinstance(value, Histogram)
+                    bounds = [*map(str, BUCKETS_S), "+Inf"]
+                    buckets = [*zip(bounds, map(float, accumulate(value.counts)), strict=True)]
+                    histogram.add_metric(labels, buckets, sum_value=value.total_s)
+                yield histogram
+                continue
+            kind = CounterMetricFamily if family.type == "counter" else GaugeMetricFamily
+            metric = kind(*about, labels=family.samples.labels)
+            for labels, value in samples:
+                assert not isinstance(value, Histogram)
+                metric.add_metric(labels, float(value))
+            yield metric
+
+
+def exposition(metrics: Metrics, report: StatusReport, accept: str) -> tuple[bytes, str]:
+    """The page and its content type, in the format that ``accept`` requests; thread-safe."""
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(metrics, report))
+    encode, kind = choose_encoder(accept)
+    return encode(registry), kind

@@ -15,8 +15,8 @@ import trio
 
 from monarch.errors import ConfigError, UsageError
 from monarch.telemetry.log import Limiter
+from monarch.telemetry.metric_families import exposition
 from monarch.telemetry.metrics import Metrics
-from monarch.telemetry.prometheus import exposition
 from monarch.telemetry.report import StatusReport
 from monarch.text import errno_words
 from monarch.units import KiB
