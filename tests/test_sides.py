@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from monarch.checks.verify_source import Compared, compare
+from monarch.cli.checkpoints import Compared, compare
 
 
 @pytest.fixture

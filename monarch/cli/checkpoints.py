@@ -1,17 +1,19 @@
-"""The checkpoints and other files that were written through a mount."""
+"""The checkpoints and other files that were written through a mount: found, listed, compared with
+the source."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from monarch.cli.daemon_call import ask
-from monarch.cli.wait_drained import SILENCE_S
 from monarch.control.registry import MountRecord
 from monarch.errors import MonarchError, UsageError
-from monarch.frameworks.store import MANIFEST, Listed, list_checkpoints
+from monarch.frameworks.store import MANIFEST, Listed, digest_of, list_checkpoints
 from monarch.posix.bounded_calls import within
 from monarch.telemetry.report import WrittenFile, WrittenFiles, WrittenTotals
 from monarch.text import escape_text
@@ -20,6 +22,8 @@ from monarch.text import escape_text
 _PATIENCE_S = 10.0
 # Files that a checkpointer keeps beside the checkpoints.
 _BESIDE = frozenset({MANIFEST, "lock"})
+# Does not wait for a fifo and does not follow a symbolic link out of a directory.
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +48,34 @@ def rows_of(record: MountRecord, below: str) -> list[Row]:
     """Checkpoints and other written files at and beneath ``below``, newest first."""
     written = written_of(record, below)
     known = {file.path: file for file in written}
-    shelves = shelves_in(below, written)
+    directories = manifest_directories(below, written)
     rows = [
         _row_of(directory, listed, known)
-        for directory in shelves
+        for directory in directories
         for listed in listed_in(record, directory)
     ]
-    rows = [row for row in rows if _is_within(row.path, below)]
+    rows = [
+        row for row in rows if not below or row.path == below or row.path.startswith(f"{below}/")
+    ]
     named = {row.path for row in rows}
     rows += [
         Row(file.path, file.bytes, file.durable, file.mtime_ns)
         for file in written
         if file.path not in named
-        and not (os.path.dirname(file.path) in shelves and os.path.basename(file.path) in _BESIDE)
+        and not (
+            os.path.dirname(file.path) in directories and os.path.basename(file.path) in _BESIDE
+        )
     ]
     return sorted(rows, key=lambda row: (-row.written_ns, row.path))
 
 
 def _row_of(directory: str, listed: Listed, known: dict[str, WrittenFile]) -> Row:
-    checkpoint = listed.checkpoint
-    path = os.path.join(directory, checkpoint.name)
+    entry = listed.checkpoint
+    path = os.path.join(directory, entry.name)
     # A file that was not written through this mount comes from the source.
     durable = known[path].durable if path in known else listed.durable or "source"
-    return Row(
-        path,
-        checkpoint.size,
-        durable,
-        checkpoint.saved_ns,
-        checkpoint.xxh3,
-        listed.complete,
-        checkpoint.step,
-        checkpoint.epoch,
-    )
+    manifest = entry.xxh3, listed.complete, entry.step, entry.epoch
+    return Row(path, entry.size, durable, entry.saved_ns, *manifest)
 
 
 def written_of(record: MountRecord, below: str) -> list[WrittenFile]:
@@ -86,13 +86,12 @@ def written_of(record: MountRecord, below: str) -> list[WrittenFile]:
         "written",
         {"path": below},
         answer=WrittenTotals,
-        timeout=SILENCE_S,
         on_progress=lambda raw: files.extend(WrittenFiles.from_dict(raw).files),
     )
     return files
 
 
-def shelves_in(below: str, written: Iterable[WrittenFile]) -> list[str]:
+def manifest_directories(below: str, written: Iterable[WrittenFile]) -> list[str]:
     """The directories that may have a manifest, relative to the mount."""
     found = {os.path.dirname(f.path) for f in written if os.path.basename(f.path) == MANIFEST}
     return sorted(found | {below, os.path.dirname(below)})
@@ -135,5 +134,68 @@ def newest_of(record: MountRecord, below: str) -> list[str]:
     )
 
 
-def _is_within(path: str, directory: str) -> bool:
-    return not directory or path == directory or path.startswith(directory + "/")
+# -- comparing with the source ---------------------------------------------------------------------
+
+Verdict = Literal["same", "waiting", "damaged", "different", "missing", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """``waiting``: right in the mount, not at the source yet. ``damaged``: the checksum differs.
+    ``different``, ``missing``, ``unreadable``: at the source or in the mount; ``why`` says which.
+    """
+
+    path: str
+    bytes: int
+    verdict: Verdict
+    why: str
+
+
+def compare(
+    path: str,
+    *,
+    mount: Path,
+    source: Path,
+    drained: bool,
+    expected: str | None,
+    progress: Callable[[int], None],
+) -> Compared:
+    """Compares ``path``, relative to both. ``drained``: the source should have it. ``expected``:
+    the recorded XXH3 (64 bits, hexadecimal), if any. ``progress`` is called with the bytes read.
+    A hanging mount or source makes it hang, too: the user can interrupt it.
+    """
+    here = _digest(mount / path, progress)
+    if isinstance(here, Compared):
+        return Compared(path, 0, here.verdict, f"{here.why} in the mount")
+    size, digest = here
+    if expected is not None and digest != expected:
+        return Compared(path, size, "damaged", "its bytes differ from the recorded checksum")
+    if not drained:
+        return Compared(path, size, "waiting", "it is not at the source yet")
+    there = _digest(source / path, progress)
+    if isinstance(there, Compared):
+        return Compared(path, size, there.verdict, f"{there.why} at the source")
+    if there[0] != size:
+        why = f"it has {there[0]} bytes at the source, but {size} in the mount"
+        return Compared(path, size, "different", why)
+    if there[1] != digest:
+        return Compared(path, size, "different", "its bytes at the source differ")
+    return Compared(path, size, "same", "")
+
+
+def _digest(path: Path, progress: Callable[[int], None]) -> tuple[int, str] | Compared:
+    """The size and the checksum of a file, or why it has none, in a Compared without a path."""
+    try:
+        fd = os.open(path, _READ)
+    except FileNotFoundError:
+        return Compared("", 0, "missing", "it is missing")
+    except OSError as error:
+        return Compared("", 0, "unreadable", f"it cannot be read ({error.strerror})")
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return Compared("", 0, "unreadable", "it is not a regular file")
+        return digest_of(fd, progress)
+    except OSError as error:
+        return Compared("", 0, "unreadable", f"it cannot be read ({error.strerror})")
+    finally:
+        os.close(fd)

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 from rich.table import Table
 from rich.text import Text
 
-from monarch.checks.verify_source import Compared, compare
-from monarch.cli.checkpoints import listed_in, newest_of, rows_of, shelves_in, written_of
-from monarch.cli.losses import lost
-from monarch.cli.options import JSON, MOUNT, PATH, place
-from monarch.cli.output import age, duration, emit_json, progress_bar, remark, say, stdout
-from monarch.cli.refusals import conflicts, discard, retry, set_aside
-from monarch.cli.wait_drained import drain, seconds, waiting
+from monarch.cli.checkpoints import (
+    Compared,
+    compare,
+    listed_in,
+    manifest_directories,
+    newest_of,
+    rows_of,
+    written_of,
+)
+from monarch.cli.daemon_call import (
+    INTERRUPTED,
+    JSON,
+    MOUNT,
+    PATH,
+    drain,
+    mount_and_path,
+    seconds,
+    waiting,
+)
+from monarch.cli.output import age, duration, emit_json, progress_bar, remark, say, show, stdout
+from monarch.cli.undrained import conflicts, discard, lost, retry, set_aside
 from monarch.errors import NotDrainedError, UsageError
 from monarch.frameworks.store import prune
 from monarch.text import counted, escape_text
 from monarch.units import format_bytes
 
-INTERRUPTED = 130
 _WRONG = 1
 _WRONG_VERDICTS = frozenset({"damaged", "different", "missing", "unreadable"})
 
@@ -54,30 +67,21 @@ def ls(mountpoint: Path, path: str | None, as_json: bool) -> None:
 
     PATH is a directory or file in the mount, or relative to it. Without PATH the list has all
     files that this mount and earlier ones wrote. DURABLE is none (lost if the node crashes), local
-    (on
-    the disk of the node) or source.
+    (on the disk of the node) or source.
     """
-    record, below = place(mountpoint, path)
+    record, below = mount_and_path(mountpoint, path)
     rows = rows_of(record, below)
-    if as_json:
-        emit_json({"mountpoint": record.mountpoint, "files": [asdict(row) for row in rows]})
-        return
-    if not rows:
-        say("nothing was written")
+    if as_json or not rows:
+        show({"mountpoint": record.mountpoint, "files": rows}, as_json, "nothing was written")
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "bytes", "durable", "age", "checksum", "complete"):
         table.add_column(column, overflow="fold")
     for row in rows:
+        name, size, written = Text(escape_text(row.path)), format_bytes(row.bytes), row.written_ns
+        checksum = "recorded" if row.xxh3 else "-"
         complete = {True: "yes", False: "no", None: "-"}[row.complete]
-        table.add_row(
-            Text(escape_text(row.path)),
-            format_bytes(row.bytes),
-            row.durable,
-            age(row.written_ns),
-            "recorded" if row.xxh3 else "-",
-            complete,
-        )
+        table.add_row(name, size, row.durable, age(written), checksum, complete)
     console = stdout()
     if not console.is_terminal:
         console.width = max(console.width, 250)
@@ -118,8 +122,8 @@ def wait(
     """
     if newest and everything:
         raise UsageError("--newest and --all exclude each other", hint="leave one of them out")
-    record, below = place(mountpoint, path)
-    params: dict[str, Any] = {"paths": [below]} if below else {}
+    record, below = mount_and_path(mountpoint, path)
+    params = {"paths": [below]} if below else {}
     if newest:
         params = {"paths": newest_of(record, below)}
     try:
@@ -127,15 +131,12 @@ def wait(
     except KeyboardInterrupt:
         remark("draining continues; `monarch ckpt ls MOUNT` shows its progress")
         return INTERRUPTED
-    if as_json:
-        emit_json(report.to_dict())
-        return 0 if report.drained else NotDrainedError.exit_code
-    if not report.drained:
+    if not report.drained and not as_json:
         after = f"after {duration(timeout_s or 0.0)}, "
         hint = "draining continues; `monarch status MOUNT` shows what it waits for"
         raise NotDrainedError(f"{after}{waiting(report)}", hint=hint)
-    say("all files are at the source")
-    return 0
+    show(report, as_json, "all files are at the source")
+    return 0 if report.drained else NotDrainedError.exit_code
 
 
 @ckpt.command(
@@ -154,33 +155,31 @@ def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
     Checksums of a manifest are compared as well. A file that is not at the source yet is only read
     in the mount. The exit code is 1 if a file is damaged, different, missing or unreadable.
     """
-    record, below = place(mountpoint, path)
+    record, below = mount_and_path(mountpoint, path)
     rows = rows_of(record, below)
-    mount, source = Path(record.mountpoint), Path(record.source)
     total = sum(row.bytes * (1 + (row.durable == "source")) for row in rows)
     done = 0
     results: list[Compared] = []
     with progress_bar(quiet=as_json, of_bytes=True) as advance:
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            advance(done, max(total, done), f"reading {row.path}")
+
         for row in rows:
-
-            def progress(count: int, name: str = row.path) -> None:
-                nonlocal done
-                done += count
-                advance(done, max(total, done), f"reading {name}")
-
-            results.append(
-                compare(
-                    row.path,
-                    mount=mount,
-                    source=source,
-                    drained=row.durable == "source",
-                    expected=row.xxh3,
-                    progress=progress,
-                )
+            result = compare(
+                row.path,
+                mount=Path(record.mountpoint),
+                source=Path(record.source),
+                drained=row.durable == "source",
+                expected=row.xxh3,
+                progress=progress,
             )
+            results.append(result)
     wrong = [result for result in results if result.verdict in _WRONG_VERDICTS]
     if as_json:
-        emit_json({"ok": not wrong, "files": [asdict(result) for result in results]})
+        emit_json({"ok": not wrong, "files": results})
     else:
         for result in results:
             stdout().print(_line(result), soft_wrap=True)
@@ -198,16 +197,14 @@ def _line(result: Compared) -> Text:
 
 
 def _summary(results: Sequence[Compared]) -> str:
-    counts = {
-        verdict: sum(result.verdict == verdict for result in results)
-        for verdict in ("same", "waiting")
-    }
-    told = f"{counted(counts['same'], 'file is', 'files are')} the same on both sides"
-    if counts["waiting"]:
-        told += f", {counts['waiting']:,} not at the source yet"
-    if wrong := len(results) - sum(counts.values()):
-        told += f", {wrong:,} wrong"
-    return told
+    counts = Counter(result.verdict for result in results)
+    same, undrained = counts["same"], counts["waiting"]
+    summary = f"{counted(same, 'file is', 'files are')} the same on both sides"
+    if undrained:
+        summary += f", {undrained:,} not at the source yet"
+    if wrong := len(results) - same - undrained:
+        summary += f", {wrong:,} wrong"
+    return summary
 
 
 def _every(
@@ -271,30 +268,26 @@ def gc(
     checkpoint and all newer ones are kept. A running trainer removes old ones itself: its directory
     is refused (exit code 7).
     """
-    record, below = place(mountpoint, path)
+    record, below = mount_and_path(mountpoint, path)
     removed = []
-    for directory in shelves_in(below, written_of(record, below)):
+    for directory in manifest_directories(below, written_of(record, below)):
         # A directory without a manifest is skipped: prune would create one.
         if not listed_in(record, directory):
             continue
-        gone = prune(
+        pruned = prune(
             Path(record.mountpoint) / directory,
             keep_last=keep_last,
             keep_every=keep_every,
             durable=durable,
             dry_run=dry_run,
         )
-        removed += [(os.path.join(directory, each.name), each.size) for each in gone]
+        removed += [(os.path.join(directory, each.name), each.size) for each in pruned]
     total = sum(size for _, size in removed)
-    if as_json:
-        files = [{"path": name, "bytes": size} for name, size in removed]
-        emit_json({"removed": not dry_run, "files": files, "bytes": total})
-        return
-    for name, size in removed:
-        say(f"{escape_text(name)}  {format_bytes(size)}")
+    files = [{"path": name, "bytes": size} for name, size in removed]
+    lines = [f"{escape_text(name)}  {format_bytes(size)}" for name, size in removed]
     verb = "would be removed" if dry_run else "removed"
-    words = f"{counted(len(removed), 'checkpoint', 'checkpoints')} {verb}, {format_bytes(total)}"
-    say(words)
+    last = f"{counted(len(removed), 'checkpoint', 'checkpoints')} {verb}, {format_bytes(total)}"
+    show({"removed": not dry_run, "files": files, "bytes": total}, as_json, *lines, last)
 
 
 for verb in (lost, conflicts, set_aside, retry, discard):

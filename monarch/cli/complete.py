@@ -1,13 +1,15 @@
-"""Shell completion of file names, running mounts, names in a configuration, and settings."""
+"""Shell completion of file names, running mounts, names in a configuration, and settings; and
+``monarch completion``, which prints its script."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import click
-from click.shell_completion import BashComplete, CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, get_completion_class
 
 # No function here may fail or wait for long: it runs when a user presses the tab key.
 
@@ -42,8 +44,14 @@ def sources(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """The mounts of the configuration files (with -c, of that file only), or directories."""
+    from monarch.config import load
+    from monarch.errors import ConfigError
+
     file = context.params.get("file")
-    names = _names([Path(file)] if file else default_configurations())
+    names: list[str] = []
+    for path in [Path(file)] if file else default_configurations():
+        with suppress(ConfigError):
+            names += load.load(path)
     items = _beginning(incomplete, names)
     return items or ([] if file else directories(context, parameter, incomplete))
 
@@ -65,19 +73,6 @@ def default_configurations() -> list[Path]:
     return [Path("/etc/monarch/monarch.yaml"), Path(home) / "monarch" / "monarch.yaml"]
 
 
-def _names(candidates: Sequence[Path]) -> list[str]:
-    from monarch.config import load
-    from monarch.errors import ConfigError
-
-    names: list[str] = []
-    for path in candidates:
-        try:
-            names += load.load(path)
-        except ConfigError:
-            continue
-    return names
-
-
 def _beginning(incomplete: str, found: Iterable[str]) -> list[CompletionItem]:
     # bash would split a name with a newline or a blank into several answers.
     plain = (text for text in found if text.isprintable() and " " not in text)
@@ -91,3 +86,17 @@ class KeyComplete(BashComplete):
         "COMPREPLY+=($value)",
         'COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace',
     )
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the completion script of a shell.
+
+    For bash, put this into ~/.bashrc: eval "$(monarch completion bash)"
+    """
+    script = KeyComplete if shell == "bash" else get_completion_class(shell)
+    assert script is not None, f"click completes for {shell}"
+    root = context.find_root()
+    click.echo(script(root.command, {}, "monarch", "_MONARCH_COMPLETE").source())

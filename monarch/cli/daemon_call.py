@@ -1,4 +1,4 @@
-"""Requests to a daemon, and paths of files in its mount; shared by the verbs.
+"""Requests to the daemon of a mount, and the arguments of the verbs that make them.
 
 No function here touches the mount itself: it may hang.
 """
@@ -6,50 +6,60 @@ No function here touches the mount itself: it may hang.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
+
+from monarch.cli import complete
+from monarch.cli.output import age, progress_bar
 from monarch.config.defaults import state_root
 from monarch.control import registry
 from monarch.control.client import call
 from monarch.control.registry import MountRecord, Registry, real_path
 from monarch.errors import MonarchError, NotMountedError, UsageError
-from monarch.telemetry.report import Report
-from monarch.text import escape_text
+from monarch.telemetry.report import DrainProgress, DrainReport, Report
+from monarch.text import counted, escape_text
+from monarch.units import format_bytes, parse_seconds
 
 R = TypeVar("R", bound=Report)
 
+# The exit code after Ctrl-C.
+INTERRUPTED = 130
+# The daemon reports progress several times a second; after this silence it counts as hanging.
+SILENCE_S = 30.0
 
-def ask(
-    record: MountRecord,
-    verb: str,
-    params: dict[str, Any],
-    *,
-    answer: type[R],
-    timeout: float | None,
-    on_progress: Callable[[dict[str, Any]], None] | None = None,
-) -> R:
-    """Sends a request to the daemon and returns its answer.
+MOUNT = click.argument(
+    "mountpoint",
+    metavar="MOUNT",
+    type=click.Path(path_type=Path),
+    shell_complete=complete.mount_points,
+)
+PATH = click.argument("path", required=False, type=click.Path(), metavar="[PATH]")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
-    ``timeout`` is the longest silence in seconds, None for no limit. Raises NotMountedError if the
-    daemon is dead, and the error of the daemon if the request failed.
-    """
-    where = escape_text(record.mountpoint)
-    if not registry.alive(record):
-        raise NotMountedError(
-            f"the daemon of {where} is dead (pid {record.pid}, log {escape_text(record.log)})",
-            hint=f"`monarch umount {where}` cleans up, and so does mounting it again",
-        )
-    socket = Path(record.socket)
+
+def seconds(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """The callback of an option whose value is a duration such as 30s or 10m."""
     try:
-        raw = call(socket, verb, params, timeout=timeout, on_progress=on_progress)
-        return answer.from_dict(raw)
+        return None if value is None else parse_seconds(value)
     except ValueError as error:
-        raise MonarchError(
-            f"the daemon of {where} is of another version: {error}",
-            hint="mount again with this version of monarch",
-        ) from error
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+# -- a mount and paths in it -----------------------------------------------------------------------
+
+
+def mount_of(place: Path) -> MountRecord:
+    """The mount at or above ``place``. Raises NotMountedError."""
+    return Registry(state_root()).find(place)
+
+
+def mount_and_path(mountpoint: Path, path: str | None) -> tuple[MountRecord, str]:
+    """The mount, and ``path`` relative to it: "" for the whole mount."""
+    record = mount_of(mountpoint)
+    return record, inside(record, [path if path is not None else os.path.abspath(mountpoint)])[0]
 
 
 def mount_and_paths(place: Path, paths: Sequence[str]) -> tuple[MountRecord, list[str]]:
@@ -57,7 +67,7 @@ def mount_and_paths(place: Path, paths: Sequence[str]) -> tuple[MountRecord, lis
 
     Raises NotMountedError, and UsageError if ``place`` is in a mount and ``paths`` are given.
     """
-    record = Registry(state_root()).find(place)
+    record = mount_of(place)
     full = real_path(place, [record.mountpoint])
     if full == record.mountpoint:
         return record, inside(record, paths)
@@ -74,8 +84,7 @@ def inside(record: MountRecord, paths: Sequence[str]) -> list[str]:
     """``paths`` relative to the root of the mount, "" being the root; without paths, the root.
 
     An absolute path must be in the mount, a relative one counts from its root. Raises UsageError
-    for
-    a path outside the mount.
+    for a path outside the mount.
     """
     root = record.mountpoint
     relative = []
@@ -88,3 +97,77 @@ def inside(record: MountRecord, paths: Sequence[str]) -> list[str]:
             )
         relative.append("" if full == root else os.path.relpath(full, root))
     return relative
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def ask(
+    record: MountRecord,
+    verb: str,
+    params: Mapping[str, Any],
+    *,
+    answer: type[R],
+    timeout: float | None = SILENCE_S,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+) -> R:
+    """Sends a request to the daemon and returns its answer.
+
+    ``timeout`` is the longest silence in seconds, None for no limit. Raises NotMountedError if the
+    daemon is dead, and the error of the daemon if the request failed.
+    """
+    where = escape_text(record.mountpoint)
+    if not registry.alive(record):
+        raise NotMountedError(
+            f"the daemon of {where} is dead (pid {record.pid}, log {escape_text(record.log)})",
+            hint=f"`monarch umount {where}` cleans up, and so does mounting it again",
+        )
+    socket = Path(record.socket)
+    try:
+        raw = call(socket, verb, {**params}, timeout=timeout, on_progress=on_progress)
+        return answer.from_dict(raw)
+    except ValueError as error:
+        raise MonarchError(
+            f"the daemon of {where} is of another version: {error}",
+            hint="mount again with this version of monarch",
+        ) from error
+
+
+def drain(
+    record: MountRecord,
+    params: Mapping[str, Any],
+    *,
+    timeout_s: float | None,
+    quiet: bool,
+    silence_s: float = SILENCE_S,
+) -> DrainReport:
+    """Waits, with a progress bar, until all files are at the source, or ``timeout_s`` has passed.
+
+    None is no limit. An interrupt or a timeout leaves everything unchanged. Raises NotMountedError
+    if the daemon is dead or ends meanwhile, MonarchError if it is silent for ``silence_s``.
+    """
+    with progress_bar(quiet=quiet, of_bytes=True) as advance:
+
+        def on_progress(raw: dict[str, Any]) -> None:
+            at = DrainProgress.from_dict(raw)
+            if at.files_total or at.trouble:
+                why = f" ({at.trouble})" if at.trouble else ""
+                words = f"draining, {at.files_done:,} of {at.files_total:,} files{why}"
+                advance(at.bytes_done, at.bytes_total, words)
+
+        asked = {**params, "timeout": timeout_s}
+        return ask(
+            record, "drain", asked, answer=DrainReport, timeout=silence_s, on_progress=on_progress
+        )
+
+
+def waiting(report: DrainReport) -> str:
+    """``3 files, 12 GiB, the oldest written 5 min ago, are not at the source: why``."""
+    what = f"{counted(report.files, 'file', 'files')}, {format_bytes(report.bytes)}"
+    if not report.files:
+        what = "changes of names and attributes"
+    if report.oldest_ns:
+        what += f", the oldest written {age(report.oldest_ns)} ago,"
+    verb = "is" if report.files == 1 else "are"
+    why = f": {escape_text(report.trouble)}" if report.trouble else ""
+    return f"{what} {verb} not at the source yet{why}"

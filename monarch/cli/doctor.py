@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import click
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from monarch.checks.doctor import Machine, examine
 from monarch.checks.preflight import Check
-from monarch.cli.options import JSON
+from monarch.cli.daemon_call import JSON
 from monarch.cli.output import emit_json, stdout
 from monarch.config.defaults import state_root
 from monarch.text import escape_text
@@ -48,7 +47,7 @@ def doctor(configuration: Path | None, as_json: bool) -> int:
             stdout().print(_line(check), soft_wrap=True)
     failed = sum(check.status == "fail" for check in checks)
     if as_json:
-        emit_json({"ok": not failed, "checks": [dataclasses.asdict(check) for check in checks]})
+        emit_json({"ok": not failed, "checks": checks})
     return 1 if failed else 0
 
 

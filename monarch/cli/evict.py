@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from monarch.cli import complete
-from monarch.cli.daemon_call import ask, mount_and_paths
-from monarch.cli.output import age, emit_json, say
+from monarch.cli.daemon_call import JSON, ask, mount_and_paths
+from monarch.cli.output import age, show
 from monarch.errors import LockedError, TierError, UsageError
 from monarch.telemetry.report import EvictReport
 from monarch.text import counted, escape_text
@@ -38,7 +38,7 @@ Examples:
 @click.option(
     "--all", "everything", is_flag=True, help="With --tier: remove all copies that are not in use."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@JSON
 def evict(
     mountpoint: Path | None,
     paths: tuple[str, ...],
@@ -69,11 +69,8 @@ def evict(
     assert mountpoint is not None
     record, relative = mount_and_paths(mountpoint, paths)
     report = ask(record, "evict", {"paths": relative}, answer=EvictReport, timeout=None)
-    if as_json:
-        emit_json(report.to_dict())
-    else:
-        dropped = counted(report.files, "copy", "copies")
-        say(f"{dropped} dropped, {format_bytes(report.bytes)} freed")
+    dropped = counted(report.files, "copy", "copies")
+    show(report, as_json, f"{dropped} dropped, {format_bytes(report.bytes)} freed")
 
 
 def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool) -> None:
@@ -86,35 +83,26 @@ def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool)
             hint="name the PATH of `--tier PATH[:SIZE]`, without the size; is its disk mounted?",
         )
     wanted = os.path.realpath(source) if source is not None else None
-    found = []
+    copies, lines = [], []
+    is_found = False
     for held in shared_copies(tier):
-        is_meant = everything or (wanted is not None and os.path.realpath(held.source) == wanted)
-        dropped, used_by = False, ""
-        if is_meant:
+        is_wanted = everything or (wanted is not None and os.path.realpath(held.source) == wanted)
+        is_found |= is_wanted
+        dropped, outcome = False, ""
+        if is_wanted:
             try:
                 remove_copies(held)
-                dropped = True
+                dropped, outcome = True, "; dropped"
             except LockedError as error:
-                used_by = str(error.args[0])
-        found.append((held, dropped, used_by))
-    if wanted is not None and not any(dropped or used_by for _, dropped, used_by in found):
+                outcome = f"; kept: {error.args[0]}"
+        copies.append({**held.to_dict(), "dropped": dropped})
+        what = f"{counted(held.files, 'copy', 'copies')}, {format_bytes(held.bytes)}"
+        of = held.source or "an unknown source (of an earlier version)"
+        lines.append(escape_text(f"{of}: {what}, last used {age(held.used_ns)} ago{outcome}"))
+    if wanted is not None and not is_found:
         raise UsageError(
             f"tier {os.fspath(tier)!r} holds no copies of {source!r}",
             hint=f"`monarch evict --tier {tier}` lists its copies",
         )
-    if as_json:
-        emit_json(
-            {
-                "tier": os.fspath(tier),
-                "copies": [{**asdict(held), "dropped": dropped} for held, dropped, _ in found],
-            }
-        )
-        return
-    for held, dropped, used_by in found:
-        what = f"{counted(held.files, 'copy', 'copies')}, {format_bytes(held.bytes)}"
-        of = held.source or "an unknown source (of an earlier version)"
-        told = f"{of}: {what}, last used {age(held.used_ns)} ago"
-        told += "; dropped" if dropped else f"; kept: {used_by}" if used_by else ""
-        say(escape_text(told))
-    if not found:
-        say(f"{tier} holds no copies")
+    result = {"tier": os.fspath(tier), "copies": copies}
+    show(result, as_json, *(lines or [f"{tier} holds no copies"]))

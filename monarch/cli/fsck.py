@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.text import Text
 
 from monarch.checks.fsck import check_state
 from monarch.cli import complete
-from monarch.cli.daemon_call import ask
-from monarch.cli.options import JSON
+from monarch.cli.daemon_call import JSON, ask
 from monarch.cli.output import emit_json, progress_bar, say, stdout
 from monarch.config.defaults import state_root
 from monarch.control.registry import MountRecord, Registry, alive, real_path
@@ -55,14 +53,11 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
     record = _record(registry, place)
     with progress_bar(quiet=as_json, of_bytes=digests) as advance:
 
-        def show(at: FsckProgress) -> None:
+        def on_progress(at: FsckProgress) -> None:
             if digests:
                 advance(at.bytes_done, at.bytes_total, "reading copies")
             else:
                 advance(at.done, at.total, "checking copies")
-
-        def on_progress(raw: dict[str, Any]) -> None:
-            show(FsckProgress.from_dict(raw))
 
         if record is not None and alive(record):
             report = ask(
@@ -72,20 +67,19 @@ def fsck(place: Path, digests: bool, repair: bool, as_json: bool) -> int:
                 answer=FsckReport,
                 # No timeout: a slow disk or a directory of many copies may take long for one step.
                 timeout=None,
-                on_progress=on_progress,
+                on_progress=lambda raw: on_progress(FsckProgress.from_dict(raw)),
             )
         else:
             state = Path(record.state) if record is not None else _state(place)
             try:
                 report = check_state(
-                    state, registry=registry, digests=digests, repair=repair, progress=show
+                    state, registry=registry, digests=digests, repair=repair, progress=on_progress
                 )
             except LockedError as error:
-                raise LockedError(
-                    str(error.args[0]), hint="give the mount point to check a served mount"
-                ) from error
+                hint = "give the mount point to check a served mount"
+                raise LockedError(str(error.args[0]), hint=hint) from error
     if as_json:
-        emit_json(report.to_dict())
+        emit_json(report)
     else:
         for finding in report.findings:
             stdout().print(_line(finding), soft_wrap=True)
@@ -129,25 +123,19 @@ def _state(place: Path) -> Path:
 def _line(finding: Finding) -> Text:
     words = f"  {finding.where}: {escape_text(finding.path)}: {escape_text(finding.what)}"
     word = ("repaired", "green") if finding.repaired else ("wrong   ", "bold red")
-    return Text.assemble(word, f"{words} [{finding.kind}]\n        {_advice(finding)}")
-
-
-def _advice(finding: Finding) -> str:
-    return (
-        finding.remedy if finding.repaired or not finding.mends else f"--repair: {finding.remedy}"
-    )
+    repair = "--repair: " if finding.mends and not finding.repaired else ""
+    return Text.assemble(word, f"{words} [{finding.kind}]\n        {repair}{finding.remedy}")
 
 
 def _summary(report: FsckReport) -> str:
-    looked = f"{counted(report.files, 'copy', 'copies')} checked"
+    summary = f"{counted(report.files, 'copy', 'copies')} checked"
     if report.bytes:
-        looked += f", {format_bytes(report.bytes)} read"
+        summary += f", {format_bytes(report.bytes)} read"
     if not report.problems:
-        return f"{looked}: nothing is wrong"
-    told = f"{looked}: {counted(report.problems, 'problem', 'problems')}"
-    if more := report.problems - len(report.findings):
-        told += f" ({more:,} of them not listed)"
-    left = report.problems - report.repaired
-    if not left:
-        return f"{told}, all repaired"
-    return f"{told}, {report.repaired:,} repaired" if report.repaired else told
+        return f"{summary}: nothing is wrong"
+    summary += f": {counted(report.problems, 'problem', 'problems')}"
+    if unlisted := report.problems - len(report.findings):
+        summary += f" ({unlisted:,} of them not listed)"
+    if report.repaired == report.problems:
+        return f"{summary}, all repaired"
+    return f"{summary}, {report.repaired:,} repaired" if report.repaired else summary

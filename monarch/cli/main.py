@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -17,8 +17,7 @@ from monarch.errors import ConfigError, MonarchError, UsageError
 from monarch.text import escape_text
 
 
-@dataclass(frozen=True, slots=True)
-class Verb:
+class Verb(NamedTuple):
     target: str
     help: str
 
@@ -36,7 +35,7 @@ VERBS = {
     "snapshot": Verb("monarch.cli.snapshot:snapshot", "Build, show, verify or diff snapshots."),
     "doctor": Verb("monarch.cli.doctor:doctor", "Check whether this node can mount, and how well."),
     "completion": Verb(
-        "monarch.cli.completion:completion", "Print the completion script of a shell."
+        "monarch.cli.complete:completion", "Print the completion script of a shell."
     ),
 }
 
@@ -118,14 +117,14 @@ def main() -> int:
     code = _run()
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader closed the pipe. The flush of Python at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
+        # The flush of Python at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if code == 0:
-            _tell(f"standard output: {error.strerror}")
-        return code or 1
+        # The reader of a pipe may close it.
+        if not isinstance(error, BrokenPipeError):
+            if code == 0:
+                _print_error(f"standard output: {error.strerror}")
+            return code or 1
     return code
 
 
@@ -137,9 +136,8 @@ def _require_no_empty_argument(arguments: Sequence[str]) -> None:
         if argument == "" or (is_option and value == ""):
             named = option if is_option else before
             place = f"{named}: " if named.startswith("-") else ""
-            raise UsageError(
-                f"{place}the path is empty", hint="check for a variable that is not set"
-            )
+            hint = "check for a variable that is not set"
+            raise UsageError(f"{place}the path is empty", hint=hint)
 
 
 def _run() -> int:
@@ -147,10 +145,10 @@ def _run() -> int:
         _require_no_empty_argument(sys.argv[2:])
         result = cli.main(prog_name="monarch", standalone_mode=False)
     except ConfigError as error:
-        _tell(*error.problems)
+        _print_error(*error.problems)
         return error.exit_code
     except MonarchError as error:
-        _tell(str(error))
+        _print_error(str(error))
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         # A group without a verb, such as `monarch ckpt`: its help is the message.
@@ -160,7 +158,7 @@ def _run() -> int:
         context = error.ctx if isinstance(error, click.UsageError) else None
         command = context.command_path if context is not None else "monarch"
         message = error.format_message().rstrip(".").replace("\n", " ")
-        _tell(f"{message[:1].lower()}{message[1:]} (see '{command} --help')")
+        _print_error(f"{message[:1].lower()}{message[1:]} (see '{command} --help')")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
@@ -169,12 +167,12 @@ def _run() -> int:
         return 1
     except OSError as error:
         place = f"{error.filename}: " if error.filename is not None else ""
-        _tell(f"{place}{error.strerror or error}")
+        _print_error(f"{place}{error.strerror or error}")
         return 1
     # The result is the exit code of the verb or of `ctx.exit`, or None.
     return result if isinstance(result, int) else 0
 
 
-def _tell(*lines: str) -> None:
+def _print_error(*lines: str) -> None:
     for line in lines:
         click.echo(f"monarch: {escape_text(line)}", err=True)

@@ -110,7 +110,8 @@ def mount(
     from monarch.daemon import run as daemon
 
     settings = daemon.prepare(settings)
-    _tell_of_a_missing_snapshot(settings)
+    if settings.snapshot.file is not None:
+        _report_missing_snapshot(settings.snapshot.file)
     scanning = Scanning(settings.source)
     try:
         if foreground:
@@ -125,20 +126,20 @@ def mount(
                 scanning,
             )
     except KeyboardInterrupt:
-        _tell(f"interrupted: nothing is mounted; {scanning.interrupted()}")
+        remark(f"monarch: interrupted: nothing is mounted; {scanning.interrupted()}")
         raise
-    _tell_all(settings, remarks)
+    _report(settings, remarks)
 
 
-def _tell_of_a_missing_snapshot(settings: MountSettings) -> None:
-    file = settings.snapshot.file
-    if file is None:
-        return
+def _report_missing_snapshot(file: Path) -> None:
     try:
         os.lstat(file)
     except FileNotFoundError:
         path_text = escape_text(os.fspath(file))
-        _tell(f"snapshot {path_text} does not exist: it is built now, from a scan of the source")
+        remark(
+            f"monarch: snapshot {path_text} does not exist: it is built now, from a scan of the"
+            " source"
+        )
     except OSError:
         # The mount itself reports it.
         return
@@ -153,26 +154,19 @@ def _serve_here(settings: MountSettings, refresh: bool, scanning: Scanning) -> N
 
         def ready(remarks: list[str]) -> None:
             until_ready.close()
-            _tell_all(settings, remarks)
-            _tell_service_manager()
+            _report(settings, remarks)
+            _notify_service_manager()
 
         daemon.run(settings, refreshed=refresh, foreground=True, progress=scanning, ready=ready)
 
 
-def _tell_all(settings: MountSettings, remarks: Sequence[str]) -> None:
+def _report(settings: MountSettings, remarks: Sequence[str]) -> None:
     """Reports the mount, its mode and how much of it fits; then the remarks."""
     first, *others = remarks
-    for line in (f"{_told(settings)}; {first}", *others):
-        _tell(escape_text(line))
-
-
-def _tell(words: str) -> None:
-    remark(f"monarch: {words}")
-
-
-def _told(settings: MountSettings) -> str:
     tiers = ", ".join(f"{tier.name} ({tier.path})" for tier in settings.tiers)
-    return f"{settings.source} is at {settings.mountpoint}, tiers: {tiers}"
+    mounted = f"{settings.source} is at {settings.mountpoint}, tiers: {tiers}; {first}"
+    for line in (mounted, *others):
+        remark(f"monarch: {escape_text(line)}")
 
 
 def _settings(
@@ -265,7 +259,7 @@ def _configuration_with(name: str) -> str:
     raise UsageError(f"{what} {shown}", hint=hint)
 
 
-def _tell_service_manager() -> None:
+def _notify_service_manager() -> None:
     """Reports to systemd that the mount is ready, if NOTIFY_SOCKET is set (sd_notify(3))."""
     address = os.environ.pop("NOTIFY_SOCKET", "")
     if not address:
@@ -293,11 +287,11 @@ def _become_daemon(writing: int, serve: Serve) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
-        told = _Pipe(writing)
+        pipe = _Pipe(writing)
         try:
-            serve(lambda *step: told.tell(progress=step), told.close_with_ready)
+            serve(lambda *step: pipe.send(progress=step), pipe.send_ready)
         except MonarchError as error:
-            told.tell(error=error.args[0], hint=error.hint, exit_code=error.exit_code)
+            pipe.send(error=error.args[0], hint=error.hint, exit_code=error.exit_code)
             code = error.exit_code
         except KeyboardInterrupt:
             code = 130
@@ -305,7 +299,7 @@ def _become_daemon(writing: int, serve: Serve) -> NoReturn:
             import logging
 
             logging.getLogger(__name__).exception("the daemon died")
-            told.tell(error=f"the daemon died: {error!r}", hint="see its log", exit_code=8)
+            pipe.send(error=f"the daemon died: {error!r}", hint="see its log", exit_code=8)
             code = 8
     finally:
         # Not sys.exit(): the exit handlers of the interpreter belong to the parent.
@@ -318,7 +312,7 @@ class _Pipe:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def tell(self, **what: Any) -> None:
+    def send(self, **what: Any) -> None:
         if self._fd >= 0:
             try:
                 os.write(self._fd, json.dumps(what).encode() + b"\n")
@@ -326,8 +320,9 @@ class _Pipe:
                 # The command was killed; the mount continues.
                 self._fd = -1
 
-    def close_with_ready(self, remarks: list[str]) -> None:
-        self.tell(remarks=remarks)
+    def send_ready(self, remarks: list[str]) -> None:
+        """Sends the remarks, and closes the pipe."""
+        self.send(remarks=remarks)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -48,12 +49,23 @@ def escape(name: bytes) -> str:
     return escape_text(os.fsdecode(name))
 
 
+def show(value: Any, as_json: bool, *lines: str) -> None:
+    """Prints ``value`` as JSON, or else ``lines``, in which names are escaped already."""
+    if as_json:
+        emit_json(value)
+        return
+    for line in lines:
+        say(line)
+
+
 def emit_json(value: Any) -> None:
     """Prints ``value`` as JSON in ASCII; bytes become text by :func:`escape`."""
-    sys.stdout.write(json.dumps(value, indent=2, default=_as_text) + "\n")
+    sys.stdout.write(json.dumps(value, indent=2, default=_in_json) + "\n")
 
 
-def _as_text(value: object) -> str:
+def _in_json(value: Any) -> str | dict[str, Any]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     if isinstance(value, bytes):
         return escape(value)
     if isinstance(value, Path):
@@ -121,10 +133,6 @@ class Scanning:
         )
 
 
-def _grouped(number: int) -> str:
-    return f"{number:,}"
-
-
 class ProgressLines:
     """Progress as lines of text: at most one per interval, and always the last."""
 
@@ -136,21 +144,21 @@ class ProgressLines:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
-        self._told: Callable[[int], str] = format_bytes if of_bytes else _grouped
+        self._amount: Callable[[int], str] = format_bytes if of_bytes else "{:,}".format
         self._clock = clock
         self._next_line_at = clock() + _LINE_EVERY_S
         self._waiting = ""
         self._began: tuple[float, int] | None = None
 
     def __call__(self, done: int, total: int | None, words: str) -> None:
-        amount = self._told(done) if total is None else f"{self._told(done)} of {self._told(total)}"
+        amount = self._amount(done) + ("" if total is None else f" of {self._amount(total)}")
         now = self._clock()
         if self._began is None:
             self._began = (now, done)
         rate = ""
-        seconds, came = now - self._began[0], done - self._began[1]
-        if seconds >= _LEAST_RATE_S and came > 0:
-            rate = f", {self._told(round(came / seconds))}/s"
+        seconds, more = now - self._began[0], done - self._began[1]
+        if seconds >= _LEAST_RATE_S and more > 0:
+            rate = f", {self._amount(round(more / seconds))}/s"
         self._waiting = f"{escape_text(words)}: {amount}{rate}\n"
         if now >= self._next_line_at:
             self.finish()

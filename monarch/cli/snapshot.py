@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 
 import click
 
-from monarch.cli.options import JSON
-from monarch.cli.output import Scanning, emit_json, escape, progress_bar
+from monarch.cli.daemon_call import JSON
+from monarch.cli.output import Scanning, emit_json, escape, progress_bar, remark, show
 from monarch.errors import UsageError
 from monarch.namespace.build import build as build_snapshot
 from monarch.namespace.compare import Difference
@@ -26,6 +27,7 @@ from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import may_replace
 from monarch.posix.signals import interruptible
 from monarch.text import counted, escape_text
+from monarch.types import Progress
 from monarch.units import format_bytes
 
 _DIFFERENT = 1
@@ -46,11 +48,9 @@ _QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 
 def _file_mode(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """The mode of a file in octal."""
-    if value is None:
-        return None
-    if re.fullmatch(r"(0o?)?[0-7]{3}", value) is None:
+    if value is not None and re.fullmatch(r"(0o?)?[0-7]{3}", value) is None:
         raise click.BadParameter(f"{value!r} is no mode; give three octal digits such as 0644")
-    return int(value[-3:], 8)
+    return None if value is None else int(value[-3:], 8)
 
 
 @click.group()
@@ -101,32 +101,23 @@ def build(
     """
     if not may_replace(output):
         raise UsageError(
-            f"{escape_text(str(output))} exists and is not a snapshot",
+            f"{_name(output)} exists and is not a snapshot",
             hint="remove it, or name another file",
         )
-    scanning = Scanning(source)
-    try:
-        with interruptible(), progress_bar(quiet=quiet) as scanning.bar:
-            told = build_snapshot(
-                source,
-                output,
-                jobs=jobs,
-                one_file_system=one_file_system,
-                mode=mode,
-                progress=scanning,
-            )
-    except KeyboardInterrupt:
-        _tell_interrupted(output, scanning)
-        raise
-    if as_json:
-        emit_json(_info_as_json(output, told))
-    else:
-        speed = told.entries / max(told.scan_seconds, 1e-3)
-        click.echo(
-            f"{escape_text(str(output))}: {_counts(told)} in {told.scan_seconds:.1f} s"
-            f" ({speed:,.0f} entries/s)"
+    with _scanning(source, output, quiet=quiet) as progress:
+        made = build_snapshot(
+            source,
+            output,
+            jobs=jobs,
+            one_file_system=one_file_system,
+            mode=mode,
+            progress=progress,
         )
-        _warn_unreadable(told)
+    speed = f"{made.entries / max(made.scan_seconds, 1e-3):,.0f} entries/s"
+    line = f"{_name(output)}: {_counts(made)} in {made.scan_seconds:.1f} s ({speed})"
+    show(_info_as_json(output, made), as_json, line)
+    if not as_json:
+        _warn_unreadable(made)
 
 
 @snapshot.command()
@@ -140,30 +131,28 @@ def info(file: Path, as_json: bool) -> None:
       monarch snapshot info imagenet.snapshot --json | jq .files
     """
     with Snapshot.open(file) as opened:
-        told = opened.info()
-    if as_json:
-        emit_json(_info_as_json(file, told))
-        return
-    created = datetime.fromtimestamp(told.created_ns / 1e9, tz=timezone.utc).astimezone()
+        summary = opened.info()
+    created = datetime.fromtimestamp(summary.created_ns / 1e9, tz=timezone.utc).astimezone()
     rows = [
-        ("source", escape(told.source)),
-        ("built", f"{created:%Y-%m-%d %H:%M:%S %z} in {told.scan_seconds:.1f} s"),
-        ("identity", told.id),
-        ("entries", f"{told.entries:,}"),
-        ("files", f"{told.files:,}"),
-        ("directories", f"{told.directories:,}"),
-        ("symbolic links", f"{told.symlinks:,}"),
-        ("hard links", f"{told.aliases:,} further names"),
-        ("others", f"{told.others:,}"),
-        ("unreadable", f"{told.unreadable:,}"),
-        ("bytes", f"{told.bytes_total:,} ({format_bytes(told.bytes_total)})"),
-        ("largest file", format_bytes(told.largest)),
-        ("median file", f"below {format_bytes(_median_bound(told))}"),
+        ("source", escape(summary.source)),
+        ("built", f"{created:%Y-%m-%d %H:%M:%S %z} in {summary.scan_seconds:.1f} s"),
+        ("identity", summary.id),
+        ("entries", f"{summary.entries:,}"),
+        ("files", f"{summary.files:,}"),
+        ("directories", f"{summary.directories:,}"),
+        ("symbolic links", f"{summary.symlinks:,}"),
+        ("hard links", f"{summary.aliases:,} further names"),
+        ("others", f"{summary.others:,}"),
+        ("unreadable", f"{summary.unreadable:,}"),
+        ("bytes", f"{summary.bytes_total:,} ({format_bytes(summary.bytes_total)})"),
+        ("largest file", format_bytes(summary.largest)),
+        ("median file", f"below {format_bytes(_median_bound(summary))}"),
         ("this file", format_bytes(file.stat().st_size)),
     ]
-    for label, value in rows:
-        click.echo(f"{label:15} {value}")
-    _warn_unreadable(told)
+    lines = (f"{label:15} {value}" for label, value in rows)
+    show(_info_as_json(file, summary), as_json, *lines)
+    if not as_json:
+        _warn_unreadable(summary)
 
 
 @snapshot.command()
@@ -190,7 +179,7 @@ def verify(
     """
     with Snapshot.open(file) as opened, progress_bar(quiet=quiet) as progress:
         found = verify_snapshot(source, opened, sample=sample, jobs=jobs, progress=progress)
-    return _tell_differences(found, as_json=as_json)
+    return _show_differences(found, as_json=as_json)
 
 
 @snapshot.command()
@@ -205,7 +194,7 @@ def diff(before: Path, after: Path, as_json: bool) -> int:
       monarch snapshot diff monday.snapshot tuesday.snapshot
     """
     with Snapshot.open(before) as old, Snapshot.open(after) as new:
-        return _tell_differences(diff_snapshots(old, new), as_json=as_json)
+        return _show_differences(diff_snapshots(old, new), as_json=as_json)
 
 
 @snapshot.command()
@@ -232,31 +221,36 @@ def refresh(source: Path, file: Path, quick: bool, jobs: int, as_json: bool, qui
       monarch snapshot refresh /pfs/imagenet imagenet.snapshot
       monarch snapshot refresh /pfs/imagenet imagenet.snapshot --quick
     """
+    with _scanning(source, file, quiet=quiet) as progress:
+        report = refresh_snapshot(source, file, jobs=jobs, quick=quick, progress=progress)
+    show(
+        {**asdict(report), "info": _info_as_json(file, report.info)},
+        as_json,
+        f"{_name(file)}: {_counts(report.info)}; {report.added:,} added,"
+        f" {report.removed:,} removed, {report.changed:,} changed",
+        f"{counted(report.unlisted, 'directory', 'directories')} not listed again,"
+        f" {counted(report.reused, 'entry', 'entries')} not checked,"
+        f" {report.info.scan_seconds:.1f} s",
+    )
+    if not as_json:
+        _warn_unreadable(report.info)
+
+
+@contextmanager
+def _scanning(source: Path, file: Path, *, quiet: bool) -> Iterator[Progress]:
+    """Shows the progress of a scan that writes ``file``, and what an interrupt leaves."""
     scanning = Scanning(source)
     try:
         with interruptible(), progress_bar(quiet=quiet) as scanning.bar:
-            report = refresh_snapshot(source, file, jobs=jobs, quick=quick, progress=scanning)
+            yield scanning
     except KeyboardInterrupt:
-        _tell_interrupted(file, scanning)
+        remark(f"monarch: interrupted: {_name(file)} is unchanged; {scanning.interrupted()}")
         raise
-    if as_json:
-        emit_json({**asdict(report), "info": _info_as_json(file, report.info)})
-        return
-    click.echo(
-        f"{escape_text(str(file))}: {_counts(report.info)}; {report.added:,} added,"
-        f" {report.removed:,} removed, {report.changed:,} changed"
-    )
-    click.echo(
-        f"{counted(report.unlisted, 'directory', 'directories')} not listed again,"
-        f" {counted(report.reused, 'entry', 'entries')} not checked,"
-        f" {report.info.scan_seconds:.1f} s"
-    )
-    _warn_unreadable(report.info)
 
 
-def _tell_differences(found: Iterable[Difference], *, as_json: bool) -> int:
+def _show_differences(found: Iterable[Difference], *, as_json: bool) -> int:
     if as_json:
-        differences = [asdict(difference) for difference in found]
+        differences = list(found)
         emit_json(differences)
         return _DIFFERENT if differences else 0
     counts: Counter[str] = Counter()
@@ -267,43 +261,40 @@ def _tell_differences(found: Iterable[Difference], *, as_json: bool) -> int:
     if not counts:
         click.echo("no difference")
         return 0
-    summary = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
-    noun = "difference" if counts.total() == 1 else "differences"
-    click.echo(f"{counts.total():,} {noun}: {summary}", err=True)
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+    remark(f"{counted(counts.total(), 'difference', 'differences')}: {kinds}")
     return _DIFFERENT
 
 
-def _tell_interrupted(file: Path, scanning: Scanning) -> None:
-    where = escape_text(str(file))
-    click.echo(f"monarch: interrupted: {where} is unchanged; {scanning.interrupted()}", err=True)
+def _name(file: Path) -> str:
+    return escape_text(str(file))
 
 
-def _info_as_json(file: Path, told: SnapshotSummary) -> dict[str, Any]:
-    return {"file": os.fsencode(file), **asdict(told), "snapshot_bytes": file.stat().st_size}
+def _info_as_json(file: Path, summary: SnapshotSummary) -> dict[str, Any]:
+    return {"file": os.fsencode(file), **asdict(summary), "snapshot_bytes": file.stat().st_size}
 
 
-def _counts(told: SnapshotSummary) -> str:
-    directories = counted(told.directories, "directory", "directories")
-    return (
-        f"{counted(told.files, 'file', 'files')}, {directories}, {format_bytes(told.bytes_total)}"
-    )
+def _counts(summary: SnapshotSummary) -> str:
+    files = counted(summary.files, "file", "files")
+    directories = counted(summary.directories, "directory", "directories")
+    return f"{files}, {directories}, {format_bytes(summary.bytes_total)}"
 
 
-def _warn_unreadable(told: SnapshotSummary) -> None:
-    if not told.unreadable:
+def _warn_unreadable(summary: SnapshotSummary) -> None:
+    if not summary.unreadable:
         return
-    unread = counted(told.unreadable, "entry", "entries")
+    unread = counted(summary.unreadable, "entry", "entries")
     click.echo(f"{unread} could not be read; opening fails there:", err=True)
-    for path in told.unreadable_paths:
+    for path in summary.unreadable_paths:
         click.echo(f"  {path}", err=True)
-    if told.unreadable > len(told.unreadable_paths):
+    if summary.unreadable > len(summary.unreadable_paths):
         click.echo("  ...", err=True)
 
 
-def _median_bound(told: SnapshotSummary) -> int:
+def _median_bound(summary: SnapshotSummary) -> int:
     seen = 0
-    for bits, count in told.sizes:
+    for bits, count in summary.sizes:
         seen += count
-        if seen * 2 >= told.files:
+        if seen * 2 >= summary.files:
             return 1 << bits
     return 0

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from monarch.cli import complete
-from monarch.cli.options import JSON
+from monarch.cli.daemon_call import INTERRUPTED, JSON, drain, seconds, waiting
 from monarch.cli.output import duration, emit_json, remark
-from monarch.cli.wait_drained import drain, seconds, waiting
 from monarch.config.defaults import state_root
 from monarch.control.client import call
 from monarch.control.ending import STEPS, step_of
@@ -35,7 +34,6 @@ from monarch.units import format_bytes
 if TYPE_CHECKING:
     from monarch.writeback.earlier import Inspection
 
-INTERRUPTED = 130
 # Time limit for each step of the daemon's end. Its longest step gives up after ten seconds, but a
 # process exists until the disk has answered its last call.
 _DEADLINE_S = 60.0
@@ -82,57 +80,53 @@ def umount(
     """Unmount MOUNTPOINT and wait until its daemon has ended. The tiers keep their copies.
 
     The files written through the mount are drained to the source first. After the timeout (exit
-    code
-    13), or after Ctrl-C (exit code 130), the mount stays as it is and continues to drain.
+    code 13), or after Ctrl-C (exit code 130), the mount stays as it is and continues to drain.
     """
     registry = Registry(state_root())
-    path = Path(real_path(mountpoint, [record.mountpoint for record in registry.all()]))
+    records = {record.mountpoint: record for record in registry.all()}
+    path = Path(real_path(mountpoint, records))
     shown = escape_text(os.fspath(path))
-    record = _record(registry, path)
-    if mountpoints.mount_at(path) is None and record is None:
+    record = records.get(os.fspath(path))
+    is_mounted = mountpoints.mount_at(path) is not None
+    if not is_mounted and record is None:
         raise NotMountedError(
             f"{os.fspath(path)!r} is no Monarch mount", hint="`monarch status` lists the mounts"
         )
     users: list[int] = []
-    if mountpoints.mount_at(path) is not None:
+    if is_mounted:
         until = time.monotonic() + timeout_s
-        writes = record is not None and bool(record.absorbs) and alive(record)
-        if writes and record is not None and not abandon:
+        writer = record if record is not None and record.absorbs and alive(record) else None
+        if writer is not None and not abandon:
             try:
-                _drain(record, timeout_s, quiet=as_json)
+                _drain(writer, timeout_s, quiet=as_json)
             except KeyboardInterrupt:
-                words = f"monarch: {shown} stays mounted and continues to drain"
-                remark(words)
+                remark(f"monarch: {shown} stays mounted and continues to drain")
                 return INTERRUPTED
         users = mountpoints.users_of(path) if lazy else []
         _unmount(path, record, lazy=lazy)
-        if writes and record is not None and not lazy:
-            _last_look(record, 0.0 if abandon else max(0.0, until - time.monotonic()))
+        if writer is not None and not lazy:
+            _last_look(writer, 0.0 if abandon else max(0.0, until - time.monotonic()))
     if record is not None:
         if not lazy:
             _wait_for_end(record)
         if not alive(record):
             registry.remove(record.mountpoint)
-    left = _left(record)
+    undrained = _undrained(record)
     if as_json:
         stays = None
-        if left is not None and record is not None:
-            stays = {"files": len(left.waiting), "bytes": left.bytes, "directory": record.absorbs}
+        if undrained is not None and record is not None:
+            files, nbytes = len(undrained.waiting), undrained.bytes
+            stays = {"files": files, "bytes": nbytes, "directory": record.absorbs}
         emit_json({"mountpoint": os.fspath(path), "unmounted": True, "stays": stays})
         return None
     if users:
-        who = counted(len(users), "process uses", "processes use")
-        remark(f"monarch: {shown} is detached: {who} it still: {_named(users)}")
+        using = counted(len(users), "process uses", "processes use")
+        remark(f"monarch: {shown} is detached: {using} it still: {_named(users)}")
     else:
         remark(f"monarch: {shown} is unmounted")
-    if left is not None and record is not None:
-        words = f"monarch: {_told(left, record.absorbs)}"
-        remark(words)
+    if undrained is not None and record is not None:
+        remark(f"monarch: {_undrained_words(undrained, record.absorbs)}")
     return None
-
-
-def _record(registry: Registry, path: Path) -> MountRecord | None:
-    return next((r for r in registry.all() if r.mountpoint == os.fspath(path)), None)
 
 
 def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
@@ -167,7 +161,7 @@ def _last_look(record: MountRecord, timeout_s: float) -> None:
             call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
 
 
-def _left(record: MountRecord | None) -> Inspection | None:
+def _undrained(record: MountRecord | None) -> Inspection | None:
     """The data that waits in the tier for the next mount; None if none does, or unknown."""
     if record is None or not record.absorbs or alive(record):
         return None
@@ -180,15 +174,13 @@ def _left(record: MountRecord | None) -> Inspection | None:
     return found if found.operations else None
 
 
-def _told(left: Inspection, directory: str) -> str:
-    count, what = len(left.waiting), f", {format_bytes(left.bytes)}"
-    if count:
-        told = counted(count, "file", "files") + what
-    else:
-        count = left.operations
-        told = counted(count, "change of names", "changes of names")
+def _undrained_words(found: Inspection, directory: str) -> str:
+    count = len(found.waiting) or found.operations
+    what = counted(count, "change of names", "changes of names")
+    if found.waiting:
+        what = f"{counted(count, 'file', 'files')}, {format_bytes(found.bytes)}"
     return (
-        f"{told}, not at the source yet, {'stays' if count == 1 else 'stay'} in"
+        f"{what}, not at the source yet, {'stays' if count == 1 else 'stay'} in"
         f" {escape_text(directory)}: mount again to continue draining"
     )
 

@@ -11,18 +11,14 @@ from typing import IO, Any
 import click
 
 from monarch.cli import complete
-from monarch.cli.daemon_call import ask, mount_and_paths
-from monarch.cli.output import emit_json, progress_bar, remark, say
-from monarch.config.defaults import state_root
+from monarch.cli.daemon_call import INTERRUPTED, JSON, ask, mount_and_paths, mount_of
+from monarch.cli.output import progress_bar, remark, show
 from monarch.control.messages import MAX_LINE_BYTES
-from monarch.control.registry import Registry
 from monarch.errors import UsageError
 from monarch.telemetry.report import WarmCancelled, WarmProgress, WarmReport
 from monarch.text import counted, escape_text
-from monarch.types import Progress
 from monarch.units import format_bytes
 
-INTERRUPTED = 130
 # The size of one request. JSON may use six characters for one byte of a name.
 _BATCH_BYTES = MAX_LINE_BYTES // 8
 
@@ -46,7 +42,7 @@ Examples:
 )
 @click.option("--wait", is_flag=True, help="Wait, with a progress bar, until all are resident.")
 @click.option("--cancel", is_flag=True, help="Stop all earlier requests of `monarch warm`.")
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+@JSON
 def warm(
     mountpoint: Path,
     paths: tuple[str, ...],
@@ -60,20 +56,16 @@ def warm(
     PATHs are files and directories inside the mount, or relative to it; without PATH, all files. A
     PATH inside the mount can be given without MOUNTPOINT. The copies are made in the background, as
     many as fit; `monarch status MOUNTPOINT` shows the progress. Ctrl-C ends only the waiting;
-    --cancel
-    ends the copies. The exit code is 1 if a file did not fit, could not be copied, or was cancelled
-    while the command waited.
+    --cancel ends the copies. The exit code is 1 if a file did not fit, could not be copied, or was
+    cancelled while the command waited.
     """
     if cancel:
-        record = Registry(state_root()).find(mountpoint)
+        record = mount_of(mountpoint)
         if paths or files_from is not None or wait:
             raise UsageError("--cancel stops all requests", hint="give it without --wait and paths")
         stopped = ask(record, "warm", {"cancel": True}, answer=WarmCancelled, timeout=10.0)
-        if as_json:
-            emit_json(stopped.to_dict())
-        else:
-            calls = counted(stopped.cancelled, "call", "calls")
-            say(f"{calls} of `monarch warm` stopped")
+        calls = counted(stopped.cancelled, "call", "calls")
+        show(stopped, as_json, f"{calls} of `monarch warm` stopped")
         return 0
     listed = [*paths, *_lines(files_from)]
     if not listed and files_from is not None:
@@ -82,8 +74,14 @@ def warm(
     report = WarmReport(0, 0, 0)
     try:
         with progress_bar(quiet=not wait, of_bytes=True) as advance:
+
+            def on_progress(raw: dict[str, Any]) -> None:
+                """Shows the progress over all requests; ``report`` sums those already answered."""
+                at = WarmProgress.from_dict(raw)
+                words = f"warming, {report.files + at.done:,} of {report.files + at.total:,} files"
+                advance(report.bytes + at.bytes_done, report.bytes + at.bytes_total, words)
+
             for batch in _batches(relative):
-                shown = _Shown(advance, report)
                 # No timeout: a large tree or a large file may take long.
                 answer = ask(
                     record,
@@ -91,7 +89,7 @@ def warm(
                     {"paths": batch, "wait": wait},
                     answer=WarmReport,
                     timeout=None,
-                    on_progress=shown.show,
+                    on_progress=on_progress,
                 )
                 report = replace(
                     answer,
@@ -108,24 +106,8 @@ def warm(
             " --cancel` stops them"
         )
         return INTERRUPTED
-    if as_json:
-        emit_json(report.to_dict())
-    else:
-        say(_told(report, wait=wait))
+    show(report, as_json, _outcome(report, wait=wait))
     return 1 if wait and (report.refused or report.cancelled) else 0
-
-
-class _Shown:
-    """Shows the progress over all requests; ``before`` is the sum of those already answered."""
-
-    def __init__(self, advance: Progress, before: WarmReport) -> None:
-        self._advance = advance
-        self._before = before
-
-    def show(self, raw: dict[str, Any]) -> None:
-        at, before = WarmProgress.from_dict(raw), self._before
-        words = f"warming, {before.files + at.done:,} of {before.files + at.total:,} files"
-        self._advance(before.bytes + at.bytes_done, before.bytes + at.bytes_total, words)
 
 
 def _lines(file: IO[bytes] | None) -> Iterator[str]:
@@ -147,7 +129,7 @@ def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
     yield batch
 
 
-def _told(report: WarmReport, *, wait: bool) -> str:
+def _outcome(report: WarmReport, *, wait: bool) -> str:
     asked = f"{counted(report.files, 'file', 'files')}, {format_bytes(report.bytes)}"
     if not wait:
         return f"{asked}: copying in the background; `monarch status MOUNTPOINT` shows the progress"

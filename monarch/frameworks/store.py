@@ -174,7 +174,7 @@ def _is_durable(path: Path, wanted: Literal["local", "source"]) -> bool:
 
 
 def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
-    """Reads the file once, in pieces, from storage and not from the page cache."""
+    """Reads the file once and compares it with its entry."""
     try:
         fd = os.open(directory / checkpoint.name, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -182,22 +182,30 @@ def verified(directory: Path, checkpoint: Checkpoint) -> Verified:
     except OSError as error:
         return Verified(checkpoint, "unreadable", str(error.strerror))
     try:
-        # Cached pages were written, but never read back from storage.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        digest = xxhash.xxh3_64()
-        size = 0
-        for piece in _pieces(fd):
-            digest.update(piece)
-            size += len(piece)
+        size, digest = digest_of(fd)
     except OSError as error:
         return Verified(checkpoint, "unreadable", str(error.strerror))
     finally:
         os.close(fd)
     if size != checkpoint.size:
         return Verified(checkpoint, "damaged", f"{size} bytes, not {checkpoint.size}")
-    if digest.hexdigest() != checkpoint.xxh3:
+    if digest != checkpoint.xxh3:
         return Verified(checkpoint, "damaged", "its checksum is wrong")
     return Verified(checkpoint, "whole", "")
+
+
+def digest_of(fd: int, progress: Callable[[int], None] = lambda nbytes: None) -> tuple[int, str]:
+    """The size and the XXH3 of an open file. ``progress`` is called with the bytes of each read.
+    Raises OSError."""
+    # Cached pages were written, but never read back from storage.
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    digest, size = xxhash.xxh3_64(), 0
+    for piece in _pieces(fd):
+        digest.update(piece)
+        size += len(piece)
+        progress(len(piece))
+    return size, digest.hexdigest()
 
 
 def load(

@@ -304,8 +304,8 @@ async def test_ctrl_c_ends_the_waiting_and_hangs_up(state: Path) -> None:
 
     code = (
         "import pathlib, sys\n"
-        "from monarch.cli import warm\n"
-        "warm.state_root = lambda: pathlib.Path(sys.argv[1])\n"
+        "from monarch.cli import daemon_call, warm\n"
+        "daemon_call.state_root = lambda: pathlib.Path(sys.argv[1])\n"
         "sys.exit(warm.warm.main(['/mnt/data', '--wait'], standalone_mode=False))"
     )
     async with serving(state, {"warm": forever}):
