@@ -99,7 +99,7 @@ def checked(
 
 
 def line(found: Health | None, mountpoint: str = "/mnt/data") -> status.Line:
-    from monarch.control.node_mounts import SeenMount
+    from monarch.control.registry import SeenMount
 
     report = None if found is None else a_report(health=found)
     seen = SeenMount(mountpoint, "served" if found else "stale", None)

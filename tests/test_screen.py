@@ -16,8 +16,7 @@ import pytest
 from monarch.cli import status_screen as screens
 from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
 from monarch.cli.status import Line
-from monarch.control.node_mounts import SeenMount
-from monarch.control.registry import MountRecord
+from monarch.control.registry import MountRecord, SeenMount
 from monarch.telemetry.report import StatusReport
 from tests.reports import a_report
 

@@ -22,8 +22,7 @@ from monarch.config import load
 from monarch.config.defaults import default_tier
 from monarch.config.settings import MountSettings
 from monarch.control.client import call
-from monarch.control.node_mounts import SeenMount, seen_mounts
-from monarch.control.registry import MountRecord, Registry
+from monarch.control.registry import MountRecord, Registry, SeenMount, seen_mounts
 from monarch.errors import ConfigError, MonarchError
 from monarch.fuse.datapath_mode import BUILD_IT, NOT_BUILT, Abilities, without_passthrough
 from monarch.posix.cgroups import memory_groups, pids_groups

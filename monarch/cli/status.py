@@ -16,8 +16,7 @@ from monarch.cli import complete
 from monarch.cli.daemon_call import ask
 from monarch.cli.output import emit_json, show
 from monarch.config.defaults import state_root
-from monarch.control.node_mounts import SeenMount, seen_mounts
-from monarch.control.registry import MountRecord, Registry, real_path
+from monarch.control.registry import MountRecord, Registry, SeenMount, real_path, seen_mounts
 from monarch.errors import MonarchError, NotMountedError, UsageError
 from monarch.telemetry.health import State, worst
 from monarch.telemetry.report import StatusReport

@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from monarch.control.messages import (
-    MAX_LINE_BYTES,
-    Failure,
-    MalformedError,
-    Progress,
-    Request,
-    Result,
-    parse_reply,
-)
+from monarch.control.messages import MAX_LINE_BYTES, MalformedError, decode, encode
 from monarch.errors import MonarchError, NotMountedError, UsageError, error_of
 
 
@@ -41,20 +33,28 @@ def call(
     Interrupting the call closes the connection, which ends the request.
     """
     try:
-        line = Request(verb, params).encode()
+        line = encode({"verb": verb, "params": params})
     except MalformedError as error:
         raise UsageError(str(error), hint="name directories instead of their files") from error
     with _connected(socket_path, timeout) as connection:
         try:
             for reply in _replies(connection, line, timeout):
-                match parse_reply(reply):
-                    case Progress(progress):
+                match decode(reply):
+                    case {"progress": dict(progress), **rest} if not rest:
                         if on_progress is not None:
                             on_progress(progress)
-                    case Result(result):
+                    case {"ok": True, "result": dict(result), **rest} if not rest:
                         return result
-                    case Failure(error=message, hint=hint, exit_code=code):
+                    case {
+                        "ok": False,
+                        "error": str(message),
+                        "hint": str(hint),
+                        "exit_code": int(code),
+                        **rest,
+                    } if not rest:
                         raise error_of(code, message, hint=hint)
+                    case _:
+                        raise MalformedError("the answer is not known to this version of monarch")
         except TimeoutError as error:
             raise MonarchError(
                 f"the daemon at {socket_path} has not answered for {timeout:g} seconds",

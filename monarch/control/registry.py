@@ -1,35 +1,40 @@
 """The mounts that daemons of this user serve on this node: one small file for each.
 
 The daemon writes a record; a killed daemon leaves its record behind, and ``alive`` tells the two
-apart. Nothing here touches a mount: a dead mount may hang.
+apart. Nothing here waits for a mount: a dead mount may hang.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import errno
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from monarch.errors import NotMountedError, TierError
 from monarch.posix import failpoints
+from monarch.posix.bounded_calls import PATIENCE_S, within
+from monarch.posix.mounts import MountedFileSystem, mount_table
+from monarch.telemetry.report import Report
 from monarch.text import escape_text
 
 log = logging.getLogger(__name__)
 
 # The limit of the kernel for symbolic links in one path.
 _MOST_LINKS = 40
+FUSE_TYPE = "fuse.monarch"
 # A record has a few paths; a longer file is not a record.
 _MAX_RECORD_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class MountRecord:
+class MountRecord(Report):
     """One mount. Paths are absolute text in which undecodable bytes are surrogate escapes.
 
     ``pid_started`` is ``process_started(pid)`` of the daemon, ``started_ns`` the time of the mount.
@@ -62,7 +67,7 @@ class Registry:
         target = self._file(record.mountpoint)
         staged = target.with_name(f"{target.name}.{os.getpid()}.part")
         # ASCII with escapes, so that a name that is not UTF-8 survives.
-        text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+        text = json.dumps(record.to_dict(), indent=1) + "\n"
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -170,21 +175,76 @@ def _load(path: Path) -> MountRecord | None:
     try:
         with open(path, "rb") as file:
             raw = json.loads(file.read(_MAX_RECORD_BYTES))
-        record = MountRecord(**raw)
+        record = MountRecord.from_dict(raw)
+        if unknown := raw.keys() - record.to_dict().keys():
+            raise ValueError(f"it has the unknown keys {sorted(unknown)}")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("ignored the mount record %s: %s; delete it if it persists", path, error)
         return None
-    for field in dataclasses.fields(MountRecord):
-        value = getattr(record, field.name)
-        expected = int if field.name in ("pid", "pid_started", "started_ns") else str
-        if type(value) is not expected:
-            log.warning(
-                "ignored the mount record %s: %s is %r; delete it if it persists",
-                path,
-                field.name,
-                value,
-            )
-            return None
     return record
+
+
+# -- all mounts of the node ------------------------------------------------------------------------
+
+MountState = Literal["served", "stale", "leftover", "foreign"]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenMount:
+    """A mount point of the mount table or the registry.
+
+    ``served``: its daemon runs. ``stale``: mounted, the daemon is dead. ``leftover``: the record of
+    a dead daemon without a mount. ``foreign``: mounted and answering, by a daemon of another user
+    or with another state directory.
+    """
+
+    mountpoint: str
+    state: MountState
+    record: MountRecord | None
+
+    @property
+    def advice(self) -> str:
+        where = escape_text(self.mountpoint)
+        if self.state == "stale":
+            return f"`monarch umount {where}` removes it, and so does mounting it again"
+        if self.state == "leftover":
+            return f"mount it again, or `monarch umount {where}` to forget it"
+        if self.state == "foreign":
+            return (
+                "a mount of another user, or of another MONARCH_STATE_ROOT: `monarch status"
+                f" {where}` shows its public figures"
+            )
+        return ""
+
+
+def seen_mounts(
+    records: Registry, mounts: Sequence[MountedFileSystem] | None = None
+) -> list[SeenMount]:
+    """All Monarch mounts of this node, and records of dead ones, by mount point."""
+    table = mount_table() if mounts is None else mounts
+    mounted = {str(m.mount_point) for m in table if m.kind == FUSE_TYPE}
+    seen: list[SeenMount] = []
+    for record in records.all():
+        state: MountState = "stale" if record.mountpoint in mounted else "leftover"
+        if alive(record):
+            state = "served"
+        seen.append(SeenMount(record.mountpoint, state, record))
+    for mountpoint in mounted - {s.mountpoint for s in seen}:
+        state = "stale" if _is_disconnected(mountpoint) else "foreign"
+        seen.append(SeenMount(mountpoint, state, None))
+    return sorted(seen, key=lambda s: s.mountpoint)
+
+
+def _is_disconnected(mountpoint: str) -> bool:
+    """Whether no daemon serves the mount any more. A mount that hangs counts as served."""
+    outcome: list[int | None] = []
+
+    def probe() -> None:
+        try:
+            os.statvfs(mountpoint)
+        except OSError as error:
+            outcome.append(error.errno)
+
+    return within(PATIENCE_S, probe) and outcome == [errno.ENOTCONN]

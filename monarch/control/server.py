@@ -14,20 +14,17 @@ import stat
 import struct
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import trio
 
 from monarch.control.messages import (
     MAX_LINE_BYTES,
-    Failure,
     MalformedError,
-    Progress,
-    Reply,
-    Request,
-    Result,
+    Message,
+    encode,
+    failure,
     parse_request,
 )
 from monarch.errors import BusyError, MonarchError, TierError, UsageError
@@ -40,8 +37,8 @@ if sys.version_info < (3, 11):
 log = logging.getLogger(__name__)
 
 # Sends one progress message to the client; waits while the client does not read.
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Verb = Callable[[dict[str, Any], Send], Awaitable[dict[str, Any]]]
+Send = Callable[[Message], Awaitable[None]]
+Verb = Callable[[Message, Send], Awaitable[Message]]
 
 # For terminals, a monitor and the ranks of a job; each may hold MAX_LINE_BYTES of memory.
 MAX_CONNECTIONS = 64
@@ -77,7 +74,9 @@ class Server:
         Replaces the socket file of an earlier daemon. Raises TierError if the socket cannot be
         created.
         """
-        with _listening(self._path) as listener, self._spare_descriptor():
+        with _listening(self._path) as listener, ExitStack() as cleanup:
+            self._take_spare()
+            cleanup.callback(self._close_spare)
             async with trio.open_nursery() as nursery:
                 task_status.started()
                 while True:
@@ -85,7 +84,7 @@ class Server:
                         connection, _ = await listener.accept()
                     except OSError as error:
                         if error.errno in (errno.EMFILE, errno.ENFILE) and self._spare >= 0:
-                            self._let_spare_go()
+                            self._close_spare()
                             continue
                         # Without a free descriptor or memory an immediate retry would fail again.
                         if error.errno not in _GONE_MEANWHILE:
@@ -116,20 +115,12 @@ class Server:
             self._connections -= 1
             self._take_spare()
 
-    @contextmanager
-    def _spare_descriptor(self) -> Iterator[None]:
-        self._take_spare()
-        try:
-            yield
-        finally:
-            self._let_spare_go()
-
     def _take_spare(self) -> None:
         if self._spare < 0:
             with suppress(OSError):
                 self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
-    def _let_spare_go(self) -> None:
+    def _close_spare(self) -> None:
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -140,27 +131,25 @@ class Server:
             self._limiter.warning(
                 log, ("refused", uid), "refused user %d at the control socket %s", uid, self._path
             )
-            await self._send(stream, _failure(MonarchError("only the mount's user may ask")))
+            await self._send(stream, failure(MonarchError("only the mount's user may ask")))
             return
         if self._connections > MAX_CONNECTIONS:
-            busy = BusyError(
-                f"{MAX_CONNECTIONS} clients are connected already", hint="try again later"
-            )
-            await self._send(stream, _failure(busy))
+            what = f"{MAX_CONNECTIONS} clients are connected already"
+            await self._send(stream, failure(BusyError(what, hint="try again later")))
             return
         with trio.move_on_after(self._idle_seconds) as patience:
             try:
-                request = parse_request(await _request_line(stream))
+                name, params = parse_request(await _request_line(stream))
             except MalformedError as error:
-                await self._send(stream, _failure(error))
+                await self._send(stream, failure(error))
                 return
         if patience.cancelled_caught:
             slow = MonarchError(f"no request came within {self._idle_seconds:g} seconds")
-            await self._send(stream, _failure(slow))
+            await self._send(stream, failure(slow))
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch_for_hang_up, stream, nursery.cancel_scope)
-            reply = await self._carry_out(request, stream)
+            reply = await self._carry_out(name, params, stream)
             if reply is not None:
                 # The reply is sent even if the verb was `stop`.
                 with (
@@ -170,21 +159,23 @@ class Server:
                     await self._send(stream, reply)
             nursery.cancel_scope.cancel()
 
-    async def _carry_out(self, request: Request, stream: trio.SocketStream) -> Reply | None:
+    async def _carry_out(
+        self, name: str, params: Message, stream: trio.SocketStream
+    ) -> Message | None:
         """The last line for the client; None if the client has disconnected."""
-        verb = self._verbs.get(request.verb)
+        verb = self._verbs.get(name)
         if verb is None:
             known = ", ".join(sorted(self._verbs))
-            return _failure(UsageError(f"no verb {request.verb[:40]!r}", hint=f"known: {known}"))
+            return failure(UsageError(f"no verb {name[:40]!r}", hint=f"known: {known}"))
 
         one_at_a_time = trio.Lock()
 
-        async def send(progress: dict[str, Any]) -> None:
+        async def send(progress: Message) -> None:
             async with one_at_a_time:
-                await self._send(stream, Progress(progress))
+                await self._send(stream, {"progress": progress})
 
         try:
-            return Result(await verb(request.params, send))
+            return {"ok": True, "result": await verb(params, send)}
         except Exception as error:
             if _hung_up_only(error):
                 return None
@@ -193,33 +184,29 @@ class Server:
             while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
                 cause = cause.exceptions[0]
             if isinstance(cause, MonarchError):
-                return _failure(cause)
+                return failure(cause)
             self._limiter.exception(
                 log,
-                request.verb,
+                name,
                 "internal error in the control verb %s; the mount continues. This is a bug, please"
                 " report it",
-                request.verb,
+                name,
             )
-            return Failure(f"{request.verb} failed: {cause!r:.500}", "see the log", 1)
+            return failure(MonarchError(f"{name} failed: {cause!r:.500}", hint="see the log"))
 
-    async def _send(self, stream: trio.SocketStream, reply: Reply) -> None:
+    async def _send(self, stream: trio.SocketStream, reply: Message) -> None:
         """Raises BrokenResourceError if the client has disconnected or does not read in time."""
         try:
-            line = reply.encode()
+            line = encode(reply)
         except (MalformedError, TypeError, ValueError):
             self._limiter.exception(
                 log, "reply", "a control reply cannot be sent, the client gets an error instead"
             )
-            line = Failure("the answer cannot be sent", "see the log", 1).encode()
+            line = encode(failure(MonarchError("the answer cannot be sent", hint="see the log")))
         with trio.move_on_after(self._idle_seconds) as patience:
             await stream.send_all(line)
         if patience.cancelled_caught:
             raise trio.BrokenResourceError("the client does not read")
-
-
-def _failure(error: MonarchError) -> Failure:
-    return Failure(str(error.args[0]), error.hint, error.exit_code)
 
 
 async def _request_line(stream: trio.SocketStream) -> bytes:

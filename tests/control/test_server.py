@@ -20,7 +20,7 @@ import trio
 import trio.testing
 
 from monarch.control.client import call
-from monarch.control.messages import MAX_LINE_BYTES, Request, Result, parse_reply
+from monarch.control.messages import MAX_LINE_BYTES, decode, encode
 from monarch.control.server import MAX_CONNECTIONS, Send, Server, Verb
 from monarch.errors import (
     BusyError,
@@ -212,7 +212,7 @@ async def test_half_a_message_is_waited_for_only_so_long(path: Path) -> None:
 
 
 async def test_a_message_in_pieces_is_put_together(path: Path) -> None:
-    line = Request("echo", {"a": "b"}).encode()
+    line = encode({"verb": "echo", "params": {"a": "b"}})
     async with serving(path):
         async with await trio.open_unix_socket(path) as stream:
             for i in range(len(line)):
@@ -233,7 +233,7 @@ async def test_a_client_that_hangs_up_ends_its_verb(path: Path) -> None:
 
     async with serving(path, {"wait": wait}):
         async with await trio.open_unix_socket(path) as stream:
-            await stream.send_all(Request("wait", {}).encode())
+            await stream.send_all(encode({"verb": "wait", "params": {}}))
             await running.wait()
         with trio.fail_after(5):
             await ended.wait()
@@ -251,7 +251,7 @@ async def test_a_client_that_does_not_read_its_progress_is_dropped(path: Path) -
 
     async with serving(path, {"flood": flood}, idle_seconds=0.05):
         async with await trio.open_unix_socket(path) as stream:
-            await stream.send_all(Request("flood", {}).encode())
+            await stream.send_all(encode({"verb": "flood", "params": {}}))
             with trio.fail_after(5):
                 await ended.wait()
 
@@ -268,7 +268,7 @@ async def test_a_client_that_vanishes_in_its_progress_leaves_no_trace(
     async with serving(path, {"flood": flood, "echo": echo}):
         for _ in range(20):
             async with await trio.open_unix_socket(path) as stream:
-                await stream.send_all(Request("flood", {}).encode())
+                await stream.send_all(encode({"verb": "flood", "params": {}}))
                 await stream.receive_some(10)
         assert await ask(path, "echo") == {}
     assert not caplog.records
@@ -299,7 +299,7 @@ async def test_a_thousand_connections_are_answered_and_leave_nothing(path: Path)
     outcomes: list[str] = []
 
     async def one() -> None:
-        reply = await say(path, Request("echo", {}).encode())
+        reply = await say(path, encode({"verb": "echo", "params": {}}))
         outcomes.append("served" if reply["ok"] else reply["error"])
 
     async with serving(path):
@@ -350,9 +350,9 @@ async def test_without_a_descriptor_one_client_is_served_and_others_wait(
             await trio.sleep(0.05)
             waiting.connect(str(path))
             await trio.sleep(0.05)
-            first.sendall(Request("echo", {}).encode())
+            first.sendall(encode({"verb": "echo", "params": {}}))
             await trio.sleep(0.05)
-            assert parse_reply(first.recv(1000).rstrip()) == Result({})
+            assert decode(first.recv(1000)) == {"ok": True, "result": {}}
         finally:
             for descriptor in fillers:
                 os.close(descriptor)

@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from monarch.cli import evict, status, warm
-from monarch.control import node_mounts
+from monarch.control import registry
 from monarch.control.registry import MountRecord, Registry, process_started
 from monarch.control.server import Send, Server, Verb
 from monarch.errors import MonarchError, NotMountedError, SnapshotError, UsageError
@@ -31,7 +31,7 @@ from tests.reports import a_problem, a_report
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state of a user on a node that has no other mounts, though this machine may have some."""
-    monkeypatch.setattr(node_mounts, "mount_table", lambda: [])
+    monkeypatch.setattr(registry, "mount_table", lambda: [])
     monkeypatch.setenv("MONARCH_STATE_ROOT", str(tmp_path))
     return tmp_path
 
