@@ -46,7 +46,9 @@ from monarch.daemon.supervisor import Supervisor
 from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.fuse.datapath_mode import Abilities, Choice, choose
+from monarch.fuse.abilities import Abilities
+from monarch.fuse.datapath import Datapath
+from monarch.fuse.datapath_mode import Choice, choose
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
@@ -92,7 +94,7 @@ def open_mount(parts: Parts) -> Mount:
         holds_written=store is not None and bool(store.found.ops),
     )
     log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
-    told = _remarks(parts, tiers, choice, store)
+    shown = _remarks(parts, tiers, choice, store)
     metrics = Metrics([tier.name for tier in tiers.hierarchy.tiers])
     door = open_door(parts, tiers, names, choice, has_written=store is not None)
     transfer = build_transfer(parts, tiers, names, metrics, door.datapath)
@@ -133,20 +135,29 @@ def open_mount(parts: Parts) -> Mount:
         loss_alarm=loss_alarm,
         serving=door.serving,
     )
-    operations = Operations(filesystem, metrics.error, door.datapath, status.summary, door.serving)
     session = Session(
-        operations=operations,
-        mountpoint=settings.mountpoint,
-        source=os.fsencode(settings.source),
+        Operations(filesystem, metrics.error, door.datapath, status.summary, door.serving),
+        settings.mountpoint,
+        os.fsencode(settings.source),
         allow_other=settings.allow_other,
         writable=bool(settings.absorbs),
         datapath=door.datapath,
         caches=door.caches,
     )
-    verbs = WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm)
-    control = Control(status, verbs, session, told)
     return Mount(
-        parts, tiers, metrics, door, transfer, read, filesystem, write_back, upkeep, control
+        parts=parts,
+        tiers=tiers,
+        metrics=metrics,
+        datapath=door.datapath,
+        transfer=transfer,
+        read=read,
+        filesystem=filesystem,
+        write_back=write_back,
+        upkeep=upkeep,
+        status=status,
+        session=session,
+        written_verbs=WrittenVerbs(names=names, write_back=write_back, loss_alarm=loss_alarm),
+        remarks=shown,
     )
 
 
@@ -181,7 +192,7 @@ def _write_back(
 
 def _remarks(parts: Parts, tiers: Tiers, choice: Choice, store: WriteStore | None) -> list[str]:
     """The remarks for the user; they are also logged."""
-    told = remarks(
+    shown = remarks(
         parts.settings,
         choice.mode,
         nbytes=parts.snapshot.bytes_total,
@@ -190,60 +201,42 @@ def _remarks(parts: Parts, tiers: Tiers, choice: Choice, store: WriteStore | Non
         served={record.state for record in Registry(state_root()).all() if alive(record)},
         state=parts.state,
     )
-    for remark in told:
+    for remark in shown:
         log.info("%s", remark)
-    return [*told, parts.put_off] if parts.put_off else told
+    return [*shown, parts.put_off] if parts.put_off else shown
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
-    """What the user and the kernel see of a mount. ``remarks`` are shown when it is ready."""
+@dataclass(kw_only=True)
+class Mount:
+    """All objects of one mount, connected; ``open_mount`` makes it. ``remarks`` are shown when it
+    is ready."""
 
+    parts: Parts
+    tiers: Tiers
+    metrics: Metrics
+    datapath: Datapath | None
+    transfer: Transfer
+    read: ReadSide
+    filesystem: FileSystem
+    write_back: WriteBack | None
+    upkeep: Upkeep
     status: Status
-    written_verbs: WrittenVerbs
     session: Session
+    written_verbs: WrittenVerbs
     remarks: list[str]
 
-
-class Mount:
-    """All objects of one mount, connected; ``open_mount`` makes it."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        tiers: Tiers,
-        metrics: Metrics,
-        door: Door,
-        transfer: Transfer,
-        read: ReadSide,
-        filesystem: FileSystem,
-        write_back: WriteBack | None,
-        upkeep: Upkeep,
-        control: Control,
-    ) -> None:
-        self._parts = parts
-        self._settings = parts.settings
-        self._tiers = tiers
-        self._metrics = metrics
-        self._datapath = door.datapath
-        self._transfer = transfer
-        self._read = read
-        self._filesystem = filesystem
-        self._write_back = write_back
-        self._upkeep = upkeep
-        self._control = control
-        self._status = control.status
-        self._session = control.session
+    def __post_init__(self) -> None:
+        self._settings = self.parts.settings
         self._sweep = Sweep(
-            tiers.hierarchy,
-            tiers.residency,
-            transfer.monitor,
-            evict=read.promotions.evict,
-            doubts=parts.settings.verify != "never",
+            self.tiers.hierarchy,
+            self.tiers.residency,
+            self.transfer.monitor,
+            evict=self.read.promotions.evict,
+            doubts=self._settings.verify != "never",
         )
         self._started_ns = time.time_ns()
         self._page: MetricsPage | None = None
-        self._supervisor = Supervisor(metrics.error)
+        self._supervisor = Supervisor(self.metrics.error)
         self._timed_out = 0
         self._answering = trio.CancelScope()
         # The steps that remain when the last task is cancelled.
@@ -251,26 +244,26 @@ class Mount:
 
     async def serve(self, ready: Callable[[list[str]], None]) -> None:
         """Serves the mount until its end. ``ready`` is called with the remarks when it answers."""
-        parts = self._parts
-        write_note(parts.state, self._settings, parts.snapshot.file)
+        state = self.parts.state
+        write_note(state, self._settings, self.parts.snapshot.file)
         registry = Registry(state_root())
-        socket = parts.state / "control.sock"
-        parts.source_threads.prepare()
-        self._transfer.monitor.prepare()
+        socket = state / "control.sock"
+        self.parts.source_threads.prepare()
+        self.transfer.monitor.prepare()
         async with trio.open_nursery() as service:
             verbs = Verbs(
-                names=self._filesystem.names,
-                promotions=self._read.promotions,
-                residency=self._tiers.residency,
-                status=self._status,
-                online_fsck=self._upkeep.online_fsck,
+                names=self.filesystem.names,
+                promotions=self.read.promotions,
+                residency=self.tiers.residency,
+                status=self.status,
+                online_fsck=self.upkeep.online_fsck,
                 background=lambda task: service.start_soon(self._supervisor.attempt, "warm", task),
                 stop=self._stop,
                 abandon=self._abandon,
             )
-            table = {**verbs.table(), **self._control.written_verbs.table()}
+            table = {**verbs.table(), **self.written_verbs.table()}
             await service.start(Server(socket, table).serve)
-            self._session.mount()
+            self.session.mount()
             failpoints.failpoint("mount-made")
             try:
                 record = self._record(socket)
@@ -284,7 +277,7 @@ class Mount:
                     gc.collect()
                     gc.freeze()
                     with self._answering:
-                        await self._session.serve()
+                        await self.session.serve()
                     log.info("the mount has ended")
                 finally:
                     registry.remove(record.mountpoint)
@@ -295,56 +288,57 @@ class Mount:
 
     async def _finish(self) -> None:
         """Ends the session, then the copies, then the drain, each within its time limit."""
-        self._status.state = "stopping"
+        self.status.state = "stopping"
         with ending.step("requests"):
-            self._session.close()
+            self.session.close()
         with ending.step("copies"), trio.move_on_after(_LAST_COPIES_S, shield=True):
-            await self._transfer.engine.finish()
-        if self._write_back is not None:
+            await self.transfer.engine.finish()
+        if self.write_back is not None:
             with ending.step("written"):
-                self._write_back.front.files.close()
-                await self._write_back.finish()
+                self.write_back.front.files.close()
+                await self.write_back.finish()
 
     def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """The background tasks by name; each runs until it returns or the mount ends."""
-        transfer, upkeep = self._transfer, self._upkeep
+        transfer, upkeep = self.transfer, self.upkeep
         tasks: dict[str, Callable[[], Awaitable[None]]] = {
             "signals": self._signals,
             "engine": partial(transfer.engine.run, on_return=self._sweep.returned),
-            "changes": partial(transfer.changed.run, self._read.revalidation.look_again),
+            "changes": partial(transfer.changed.run, self.read.revalidation.look_again),
             "inquiry": transfer.source_calls.run,
-            "offers": self._read.promotions.run,
-            **self._filesystem.tasks(),
+            "offers": self.read.promotions.run,
+            **self.filesystem.tasks(),
             "books": self._note_served,
             "sweep": self._sweep.run,
             "scrub": upkeep.scrub.run,
-            "health": self._status.watch_health,
+            "health": self.status.watch_health,
             "second look": upkeep.second_look.run,
         }
         if self._settings.snapshot.freshness != "never":
             tasks["watch"] = upkeep.watch.run
-        if self._write_back is not None:
-            tasks.update(self._write_back.tasks())
+        if self.write_back is not None:
+            tasks.update(self.write_back.tasks())
         return tasks
 
     def _stop(self) -> None:
         """Ends the mount. A request that waits for a hanging source is not answered."""
-        self._session.stop()
+        self.session.stop()
         self._answering.deadline = trio.current_time() + _LAST_ANSWERS_S
 
     def _abandon(self) -> None:
         """Makes the end not wait for written data that is not at the source."""
-        if self._write_back is not None:
-            self._write_back.abandon()
+        if self.write_back is not None:
+            self.write_back.abandon()
 
     async def _announce(self, ready: Callable[[list[str]], None]) -> None:
         await wait_until_answered(self._settings.mountpoint)
-        self._status.state = "serving"
+        self.status.state = "serving"
         # The first check, with which later ones are compared.
-        self._status.health()
+        self.status.health()
         log.info("ready")
-        self._session.raise_limits()
-        ready(self._control.remarks)
+        self.session.widen_readahead()
+        self.session.widen_background()
+        ready(self.remarks)
 
     async def _signals(self) -> None:
         with trio.open_signal_receiver(*signals.ending()) as received:
@@ -354,14 +348,14 @@ class Mount:
 
     async def _note_served(self) -> None:
         """Reads the events of the datapath: what it served, and the end of the session."""
-        while self._datapath is not None:
-            await trio.lowlevel.wait_readable(self._datapath.fileno())
-            self._filesystem.readers.catch_up_all()
-            state = self._datapath.state()
-            self._transfer.source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
+        while self.datapath is not None:
+            await trio.lowlevel.wait_readable(self.datapath.fileno())
+            self.filesystem.counts.catch_up_all()
+            state = self.datapath.state()
+            self.transfer.source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
             self._timed_out = state.timed_out
             if state.ended:
-                self._session.stop()
+                self.session.stop()
                 return
             await trio.sleep(_NOTE_STEP_S)
 
@@ -371,20 +365,20 @@ class Mount:
             # Imported here: most mounts do not serve metrics and need not load the modules.
             from monarch.telemetry.metrics_page import MetricsPage
 
-            self._page = MetricsPage(settings.address, self._metrics, self._status.report)
+            self._page = MetricsPage(settings.address, self.metrics, self.status.report)
             log.info("metrics at http://%s/metrics", self._page.address)
             service.start_soon(self._supervisor.keep, "metrics", self._page.serve)
 
     def _record(self, socket: Path) -> MountRecord:
-        pid, written = os.getpid(), self._write_back
+        pid, written = os.getpid(), self.write_back
         return MountRecord(
             mountpoint=os.fspath(self._settings.mountpoint),
             source=os.fspath(self._settings.source),
             pid=pid,
             pid_started=process_started(pid) or 0,
             socket=os.fspath(socket),
-            state=os.fspath(self._parts.state),
-            log=os.fspath(self._settings.log.file or self._parts.state / "daemon.log"),
+            state=os.fspath(self.parts.state),
+            log=os.fspath(self._settings.log.file or self.parts.state / "daemon.log"),
             started_ns=self._started_ns,
             absorbs=os.fspath(written.place.directory) if written is not None else "",
         )
@@ -395,13 +389,13 @@ class Mount:
         with ending.step("tiers"):
             if self._page is not None:
                 self._page.close()
-            self._status.close()
-            self._read.bindings.close()
-            if self._write_back is not None:
-                self._write_back.close()
-            if self._transfer.monitor.is_stuck:
+            self.status.close()
+            self.read.bindings.close()
+            if self.write_back is not None:
+                self.write_back.close()
+            if self.transfer.monitor.is_stuck:
                 # A hanging call keeps its descriptors, and may still write a record.
                 log.warning("a tier hangs: copies will be verified at the next mount")
                 return
-            close = partial(self._tiers.hierarchy.close, clean=clean)
+            close = partial(self.tiers.hierarchy.close, clean=clean)
             await trio.to_thread.run_sync(close, abandon_on_cancel=True)
