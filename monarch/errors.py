@@ -26,6 +26,10 @@ from __future__ import annotations
 
 import errno as errno_
 import os
+import sys
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 
 class MonarchError(Exception):
@@ -148,23 +152,14 @@ class CheckpointError(MonarchError):
     """A checkpoint, or the state of a data order, cannot be used; raised in the trainer."""
 
 
-_BY_EXIT_CODE: dict[int, type[MonarchError]] = {
-    kind.exit_code: kind
-    for kind in (
-        UsageError,
-        MountPointError,
-        SourceError,
-        SnapshotError,
-        TierError,
-        LockedError,
-        FuseError,
-        NotMountedError,
-        BusyError,
-        NotDrainedError,
-    )
-}
-
-
 def error_of(exit_code: int, message: str, *, hint: str = "") -> MonarchError:
     """The error with which another Monarch process ended, from its exit code."""
-    return _BY_EXIT_CODE.get(exit_code, MonarchError)(message, hint=hint)
+    kinds = (kind for kind in MonarchError.__subclasses__() if kind.exit_code == exit_code != 1)
+    return next(kinds, MonarchError)(message, hint=hint)
+
+
+def sole_cause(error: BaseException) -> BaseException:
+    """``error``, or the error in a group of one, as a nursery raises it."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

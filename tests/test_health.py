@@ -17,8 +17,13 @@ import pytest
 from monarch import daemon
 from monarch.cli import status, status_screen
 from monarch.daemon import health_checks
-from monarch.daemon.health_checks import CopyCheck, HealthChecks, SnapshotCheck, SourceCheck
-from monarch.daemon.process_checks import ProcessCheck
+from monarch.daemon.health_checks import (
+    CopyCheck,
+    HealthChecks,
+    ProcessCheck,
+    SnapshotCheck,
+    SourceCheck,
+)
 from monarch.errors import NotMountedError, UsageError
 from monarch.fuse import mountpoint
 from monarch.telemetry.health import KINDS, STATES, Health, Problem, Spell, health_of, worst

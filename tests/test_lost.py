@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch.daemon.loss_alarm import LossAlarm
+from monarch.daemon.write_status import LossAlarm
 
 
 def test_it_is_remembered_by_the_next_daemon_until_it_is_acknowledged(tmp_path: Path) -> None:

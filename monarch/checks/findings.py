@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from monarch.errors import MonarchError
-from monarch.telemetry.report import Finding, FsckReport
+from monarch.telemetry.report import Finding, FsckProgress, FsckReport
 from monarch.tiers.contents import Contents
 from monarch.tiers.verify import (
     DIGEST,
@@ -116,21 +116,25 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
     }
 )
 # Bytes of findings in one answer, which must fit into a line of the control protocol.
-_MOST_TOLD_BYTES = 512 * 1024
+_MOST_LISTED_BYTES = 512 * 1024
 
 
 class Findings:
-    """The findings so far: all are counted, and listed up to _MOST_TOLD_BYTES."""
+    """The progress of a check, and its findings: all are counted, and listed up to
+    _MOST_LISTED_BYTES."""
 
     def __init__(self) -> None:
-        self.files = 0
-        self.nbytes = 0
+        self.files = self.total_files = 0
+        self.nbytes = self.total_nbytes = 0
         self._problems = 0
         self._repaired = 0
         self._listed: list[Finding] = []
-        self._room = _MOST_TOLD_BYTES
+        self._room = _MOST_LISTED_BYTES
 
-    def add(self, kind: str, where: str, path: str, what: str, *, repaired: bool) -> None:
+    def progress(self) -> FsckProgress:
+        return FsckProgress(self.files, self.total_files, self.nbytes, self.total_nbytes)
+
+    def add(self, kind: str, where: str, path: str, what: str, *, repaired: bool = False) -> None:
         known = KINDS[kind]
         finding = Finding(kind, where, path, what, known.remedy, known.mends, repaired)
         self._problems += 1
@@ -143,15 +147,15 @@ class Findings:
         self, kind: str, where: str, path: str, what: str, *, by: Callable[[], object] | None
     ) -> None:
         """Adds a finding, after repairing it by the call ``by``, if given."""
-        repaired = False
-        if by is not None and KINDS[kind].mends:
-            try:
-                by()
-                repaired = True
-            except (OSError, MonarchError) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error)
-                what = f"{what}; repairing it failed: {reason}"
-        self.add(kind, where, path, what, repaired=repaired)
+        if by is None or not KINDS[kind].mends:
+            self.add(kind, where, path, what)
+            return
+        try:
+            by()
+            self.add(kind, where, path, what, repaired=True)
+        except (OSError, MonarchError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            self.add(kind, where, path, f"{what}; repairing it failed: {reason}")
 
     def report(self, *, state: str, mountpoint: str, served: bool) -> FsckReport:
         return FsckReport(
@@ -178,7 +182,7 @@ def check_doors(
         path_text = os.fspath(path)
         if status.st_uid != owner:
             what = f"it belongs to uid {status.st_uid}, not {owner}"
-            findings.add("directory-owner", where, path_text, what, repaired=False)
+            findings.add("directory-owner", where, path_text, what)
         elif stat.S_IMODE(status.st_mode) & 0o077:
             what = f"its mode is {stat.S_IMODE(status.st_mode):04o}"
             by = partial(_close, path) if repair else None
@@ -207,12 +211,18 @@ def doors_of_tier(name: str, own: Path) -> Iterator[tuple[str, Path]]:
                 yield name, entry
 
 
-def tell_written(findings: Findings, where: str, found: Inspection) -> None:
-    """Adds the faults of written files in the tier ``where`` that cannot be repaired."""
+def add_strangers(findings: Findings, where: str, own: Path, names: Iterable[str]) -> None:
+    """Adds the files ``names`` in ``own``, the directory of a tier, that are not Monarch's."""
+    for name in names:
+        findings.add("stranger", where, os.fspath(own / name), "it is not Monarch's")
+
+
+def add_written(findings: Findings, where: str, found: Inspection) -> None:
+    """Counts the written files in the tier ``where``, and adds faults that cannot be repaired."""
+    findings.files += len(found.waiting)
     for waiting in found.waiting:
         if waiting.fault:
-            path_text = os.fsdecode(waiting.path)
-            findings.add(WRITTEN_MISSING, where, path_text, waiting.fault, repaired=False)
+            findings.add(WRITTEN_MISSING, where, os.fsdecode(waiting.path), waiting.fault)
     for path in found.lost:
         what = "it was not fsynced before the machine stopped"
-        findings.add(WRITTEN_UNSYNCED, where, os.fsdecode(path), what, repaired=False)
+        findings.add(WRITTEN_UNSYNCED, where, os.fsdecode(path), what)

@@ -22,9 +22,10 @@ from monarch.checks.findings import (
     STATE,
     WRITTEN_UNKNOWN,
     Findings,
+    add_strangers,
+    add_written,
     check_doors,
     doors_of_tier,
-    tell_written,
 )
 from monarch.control.registry import Registry, alive
 from monarch.control.state_directory import MountNote, read_note
@@ -39,14 +40,8 @@ from monarch.tiers.contents import Contents, keeps_seals, seal
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
 from monarch.tiers.records import Records, other_generations
-from monarch.tiers.verify import (
-    SEAL,
-    TIER,
-    UNKNOWN,
-    Step,
-    Suspect,
-    compare,
-)
+from monarch.tiers.seal import keeps_seals, seal
+from monarch.tiers.verify import SEAL, TIER, UNKNOWN, Suspect, compare
 from monarch.types import Identity, Ino
 from monarch.writeback.earlier import inspect
 from monarch.writeback.objects import object_path
@@ -104,7 +99,6 @@ class _StateCheck:
         self._held = held
         self._findings = Findings()
         self._snapshot: Snapshot | None = None
-        self._total_files = self._total_bytes = 0
 
     def run(self) -> FsckReport:
         what = f"state directory {os.fspath(self._state)!r}"
@@ -163,8 +157,9 @@ class _StateCheck:
             root = self._opened(own)
             self._lock(root, f"tier {os.fspath(path)!r}")
         except OSError as error:
-            words = error.strerror or "cannot be used"
-            self._findings.add("tier-gone", name, os.fspath(own), words, repaired=False)
+            self._findings.add(
+                "tier-gone", name, os.fspath(own), error.strerror or "cannot be used"
+            )
             return None
         identity = ""
         try:
@@ -172,7 +167,7 @@ class _StateCheck:
                 identity = str(json.load(file)["id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             what = f"tier.json cannot be read: {error}"
-            self._findings.add("tier-name", name, os.fspath(own), what, repaired=False)
+            self._findings.add("tier-name", name, os.fspath(own), what)
         try:
             seals = keeps_seals(root)
         except OSError:
@@ -223,23 +218,18 @@ class _StateCheck:
             self._held.callback(records.leave)
             known[generation] = records
             for _inos, numbers, sizes in records.load():
-                self._total_files += len(numbers)
-                self._total_bytes += int(sizes.sum()) if self._digests else 0
+                self._findings.total_files += len(numbers)
+                self._findings.total_nbytes += int(sizes.sum()) if self._digests else 0
         for place, tier in enumerate(tiers, start=1):
             self._check_tier(tier, place, known)
 
     def _check_tier(self, tier: _OpenTier, place: int, known: Mapping[str, Records]) -> None:
         own = tier.own
         contents = Contents(tier.root)
-        for name in contents.strangers():
-            path_text = os.fspath(own / name)
-            self._findings.add(
-                "stranger", tier.name, path_text, "it is not Monarch's", repaired=False
-            )
+        add_strangers(self._findings, tier.name, own, contents.strangers())
         for name in contents.stages():
             self._mend("stage", tier.name, own / name, _LEFT_BY_A_KILLED, own / name)
-        there = contents.generations()
-        for generation in there:
+        for generation in contents.generations():
             if generation not in known:
                 path = own / (Contents.PREFIX + generation)
                 count = sum(map(len, contents.files(generation)))
@@ -255,33 +245,27 @@ class _StateCheck:
                 whole=self._digests,
                 version_of=partial(self._version, generation),
             ):
-                self._note(step)
+                self._findings.files += step.files
+                self._findings.nbytes += step.nbytes
+                if step.files or step.nbytes:
+                    self._progress(self._findings.progress())
                 if step.suspect is not None:
-                    self._tell(tier, generation, records, step.suspect)
+                    self._add(tier, generation, records, step.suspect)
+
+    def _snapshot_of(self, generation: str) -> Snapshot | None:
+        """The snapshot of the mount, None if it is invalid or not that of ``generation``."""
+        is_same = self._snapshot is not None and self._snapshot.id == generation
+        return self._snapshot if is_same else None
 
     def _version(self, generation: str, ino: Ino) -> Identity | None:
         """The identity of a file in the snapshot; None for copies of another snapshot."""
-        if self._snapshot is None or self._snapshot.id != generation:
-            return None
         try:
-            return self._snapshot.attributes(ino).identity
+            snapshot = self._snapshot_of(generation)
+            return None if snapshot is None else snapshot.attributes(ino).identity
         except IndexError:
             return Identity(-1, 0, 0, 0)
 
-    def _note(self, step: Step) -> None:
-        self._findings.files += step.files
-        self._findings.nbytes += step.nbytes
-        if step.files or step.nbytes:
-            self._progress(
-                FsckProgress(
-                    self._findings.files,
-                    self._total_files,
-                    self._findings.nbytes,
-                    self._total_bytes,
-                )
-            )
-
-    def _tell(self, tier: _OpenTier, generation: str, records: Records, suspect: Suspect) -> None:
+    def _add(self, tier: _OpenTier, generation: str, records: Records, suspect: Suspect) -> None:
         path = tier.own / (Contents.PREFIX + generation) / suspect.path
 
         def by() -> None:
@@ -293,8 +277,10 @@ class _StateCheck:
                 records.clear(suspect.ino)
 
         path_text = os.fspath(path)
-        if suspect.ino is not None and suspect.kind != UNKNOWN:
-            path_text = self._name(generation, suspect.ino) or path_text
+        snapshot = self._snapshot_of(generation)
+        if snapshot is not None and suspect.ino is not None and suspect.kind != UNKNOWN:
+            with suppress(IndexError):
+                path_text = os.fsdecode(snapshot.path(suspect.ino)) or path_text
         self._findings.mend(
             suspect.kind, tier.name, path_text, suspect.what, by=by if self._repair else None
         )
@@ -313,23 +299,12 @@ class _StateCheck:
             try:
                 found = inspect(directory)
             except TierError as error:
-                path_text = os.fspath(directory)
-                self._findings.add(
-                    JOURNAL, tier.name, path_text, str(error.args[0]), repaired=False
-                )
+                self._findings.add(JOURNAL, tier.name, os.fspath(directory), str(error.args[0]))
                 continue
-            self._findings.files += len(found.waiting)
-            tell_written(self._findings, tier.name, found)
+            add_written(self._findings, tier.name, found)
             for number in found.unknown:
                 path = object_path(directory, number)
                 self._mend(WRITTEN_UNKNOWN, tier.name, path, "no record needs it", path)
-
-    def _name(self, generation: str, ino: Ino) -> str | None:
-        if self._snapshot is None or self._snapshot.id != generation:
-            return None
-        with suppress(IndexError):
-            return os.fsdecode(self._snapshot.path(ino))
-        return None
 
 
 def remove(path: Path) -> None:

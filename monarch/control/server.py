@@ -27,7 +27,7 @@ from monarch.control.messages import (
     failure,
     parse_request,
 )
-from monarch.errors import BusyError, MonarchError, TierError, UsageError
+from monarch.errors import BusyError, MonarchError, TierError, UsageError, sole_cause
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 
@@ -179,10 +179,7 @@ class Server:
         except Exception as error:
             if _hung_up_only(error):
                 return None
-            # An error in a nursery of the verb is raised as an ExceptionGroup of one.
-            cause: BaseException = error
-            while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
-                cause = cause.exceptions[0]
+            cause = sole_cause(error)
             if isinstance(cause, MonarchError):
                 return failure(cause)
             self._limiter.exception(

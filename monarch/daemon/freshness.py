@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import trio
 import xxhash
@@ -46,7 +46,7 @@ _SECOND_LOOK_STEP_S = 0.25
 _COPY_STEP_S = 0.5
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class FreshnessWatch:
     """``settings`` has the pause between comparisons, if there is to be more than one; ``tiers``
     has the numbers of the tiers.
@@ -62,11 +62,9 @@ class FreshnessWatch:
     source_threads: ThreadPool
     settings: SnapshotSettings
     just_built: bool
-    checks: int = field(default=0, init=False)
-    changed_directories: int = field(default=0, init=False)
-    stale: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.checks = self.changed_directories = 0
         self.stale = False if self.just_built else None
 
     async def run(self) -> None:
@@ -108,44 +106,33 @@ class FreshnessWatch:
             checks=self.checks,
         )
 
-    def _is_ours(self, ino: Ino) -> bool:
-        """Whether a directory was changed or removed through the mount."""
-        return self.names.is_written(ino) or self.names.is_forgotten(ino)
-
     async def _look(self) -> None:
         changed = failed = 0
         if not self.just_built:
             for batch in batches(self.names.snapshot.directories(), _BATCH):
-                differing = await self._differing(batch)
-                # Directories that this mount itself changed are not counted.
-                changed += sum(not self._is_ours(ino) for ino in differing)
+                for ino in await self._differing(batch):
+                    # Directories that were changed or removed through the mount do not count.
+                    is_ours = self.names.is_written(ino) or self.names.is_forgotten(ino)
+                    changed += not is_ours
             if changed and changed != self.changed_directories:
-                words = counted(changed, "directory", "directories")
                 log.warning(
                     "%s changed at the source since the snapshot; new files there are shown by"
                     " `monarch mount --refresh` only",
-                    words,
+                    counted(changed, "directory", "directories"),
                 )
             self.changed_directories = changed
         for tier in self.tiers:
             for batch in batches(self.residency.resident_in(tier), _BATCH):
                 for ino in await self._differing(batch):
                     changed += 1
-                    failed += await self._look_again(ino, last=failed + 1 >= _MOST_FAILURES)
+                    try:
+                        await self.revalidation.look_again(ino)
+                    except SourceError as error:
+                        log.debug("%s", error)
+                        failed += error.errno not in (errno.ENOENT, errno.ESTALE)
+                        if failed >= _MOST_FAILURES:
+                            raise
         self.stale = changed > 0
-
-    async def _look_again(self, ino: Ino, *, last: bool) -> bool:
-        """Compares one file. Returns whether the source failed; with ``last`` raises that."""
-        try:
-            await self.revalidation.look_again(ino)
-        except SourceError as error:
-            log.debug("%s", error)
-            if error.errno in (errno.ENOENT, errno.ESTALE):
-                return False
-            if last:
-                raise
-            return True
-        return False
 
     async def _differing(self, batch: Sequence[Ino]) -> list[Ino]:
         questions = [

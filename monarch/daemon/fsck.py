@@ -23,14 +23,14 @@ from monarch.checks.findings import (
     STATE,
     WRITTEN_UNKNOWN,
     Findings,
+    add_strangers,
+    add_written,
     check_doors,
     doors_of_tier,
-    tell_written,
 )
 from monarch.checks.fsck import remove
 from monarch.errors import SnapshotError, TierError
 from monarch.namespace.namespace import Namespace
-from monarch.namespace.snapshot import Snapshot
 from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool, batches
@@ -72,7 +72,7 @@ _LOST = "the daemon serves it, and it has no record"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineFsck:
-    """Checks what a running daemon keeps, once at a time. ``threads`` wait for the disks."""
+    """Checks what a running daemon keeps. ``threads`` wait for the disks."""
 
     state: Path
     mountpoint: Path
@@ -105,9 +105,8 @@ class _FsckRun:
         self._tell = tell
         self._findings = Findings()
         self._began_ns = time.time_ns()
-        self._total_files = self._total_bytes = 0
         # The files that were reported: one fault that is found in two ways is one finding.
-        self._told: set[Ino] = set()
+        self._reported: set[Ino] = set()
 
     async def run(self) -> FsckReport:
         of = self._of
@@ -121,8 +120,8 @@ class _FsckRun:
         await self._check_snapshot()
         for tier in tiers:
             held = of.hierarchy.held(tier)
-            self._total_files += len(held.inos)
-            self._total_bytes += held.bytes if self._digests else 0
+            self._findings.total_files += len(held.inos)
+            self._findings.total_nbytes += held.bytes if self._digests else 0
         for tier in tiers:
             await self._check_tier(tier)
             await self._check_table(tier)
@@ -135,30 +134,27 @@ class _FsckRun:
 
     async def _check_snapshot(self) -> None:
         served = self._of.names.snapshot
+        damage = ""
         try:
             # The served snapshot may be in memory; the next mount reads the file, so it is checked.
-            snapshot = await self._of.threads.run(served.opened_again)
+            with await self._of.threads.run(served.opened_again) as snapshot:
+                damages = snapshot.damages()
+                while (found := await self._of.threads.run(_some, damages)) is not None:
+                    if found:
+                        damage = found[0]
+                        break
         except SnapshotError as error:
-            self._tell_snapshot(served, str(error))
-            return
-        with snapshot:
-            damages = snapshot.damages()
-            while (found := await self._of.threads.run(_some, damages)) is not None:
-                if found:
-                    self._tell_snapshot(served, found[0])
-                    return
-
-    def _tell_snapshot(self, snapshot: Snapshot, what: str) -> None:
-        path_text = os.fspath(snapshot.file)
-        what = f"{what}; unmount, and repair it then"
-        self._findings.add("snapshot", STATE, path_text, what, repaired=False)
+            damage = str(error)
+        if damage:
+            what = f"{damage}; unmount, and repair it then"
+            self._findings.add("snapshot", STATE, os.fspath(served.file), what)
 
     async def _check_tier(self, tier: Tier) -> None:
         own = tier.own
         outage = self._of.monitor.out_of_service().get(tier.number)
         if outage is not None and not outage.is_read:
             # A tier out of service is not read: the check would wait for its disk.
-            self._findings.add("tier-gone", tier.name, os.fspath(own), outage.why, repaired=False)
+            self._findings.add("tier-gone", tier.name, os.fspath(own), outage.why)
             return
         root = -1
         try:
@@ -166,7 +162,7 @@ class _FsckRun:
             await self._check_directory(tier, own, root)
         except OSError as error:
             words = error.strerror or "cannot be used"
-            self._findings.add("tier-gone", tier.name, os.fspath(own), words, repaired=False)
+            self._findings.add("tier-gone", tier.name, os.fspath(own), words)
         finally:
             if root >= 0:
                 os.close(root)
@@ -176,14 +172,10 @@ class _FsckRun:
         generation = self._of.names.snapshot.id
         if not await run(_is_in_use, tier.directory, root, generation):
             what = "the daemon uses another directory, which had this name"
-            self._findings.add("tier-gone", tier.name, os.fspath(own), what, repaired=False)
+            self._findings.add("tier-gone", tier.name, os.fspath(own), what)
             return
         contents = Contents(root)
-        for name in await run(contents.strangers):
-            path_text = os.fspath(own / name)
-            self._findings.add(
-                "stranger", tier.name, path_text, "it is not Monarch's", repaired=False
-            )
+        add_strangers(self._findings, tier.name, own, await run(contents.strangers))
         for path in await run(_older, contents, own, self._began_ns):
             number = path.name.removesuffix(".part")
             known = number.isdecimal() and int(number) <= self._residency.entries
@@ -209,25 +201,25 @@ class _FsckRun:
                 self._findings.nbytes += step.nbytes
                 if step.suspect is not None and await self._holds(tier, step.suspect):
                     await self._note(tier, self._better_known(tier, step.suspect))
-            await self._tell(
-                FsckProgress(
-                    self._findings.files,
-                    self._total_files,
-                    self._findings.nbytes,
-                    self._total_bytes,
-                )
-            )
+            await self._tell(self._findings.progress())
 
     async def _remove(self, kind: str, tier: Tier, path: Path, what: str) -> None:
         """Adds a finding whose repair removes a file, or a directory with its contents."""
-        mended = False
+        by = partial(self._of.threads.run, remove, path)
+        await self._add(kind, tier, os.fspath(path), what, by=by)
+
+    async def _add(
+        self, kind: str, tier: Tier, path: str, what: str, *, by: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Adds a finding, after repairing it by the call ``by`` if that is asked for."""
+        repaired = False
         if self._repair:
             try:
-                await self._of.threads.run(remove, path)
-                mended = True
+                await by()
+                repaired = True
             except OSError as error:
                 what = f"{what}; repairing it failed: {error.strerror}"
-        self._findings.add(kind, tier.name, os.fspath(path), what, repaired=mended)
+        self._findings.add(kind, tier.name, path, what, repaired=repaired)
 
     def _version(self, ino: Ino) -> Identity | None:
         try:
@@ -271,19 +263,13 @@ class _FsckRun:
         """Reports a confirmed suspect, and repairs it if asked to."""
         ino = suspect.ino
         if ino is not None:
-            self._told.add(ino)
+            self._reported.add(ino)
         path = f"{Contents.PREFIX}{self._of.names.snapshot.id}/{suspect.path}"
         path_text = os.fspath(tier.own / path)
         if ino is not None and suspect.kind != UNKNOWN and ino <= self._residency.entries:
             path_text = os.fsdecode(self._of.names.path(ino))
-        what, mended = suspect.what, False
-        if self._repair:
-            try:
-                await self._mend(tier, suspect)
-                mended = True
-            except OSError as error:
-                what = f"{what}; repairing it failed: {error.strerror}"
-        self._findings.add(suspect.kind, tier.name, path_text, what, repaired=mended)
+        by = partial(self._mend, tier, suspect)
+        await self._add(suspect.kind, tier, path_text, suspect.what, by=by)
 
     async def _mend(self, tier: Tier, suspect: Suspect) -> None:
         """Seals a copy, or removes it with its record; removes other files. Raises OSError."""
@@ -313,7 +299,7 @@ class _FsckRun:
             for ino in batch:
                 record = self._records.get(ino)
                 lost = record is None or record.tier != tier.number
-                if lost and ino not in self._told and self._is_resident(tier, ino):
+                if lost and ino not in self._reported and self._is_resident(tier, ino):
                     await self._note(tier, Suspect(RECORD_LOST, copy_name(ino), _LOST, ino))
             await trio.sleep(0)
         recorded = self._of.hierarchy.held(tier).inos.tolist()
@@ -336,11 +322,10 @@ class _FsckRun:
                 before, found = found, await self._of.threads.run(inspect, place.directory)
                 found = _in_both(before, found)
         except TierError as error:
-            told, what = os.fspath(place.directory), str(error.args[0])
-            self._findings.add(JOURNAL, place.tier.name, told, what, repaired=False)
+            path_text, what = os.fspath(place.directory), str(error.args[0])
+            self._findings.add(JOURNAL, place.tier.name, path_text, what)
             return
-        self._findings.files += len(found.waiting)
-        tell_written(self._findings, place.tier.name, found)
+        add_written(self._findings, place.tier.name, found)
         for number in found.unknown:
             # A newer object of this mount may not be recorded yet.
             if number < place.found.next_object:
@@ -356,18 +341,14 @@ class _FsckRun:
             return
         for tier in tiers:
             held = self._of.hierarchy.held(tier)
-            counted = (
-                self._residency.resident_files(tier.number),
-                self._of.ledger.used(tier.number),
-            )
-            recorded = (len(held.inos), held.bytes)
-            if counted != recorded:
+            files = self._residency.resident_files(tier.number)
+            nbytes = self._of.ledger.used(tier.number)
+            if (files, nbytes) != (len(held.inos), held.bytes):
                 what = (
-                    f"{counted[0]} files with {counted[1]} bytes are counted,"
-                    f" {recorded[0]} with {recorded[1]} recorded"
+                    f"{files} files with {nbytes} bytes are counted,"
+                    f" {len(held.inos)} with {held.bytes} recorded"
                 )
-                path_text = os.fspath(tier.path)
-                self._findings.add("accounts", tier.name, path_text, what, repaired=False)
+                self._findings.add("accounts", tier.name, os.fspath(tier.path), what)
 
 
 def _in_both(before: Inspection, after: Inspection) -> Inspection:

@@ -28,7 +28,6 @@ from monarch.control import ending
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.control.server import Server
 from monarch.control.state_directory import write_note
-from monarch.daemon.loss_alarm import LossAlarm
 from monarch.daemon.remarks import remarks
 from monarch.daemon.status import Status
 from monarch.daemon.subsystems import (
@@ -45,6 +44,7 @@ from monarch.daemon.subsystems import (
 from monarch.daemon.supervisor import Supervisor
 from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
+from monarch.daemon.write_status import LossAlarm
 from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.fuse.abilities import Abilities
 from monarch.fuse.datapath import Datapath
@@ -132,8 +132,8 @@ def open_mount(parts: Parts) -> Mount:
         filesystem,
         write_back,
         upkeep,
-        loss_alarm=loss_alarm,
-        serving=door.serving,
+        loss_alarm,
+        door.serving,
     )
     session = Session(
         Operations(filesystem, metrics.error, door.datapath, status.summary, door.serving),

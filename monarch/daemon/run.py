@@ -9,7 +9,6 @@ import ctypes
 import logging
 import os
 import resource
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,9 +21,9 @@ from monarch.config.settings import MountSettings
 from monarch.control.registry import Registry
 from monarch.control.state_directory import hold_state
 from monarch.daemon.mount import open_mount
-from monarch.daemon.snapshot_choice import snapshot_for, tell_unknown_acls, tell_unreadable
+from monarch.daemon.snapshot_choice import log_gaps, snapshot_for
 from monarch.daemon.subsystems import Parts
-from monarch.errors import MonarchError, TierError
+from monarch.errors import MonarchError, TierError, sole_cause
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
 from monarch.namespace.overlay import NAME_BYTES
@@ -38,9 +37,6 @@ from monarch.types import Progress
 from monarch.units import KiB
 from monarch.writeback import lease
 from monarch.writeback.earlier import require_former_tiers_drained
-
-if sys.version_info < (3, 11):
-    from exceptiongroup import BaseExceptionGroup
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +118,7 @@ def run(
                     settings, state, source, refreshed, progress
                 )
             cleanup.callback(snapshot.close)
-            tell_unreadable(snapshot)
-            tell_unknown_acls(snapshot)
+            log_gaps(snapshot)
             parts = Parts(settings, state, source, threads, snapshot, just_built, put_off, logbook)
             _run_loop(parts, ready)
         except MonarchError as error:
@@ -166,10 +161,9 @@ def _run_loop(parts: Parts, ready: Callable[[list[str]], None]) -> None:
     """``trio.run``, but raises the exception itself and not an ExceptionGroup of one."""
     try:
         trio.run(_serve, parts, ready)
-    except BaseExceptionGroup as group:
-        cause: BaseException = group
-        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
-            cause = cause.exceptions[0]
+    except BaseException as error:
+        if (cause := sole_cause(error)) is error:
+            raise
         raise cause from None
 
 

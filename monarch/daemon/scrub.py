@@ -15,7 +15,7 @@ import errno
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import trio
 
@@ -40,18 +40,13 @@ _BATCH = 64
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOTDIR})
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
+class _Question(NamedTuple):
     ino: Ino
     record: Record | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """The bytes read in one turn, and the copies that it finished."""
-
-    nbytes: int
-    judged: Sequence[tuple[_Question, Verdict]]
+# The bytes of a piece that was read, or the verdict on a copy.
+_Step = int | tuple[_Question, Verdict]
 
 
 class Scrub:
@@ -123,16 +118,16 @@ class Scrub:
     async def _look_at(self, tier: Tier, batch: Sequence[_Question]) -> int:
         steps = _steps(tier, batch)
         cost = 0
-        while True:
-            turn = await self._threads.run(_turn, steps)
-            if turn is None:
-                return cost
-            self._bytes += turn.nbytes
-            for question, verdict in turn.judged:
+        while turn := await self._threads.run(_turn, steps):
+            nbytes = sum(step for step in turn if isinstance(step, int))
+            self._bytes += nbytes
+            judged = [step for step in turn if not isinstance(step, int)]
+            for question, verdict in judged:
                 await self._judge(tier, question, verdict)
-            spent = turn.nbytes + _FILE_BYTES * len(turn.judged)
+            spent = nbytes + _FILE_BYTES * len(judged)
             cost += spent
             await self._pay(spent)
+        return cost
 
     async def _pay(self, nbytes: int) -> None:
         if nbytes > 0:
@@ -158,8 +153,7 @@ class Scrub:
             self._found += await self._copies.drop_damaged(ino, tier.number, failure)
 
 
-def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[int | tuple[_Question, Verdict]]:
-    """The bytes of each piece that was read, and the verdict on each copy."""
+def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[_Step]:
     for question in batch:
         verdict = Verdict("record", "it has no record")
         if question.record is not None:
@@ -173,15 +167,13 @@ def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[int | tuple[_Ques
         yield question, verdict
 
 
-def _turn(steps: Iterator[int | tuple[_Question, Verdict]]) -> _Turn | None:
-    """Advances until about one piece was read; None at the end. Waits for the disk."""
-    nbytes = 0
-    judged: list[tuple[_Question, Verdict]] = []
+def _turn(steps: Iterator[_Step]) -> list[_Step]:
+    """The next steps, until about one piece was read; empty at the end. Waits for the disk."""
+    done: list[_Step] = []
+    cost = 0
     for step in steps:
-        if isinstance(step, int):
-            nbytes += step
-        else:
-            judged.append(step)
-        if nbytes + _FILE_BYTES * len(judged) >= PIECE_BYTES:
+        done.append(step)
+        cost += step if isinstance(step, int) else _FILE_BYTES
+        if cost >= PIECE_BYTES:
             break
-    return _Turn(nbytes, judged) if nbytes or judged else None
+    return done

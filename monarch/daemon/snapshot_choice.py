@@ -30,7 +30,7 @@ _NEW_NAMES_PATIENCE_S = 0.4
 # A snapshot of at most this fraction (1/64) of the memory is read into memory.
 _MEMORY_SHARE = 64
 # The log names at most this many entries that could not be read.
-_TOLD = 5
+_SHOWN_PATHS = 5
 
 
 class Chosen(NamedTuple):
@@ -54,27 +54,25 @@ def snapshot_for(
     path = given or state / "snapshot.lmdb"
     if given is None:
         sweep_stages(path)
-    left = earlier(settings)
-    kept = _kept(left, state) if left.undone else None
-    if not refreshed:
-        _require_same_root(source, kept, left)
+    changes = earlier(settings)
+    kept = _kept(changes, state) if changes.undone else None
     if kept is not None:
         if _other_source(kept, source):
             kept.close()
         else:
             if not refreshed:
                 _require_content(source, kept)
-            return _put_off(settings, kept, left, is_asked=refreshed)
-    return Chosen(*_renewed(settings, state, source, refreshed, left, progress))
+            return _put_off(settings, kept, changes, is_asked=refreshed)
+    return Chosen(*_renewed(settings, state, source, refreshed, changes, progress))
 
 
-def _kept(left: Earlier, state: Path) -> Snapshot | None:
+def _kept(changes: Earlier, state: Path) -> Snapshot | None:
     """The snapshot of the journal, if it is still in ``state``."""
-    for path in (state / "snapshot.lmdb", copy_of(left.snapshot_id, state)):
+    for path in (state / "snapshot.lmdb", copy_of(changes.snapshot_id, state)):
         try:
-            if left.snapshot_id and path.exists():
+            if changes.snapshot_id and path.exists():
                 snapshot = _checked(path)
-                if snapshot.id == left.snapshot_id:
+                if snapshot.id == changes.snapshot_id:
                     return snapshot
                 snapshot.close()
         except NewerSnapshot:
@@ -84,12 +82,14 @@ def _kept(left: Earlier, state: Path) -> Snapshot | None:
     log.warning(
         "the snapshot is gone that %s of earlier mounts belong to; their names are looked for in"
         " another",
-        counted(left.undone, "change", "changes"),
+        counted(changes.undone, "change", "changes"),
     )
     return None
 
 
-def _put_off(settings: MountSettings, kept: Snapshot, left: Earlier, *, is_asked: bool) -> Chosen:
+def _put_off(
+    settings: MountSettings, kept: Snapshot, changes: Earlier, *, is_asked: bool
+) -> Chosen:
     given = settings.snapshot.file
     if given is not None:
         is_asked = is_asked or read_id(given) != kept.id
@@ -99,13 +99,13 @@ def _put_off(settings: MountSettings, kept: Snapshot, left: Earlier, *, is_asked
             log.info(
                 "directories changed at the source since the snapshot; it is renewed by the first"
                 " mount that finds all drained, %s of earlier mounts to go",
-                counted(left.undone, "change", "changes"),
+                counted(changes.undone, "change", "changes"),
             )
     if not is_asked:
         return Chosen(kept, False)
     why = (
         "the names are those of the last mount's snapshot: the source does not have"
-        f" {counted(left.undone, 'change', 'changes')} that follow it; mount again when `monarch"
+        f" {counted(changes.undone, 'change', 'changes')} that follow it; mount again when `monarch"
         f" ckpt wait {settings.mountpoint}` reports that all are there"
     )
     log.warning("%s", why)
@@ -117,7 +117,7 @@ def _renewed(
     state: Path,
     source: Source,
     refreshed: bool,
-    left: Earlier,
+    changes: Earlier,
     progress: Progress,
 ) -> tuple[Snapshot, bool]:
     given = settings.snapshot.file
@@ -134,15 +134,14 @@ def _renewed(
                 if given is not None or refreshed:
                     return snapshot, refreshed
                 # Changes that came to the source over another snapshot may be newer than this one.
-                is_behind = left.snapshot_id not in ("", snapshot.id)
+                is_behind = changes.snapshot_id not in ("", snapshot.id)
                 if settings.snapshot.freshness == "never" and not is_behind:
                     return snapshot, False
-                return _with_new_names(settings, path, snapshot, left.changed, is_behind, progress)
+                ours = changes.changed
+                return _with_new_names(settings, path, snapshot, ours, is_behind, progress)
             snapshot.close()
-            raise SnapshotError(
-                f"snapshot {os.fspath(path)!r} {reason}",
-                hint="name another file with --snapshot, or build it with: monarch snapshot build",
-            )
+            hint = "name another file with --snapshot, or build it with: monarch snapshot build"
+            raise SnapshotError(f"snapshot {os.fspath(path)!r} {reason}", hint=hint)
         except SnapshotError as error:
             # A snapshot of a newer Monarch is not replaced: it may have more information.
             if given is not None or isinstance(error, NewerSnapshot):
@@ -158,21 +157,18 @@ def _renewed(
     return _opened(path) if given is None else _checked_copy(given, state), True
 
 
-def tell_unreadable(snapshot: Snapshot) -> None:
-    """Logs, in one line, the entries that the source did not let the daemon read or list."""
-    told = snapshot.info()
-    if told.unreadable:
-        names = ", ".join(map(repr, told.unreadable_paths[:_TOLD]))
+def log_gaps(snapshot: Snapshot) -> None:
+    """Logs entries that the source did not let the daemon read, and missing access control lists,
+    without which mode bits decide."""
+    info = snapshot.info()
+    if info.unreadable:
+        names = ", ".join(map(repr, info.unreadable_paths[:_SHOWN_PATHS]))
         log.warning(
             "%s of the source could not be read when its snapshot was made, opening them fails: %s",
-            counted(told.unreadable, "entry", "entries"),
-            names + (", ..." if told.unreadable > _TOLD else ""),
+            counted(info.unreadable, "entry", "entries"),
+            names + (", ..." if info.unreadable > _SHOWN_PATHS else ""),
         )
-
-
-def tell_unknown_acls(snapshot: Snapshot) -> None:
-    """Logs one line if the snapshot has no access control lists, so that mode bits decide."""
-    if snapshot.info().acls is None:
+    if info.acls is None:
         log.warning(
             "the snapshot is of an older Monarch and has no access control lists: mode bits alone"
             " decide; run: monarch snapshot refresh"

@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import trio
 
 from monarch import __version__
 from monarch.daemon.health_checks import (
-    Check,
     CopyCheck,
     HealthChecks,
     MountCheck,
+    ProcessCheck,
     SnapshotCheck,
     SourceCheck,
 )
-from monarch.daemon.loss_alarm import LossAlarm
-from monarch.daemon.process_checks import ProcessCheck
 from monarch.daemon.subsystems import Parts, Tiers, Transfer, Upkeep
-from monarch.daemon.write_status import WriteStatus
+from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.fuse.datapath_mode import Serving
-from monarch.placement.epochs import EpochCount
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
 from monarch.telemetry.report import (
@@ -43,7 +41,6 @@ from monarch.telemetry.report import (
 )
 from monarch.telemetry.report import Residency as ResidencyReport
 from monarch.vfs.filesystem import FileSystem
-from monarch.writeback.drain import Drain
 from monarch.writeback.setup import WriteBack
 
 log = logging.getLogger(__name__)
@@ -54,57 +51,40 @@ _LOOK_S = 10.0
 _SUMMARY_S = 1.0
 
 
-def _checks(
-    parts: Parts,
-    metrics: Metrics,
-    tiers: Tiers,
-    transfer: Transfer,
-    upkeep: Upkeep,
-    drain: Drain | None,
-    serving: Serving,
-) -> list[Check]:
-    settings, monitor, mountpoint = parts.settings, transfer.monitor, parts.settings.mountpoint
-    log_path, calls = parts.logbook.path, transfer.source_calls
-    return [
-        MountCheck(mountpoint),
-        SourceCheck(settings, calls, monitor, metrics, serving.requests, log_path),
-        CopyCheck(monitor, tiers.residency, metrics, mountpoint),
-        ProcessCheck(parts.logbook),
-        SnapshotCheck(upkeep.watch, metrics, mountpoint, parts.put_off, drain),
-    ]
-
-
+@dataclass(eq=False)
 class Status:
     """Reports the state of the daemon. The daemon sets ``state`` as its life proceeds.
 
     ``warming`` lists the running requests of `monarch warm`; the object that runs them sets it.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        tiers: Tiers,
-        metrics: Metrics,
-        transfer: Transfer,
-        filesystem: FileSystem,
-        write_back: WriteBack | None,
-        upkeep: Upkeep,
-        *,
-        loss_alarm: LossAlarm,
-        serving: Serving,
-    ) -> None:
-        self._settings = parts.settings
-        self._serving = serving
-        self._tiers = tiers
-        self._monitor = transfer.monitor
-        self._engine = transfer.engine
-        self._filesystem = filesystem
-        self._metrics = metrics
-        self._upkeep = upkeep
-        self._writing = WriteStatus(parts.settings, write_back, loss_alarm)
+    _parts: Parts
+    _tiers: Tiers
+    _metrics: Metrics
+    _transfer: Transfer
+    _filesystem: FileSystem
+    _write_back: WriteBack | None
+    _upkeep: Upkeep
+    _loss_alarm: LossAlarm
+    _serving: Serving
+
+    def __post_init__(self) -> None:
+        parts, metrics, write_back = self._parts, self._metrics, self._write_back
+        settings, mountpoint = parts.settings, parts.settings.mountpoint
+        monitor, calls = self._transfer.monitor, self._transfer.source_calls
         drain = write_back.drain if write_back is not None else None
-        checks = _checks(parts, metrics, tiers, transfer, upkeep, drain, serving)
-        self._health_checks = HealthChecks([*checks, self._writing])
+        requests, log_path = self._serving.requests, parts.logbook.path
+        self._writing = WriteStatus(settings, write_back, self._loss_alarm)
+        self._health_checks = HealthChecks(
+            [
+                MountCheck(mountpoint),
+                SourceCheck(settings, calls, monitor, metrics, requests, log_path),
+                CopyCheck(monitor, self._tiers.residency, metrics, mountpoint),
+                ProcessCheck(parts.logbook),
+                SnapshotCheck(self._upkeep.watch, metrics, mountpoint, parts.put_off, drain),
+                self._writing,
+            ]
+        )
         # Kept open: a report is still possible when the process has no free descriptor.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()
@@ -137,41 +117,42 @@ class Status:
         now = time.monotonic()
         # Cached: any user may ask, even in a loop.
         if now - self._summed_s > _SUMMARY_S:
-            self._summed_s, self._summary = now, self._summarised()
+            report = self.report()
+            figures = {
+                "pid": report.pid,
+                "version": report.version,
+                "state": report.state,
+                "health": report.health.state,
+                "datapath": report.mode.datapath,
+                "open": report.mode.open,
+                "files": report.snapshot.files,
+                "bytes": report.snapshot.bytes,
+                "resident_files": report.residency.files,
+                "resident_bytes": report.residency.bytes,
+                "tiers": [
+                    {"name": tier.name, "used": tier.used, "capacity": tier.capacity}
+                    for tier in report.tiers
+                ],
+            }
+            self._summed_s, self._summary = now, json.dumps(figures).encode()
         return self._summary
-
-    def _summarised(self) -> bytes:
-        report = self.report()
-        told = {
-            "pid": report.pid,
-            "version": report.version,
-            "state": report.state,
-            "health": report.health.state,
-            "datapath": report.mode.datapath,
-            "open": report.mode.open,
-            "files": report.snapshot.files,
-            "bytes": report.snapshot.bytes,
-            "resident_files": report.residency.files,
-            "resident_bytes": report.residency.bytes,
-            "tiers": [
-                {"name": tier.name, "used": tier.used, "capacity": tier.capacity}
-                for tier in report.tiers
-            ],
-        }
-        return json.dumps(told).encode()
 
     def report(self) -> StatusReport:
         self._filesystem.readers.catch_up_all()
         metrics = self._metrics
         mode = self._serving.mode()
         tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()
-        epochs, latency = self._tiers.epochs.epochs(), metrics.latency()
+        latency = metrics.latency()
+        epochs = [
+            EpochReport(e.number, e.opens, e.hits, e.hits / e.opens if e.opens else None)
+            for e in self._tiers.epochs.epochs()
+        ]
         open_files = self._filesystem.bindings.open_files
         return StatusReport(
             version=__version__,
             pid=os.getpid(),
-            mountpoint=os.fspath(self._settings.mountpoint),
-            source=os.fspath(self._settings.source),
+            mountpoint=os.fspath(self._parts.settings.mountpoint),
+            source=os.fspath(self._parts.settings.source),
             state=self.state,
             started_ns=self._started_ns,
             health=self.health(),
@@ -181,13 +162,13 @@ class Status:
             source_totals=metrics.source_totals(),
             residency=self._residency_report(tiers, snapshot),
             copies=Copies(
-                queued=self._engine.queued,
-                running=self._engine.running,
+                queued=self._transfer.engine.queued,
+                running=self._transfer.engine.running,
                 done=sum(metrics.promotions),
                 failed=sum(metrics.promotion_failures.values()),
                 bytes=sum(metrics.promoted_bytes),
             ),
-            epochs=[_epoch_report(epoch) for epoch in epochs] if mode.counts_opens else None,
+            epochs=epochs if mode.counts_opens else None,
             opens=sum(metrics.opens) if mode.counts_opens else None,
             reads=sum(metrics.reads) if mode.counts_tier_reads else None,
             bytes=sum(metrics.read_bytes) if mode.counts_tier_reads else None,
@@ -198,7 +179,7 @@ class Status:
             ),
             latency=latency if mode.counts_opens else replace(latency, open=None),
             errors=dict(metrics.errors),
-            memory=Memory(self._resident_bytes()),
+            memory=Memory(int(os.pread(self._statm, 256, 0).split()[1]) * resource.getpagesize()),
             handles=Handles(
                 open_files if mode.counts_opens else None, self._filesystem.bindings.backing_ids
             ),
@@ -208,11 +189,8 @@ class Status:
             warming=self.warming(),
         )
 
-    def _resident_bytes(self) -> int:
-        return int(os.pread(self._statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def _tier_reports(self, mode: Mode) -> list[TierReport]:
-        out = self._monitor.out_of_service()
+        out = self._transfer.monitor.out_of_service()
         ledger, metrics = self._tiers.ledger, self._metrics
         return [
             TierReport(
@@ -228,9 +206,9 @@ class Status:
                 reads=metrics.reads[number] if mode.counts_tier_reads else None,
                 bytes=metrics.read_bytes[number] if mode.counts_tier_reads else None,
                 out_why=out[number].why if number in out else "",
-                others=list(self._monitor.others(number)),
+                others=list(self._transfer.monitor.others(number)),
             )
-            for number, tier in self._monitor.tiers.items()
+            for number, tier in self._transfer.monitor.tiers.items()
         ]
 
     def _residency_report(
@@ -245,8 +223,3 @@ class Status:
             fraction_files=files / snapshot.files if snapshot.files else 1.0,
             fraction_bytes=size / snapshot.bytes if snapshot.bytes else 1.0,
         )
-
-
-def _epoch_report(epoch: EpochCount) -> EpochReport:
-    ratio = epoch.hits / epoch.opens if epoch.opens else None
-    return EpochReport(epoch.number, epoch.opens, epoch.hits, ratio)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -112,8 +113,7 @@ class Verbs:
                     hint="with `source_identity: caller` such a file is copied when a process that"
                     " may read it does so",
                 )
-        report = WarmReport(work.files, work.bytes, work.refused, work.cancelled)
-        return report.to_dict()
+        return WarmReport(work.files, work.bytes, work.refused, work.cancelled).to_dict()
 
     async def _bring_in(self, roots: list[Ino], work: _Warming) -> None:
         try:
@@ -182,7 +182,7 @@ class Verbs:
         return {"files": files, "bytes": size}
 
     async def _check(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
-        """Checks all data of the daemon; ``digests`` and ``repair`` as in Checkup.run."""
+        """Checks all data of the daemon; ``digests`` and ``repair`` as in ``OnlineFsck.run``."""
 
         async def tell(progress: FsckProgress) -> None:
             await send(progress.to_dict())
@@ -197,17 +197,8 @@ class Verbs:
         paths = params.get("paths") or [""]
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
             raise UsageError("paths must be a list of texts")
-        found = []
-        for path in paths:
-            try:
-                ino = self.names.resolve(os.fsencode(path))
-            except UnicodeEncodeError:
-                ino = None
-            if ino is None:
-                raise UsageError(f"no such file in the mount: {path!r}")
-            found.append(ino)
         # A path that is named twice, or is beneath another named directory, counts once.
-        roots = set(found)
+        roots = {existing(self.names, path)[1] for path in paths}
         return sorted(ino for ino in roots if roots.isdisjoint(self._above(ino)))
 
     def _above(self, ino: Ino) -> Iterator[Ino]:
@@ -222,6 +213,16 @@ class Verbs:
                 # A file written through the mount has no copy.
                 if not self.names.is_written(ino):
                     yield ino, attributes.size
+
+
+def existing(names: Namespace, path: str) -> tuple[bytes, Ino]:
+    """A path relative to the mount as bytes, and its inode. Raises UsageError if there is none."""
+    with suppress(UnicodeEncodeError):
+        name = os.fsencode(path).strip(b"/")
+        ino = names.resolve(name)
+        if ino is not None:
+            return name, ino
+    raise UsageError(f"no such file in the mount: {path!r}")
 
 
 @dataclass(slots=True, eq=False)

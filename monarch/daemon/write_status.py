@@ -1,13 +1,16 @@
-"""What the daemon reports of written files: the section of its report, and each problem."""
+"""What the daemon reports of written files: the section of its report, each problem, and losses."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from monarch.config.settings import MountSettings
-from monarch.daemon.loss_alarm import LossAlarm
+from monarch.posix.private_directory import replace_private
 from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.report import WritingReport
 from monarch.text import counted
@@ -17,12 +20,71 @@ from monarch.writeback.front import WriteFront
 from monarch.writeback.lease import Lease
 from monarch.writeback.setup import WriteBack
 
+log = logging.getLogger(__name__)
+
 # A refused write leaves no trace: it is reported for this long after its last occurrence.
 _REFUSED_S = 60.0
 _SHOWN_HOLDERS = 3
 _SHOWN_PATHS = 3
 # A report names at most this many files.
 _NAMED = 1000
+_LOST_FILE = "lost.json"
+# The list of lost files keeps at most this many names; the log has all.
+_MOST_LOST = 10_000
+
+
+class LossAlarm:
+    """Remembers which written files lost their bytes, until the loss is acknowledged: a restart or
+    an unmount does not end the alarm. ``state`` is the state directory. No call raises."""
+
+    def __init__(self, state: Path) -> None:
+        self._path = state / _LOST_FILE
+        self._names = dict.fromkeys(self._read())
+        # Names that were reported before: the drain reports each repeatedly.
+        self._reported: set[bytes] = set()
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        """Paths in the mount, in the order in which they were reported."""
+        return tuple(self._names)
+
+    def report(self, names: Iterable[bytes]) -> None:
+        """Adds ``names``, all files known to be lost since the daemon started."""
+        new = [name for name in names if name not in self._reported]
+        if not new:
+            return
+        self._reported.update(new)
+        self._names.update(dict.fromkeys(new[: max(0, _MOST_LOST - len(self._names))]))
+        self._write()
+
+    def acknowledge(self) -> None:
+        """Ends the alarm, until further files are lost."""
+        self._names.clear()
+        self._write()
+
+    def _read(self) -> list[bytes]:
+        try:
+            raw = json.loads(self._path.read_bytes())
+            return [os.fsencode(name) for name in raw]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            log.warning("%s cannot be read (%s); its names are in older logs", _LOST_FILE, error)
+            return []
+
+    def _write(self) -> None:
+        try:
+            if not self._names:
+                self._path.unlink(missing_ok=True)
+                return
+            names = [os.fsdecode(name) for name in self._names]
+            replace_private(self._path, json.dumps(names))
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s; the loss is not remembered after the daemon ends",
+                _LOST_FILE,
+                error,
+            )
 
 
 class WriteStatus:

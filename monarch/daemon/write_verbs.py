@@ -12,7 +12,8 @@ from typing import Any
 import trio
 
 from monarch.control.server import Send, Verb
-from monarch.daemon.loss_alarm import LossAlarm
+from monarch.daemon.verbs import existing
+from monarch.daemon.write_status import LossAlarm
 from monarch.errors import NotDrainedError, UsageError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
@@ -30,7 +31,7 @@ from monarch.telemetry.report import (
     WrittenTotals,
 )
 from monarch.writeback.doubtful import Kept
-from monarch.writeback.drain_queue import Backlog
+from monarch.writeback.drain import Drain
 from monarch.writeback.progress import Progress
 from monarch.writeback.setup import WriteBack
 
@@ -49,7 +50,7 @@ _NAMED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenVerbs:
-    """``side`` is None for a read-only mount, which has no written data."""
+    """``write_back`` is None for a read-only mount, which has no written data."""
 
     names: Namespace
     write_back: WriteBack | None
@@ -59,9 +60,9 @@ class WrittenVerbs:
         return {
             "written": self._written,
             "drain": self._drain,
-            "lost": self._tell_lost,
-            "conflicts": self._tell_conflicts,
-            "refused": self._tell_refused,
+            "lost": self._lost,
+            "conflicts": self._conflicts,
+            "refused": self._list_refused,
             "set-aside": self._set_aside,
             "retry": self._retry,
             "discard": self._discard,
@@ -77,12 +78,12 @@ class WrittenVerbs:
             assert write_back is not None
             durable = write_back.front.drained.durable(node).decode()
             write_back.front.files.status(node)
-            told = WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
+            file = WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
             files, size = files + 1, size + node.size
             if durable == "source":
                 drained_files, drained_bytes = drained_files + 1, drained_bytes + node.size
-            part.append(told)
-            room -= len(json.dumps(asdict(told)))
+            part.append(file)
+            room -= len(json.dumps(asdict(file)))
             if room <= 0:
                 await send(WrittenFiles(part).to_dict())
                 part, room = [], _PART_BYTES
@@ -109,7 +110,7 @@ class WrittenVerbs:
             await self._recorded(write_back)
             waited = self._waited(write_back, below)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._tell, _Course(write_back.drain.backlog()), send)
+                nursery.start_soon(_report_progress, write_back.drain, send)
                 await waited.wait()
                 nursery.cancel_scope.cancel()
         drained = waited is not None and waited.is_done()
@@ -150,13 +151,7 @@ class WrittenVerbs:
         ]
         return _Waited(write_back.drain.progress, 0, seqs)
 
-    async def _tell(self, course: _Course, send: Send) -> None:
-        assert self.write_back is not None
-        while True:
-            await send(course.progress(self.write_back.drain.backlog()).to_dict())
-            await trio.sleep(_LOOK_S)
-
-    async def _tell_lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+    async def _lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The files whose bytes are lost; ``acknowledge`` ends the alarm. ``discard`` has the
         numbers of kept files that are removed."""
         kept: list[KeptReport] = []
@@ -172,7 +167,7 @@ class WrittenVerbs:
             self.loss_alarm.acknowledge()
         return LostReport(names, acknowledged, kept, hidden).to_dict()
 
-    async def _tell_conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+    async def _conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The conflicts with changes at the source; ``acknowledge`` ends the alarm."""
         log = None if self.write_back is None else self.write_back.drain.writer.log
         conflicts = [
@@ -184,37 +179,35 @@ class WrittenVerbs:
             log.forget()
         return ConflictsReport(conflicts, acknowledged).to_dict()
 
-    async def _tell_refused(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
+    async def _list_refused(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The changes that the source refuses."""
         return self._refused().to_dict()
 
     async def _set_aside(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Lets other changes overtake those that are refused at ``path``."""
-        write_back, path = self._side_and_path(params)
+        write_back, path = self._write_back_and_path(params)
         with _patience():
             await write_back.refusals.set_aside(path)
         return self._refused().to_dict()
 
     async def _retry(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Tries refused changes again: those at ``path``, or all."""
-        if params.get("path") is None:
-            if self.write_back is not None:
-                with _patience():
-                    await self.write_back.refusals.retry(None)
-            return self._refused().to_dict()
-        write_back, path = self._side_and_path(params)
-        with _patience():
-            await write_back.refusals.retry(path)
-        return self._refused(path).to_dict()
+        write_back, path = self.write_back, None
+        if params.get("path") is not None:
+            write_back, path = self._write_back_and_path(params)
+        if write_back is not None:
+            with _patience():
+                await write_back.refusals.retry(path)
+        return self._refused(path or b"").to_dict()
 
     async def _discard(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Discards the refused changes at ``path``, and all that depend on them."""
-        write_back, path = self._side_and_path(params)
+        write_back, path = self._write_back_and_path(params)
         with _patience():
             removed = await write_back.refusals.discard(path)
         return self._refused(removed=removed).to_dict()
 
-    def _side_and_path(self, params: dict[str, Any]) -> tuple[WriteBack, bytes]:
+    def _write_back_and_path(self, params: dict[str, Any]) -> tuple[WriteBack, bytes]:
         path = params.get("path")
         if not isinstance(path, str) or not path:
             raise UsageError("a path must be a text", hint="name a path in the mount")
@@ -243,13 +236,7 @@ class WrittenVerbs:
         """An existing path, relative to the mount, as bytes. Raises UsageError."""
         if not isinstance(path, str):
             raise UsageError("a path must be a text")
-        try:
-            name = os.fsencode(path).strip(b"/")
-        except UnicodeEncodeError as error:
-            raise UsageError(f"no such file in the mount: {path!r}") from error
-        if self.names.resolve(name) is None:
-            raise UsageError(f"no such file in the mount: {path!r}")
-        return name
+        return existing(self.names, path)[0]
 
     def _nodes(self, below: bytes) -> Iterator[tuple[Node, bytes]]:
         """The written regular files beneath ``below``, each with a path there."""
@@ -282,22 +269,19 @@ class _Waited:
         return self._progress.has_all(self._upto) and all(map(self._progress.is_done, self._seqs))
 
 
-class _Course:
-    """The progress of draining since the request."""
-
-    def __init__(self, begun: Backlog) -> None:
-        self._begun = begun
-        self._files = self._bytes = 0
-
-    def progress(self, now: Backlog) -> DrainProgress:
-        """The progress of the data that waited at the request; it never decreases."""
-        begun = self._begun
-        files = _done(begun.files, now.files, now.drained_files - begun.drained_files)
+async def _report_progress(drain: Drain, send: Send) -> None:
+    """Sends the progress of the data that waits now, until cancelled; it never decreases."""
+    begun = drain.backlog()
+    files = size = 0
+    while True:
+        now = drain.backlog()
+        files = max(files, _done(begun.files, now.files, now.drained_files - begun.drained_files))
         # The bytes of a file that is being moved count already.
         drained = now.drained_bytes + now.moving_bytes - begun.drained_bytes
-        size = _done(begun.bytes, now.bytes, drained)
-        self._files, self._bytes = max(self._files, files), max(self._bytes, size)
-        return DrainProgress(self._files, begun.files, self._bytes, begun.bytes, now.trouble or "")
+        size = max(size, _done(begun.bytes, now.bytes, drained))
+        progress = DrainProgress(files, begun.files, size, begun.bytes, now.trouble or "")
+        await send(progress.to_dict())
+        await trio.sleep(_LOOK_S)
 
 
 @contextmanager
@@ -331,7 +315,7 @@ def _kept(kept: Kept) -> KeptReport:
     )
 
 
-def _done(total: int, left: int, drained: int) -> int:
+def _done(total: int, waiting: int, drained: int) -> int:
     """The part of ``total`` that is done; data may have been removed or rewritten before it was
     drained."""
-    return min(total, max(drained, total - left))
+    return min(total, max(drained, total - waiting))

@@ -17,8 +17,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.daemon.loss_alarm import LossAlarm
-from monarch.daemon.write_status import WriteStatus
+from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.errors import Refused, Unanswered
 from monarch.namespace import overlay
 from monarch.telemetry.health import Problem

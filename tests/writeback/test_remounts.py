@@ -15,8 +15,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarch.daemon.loss_alarm import LossAlarm
-from monarch.daemon.write_status import WriteStatus
+from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.namespace import scan
 from monarch.namespace.build import build
