@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from monarch.cli import status_screen as screens
+from monarch.cli.overview import Line
 from monarch.cli.screen import Column, bar, fields, paragraph, shortened, table
-from monarch.cli.status import Line
 from monarch.control.registry import MountRecord, SeenMount
 from monarch.telemetry.report import StatusReport
 from tests.reports import a_report

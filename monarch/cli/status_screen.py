@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.text import Text
 
 from monarch.cli.output import age, duration, stdout
+from monarch.cli.overview import Line, overview, report_of
 from monarch.cli.screen import Column, bar, fields, paragraph, table
-from monarch.cli.status import Line, overview, report_of
 from monarch.control.registry import MountRecord, Registry
 from monarch.telemetry.health import Health, Problem, State
 from monarch.telemetry.report import (

@@ -124,19 +124,12 @@ def open_mount(parts: Parts) -> Mount:
     upkeep = build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=door.sends_opens
     )
+    serving = door.serving
     status = Status(
-        parts,
-        tiers,
-        metrics,
-        transfer,
-        filesystem,
-        write_back,
-        upkeep,
-        loss_alarm,
-        door.serving,
+        parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving
     )
     session = Session(
-        Operations(filesystem, metrics.error, door.datapath, status.summary, door.serving),
+        Operations(filesystem, metrics.error, door.datapath, status.summary, serving),
         settings.mountpoint,
         os.fsencode(settings.source),
         allow_other=settings.allow_other,

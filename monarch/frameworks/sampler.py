@@ -9,7 +9,7 @@ the algorithm with which it began (``ALGORITHM``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -114,45 +114,30 @@ class OrderState:
     algorithm: int = ALGORITHM
 
     def to_json(self) -> dict[str, int | str]:
-        return {
-            "version": VERSION,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "consumed": self.consumed,
-            "N": self.count,
-            "world_size": self.world_size,
-            "fingerprint": self.fingerprint,
-            "algorithm": self.algorithm,
-        }
+        fields = {"N" if key == "count" else key: value for key, value in asdict(self).items()}
+        return {"version": VERSION, **fields}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> OrderState:
-        """Raises CheckpointError if ``told`` is not a valid state, or is of a newer Monarch."""
-        version = told.get("version")
+    def from_json(cls, raw: Mapping[str, Any]) -> OrderState:
+        """Raises CheckpointError if ``raw`` is not a valid state, or is of a newer Monarch."""
+        version = raw.get("version")
         if isinstance(version, int) and version > VERSION:
             raise CheckpointError(
                 f"the data order has version {version}, this Monarch knows {VERSION}",
                 hint="resume with the Monarch that saved it",
             )
-        numbers = [told.get(key) for key in ("seed", "epoch", "consumed", "N", "world_size")]
-        whole = [number for number in numbers if type(number) is int]
-        mark = told.get("fingerprint")
+        names = ("seed", "epoch", "consumed", "world_size")
+        numbers = {name: raw.get(name) for name in names} | {"count": raw.get("N")}
+        fields: dict[str, Any] = {**numbers, "fingerprint": raw.get("fingerprint")}
         # Version 1 of the format knew only algorithm 1.
-        algorithm = 1 if version == 1 else told.get("algorithm")
-        if version not in (1, VERSION) or len(whole) != len(numbers) or not isinstance(mark, str):
+        fields["algorithm"] = 1 if version == 1 else raw.get("algorithm")
+        is_valid = isinstance(fields["fingerprint"], str) and fields["algorithm"] in (1, 2)
+        if version not in (1, VERSION) or not is_valid or {*map(type, numbers.values())} != {int}:
             raise CheckpointError("this is not the state of a data order")
-        seed, epoch, consumed, count, world_size = whole
-        if not (0 <= consumed <= count and epoch >= 0 and world_size >= 1 and algorithm in (1, 2)):
+        state = cls(**fields)
+        if not 0 <= state.consumed <= state.count or state.epoch < 0 or state.world_size < 1:
             raise CheckpointError("this is not the state of a data order")
-        return cls(
-            seed=seed,
-            epoch=epoch,
-            consumed=consumed,
-            count=count,
-            world_size=world_size,
-            fingerprint=mark,
-            algorithm=algorithm,
-        )
+        return state
 
 
 class ResumableSampler:
@@ -190,41 +175,31 @@ class ResumableSampler:
             raise ValueError(f"{count} samples; an epoch has 0 to {MOST_SAMPLES}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
-        self._count = count
-        self._seed = seed
         self._rank = rank
-        self._world_size = world_size
-        self._fingerprint = fingerprint
         self._drop_last = drop_last
-        self._algorithm = ALGORITHM
-        self._epoch = 0
-        self._consumed = 0
+        self.state = OrderState(
+            seed=seed,
+            epoch=0,
+            consumed=0,
+            count=count,
+            world_size=world_size,
+            fingerprint=fingerprint,
+        )
 
     @property
     def epoch(self) -> int:
-        return self._epoch
-
-    @property
-    def state(self) -> OrderState:
-        return OrderState(
-            seed=self._seed,
-            epoch=self._epoch,
-            consumed=self._consumed,
-            count=self._count,
-            world_size=self._world_size,
-            fingerprint=self._fingerprint,
-            algorithm=self._algorithm,
-        )
+        return self.state.epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = epoch_permutation(self._seed, self._epoch, self._count, algorithm=self._algorithm)
+        at = self.state
+        order = epoch_permutation(at.seed, at.epoch, at.count, algorithm=at.algorithm)
         count = len(self)
-        first = self._consumed + self._rank
-        share = order[first :: self._world_size][:count]
+        first = at.consumed + self._rank
+        share = order[first :: at.world_size][:count]
         more = []
         if len(share) < count:
-            beyond = first + (count - 1) * self._world_size - self._count
-            more.append(int(order[beyond % self._count]))
+            beyond = first + (count - 1) * at.world_size - at.count
+            more.append(int(order[beyond % at.count]))
         # Moved to the front in pieces: a copy would need as much memory again.
         kept = len(share)
         for start in range(0, kept, _PIECE):
@@ -236,8 +211,8 @@ class ResumableSampler:
 
     def __len__(self) -> int:
         """The number of indices that an iteration begun now yields, the same at every rank."""
-        left = self._count - self._consumed
-        return left // self._world_size if self._drop_last else -(-left // self._world_size)
+        rest, ranks = self.state.count - self.state.consumed, self.state.world_size
+        return rest // ranks if self._drop_last else -(-rest // ranks)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the beginning of ``epoch``; does nothing if it is the current epoch.
@@ -246,51 +221,45 @@ class ResumableSampler:
         """
         if epoch < 0:
             raise ValueError(f"epoch {epoch}")
-        if epoch != self._epoch:
-            self._epoch, self._consumed = epoch, 0
+        if epoch != self.epoch:
+            self.state = replace(self.state, epoch=epoch, consumed=0)
 
     def consumed(self, samples: int) -> None:
         """Records that this rank, and each other rank, trained on ``samples`` more samples.
 
         Raises ValueError if the epoch does not have so many left.
         """
-        left = len(self)
-        if not 0 <= samples <= left:
-            raise ValueError(f"{samples} samples consumed; the epoch has {left} left")
-        self._consumed = min(self._count, self._consumed + samples * self._world_size)
+        if not 0 <= samples <= len(self):
+            raise ValueError(f"{samples} samples consumed; the epoch has {len(self)} left")
+        consumed = self.state.consumed + samples * self.state.world_size
+        self.state = replace(self.state, consumed=min(self.state.count, consumed))
 
     def next_epoch(self) -> None:
         """Moves to the beginning of the next epoch, even if this one is not finished."""
-        self._epoch += 1
-        self._consumed = 0
+        self.set_epoch(self.epoch + 1)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The numbers of the unfinished epochs below ``total``, beginning with the current one."""
-        while self._epoch < total:
-            yield self._epoch
+        while self.epoch < total:
+            yield self.epoch
             self.next_epoch()
 
     def state_dict(self) -> dict[str, int | str]:
         return self.state.to_json()
 
-    def load_state_dict(self, told: Mapping[str, Any]) -> None:
-        """Resumes from the state ``told``, with its seed. Raises CheckpointError, without a change,
+    def load_state_dict(self, raw: Mapping[str, Any]) -> None:
+        """Resumes from the state ``raw``, with its seed. Raises CheckpointError, without a change,
         if the state is of another data set: of another number of samples or another fingerprint.
         """
-        state = OrderState.from_json(told)
-        if state.count != self._count:
-            raise CheckpointError(
-                f"the run began with {state.count} samples, now there are {self._count}",
-                hint="its order is not valid here; begin a new run, or restore the old data",
-            )
-        if state.fingerprint != self._fingerprint:
-            raise CheckpointError(
-                f"the run began with the data {state.fingerprint!r}, now it is"
-                f" {self._fingerprint!r}",
-                hint="its order is not valid here; begin a new run, or restore the old data",
-            )
-        self._seed, self._epoch, self._consumed = state.seed, state.epoch, state.consumed
-        self._algorithm = state.algorithm
+        state, now = OrderState.from_json(raw), self.state
+        hint = "its order is not valid here; begin a new run, or restore the old data"
+        if state.count != now.count:
+            what = f"the run began with {state.count} samples, now there are {now.count}"
+            raise CheckpointError(what, hint=hint)
+        if state.fingerprint != now.fingerprint:
+            what = f"the run began with the data {state.fingerprint!r}, now it is"
+            raise CheckpointError(f"{what} {now.fingerprint!r}", hint=hint)
+        self.state = replace(state, world_size=now.world_size)
 
 
 def _numbers(order: npt.NDArray[np.int64]) -> Iterator[int]:

@@ -20,14 +20,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
 
 from monarch.errors import CheckpointError
-from monarch.frameworks.format import TRAILER_BYTES, Octets, parse, parse_header, trailer
+from monarch.frameworks.format import TRAILER_BYTES, parse, parse_header, trailer
 from monarch.frameworks.owner import Owner
 from monarch.units import MiB
 
@@ -102,20 +101,19 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
     """The checkpoints of the manifest, newest first; reads only the manifest. Empty if there is no
     manifest. Raises CheckpointError if it is of a newer Monarch, and OSError."""
     path = Path(directory)
-    listed = []
-    for checkpoint in reversed(_read_manifest(path).checkpoints):
-        durable: Durable | None = None
-        try:
-            complete = os.stat(path / checkpoint.name).st_size == checkpoint.size
-        except OSError:
-            complete = False
-        else:
-            try:
-                durable = durability(path / checkpoint.name)
-            except OSError:
-                durable = "none"
-        listed.append(Listed(checkpoint, complete, durable))
-    return listed
+    return [_listed(path, each) for each in reversed(_read_manifest(path).checkpoints)]
+
+
+def _listed(directory: Path, checkpoint: Checkpoint) -> Listed:
+    path = directory / checkpoint.name
+    try:
+        complete = os.stat(path).st_size == checkpoint.size
+    except OSError:
+        return Listed(checkpoint, False, None)
+    try:
+        return Listed(checkpoint, complete, durability(path))
+    except OSError:
+        return Listed(checkpoint, complete, "none")
 
 
 def verify(directory: str | os.PathLike[str]) -> list[Verified]:
@@ -157,13 +155,12 @@ def durability(path: Path) -> Durable | None:
     """The durability of a file on a Monarch mount; None on any other file system. Raises OSError if
     the mount does not report it."""
     try:
-        told = os.getxattr(path, DURABLE)
+        # An unknown value counts as not durable.
+        return _DURABLE.get(os.getxattr(path, DURABLE), "none")
     except OSError as error:
         if error.errno in _NOT_MONARCH:
             return None
         raise
-    # An unknown value counts as not durable.
-    return _DURABLE.get(told, "none")
 
 
 def _is_durable(path: Path, wanted: Literal["local", "source"]) -> bool:
@@ -218,7 +215,7 @@ def load(
     path = directory / checkpoint.name
     try:
         # A private mapping: a change of an array does not change the file.
-        content = np.memmap(path, np.uint8, "c") if mapped else _whole(path)
+        content = np.memmap(path, np.uint8, "c") if mapped else np.fromfile(path, np.uint8)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{checkpoint.name}: {why}") from error
@@ -243,9 +240,7 @@ class CheckpointStore:
         self.token = os.urandom(4).hex()
         self._owner = Owner(directory, self.token)
         try:
-            manifest = _read_manifest(directory)
-            self._checkpoints = manifest.checkpoints
-            self.troubles = manifest.troubles
+            self._checkpoints, self.troubles = _read_manifest(directory)
             self._adopt()
         except BaseException:
             self.release()
@@ -296,10 +291,7 @@ class CheckpointStore:
         return part, size, digest.hexdigest()
 
     def publish(
-        self,
-        part: Path,
-        checkpoint: Checkpoint,
-        commits: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+        self, part: Path, checkpoint: Checkpoint, commits: Mapping[str, tuple[str, ...]]
     ) -> None:
         """Renames the staged file ``part`` and enters it in the manifest. Durable when this
         returns.
@@ -339,8 +331,8 @@ class CheckpointStore:
             self.directory, self._checkpoints, keep_last, keep_every, durable, believed
         )
         if old:
-            gone = {each.serial for each in old}
-            self._exchange([c for c in self._checkpoints if c.serial not in gone])
+            removed = {each.serial for each in old}
+            self._exchange([c for c in self._checkpoints if c.serial not in removed])
             for checkpoint in old:
                 _remove(self.directory / checkpoint.name)
         return old
@@ -386,23 +378,22 @@ def _committed(
     return [replace(c, digests=commits.get(c.name, c.digests)) for c in checkpoints]
 
 
-@dataclass(slots=True)
-class _Manifest:
+class _Manifest(NamedTuple):
     checkpoints: list[Checkpoint]
     troubles: list[str]
 
 
 def _read_manifest(directory: Path) -> _Manifest:
     """Reads the manifest. A damaged line is reported; its file will be adopted again."""
+    found = _Manifest([], [])
     try:
         content = (directory / MANIFEST).read_bytes()
     except FileNotFoundError:
-        return _Manifest([], [])
-    found = _Manifest([], [])
+        return found
     for number, line in enumerate(content.splitlines(), 1):
-        text = line[17:]
         try:
-            if line[:17] != _line_mark(text):
+            text = line[17:].decode()
+            if line + b"\n" != _line(text):
                 raise ValueError("damaged")
             raw = json.loads(text)
             if number > 1:
@@ -420,33 +411,22 @@ def _read_manifest(directory: Path) -> _Manifest:
     return found
 
 
-def entry_of(told: dict[str, Any]) -> Checkpoint:
+def entry_of(raw: dict[str, Any]) -> Checkpoint:
     """Converts a line. Raises KeyError, TypeError, ValueError, also for a name with a path."""
-    name, xxh3 = str(told["name"]), str(told["xxh3"])
+    name, xxh3 = str(raw["name"]), str(raw["xxh3"])
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a checkpoint")
-    return Checkpoint(
-        name=name,
-        size=int(told["size"]),
-        xxh3=xxh3,
-        step=int(told["step"]),
-        epoch=int(told["epoch"]),
-        consumed=int(told["consumed"]),
-        saved_ns=int(told["saved_ns"]),
-        serial=int(told["serial"]),
-        rank=int(told.get("rank", 0)),
-        ranks=int(told.get("ranks", 1)),
-        digests=tuple(map(str, told.get("digests", ()))),
-    )
+    # Entries of earlier versions are of one rank.
+    raw = {"rank": 0, "ranks": 1, **raw}
+    keys = ("size", "step", "epoch", "consumed", "saved_ns", "serial", "rank", "ranks")
+    numbers = {key: int(raw[key]) for key in keys}
+    digests = tuple(map(str, raw.get("digests", ())))
+    return Checkpoint(name=name, xxh3=xxh3, digests=digests, **numbers)
 
 
 def _line(text: str) -> bytes:
     content = text.encode()
-    return _line_mark(content) + content + b"\n"
-
-
-def _line_mark(content: bytes) -> bytes:
-    return xxhash.xxh3_64_hexdigest(content).encode() + b" "
+    return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
 
 
 def _superfluous(
@@ -465,14 +445,12 @@ def _superfluous(
         return []
     whole: list[Checkpoint] = []
     for checkpoint in newest_first:
-        if not checkpoint.counts:
-            continue
-        known = checkpoint.name in believed
-        if known or verified(directory, checkpoint).state == "whole":
-            believed.add(checkpoint.name)
-            whole.append(checkpoint)
         if len(whole) == keep_last:
             break
+        is_known = checkpoint.name in believed
+        if checkpoint.counts and (is_known or verified(directory, checkpoint).state == "whole"):
+            believed.add(checkpoint.name)
+            whole.append(checkpoint)
     safe = any(_is_durable(directory / c.name, durable) for c in whole)
     if len(whole) < keep_last or not safe:
         return []
@@ -499,11 +477,11 @@ def _examined(directory: Path, name: str) -> Checkpoint:
     fd = os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)
-        left = status.st_size - TRAILER_BYTES
+        size = max(0, status.st_size - TRAILER_BYTES)
         inner = xxhash.xxh3_64()
-        for piece in _pieces(fd, max(0, left)):
+        for piece in _pieces(fd, size):
             inner.update(piece)
-        end = os.pread(fd, TRAILER_BYTES + 1, max(0, left))
+        end = os.pread(fd, TRAILER_BYTES + 1, size)
         if end != trailer(inner.intdigest()):
             raise CheckpointError("it is damaged or incomplete")
         header = parse_header(os.pread(fd, 16, 0), lambda to: os.pread(fd, to - 16, 16))
@@ -511,8 +489,8 @@ def _examined(directory: Path, name: str) -> Checkpoint:
         os.close(fd)
     inner.update(end)
     try:
-        known = {"name": name, "size": status.st_size, "xxh3": inner.hexdigest()}
-        return entry_of({**header, **known})
+        own = {"name": name, "size": status.st_size, "xxh3": inner.hexdigest()}
+        return entry_of({**header, **own})
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its header is not valid ({error})") from error
 
@@ -540,26 +518,10 @@ def _pieces(fd: int, size: int | None = None) -> Iterator[memoryview]:
         offset += count
 
 
-def _whole(path: Path) -> Octets:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        content = np.empty(os.fstat(fd).st_size, np.uint8)
-        memory = content.data
-        offset = 0
-        while offset < len(memory):
-            count = os.preadv(fd, [memory[offset : offset + 64 * MiB]], offset)
-            if not count:
-                break
-            offset += count
-        return content[:offset]
-    finally:
-        os.close(fd)
-
-
 def _write_all(fd: int, piece: bytes | memoryview) -> None:
-    left = memoryview(piece)
-    while left:
-        left = left[os.write(fd, left) :]
+    rest = memoryview(piece)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def _sync_directory(directory: Path) -> None:
