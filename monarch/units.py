@@ -12,23 +12,10 @@ TiB = 1 << 40
 PiB = 1 << 50
 
 _BYTES = {
-    "": 1,
-    "B": 1,
-    "K": KiB,
-    "M": MiB,
-    "G": GiB,
-    "T": TiB,
-    "P": PiB,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "PB": 10**15,
-    "KIB": KiB,
-    "MIB": MiB,
-    "GIB": GiB,
-    "TIB": TiB,
-    "PIB": PiB,
+    **{"": 1, "B": 1},
+    **{"K": KiB, "M": MiB, "G": GiB, "T": TiB, "P": PiB},
+    **{"KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB, "PIB": PiB},
+    **{"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15},
 }
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")

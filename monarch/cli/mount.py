@@ -42,6 +42,7 @@ Examples:
     "-c",
     "--config",
     "file",
+    type=click.Path(path_type=Path),
     metavar="FILE",
     # Parsed before NAME, whose completion needs it.
     is_eager=True,
@@ -59,12 +60,14 @@ Examples:
 )
 @click.option(
     "--snapshot",
+    type=click.Path(path_type=Path),
     metavar="FILE",
     shell_complete=complete.files,
     help="The file of the snapshot; it is built, with a message, if it does not exist.",
 )
 @click.option(
     "--state",
+    type=click.Path(path_type=Path),
     metavar="DIR",
     shell_complete=complete.directories,
     help="Directory for persistent state: snapshot, records, log.",
@@ -90,10 +93,10 @@ def mount(
     source_or_name: str,
     mountpoint: str | None,
     *,
-    file: str | None,
+    file: Path | None,
     tiers: Sequence[str],
-    snapshot: str | None,
-    state: str | None,
+    snapshot: Path | None,
+    state: Path | None,
     options: Sequence[str],
     refresh: bool,
     foreground: bool,
@@ -102,7 +105,23 @@ def mount(
 
     Returns when the mount answers. The first mount of a source builds a snapshot of its names.
     """
-    settings = _settings(source_or_name, mountpoint, file, tiers, snapshot, state, options)
+    if mountpoint is None or file is not None:
+        file = file or _configuration_with(source_or_name)
+        if mountpoint is not None or tiers or snapshot is not None or state is not None:
+            raise UsageError(
+                "with -c, the mount point, tiers, snapshot and state come from the file",
+                hint="monarch mount -c FILE NAME [-o KEY=VALUE]",
+            )
+        settings = _settings_of_file(file, source_or_name, options)
+    else:
+        settings = load.from_options(
+            Path(source_or_name),
+            Path(mountpoint),
+            tiers=tiers,
+            snapshot=snapshot,
+            state=state,
+            options=options,
+        )
     # The path that the kernel's mount table will show: /data may be a link to /raid.
     real = {"mountpoint": Path(real_path(settings.mountpoint))}
     settings = settings.model_copy(update=real)
@@ -169,38 +188,11 @@ def _report(settings: MountSettings, remarks: Sequence[str]) -> None:
         remark(f"monarch: {escape_text(line)}")
 
 
-def _settings(
-    source_or_name: str,
-    mountpoint: str | None,
-    file: str | None,
-    tiers: Sequence[str],
-    snapshot: str | None,
-    state: str | None,
-    options: Sequence[str],
-) -> MountSettings:
-    if file is None and mountpoint is None:
-        file = _configuration_with(source_or_name)
-    if file is None:
-        assert mountpoint is not None
-        return load.from_options(
-            Path(source_or_name),
-            Path(mountpoint),
-            tiers=tiers,
-            snapshot=Path(snapshot) if snapshot is not None else None,
-            state=Path(state) if state is not None else None,
-            options=list(options),
-        )
-    if mountpoint is not None or tiers or snapshot is not None or state is not None:
-        raise UsageError(
-            "with -c, the mount point, tiers, snapshot and state come from the file",
-            hint="monarch mount -c FILE NAME [-o KEY=VALUE]",
-        )
-    mounts = load.load(Path(file))
-    if source_or_name not in mounts:
-        raise ConfigError(
-            [f"{file}:1: no mount {source_or_name!r}; there are {', '.join(sorted(mounts))}"]
-        )
-    return load.with_options(mounts[source_or_name], list(options))
+def _settings_of_file(file: Path, name: str, options: Sequence[str]) -> MountSettings:
+    mounts = load.load(file)
+    if name not in mounts:
+        raise ConfigError([f"{file}:1: no mount {name!r}; there are {', '.join(sorted(mounts))}"])
+    return load.with_options(mounts[name], options)
 
 
 Serve = Callable[[Progress, Callable[[list[str]], None]], None]
@@ -241,7 +233,7 @@ def _wait_until_ready(reading: int, settings: MountSettings, scanning: Scanning)
     raise FuseError("the daemon died before the mount answered", hint=f"see {where}")
 
 
-def _configuration_with(name: str) -> str:
+def _configuration_with(name: str) -> Path:
     """The first of the default configuration files that has a mount of this name.
 
     Raises UsageError if there is none, ConfigError for a mistake in one of the files.
@@ -252,7 +244,7 @@ def _configuration_with(name: str) -> str:
     there = [path for path in complete.default_configurations() if path.exists()]
     for path in there:
         if name in load.load(path):
-            return os.fspath(path)
+            return path
     places = there or complete.default_configurations()
     shown = " or ".join(escape_text(os.fspath(path)) for path in places)
     what = f"no mount {escape_text(name)!r} in" if there else "neither a mount point nor a file:"

@@ -20,7 +20,6 @@ from monarch.control.registry import MountRecord, Registry
 from monarch.telemetry.health import Health, Problem, State
 from monarch.telemetry.report import (
     EpochReport,
-    Mode,
     Quantiles,
     StatusReport,
     TierReport,
@@ -51,21 +50,14 @@ def print_status(records: Registry, mountpoint: Path | None, *, watch: bool) -> 
     console = stdout()
     if watch:
         _watch(lines, console)
-    else:
-        _print(console, lines(_width(console), _ascii_only(console)))
-
-
-def _width(console: Console) -> int:
-    return console.width if console.is_terminal else _FILE_COLUMNS
+        return
+    width = console.width if console.is_terminal else _FILE_COLUMNS
+    for line in lines(width, _ascii_only(console)):
+        console.print(line, soft_wrap=True)
 
 
 def _ascii_only(console: Console) -> bool:
     return not console.encoding.lower().startswith("utf")
-
-
-def _print(console: Console, lines: Iterable[Text]) -> None:
-    for line in lines:
-        console.print(line, soft_wrap=True)
 
 
 Lines = Callable[[int, bool], list[Text]]
@@ -91,9 +83,9 @@ def _watch(lines: Lines, console: Console) -> None:
             while True:
                 seen = lines(console.width, _ascii_only(console))
                 room = console.height - 1
-                if len(seen) > room:
-                    left = len(seen) - room + 1
-                    seen = [*seen[: room - 1], Text(f"({left} more lines in a higher window)")]
+                if (hidden := len(seen) - room) > 0:
+                    words = f"({hidden + 1} more lines in a higher window)"
+                    seen = [*seen[: room - 1], Text(words)]
                 live.update(Group(*seen), refresh=True)
                 time.sleep(WATCH_SECONDS)
     except (KeyboardInterrupt, BrokenPipeError):
@@ -132,16 +124,14 @@ class _Rates:
             return "" if number is None else f"{format_bytes(number)}/s"
 
         opens = rate(lambda r: r.opens)
-        copies = rate(lambda r: r.copies.done) or 0.0
-        drained = of_bytes(lambda r: r.writing.drained_bytes if r.writing is not None else None)
-        told = {
+        rates = {
             "opens": "" if opens is None else f"{opens:,.0f}/s",
             "answered": of_bytes(lambda r: r.bytes),
             "source": of_bytes(lambda r: r.source_totals.bytes),
-            "copies": f"{copies:,.0f}/s",
-            "flushed": drained,
+            "copies": f"{rate(lambda r: r.copies.done) or 0.0:,.0f}/s",
+            "flushed": of_bytes(lambda r: r.writing.drained_bytes if r.writing else None),
         }
-        return {name: words for name, words in told.items() if words}
+        return {name: words for name, words in rates.items() if words}
 
 
 _NOT_COUNTED = "not counted"
@@ -183,6 +173,9 @@ def _overview_lines(lines: Sequence[Line], width: int, rates: _Rates) -> list[Te
             rows.append([name, escape_text(record.source) if record else "", *blank, word])
             remarks += paragraph(f"{name}: {escape_text(line.trouble)}", width, indent="  ")
             continue
+        word = Text(report.state)
+        if report.state == "serving":
+            word = Text(report.health.state, style=_HEALTH_STYLES[report.health.state])
         rows.append(
             [
                 name,
@@ -193,11 +186,11 @@ def _overview_lines(lines: Sequence[Line], width: int, rates: _Rates) -> list[Te
                 str(report.epochs[-1].number) if report.epochs else "-",
                 _copies(report),
                 *([rate.get("answered", "-"), rate.get("source", "-")] if watched else []),
-                _health_word(report),
+                word,
             ]
         )
         for problem in report.health.problems:
-            remarks += paragraph(f"{name}: {escape_text(_told(problem))}", width, indent="  ")
+            remarks += paragraph(f"{name}: {escape_text(_words(problem))}", width, indent="  ")
     columns = (*_OVERVIEW[:-1], *(_OVERVIEW_RATES if watched else ()), _OVERVIEW[-1])
     return [*table(columns, rows, width), *remarks]
 
@@ -206,7 +199,8 @@ def _detail_lines(
     report: StatusReport, record: MountRecord, width: int, ascii_only: bool, rates: _Rates
 ) -> list[Text]:
     """The details of one mount, the most important first: a low window shows only the top."""
-    up = duration(max(time.time() - report.started_ns / 1e9, 0))
+    up, copies, mode = age(report.started_ns), report.copies, report.mode
+    opens = ", open: none" if mode.open == "none" else ""
     rate = rates.since_last_look(report)
     now = ", ".join(f"{name} {words}" for name, words in rate.items())
     pairs: list[tuple[str, str]] = [
@@ -216,16 +210,13 @@ def _detail_lines(
         *([("now", now)] if now else []),
         ("resident", _resident(report, ascii_only)),
         *_fits(report),
-        (
-            "copies",
-            _copies(report) + f"; {report.copies.done:,} done, {report.copies.failed:,} failed",
-        ),
+        ("copies", f"{_copies(report)}; {copies.done:,} done, {copies.failed:,} failed"),
         *(("warming", _warming(work)) for work in report.warming),
         ("readers", _readers(report)),
         ("source traffic", _source(report)),
         ("saved", _saved(report)),
         *_writing(report.writing),
-        ("datapath", _mode(report.mode)),
+        ("datapath", f"{mode.datapath}{opens} ({mode.why})"),
         ("snapshot", _snapshot(report)),
         ("memory", format_bytes(report.memory.rss_bytes)),
         ("log", record.log),
@@ -252,14 +243,13 @@ def _health_lines(health: Health, width: int) -> list[Text]:
     style = _HEALTH_STYLES[health.state]
     lines = [Text(f"health: {health.state}", style=style)]
     for problem in health.problems:
-        lines += paragraph(f"! {escape_text(_told(problem))}", width, indent="  ", style=style)
-        lines += [
-            Text(f"  {line.plain}") for line in paragraph(escape_text(problem.remedy), width - 2)
-        ]
+        lines += paragraph(f"! {escape_text(_words(problem))}", width, indent="  ", style=style)
+        remedy = paragraph(escape_text(problem.remedy), width - 2)
+        lines += [Text(f"  {line.plain}") for line in remedy]
     return lines
 
 
-def _told(problem: Problem) -> str:
+def _words(problem: Problem) -> str:
     return f"{problem.what}, since {_moment(problem.since_ns)}"
 
 
@@ -300,9 +290,9 @@ def _tiers(tiers: Sequence[TierReport], width: int, ascii_only: bool) -> list[Te
     lines = table(columns, rows, width)
     for tier in tiers:
         if tier.others:
-            told = f"tier {tier.name} also holds copies of {', '.join(tier.others)}"
-            told += f": `monarch evict --tier {tier.path}` lists them"
-            lines += paragraph(escape_text(told), width, indent="  ")
+            words = f"tier {tier.name} also holds copies of {', '.join(tier.others)}"
+            words += f": `monarch evict --tier {tier.path}` lists them"
+            lines += paragraph(escape_text(words), width, indent="  ")
     return lines
 
 
@@ -339,11 +329,6 @@ def _epochs(epochs: Sequence[EpochReport], width: int) -> list[Text]:
         for epoch in epochs[-_SHOWN_EPOCHS:]
     ]
     return table([Column(name, right=True) for name in names], rows, width)
-
-
-def _mode(mode: Mode) -> str:
-    opens = ", open: none" if mode.open == "none" else ""
-    return f"{mode.datapath}{opens} ({mode.why})"
 
 
 def _snapshot(report: StatusReport) -> str:
@@ -403,17 +388,17 @@ def _readers(report: StatusReport) -> str:
 
 def _saved(report: StatusReport) -> str:
     """The opens and reads that the source did not serve, if they are counted."""
-    saved, residency = report.saved, report.residency
+    saved, files = report.saved, report.residency.files
     parts = []
     if saved.opens is not None:
         parts.append(counted(saved.opens, "open", "opens"))
     if saved.bytes is not None:
         parts.append(format_bytes(saved.bytes))
-    told = f"at least {', '.join(parts)} not served by the source; " if parts else ""
-    if report.snapshot.files and residency.files == report.snapshot.files:
-        return f"{told}all files are resident: later reads come from this node"
-    resident = counted(residency.files, "resident file", "resident files")
-    return f"{told}later reads of {resident} come from this node"
+    past = f"at least {', '.join(parts)} not served by the source; " if parts else ""
+    if report.snapshot.files and files == report.snapshot.files:
+        return f"{past}all files are resident: later reads come from this node"
+    resident = counted(files, "resident file", "resident files")
+    return f"{past}later reads of {resident} come from this node"
 
 
 def _source(report: StatusReport) -> str:
@@ -430,17 +415,17 @@ def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
         return
     backlog = f"{counted(writing.files, 'file', 'files')}, {format_bytes(writing.bytes)}"
     if not writing.operations:
-        told = "all is at the source"
+        words = "all is at the source"
     elif not writing.files:
         changes = counted(writing.operations, "change", "changes")
-        told = f"{changes} of names and attributes not at the source yet"
+        words = f"{changes} of names and attributes not at the source yet"
     else:
-        told = f"{backlog} not at the source yet"
+        words = f"{backlog} not at the source yet"
     if writing.oldest_ns:
-        told += f", the oldest written {age(writing.oldest_ns)} ago"
+        words += f", the oldest written {age(writing.oldest_ns)} ago"
     if writing.trouble:
-        told += f"; it waits because: {writing.trouble}"
-    yield "written", told
+        words += f"; it waits because: {writing.trouble}"
+    yield "written", words
     yield (
         "drained",
         f"{counted(writing.drained_files, 'file', 'files')}, {format_bytes(writing.drained_bytes)};"
@@ -465,13 +450,6 @@ def _copies(report: StatusReport) -> str:
     if not copies.running and not copies.queued:
         return "idle"
     return f"{copies.running:,} running, {copies.queued:,} queued"
-
-
-def _health_word(report: StatusReport) -> Text:
-    if report.state != "serving":
-        return Text(report.state)
-    state = report.health.state
-    return Text(state, style=_HEALTH_STYLES[state])
 
 
 def _number(value: int | None) -> str:

@@ -18,7 +18,7 @@ from monarch.cli.output import duration, emit_json, remark
 from monarch.config.defaults import state_root
 from monarch.control.client import call
 from monarch.control.ending import STEPS, step_of
-from monarch.control.registry import MountRecord, Registry, alive, real_path
+from monarch.control.registry import MountRecord, Registry, alive, process_stat, real_path
 from monarch.errors import (
     BusyError,
     FuseError,
@@ -208,11 +208,10 @@ def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:
 
 def _parent(pid: int) -> int | None:
     """The pid of the parent of ``pid``, None if ``pid`` has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return None
+    with suppress(OSError):
+        if (fields := process_stat(pid)) is not None:
+            return int(fields[1])
+    return None
 
 
 def _named(pids: Sequence[int]) -> str:

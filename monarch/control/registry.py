@@ -112,7 +112,7 @@ class Registry:
         """
         records = self.all()
         wanted = real_path(path, [record.mountpoint for record in records])
-        matching = [r for r in records if _is_inside(wanted, r.mountpoint)]
+        matching = [r for r in records if f"{wanted}/".startswith(r.mountpoint.rstrip("/") + "/")]
         if not matching:
             raise NotMountedError(
                 f"{escape_text(str(path))} is not in a Monarch mount",
@@ -157,18 +157,18 @@ def alive(record: MountRecord) -> bool:
 
 def process_started(pid: int) -> int | None:
     """The start time of a process, in clock ticks since boot; None if it does not run."""
+    fields = process_stat(pid)
+    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def process_stat(pid: int) -> list[bytes] | None:
+    """The fields of ``/proc/PID/stat`` from the state on; None if there is no process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name of the command is in parentheses and may contain parentheses and blanks.
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, started = fields[0], int(fields[19])
-    return None if state in (b"Z", b"X") else started
-
-
-def _is_inside(path: str, mountpoint: str) -> bool:
-    return path == mountpoint or path.startswith(mountpoint.rstrip("/") + "/")
 
 
 def _load(path: Path) -> MountRecord | None:

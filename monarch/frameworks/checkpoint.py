@@ -67,7 +67,7 @@ __all__ = [
 Batch = TypeVar("Batch")
 
 # The ranks exchange at most this many sets that may be incomplete.
-_MOST_TOLD = 8
+_MOST_SETS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,9 @@ class Checkpointer:
         self._shelving = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._first_error: BaseException | None = None
-        self._last_error: BaseException | None = None
-        self._untold = ""
+        # The error of the newest checkpoint; None if it was saved.
+        self.last_error: BaseException | None = None
+        self._warning = ""
         self._failed = 0
         self._closed = False
         self._believed: set[str] = set()
@@ -189,7 +190,7 @@ class Checkpointer:
 
         self._root = Path(directory)
         self._store = CheckpointStore(directory_of(self._root, group.rank) if group else self._root)
-        self._serial = self._store.next_serial()
+        self._serial = max((each.serial for each in self._store.checkpoints), default=0) + 1
         self._token = self._store.token
         for trouble in self._store.troubles:
             warnings.warn(trouble, CheckpointWarning, stacklevel=2)
@@ -200,11 +201,6 @@ class Checkpointer:
         if self._every:
             return self._every
         return self._agreed if self._group else self._interval.iterations
-
-    @property
-    def last_error(self) -> BaseException | None:
-        """The error of the newest checkpoint; None if it was saved."""
-        return self._last_error
 
     @property
     def newest(self) -> Checkpoint | None:
@@ -236,7 +232,7 @@ class Checkpointer:
 
     def before_update(self) -> None:
         """Waits until the copy of the state is made; after it the weights may change."""
-        self._tell()
+        self._warn()
         began_s = time.monotonic()
         self._copied.wait()
         self._update_began_s = time.monotonic()
@@ -260,7 +256,7 @@ class Checkpointer:
         self._gate_passed = False
         if not self._is_met:
             self._meet(state)
-        self._tell()
+        self._warn()
         self.step += 1
         self._age += 1
         with self._changed:
@@ -289,7 +285,7 @@ class Checkpointer:
         Raises OSError if it could not be written, CheckpointError if that of another rank could
         not, TypeError as ``after_update``.
         """
-        self._tell()
+        self._warn()
         with self._changed:
             self._changed.wait_for(lambda: len(self._buffers) > 0)
         if self._group is not None:
@@ -297,10 +293,8 @@ class Checkpointer:
         with self._changed:
             buffer = self._buffers.pop()
         try:
-            capture, checkpoint = self._capture(state)
-            buffer = self._fitting(buffer, capture)
-            capture.copy_now(buffer)
-            capture.copy_deferred(buffer)
+            capture, checkpoint, buffer = self._capture(state, buffer)
+            capture.copy(buffer, deferred=True)
             checkpoint = self._persist(capture, checkpoint, buffer)
         except BaseException as error:
             if self._group is not None and isinstance(error, Exception):
@@ -409,7 +403,7 @@ class Checkpointer:
         """Exchanges messages with the other ranks; returns whether all have a free buffer."""
         assert self._group is not None
         with self._changed:
-            told: dict[str, object] = {
+            message: dict[str, object] = {
                 "free": bool(self._buffers),
                 "interval": self._interval.iterations,
                 "every": self._every,
@@ -417,20 +411,20 @@ class Checkpointer:
                 "token": self._store.token,
                 "written": dict(self._written),
             }
-        heard = self._group.exchange(call, self.step, error=error, **told)
-        if {other["every"] for other in heard} != {self._every}:
+        answers = self._group.exchange(call, self.step, error=error, **message)
+        if {other["every"] for other in answers} != {self._every}:
             raise CheckpointError("the ranks have different values of `every`")
         with self._changed:
-            self._agreed = max(other["interval"] for other in heard)
-            self._serial = max(other["serial"] for other in heard)
-            self._token = heard[0]["token"]
-            written = [other["written"] for other in heard]
+            self._agreed = max(other["interval"] for other in answers)
+            self._serial = max(other["serial"] for other in answers)
+            self._token = answers[0]["token"]
+            written = [other["written"] for other in answers]
             for name in [n for n in self._written if all(n in other for other in written)]:
                 self._commits[name] = tuple(other[name] for other in written)
                 # An earlier set with a missing part will never be complete.
                 for older in [n for n in self._written if serial_of(n) <= serial_of(name)]:
                     del self._written[older]
-        return all(other["free"] for other in heard)
+        return all(other["free"] for other in answers)
 
     def _record_commits(self, checkpoint: Checkpoint) -> Checkpoint:
         with self._shelving:
@@ -442,23 +436,18 @@ class Checkpointer:
 
     def _begin(self, state: Callable[[], object], buffer: Octets) -> None:
         try:
-            capture, checkpoint = self._capture(state())
-            buffer = self._fitting(buffer, capture)
-            capture.copy_now(buffer)
+            capture, checkpoint, buffer = self._capture(state(), buffer)
         except BaseException:
             self._give_back(buffer)
             raise
+        self._age = 0
+        self._copied.clear()
+        work, name = (capture, checkpoint, buffer), f"checkpoint-{checkpoint.step}"
+        thread = threading.Thread(target=self._in_background, args=work, name=name)
         with self._changed:
             self._interval.begun(late=self._late)
-        self._age, self._late = 0, False
-        self._copied.clear()
-        thread = threading.Thread(
-            target=self._in_background,
-            args=(capture, checkpoint, buffer),
-            name=f"checkpoint-{checkpoint.step}",
-        )
-        with self._changed:
             self._threads.add(thread)
+        self._late = False
         try:
             thread.start()
         except BaseException:
@@ -473,7 +462,7 @@ class Checkpointer:
         try:
             began_s = time.monotonic()
             try:
-                capture.copy_deferred(buffer)
+                capture.copy(buffer, deferred=True)
             finally:
                 self._copied.set()
             copied_s = time.monotonic()
@@ -484,9 +473,9 @@ class Checkpointer:
                 )
         except Exception as error:
             with self._changed:
-                if self._last_error is None:
-                    self._untold = f"a checkpoint was not saved: {error}; the next is tried"
-                self._last_error = error
+                if self.last_error is None:
+                    self._warning = f"a checkpoint was not saved: {error}; the next is tried"
+                self.last_error = error
                 self._first_error = self._first_error or error
                 self._failed += 1
         finally:
@@ -495,8 +484,9 @@ class Checkpointer:
                 self._threads.discard(threading.current_thread())
                 self._changed.notify_all()
 
-    def _capture(self, state: object) -> tuple[Capture, Checkpoint]:
-        """Captures the state now; its entry lacks the values that are known after the write."""
+    def _capture(self, state: object, buffer: Octets) -> tuple[Capture, Checkpoint, Octets]:
+        """Captures the state in ``buffer``, or in a larger one, without the deferred arrays. Its
+        entry lacks the values that are known after the write."""
         if self._closed:
             raise CheckpointError("this Checkpointer is closed")
         order = None if self._order is None else self._order.state
@@ -519,12 +509,10 @@ class Checkpointer:
                 "the state belongs to several ranks, and each has a part of its arrays",
                 hint="every rank needs a Checkpointer(..., group=monarch.frameworks.torch.group())",
             )
-        return capture, checkpoint
-
-    def _fitting(self, buffer: Octets, capture: Capture) -> Octets:
-        if len(buffer) >= capture.nbytes:
-            return buffer
-        return (self._allocate or allocate)(capture.nbytes)
+        if len(buffer) < capture.nbytes:
+            buffer = (self._allocate or allocate)(capture.nbytes)
+        capture.copy(buffer, deferred=False)
+        return capture, checkpoint, buffer
 
     def _persist(self, capture: Capture, checkpoint: Checkpoint, buffer: Octets) -> Checkpoint:
         pieces = capture.pieces(buffer, PIECE_BYTES)
@@ -539,12 +527,12 @@ class Checkpointer:
                 with self._changed:
                     self._commits = {**commits, **self._commits}
                 raise
-            self._last_error = None
+            self.last_error = None
             if self._group is not None:
                 with self._changed:
                     self._written[written.name] = written.xxh3
                     # A set is given up if another rank could not save its part.
-                    while len(self._written) > _MOST_TOLD + self._slots:
+                    while len(self._written) > _MOST_SETS + self._slots:
                         del self._written[next(iter(self._written))]
             self._thin_out()
         return written
@@ -558,15 +546,15 @@ class Checkpointer:
                 believed=self._believed,
             )
         except OSError as error:
-            self._untold = f"old checkpoints were not removed: {error}; the next does it"
+            self._warning = f"old checkpoints were not removed: {error}; the next does it"
 
     def _give_back(self, buffer: Octets) -> None:
         with self._changed:
             self._buffers.append(buffer)
             self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         """Warns, in the trainer's thread, of failures in other threads."""
-        if self._untold:
-            untold, self._untold = self._untold, ""
-            warnings.warn(untold, CheckpointWarning, stacklevel=3)
+        if self._warning:
+            warning, self._warning = self._warning, ""
+            warnings.warn(warning, CheckpointWarning, stacklevel=3)

@@ -174,47 +174,36 @@ class Capture:
         # In the order of falling alignment each array is aligned without gaps.
         order = sorted(range(len(found)), key=lambda n: -_alignment(found[n][1]))
         self._leaves: list[tuple[int, Leaf]] = []
-        self._end = 0
+        # The bytes that the arrays need in a buffer.
+        self.nbytes = 0
         for n in order:
             leaf = found[n][1]
-            self._leaves.append((self._end, leaf))
-            tensors[names[n]] = _tensor(leaf, self._end)
-            self._end += leaf.nbytes
+            self._leaves.append((self.nbytes, leaf))
+            tensors[names[n]] = _tensor(leaf, self.nbytes)
+            self.nbytes += leaf.nbytes
         tensors[_TRAILER] = {
             "dtype": "U8",
             "shape": [TRAILER_BYTES],
-            "data_offsets": [self._end, self._end + TRAILER_BYTES],
+            "data_offsets": [self.nbytes, self.nbytes + TRAILER_BYTES],
         }
         own = {"version": VERSION, **facts, "state": tree, "arrays": arrays}
         header = {"__metadata__": {"monarch": json.dumps(own, separators=(",", ":"))}, **tensors}
-        told = json.dumps(header, separators=(",", ":")).encode()
-        told += b" " * (-(_LENGTH.size + len(told)) % _PAGE_BYTES)
-        self._head = _LENGTH.pack(len(told)) + told
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-(_LENGTH.size + len(encoded)) % _PAGE_BYTES)
+        self._head = _LENGTH.pack(len(encoded)) + encoded
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the arrays need in a buffer."""
-        return self._end
-
-    def copy_now(self, buffer: Octets) -> None:
-        """Copies the arrays that the next iteration may change to ``nbytes`` of ``buffer``."""
-        self._copy(buffer, deferred=False)
-
-    def copy_deferred(self, buffer: Octets) -> None:
-        """Copies the deferred arrays; in any thread, and before the next update of the weights."""
-        self._copy(buffer, deferred=True)
+    def copy(self, buffer: Octets, *, deferred: bool) -> None:
+        """Copies arrays to ``nbytes`` of ``buffer``: those that the next iteration may change, or
+        the deferred ones; these in any thread, and before the next update of the weights."""
+        for offset, leaf in self._leaves:
+            if leaf.deferred == deferred and leaf.nbytes:
+                leaf.copy_into(buffer[offset : offset + leaf.nbytes])
 
     def pieces(self, buffer: Octets, piece_bytes: int) -> Iterator[bytes | memoryview]:
         """The bytes of the file without the trailer, in pieces of at most ``piece_bytes``."""
         yield self._head
-        arrays = buffer.data[: self._end]
-        for start in range(0, self._end, piece_bytes):
-            yield arrays[start : start + piece_bytes]
-
-    def _copy(self, buffer: Octets, *, deferred: bool) -> None:
-        for offset, leaf in self._leaves:
-            if leaf.deferred == deferred and leaf.nbytes:
-                leaf.copy_into(buffer[offset : offset + leaf.nbytes])
+        for start in range(0, self.nbytes, piece_bytes):
+            yield buffer.data[start : min(self.nbytes, start + piece_bytes)]
 
     def _node(self, value: object, place: str, path: str, found: list[tuple[str, Leaf]]) -> object:
         if value is None or type(value) in (bool, int, float, str):
@@ -250,13 +239,12 @@ def parse(content: Octets) -> tuple[dict[str, Any], Any]:
     inner = memory[: max(0, len(memory) - TRAILER_BYTES)]
     if trailer(xxhash.xxh3_64_intdigest(inner)) != memory[len(inner) :]:
         raise CheckpointError("it is damaged or incomplete")
-    head, first = _header(bytes(inner[:_HEAD_BYTES]), lambda to: bytes(inner[_HEAD_BYTES:to]))
+    start, rest = bytes(inner[:_HEAD_BYTES]), inner[_HEAD_BYTES:]
+    head, tensors, first = _header(start, lambda to: bytes(rest[: to - _HEAD_BYTES]))
     body = content[first : len(inner)]
     try:
-        arrays = [_array(body, **told) for told in _arrays(head)]
-        facts = dict(head[0])
-        del facts["arrays"]
-        return facts, _value(facts.pop("state"), arrays)
+        arrays = [_array(body, tensors, *entry) for entry in head.pop("arrays")]
+        return head, _value(head.pop("state"), arrays)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not valid ({error})") from error
 
@@ -264,15 +252,14 @@ def parse(content: Octets) -> tuple[dict[str, Any], Any]:
 def parse_header(head: bytes, read: Callable[[int], bytes]) -> dict[str, Any]:
     """The facts of the header. ``head`` is the first 16 bytes of a file, ``read(end)`` returns
     those from there to ``end``. Raises CheckpointError."""
-    return _header(head, read)[0][0]
+    return _header(head, read)[0]
 
 
-# Monarch's part, and the part of safetensors for each tensor; the latter is empty in version 1.
-_Header = tuple[dict[str, Any], dict[str, Any]]
-
-
-def _header(head: bytes, read: Callable[[int], bytes]) -> tuple[_Header, int]:
-    """The header, and the offset at which the arrays begin."""
+def _header(
+    head: bytes, read: Callable[[int], bytes]
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Monarch's part of the header, that of safetensors for each tensor (empty in version 1), and
+    the offset at which the arrays begin."""
     is_first = head.startswith(_MAGIC_1)
     length = _LENGTH.unpack_from(head, 8 if is_first else 0)[0] if len(head) == _HEAD_BYTES else 0
     if not length or length > _MOST_HEADER_BYTES or not (is_first or head.endswith(_BEGINNING)):
@@ -292,23 +279,7 @@ def _header(head: bytes, read: Callable[[int], bytes]) -> tuple[_Header, int]:
         raise CheckpointError(f"its header is not valid ({error})") from error
     if version != (1 if is_first else VERSION):
         raise CheckpointError(f"it has version {version}, this Monarch knows {VERSION}")
-    return (own, tensors), first
-
-
-def _arrays(header: _Header) -> Iterator[dict[str, Any]]:
-    """The arguments of ``_array`` for each array."""
-    own, tensors = header
-    for told in own["arrays"]:
-        if not tensors:
-            kind, dtype, shape, offset, nbytes = told
-            yield {"kind": kind, "dtype": dtype, "shape": shape, "begin": offset, "nbytes": nbytes}
-            continue
-        name, kind, dtype, shape, *shard = told
-        begin, end = tensors[name]["data_offsets"]
-        yield {
-            **{"kind": kind, "dtype": dtype, "shape": shape, "begin": begin, "nbytes": end - begin},
-            "shard": Shard(*map(tuple, shard)) if shard else None,
-        }
+    return own, tensors, first
 
 
 def trailer(digest: int) -> bytes:
@@ -370,18 +341,17 @@ def _tensor(leaf: Leaf, begin: int) -> dict[str, object]:
     }
 
 
-def _array(
-    body: Octets,
-    *,
-    kind: str,
-    dtype: str,
-    shape: list[int],
-    begin: int,
-    nbytes: int,
-    shard: Shard | None = None,
-) -> object:
-    octets = body[begin : begin + nbytes]
-    if begin < 0 or len(octets) != nbytes:
+def _array(body: Octets, tensors: dict[str, Any], *entry: Any) -> object:
+    """The array in ``body`` that an entry of the header describes."""
+    shard: list[list[int]] = []
+    if tensors:
+        name, kind, dtype, shape, *shard = entry
+        begin, end = tensors[name]["data_offsets"]
+    else:
+        kind, dtype, shape, begin, nbytes = entry
+        end = begin + nbytes
+    octets = body[begin:end]
+    if begin < 0 or len(octets) != end - begin:
         raise ValueError("an array beyond the end")
     if kind == "bytes":
         return octets.tobytes()
@@ -389,7 +359,7 @@ def _array(
         return octets.view(np.dtype(dtype)).reshape(shape)
     if kind == "scalar":
         return octets.view(np.dtype(dtype))[0]
-    return Stored(kind, dtype, tuple(shape), octets, shard)
+    return Stored(kind, dtype, tuple(shape), octets, Shard(*map(tuple, shard)) if shard else None)
 
 
 def _value(node: Any, arrays: list[object]) -> Any:

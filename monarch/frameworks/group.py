@@ -12,7 +12,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,38 +39,40 @@ class Group:
     all_gather: Callable[[bytes], Sequence[bytes]]
 
     def exchange(
-        self, call: str, at: object, *, error: str = "", **told: object
+        self, call: str, at: object, *, error: str = "", **facts: object
     ) -> list[dict[str, Any]]:
         """The message of each rank, by rank; JSON. Raises CheckpointError, at every rank, if one
         reports an error or is at another call."""
-        message = {"call": call, "at": at, "error": error, **told}
+        message = {"call": call, "at": at, "error": error, **facts}
         answers = self.all_gather(json.dumps(message, separators=(",", ":")).encode())
-        heard: list[dict[str, Any]] = [json.loads(bytes(answer)) for answer in answers]
-        for rank, other in enumerate(heard):
+        received: list[dict[str, Any]] = [json.loads(bytes(answer)) for answer in answers]
+        for rank, other in enumerate(received):
             if other["error"]:
                 raise CheckpointError(f"rank {rank}: {other['error']}")
-        calls = [f"{other['call']} of {other['at']}" for other in heard]
+        calls = [f"{other['call']} of {other['at']}" for other in received]
         for rank, other_call in enumerate(calls):
             if other_call != calls[0]:
-                raise CheckpointError(
-                    f"rank {rank} is at {other_call}, rank 0 at {calls[0]}",
-                    hint="all ranks must call after_update, save and restore the same number of"
-                    " times",
-                )
-        return heard
+                hint = "all ranks must call after_update, save and restore the same number of times"
+                what = f"rank {rank} is at {other_call}, rank 0 at {calls[0]}"
+                raise CheckpointError(what, hint=hint)
+        return received
 
 
 @dataclass(frozen=True, slots=True)
 class PartSet:
-    """The parts of one checkpoint of several ranks, by rank; ``digests``: the checksums in its
-    commit record, empty if no rank has one."""
+    """The parts of one checkpoint of several ranks, by rank; ``one`` is any of them."""
 
-    name: str
-    step: int
-    serial: int
-    ranks: int
+    one: Checkpoint
     parts: Mapping[int, Checkpoint]
-    digests: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.one.ranks
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The checksums in its commit record, empty if no rank has one."""
+        return next((part.digests for part in self.parts.values() if part.digests), ())
 
     @property
     def is_complete(self) -> bool:
@@ -97,12 +99,8 @@ def sets_of(parts: Iterable[Checkpoint]) -> list[PartSet]:
     by_set: dict[tuple[str, int], dict[int, Checkpoint]] = {}
     for part in parts:
         by_set.setdefault((part.name, part.ranks), {})[part.rank] = part
-    found = []
-    for (name, ranks), members in by_set.items():
-        one = next(iter(members.values()))
-        digests = next((part.digests for part in members.values() if part.digests), ())
-        found.append(PartSet(name, one.step, one.serial, ranks, members, digests))
-    return sorted(found, key=lambda each: (each.serial, each.name), reverse=True)
+    found = [PartSet(next(iter(members.values())), members) for members in by_set.values()]
+    return sorted(found, key=lambda each: (each.one.serial, each.one.name), reverse=True)
 
 
 # -- what is restored ------------------------------------------------------------------------------
@@ -144,29 +142,33 @@ def newest_whole(store: CheckpointStore, root: Path, step: int | None) -> Found 
             warnings.warn(f"{error}; the previous one is tried", CheckpointWarning, stacklevel=3)
     if not wanted and step is None:
         return None
-    raise _nothing_left(root, step, "whole")
+    raise _no_checkpoint(root, step, "whole")
 
 
 def newest_set(store: CheckpointStore, root: Path, group: Group, step: int | None) -> Found | None:
     """The newest set that all ranks can restore, as they agree; else as ``newest_whole``."""
-    told = group.exchange("restore", step, parts=[*map(asdict, _parts(store, root, group))])
-    parts = [entry_of(part) for each in told for part in each["parts"]]
-    sets = [each for each in sets_of(parts) if step is None or each.step == step]
+    own = list(store.checkpoints)
+    if group.rank == 0:
+        # Also the parts of ranks that no longer exist.
+        for rank in [rank for rank in ranks_in(root) if rank >= group.size]:
+            own += [each.checkpoint for each in list_checkpoints(directory_of(root, rank))]
+    answers = group.exchange("restore", step, parts=[*map(asdict, own)])
+    parts = [entry_of(part) for each in answers for part in each["parts"]]
+    sets = [each for each in sets_of(parts) if step is None or each.one.step == step]
     for each in sets:
         trouble, read = "", None
         if not each.is_complete:
-            trouble = f"{each.name}: some of its {each.ranks} parts are missing"
+            trouble = f"{each.one.name}: some of its {each.ranks} parts are missing"
         else:
             try:
                 read = _read_set(store, root, group, each)
             except CheckpointError as error:
                 trouble = str(error)
-        answers = group.exchange("restore", each.name, trouble=trouble)
+        answers = group.exchange("restore", each.one.name, trouble=trouble)
         troubles = [f"rank {r}: {a['trouble']}" for r, a in enumerate(answers) if a["trouble"]]
         if troubles or read is None:
-            warnings.warn(
-                f"{troubles[0]}; the previous one is tried", CheckpointWarning, stacklevel=3
-            )
+            what = f"{troubles[0]}; the previous one is tried"
+            warnings.warn(what, CheckpointWarning, stacklevel=3)
             continue
         return Found(
             each.parts[min(group.rank, each.ranks - 1)],
@@ -177,17 +179,7 @@ def newest_set(store: CheckpointStore, root: Path, group: Group, step: int | Non
     if step is None and not any(each.digests for each in sets):
         # No rank knows of a complete set.
         return None
-    raise _nothing_left(root, step, "whole at every rank")
-
-
-def _parts(store: CheckpointStore, root: Path, group: Group) -> Iterator[Checkpoint]:
-    """The parts of this rank; rank 0 also yields those of ranks that no longer exist."""
-    yield from store.checkpoints
-    if group.rank:
-        return
-    for rank in [rank for rank in ranks_in(root) if rank >= group.size]:
-        for listed in list_checkpoints(directory_of(root, rank)):
-            yield listed.checkpoint
+    raise _no_checkpoint(root, step, "whole at every rank")
 
 
 def _read_set(
@@ -204,7 +196,7 @@ def _read_set(
     return facts, Parts(tuple(state for _, state in read), group.rank, group.size)
 
 
-def _nothing_left(root: Path, step: int | None, whole: str) -> CheckpointError:
+def _no_checkpoint(root: Path, step: int | None, whole: str) -> CheckpointError:
     which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     return CheckpointError(
         f"{which} in {os.fspath(root)!r} is {whole}",

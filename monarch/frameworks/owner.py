@@ -73,16 +73,9 @@ class Owner:
         self._directory = directory
         self._path = directory / OWNER
         self._part = directory / f".{OWNER}-{token}.part"
-        me = _Holder(
-            token=token,
-            host=socket.gethostname(),
-            boot=_boot(),
-            namespace=_namespace(),
-            pid=os.getpid(),
-            started=process_started(os.getpid()) or 0,
-        )
-        self._me = me
-        self._mine = json.dumps(asdict(me)).encode()
+        pid, started = os.getpid(), process_started(os.getpid()) or 0
+        self._me = _Holder(token, socket.gethostname(), _boot(), _namespace(), pid, started)
+        self._mine = json.dumps(asdict(self._me)).encode()
         self._ending = threading.Event()
         self._lock_fd = self._locked()
         try:
@@ -96,8 +89,7 @@ class Owner:
 
     def confirm(self) -> None:
         """Raises LockedError if another process has taken over the directory, and OSError."""
-        seen = _look(self._path)
-        if seen is None and self._make():
+        if _look(self._path) is None and self._make():
             # The file was removed; no other process owns the directory.
             return
         seen = _look(self._path)
@@ -140,16 +132,20 @@ class Owner:
             raise
         return fd
 
+    def _write(self, path: Path) -> None:
+        """Creates ``path`` with the holder. Raises OSError, FileExistsError if there is one."""
+        fd = os.open(path, _FLAGS_NEW, 0o666)
+        try:
+            os.write(fd, self._mine)
+            os.fsync(fd)
+            self._now_ns = os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
+
     def _make(self) -> bool:
         """Tries to become the owner; returns False if there is one."""
         try:
-            fd = os.open(self._part, _FLAGS_NEW, 0o666)
-            try:
-                os.write(fd, self._mine)
-                os.fsync(fd)
-                self._now_ns = os.fstat(fd).st_mtime_ns
-            finally:
-                os.close(fd)
+            self._write(self._part)
             try:
                 os.link(self._part, self._path)
             except FileExistsError:
@@ -158,22 +154,14 @@ class Owner:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                return self._make_without_link()
+                with contextlib.suppress(FileExistsError):
+                    self._write(self._path)
+                    return True
+                return False
             return True
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(self._part)
-
-    def _make_without_link(self) -> bool:
-        try:
-            fd = os.open(self._path, _FLAGS_NEW, 0o666)
-        except FileExistsError:
-            return False
-        try:
-            os.write(fd, self._mine)
-        finally:
-            os.close(fd)
-        return True
 
     def _remove_stale(self) -> None:
         """Removes a void owner. Raises LockedError if the owner is valid."""
@@ -181,10 +169,8 @@ class Owner:
         if seen is None:
             return
         holder = _parse(seen.content)
-        if holder is not None and (holder.boot, holder.namespace) == (
-            self._me.boot,
-            self._me.namespace,
-        ):
+        own = self._me.boot, self._me.namespace
+        if holder is not None and (holder.boot, holder.namespace) == own:
             if _lives(holder):
                 raise self._refused(seen)
         else:
@@ -228,11 +214,10 @@ class Owner:
 
     def _watch(self, seen: _Seen) -> None:
         """Returns when ``seen`` is void. Raises LockedError if it is renewed."""
-        age_s = (self._now_ns - seen.renewed_ns) / 1e9
-        left_s = STALE_S - age_s if age_s >= 0 else STALE_S
-        until_s = time.monotonic() + left_s
-        while time.monotonic() < until_s:
-            time.sleep(min(_LOOK_S, left_s))
+        age_s = max(0.0, (self._now_ns - seen.renewed_ns) / 1e9)
+        until_s = time.monotonic() + STALE_S - age_s
+        while (rest_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_S, rest_s))
             if _look(self._path) != seen:
                 raise self._refused(_look(self._path))
 
@@ -249,9 +234,9 @@ class Owner:
 
     def _refused(self, seen: _Seen | None) -> LockedError:
         holder = _parse(seen.content) if seen else None
-        who = f": process {holder.pid} on {holder.host}" if holder else ""
+        process = f": process {holder.pid} on {holder.host}" if holder else ""
         return LockedError(
-            f"{os.fspath(self._directory)!r} is in use by another trainer{who}",
+            f"{os.fspath(self._directory)!r} is in use by another trainer{process}",
             hint="wait until it ends, or name another directory; "
             f"{OWNER} there is void {STALE_S:.0f} s after it was last renewed",
         )

@@ -251,9 +251,6 @@ class CheckpointStore:
         """Oldest first."""
         return self._checkpoints
 
-    def next_serial(self) -> int:
-        return max((each.serial for each in self._checkpoints), default=0) + 1
-
     def stage(
         self,
         name: str,

@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
 
 class Tensor:
-    """A tensor as an array of a checkpoint (``layout.Leaf``). On a GPU the copy waits for the work
+    """A tensor as an array of a checkpoint (``format.Leaf``). On a GPU the copy waits for the work
     begun on the current stream, and runs on its own stream."""
 
     kind = KIND
@@ -98,7 +98,7 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
 def leaves(state: Any, *, deferred: bool = False) -> Any:
     """``state`` with its tensors ready for a checkpoint.
 
-    ``deferred``: only the update of the weights changes them (``layout.Leaf``). Raises TypeError
+    ``deferred``: only the update of the weights changes them (``format.Leaf``). Raises TypeError
     for tensors that are sparse, quantized or without content.
     """
     if isinstance(state, torch.Tensor):
@@ -228,11 +228,7 @@ class TorchState:
     @property
     def allocate(self) -> Callable[[int], Octets] | None:
         """The allocator for the copies: pinned memory if any parameter is on a GPU."""
-        return pinned if any(map(_is_on_gpu, self._model.parameters())) else None
-
-
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_cuda)
+        return pinned if any(each.is_cuda for each in self._model.parameters()) else None
 
 
 _NAMES = {"model", "optimizer", "others", "random"}
@@ -248,51 +244,49 @@ class _LikeParameter:
         return self._parameter
 
 
-def _fitted(told: Sequence[Any], like: Any, where: str) -> Any:
-    """The value that the parts ``told`` form together, placed on the ranks as ``like`` is.
+def _fitted(saved: Sequence[Any], like: Any, where: str) -> Any:
+    """The value that the parts ``saved`` form together, placed on the ranks as ``like`` is.
 
     Raises CheckpointError if the parts do not belong together, or differ where they must be equal.
     """
-    first = told[0]
+    first = saved[0]
     if isinstance(first, Stored) and first.kind == KIND:
-        return _fitted_tensor(told, like if isinstance(like, torch.Tensor) else None, where)
+        return _fitted_tensor(saved, like if isinstance(like, torch.Tensor) else None, where)
     if isinstance(first, dict):
-        if any(not isinstance(each, dict) or each.keys() != first.keys() for each in told):
+        if any(not isinstance(each, dict) or each.keys() != first.keys() for each in saved):
             raise _differ(where)
         inner = like if isinstance(like, dict | _LikeParameter) else {}
         return {
-            key: _fitted([each[key] for each in told], inner.get(key), f"{where}[{key!r}]")
+            key: _fitted([each[key] for each in saved], inner.get(key), f"{where}[{key!r}]")
             for key in first
         }
     if type(first) in (list, tuple):
-        if any(type(each) is not type(first) or len(each) != len(first) for each in told):
+        if any(type(each) is not type(first) or len(each) != len(first) for each in saved):
             raise _differ(where)
         members = like if isinstance(like, list | tuple) and len(like) == len(first) else first
         return type(first)(
-            _fitted([each[n] for each in told], members[n], f"{where}[{n}]")
+            _fitted([each[n] for each in saved], members[n], f"{where}[{n}]")
             for n in range(len(first))
         )
-    if any(type(each) is not type(first) or not np.array_equal(each, first) for each in told[1:]):
+    if any(type(each) is not type(first) or not np.array_equal(each, first) for each in saved[1:]):
         raise _differ(where)
     return first
 
 
-def _fitted_tensor(told: Sequence[Any], like: torch.Tensor | None, where: str) -> torch.Tensor:
-    if any(not isinstance(each, Stored) or each.dtype != told[0].dtype for each in told):
+def _fitted_tensor(saved: Sequence[Any], like: torch.Tensor | None, where: str) -> torch.Tensor:
+    first = saved[0]
+    if any(not isinstance(each, Stored) or each.dtype != first.dtype for each in saved):
         raise _differ(where)
-    shard = told[0].shard
-    whole = shard.whole if shard else told[0].shape
-    wanted = None
-    if like is not None and tuple(like.shape) == whole:
-        wanted = shard_of(like)
-    if wanted is None and shard is None:
-        if any(each.octets.tobytes() != told[0].octets.tobytes() for each in told[1:]):
+    whole = first.shard.whole if first.shard else first.shape
+    wanted = shard_of(like) if like is not None and tuple(like.shape) == whole else None
+    if wanted is None and first.shard is None:
+        if any(each.octets.tobytes() != first.octets.tobytes() for each in saved[1:]):
             raise _differ(where)
-        return cast(torch.Tensor, tensors(told[0]))
+        return cast(torch.Tensor, tensors(first))
     if wanted is None or like is None:
-        return _assembled(told, whole, (0,) * len(whole), whole, where)
+        return _assembled(saved, whole, (0,) * len(whole), whole, where)
     local = cast(Any, like).to_local()
-    made = _assembled(told, whole, wanted.start, tuple(local.shape), where)
+    made = _assembled(saved, whole, wanted.start, tuple(local.shape), where)
     from torch.distributed.tensor import DTensor
 
     placed: torch.Tensor = DTensor.from_local(
@@ -307,15 +301,15 @@ def _fitted_tensor(told: Sequence[Any], like: torch.Tensor | None, where: str) -
 
 
 def _assembled(
-    told: Sequence[Stored],
+    saved: Sequence[Stored],
     whole: tuple[int, ...],
     start: tuple[int, ...],
     shape: tuple[int, ...],
     where: str,
 ) -> torch.Tensor:
     """The slice of ``shape`` that begins at ``start``, assembled from the parts that overlap it."""
-    made = torch.empty(shape, dtype=getattr(torch, told[0].dtype))
-    parts = {(each.shard.start if each.shard else (0,) * len(whole)): each for each in told}
+    made = torch.empty(shape, dtype=getattr(torch, saved[0].dtype))
+    parts = {(each.shard.start if each.shard else (0,) * len(whole)): each for each in saved}
     copied = 0
     for begin, part in parts.items():
         if (part.shard.whole if part.shard else part.shape) != whole:
@@ -360,12 +354,12 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(told: dict[str, Any]) -> None:
-    torch.set_rng_state(told["torch"])
-    if told["cuda"]:
-        torch.cuda.set_rng_state_all(told["cuda"])
-    np.random.set_state(told["numpy"])
-    random.setstate(told["python"])
+def _set_random_state(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"]:
+        torch.cuda.set_rng_state_all(saved["cuda"])
+    np.random.set_state(saved["numpy"])
+    random.setstate(saved["python"])
 
 
 def _names(things: dict[str, Any]) -> str:

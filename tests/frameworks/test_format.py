@@ -21,8 +21,8 @@ from monarch.frameworks.format import Capture, Shard, Stored, UpdatedOnly, parse
 def file_of(state: object, **facts: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
     capture = Capture(state, facts)
     buffer = np.full(capture.nbytes, 0xAA, np.uint8)
-    capture.copy_now(buffer)
-    capture.copy_deferred(buffer)
+    capture.copy(buffer, deferred=False)
+    capture.copy(buffer, deferred=True)
     content = b"".join(capture.pieces(buffer, 100))
     content += trailer(xxhash.xxh3_64_intdigest(content))
     return np.frombuffer(bytearray(content), np.uint8)
@@ -95,10 +95,10 @@ def test_arrays_copied_at_once_are_separate_from_arrays_that_only_the_update_cha
     weights, means = np.ones(3), np.ones(3)
     capture = Capture([UpdatedOnly(weights), means], {})
     buffer = np.zeros(capture.nbytes, np.uint8)
-    capture.copy_now(buffer)
+    capture.copy(buffer, deferred=False)
     # The next iteration begins.
     means += 1
-    capture.copy_deferred(buffer)
+    capture.copy(buffer, deferred=True)
     weights += 1
     content = b"".join(capture.pieces(buffer, 100))
     content += trailer(xxhash.xxh3_64_intdigest(content))
