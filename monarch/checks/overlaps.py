@@ -7,8 +7,9 @@ compares the mounts of one configuration file when it reads the file.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 from monarch.config.defaults import state_beside, state_directory
@@ -17,8 +18,6 @@ from monarch.control.registry import MountRecord, alive
 from monarch.control.state_directory import read_note
 from monarch.errors import TierError, UsageError
 from monarch.fuse.mountpoint import require_outside
-
-Place = tuple[str, Path]
 
 
 def with_state_directory(settings: MountSettings, records: Sequence[MountRecord]) -> MountSettings:
@@ -37,36 +36,20 @@ def with_state_directory(settings: MountSettings, records: Sequence[MountRecord]
 
 
 def check_apart(settings: MountSettings, records: Sequence[MountRecord]) -> None:
-    """Raises TierError, or UsageError if the mount would overlap one of ``records``.
-
-    Changes nothing.
-    """
-    places = list(_kept(settings))
-    for what, path in places:
-        require_outside(path, what)
+    """Raises TierError, or UsageError if the mount would overlap one of ``records``."""
+    directories = [("tier", tier.path) for tier in settings.tiers]
+    directories.append(("state directory", state_directory(settings)))
+    files = {"snapshot": settings.snapshot.file, "log file": settings.log.file}
+    for what, path in [*directories, *files.items()]:
+        if path is not None:
+            require_outside(path, what)
     for record in records:
         if alive(record) and record.mountpoint != os.fspath(settings.mountpoint):
-            for their, other in _kept_by(record):
-                for what, path in places:
-                    if what in ("tier", "state directory"):
-                        _require_apart(what, path, their, other, record.mountpoint)
-
-
-def _kept(settings: MountSettings) -> Iterator[Place]:
-    for tier in settings.tiers:
-        yield "tier", tier.path
-    yield "state directory", state_directory(settings)
-    if settings.snapshot.file is not None:
-        yield "snapshot", settings.snapshot.file
-    if settings.log.file is not None:
-        yield "log file", settings.log.file
-
-
-def _kept_by(record: MountRecord) -> Iterator[Place]:
-    yield "source", Path(record.source)
-    with suppress(TierError):
-        for tier in read_note(Path(record.state)).tiers:
-            yield "tier", Path(tier.path)
+            theirs = [("source", Path(record.source))]
+            with suppress(TierError):
+                theirs += [("tier", Path(t.path)) for t in read_note(Path(record.state)).tiers]
+            for (their, other), (what, path) in product(theirs, directories):
+                _require_apart(what, path, their, other, record.mountpoint)
 
 
 def _require_apart(what: str, path: Path, their: str, other: Path, mountpoint: str) -> None:

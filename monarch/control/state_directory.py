@@ -32,30 +32,21 @@ _MAX_NOTE_BYTES = 256 * 1024
 @contextmanager
 def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
     """Hold the directory ``state`` for this mount. Raises TierError, LockedError."""
+    what = _called(state)
     try:
         directory = open_directory(state)
     except OSError as error:
-        raise TierError(
-            f"state directory {os.fspath(state)!r}: {error.strerror}",
-            hint="name a writable one with --state",
-        ) from error
+        hint = "name a writable one with --state"
+        raise TierError(f"{what}: {error.strerror}", hint=hint) from error
     try:
         owner = os.fstat(directory).st_uid
         if owner != os.geteuid():
-            raise TierError(
-                f"state directory {os.fspath(state)!r} belongs to uid {owner}",
-                hint="name another directory with --state",
-            )
-        what = f"state directory {os.fspath(state)!r}"
-        try:
+            hint = "name another directory with --state"
+            raise TierError(f"{what} belongs to uid {owner}", hint=hint)
+        with _no_space(state):
             require_private(state)
             another = "give this mount another directory with --state DIR"
             lock = Lock(directory, what, os.fspath(settings.mountpoint), instead=another)
-        except OSError as error:
-            raise TierError(
-                f"{what}: {error.strerror}",
-                hint="free space, or name another directory with --state",
-            ) from error
         try:
             # A note of a newer version is refused before anything is changed.
             with suppress(OSError, ValueError, RecursionError):
@@ -67,10 +58,24 @@ def hold_state(settings: MountSettings, state: Path) -> Iterator[None]:
         os.close(directory)
 
 
+def _called(state: Path) -> str:
+    return f"state directory {os.fspath(state)!r}"
+
+
+@contextmanager
+def _no_space(state: Path) -> Iterator[None]:
+    """Turns an OSError into a TierError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        hint = "free space, or name another directory with --state"
+        raise TierError(f"{_called(state)}: {error.strerror}", hint=hint) from error
+
+
 def require_private(state: Path) -> None:
     """Raises TierError if the directory has files of others, or is open to other users. Other users
     may need it, so nothing in it is changed. Raises OSError."""
-    what, another = f"state directory {os.fspath(state)!r}", "name a new directory with --state"
+    what, another = _called(state), "name a new directory with --state"
     names = os.listdir(state)
     strange = sorted(name for name in names if not _OURS.fullmatch(name))
     if strange and NOTE not in names:
@@ -114,18 +119,13 @@ def write_note(state: Path, settings: MountSettings, snapshot: Path) -> None:
         snapshot=os.fspath(snapshot),
         tiers=[NotedTier(tier.name, os.fspath(tier.path)) for tier in settings.tiers],
     )
-    try:
+    with _no_space(state):
         replace_private(state / NOTE, json.dumps(note.to_dict(), indent=1))
-    except OSError as error:
-        raise TierError(
-            f"state directory {os.fspath(state)!r}: {error.strerror}",
-            hint="free space, or name another directory with --state",
-        ) from error
 
 
 def read_note(state: Path) -> MountNote:
     """The note of a state directory. Raises TierError if it has none."""
-    what = f"state directory {os.fspath(state)!r}"
+    what = _called(state)
     try:
         return MountNote.from_dict(_read_known(state))
     except FileNotFoundError as error:
@@ -148,8 +148,7 @@ def _read_known(state: Path) -> dict[str, Any]:
     version = raw.get("version")
     if isinstance(version, int) and version > _NOTE_VERSION:
         raise TierError(
-            f"state directory {os.fspath(state)!r} is of version {version}, this Monarch knows"
-            f" {_NOTE_VERSION}",
+            f"{_called(state)} is of version {version}, this Monarch knows {_NOTE_VERSION}",
             hint="use the Monarch that wrote it, or name another directory with --state",
         )
     return raw

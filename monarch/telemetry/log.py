@@ -31,10 +31,7 @@ _OLD_FILES = 2
 _WAIT_S = 1.0
 # The priorities of syslog with the lowest level of each.
 _PRIORITIES = (
-    (logging.CRITICAL, 2),
-    (logging.ERROR, 3),
-    (logging.WARNING, 4),
-    (logging.INFO, 6),
+    *((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6)),
     (logging.NOTSET, 7),
 )
 
@@ -52,12 +49,10 @@ class TextFormatter(logging.Formatter):
 
     def event(self, record: logging.LogRecord) -> str:
         """The line without time and level, which the journal of systemd adds itself."""
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else ()
+        # The indent keeps a line of a traceback from looking like an event.
         line = f"{record.name}: {escape_text(record.getMessage())}"
-        if record.exc_info:
-            trace = self.formatException(record.exc_info).splitlines()
-            # The indent keeps a line of a traceback from looking like an event.
-            line = "\n    ".join([line, *map(escape_text, trace)])
-        return line
+        return "\n    ".join([line, *map(escape_text, trace)])
 
 
 class JsonFormatter(logging.Formatter):
@@ -165,25 +160,23 @@ class Logbook(logging.Handler):
         super().__init__(logging.ERROR)
         self._file = file
         self.path = file.baseFilename
-        self._told = 0
+        self._logged = 0
         self._held_back_before = Limiter.exceptions_held_back
 
     @property
     def exceptions(self) -> int:
-        return self._told + Limiter.exceptions_held_back - self._held_back_before
+        return self._logged + Limiter.exceptions_held_back - self._held_back_before
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._told += record.exc_info is not None
+        self._logged += record.exc_info is not None
 
     def trouble(self) -> Unwritable | None:
         """Why lines cannot be written now; None if they can. Tries a write to find out."""
-        if self._file.trouble is not None:
+        if (trouble := self._file.trouble) is not None:
             words = "lines may be missing here: the log could not be written for a while (%s)"
-            self._file.handle(
-                logging.LogRecord(
-                    __name__, logging.WARNING, "", 0, words, (self._file.trouble.what,), None
-                )
-            )
+            fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+            record = {**fields, "msg": words, "args": (trouble.what,)}
+            self._file.handle(logging.makeLogRecord(record))
         return self._file.trouble
 
 
@@ -253,30 +246,25 @@ class Limiter:
         # Key -> (time of the last line, number suppressed since); the oldest line first.
         self._lines: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
-    def warning(self, logger: logging.Logger, key: Hashable, msg: str, *args: Any) -> None:
-        """Logs ``msg % args`` unless ``key`` was logged less than an interval ago."""
-        self._log(logger, logging.WARNING, key, msg, args, exc_info=False)
-
     def exception(self, logger: logging.Logger, key: Hashable, msg: str, *args: Any) -> None:
         """As ``warning``, at level error and with the traceback of the current exception."""
-        self._log(logger, logging.ERROR, key, msg, args, exc_info=True)
+        self.warning(logger, key, msg, *args, with_trace=True)
 
-    def _log(
+    def warning(
         self,
         logger: logging.Logger,
-        level: int,
         key: Hashable,
         msg: str,
-        args: tuple[Any, ...],
-        *,
-        exc_info: bool,
+        *args: Any,
+        with_trace: bool = False,
     ) -> None:
+        """Logs ``msg % args`` unless ``key`` was logged less than an interval ago."""
         now = self._clock()
         with self._lock:
             last, held_back = self._lines.get(key, (None, 0))
             if last is not None and now - last < self._interval_s:
                 self._lines[key] = (last, held_back + 1)
-                if exc_info:
+                if with_trace:
                     with Limiter._counting:
                         Limiter.exceptions_held_back += 1
                 return
@@ -286,4 +274,6 @@ class Limiter:
                 self._lines.popitem(last=False)
         if held_back:
             msg, args = msg + " (%d more like this since the last)", (*args, held_back)
-        logger.log(level, msg, *args, exc_info=exc_info)
+        logger.log(
+            logging.ERROR if with_trace else logging.WARNING, msg, *args, exc_info=with_trace
+        )

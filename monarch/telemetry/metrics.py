@@ -17,10 +17,7 @@ from monarch.telemetry.report import Latency, Quantiles, SourceTotals, Traffic
 SOURCE = "source"
 
 # Seconds, in steps of 1-2-5, from 10 us (a warm open) to 10 s (a source in trouble).
-BUCKETS_S = (
-    *(float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)),
-    10.0,
-)
+BUCKETS_S = (*(float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)), 10.0)
 
 # Kinds are names of exceptions and similar. A bug that invents kinds must not exhaust the memory.
 MAX_KINDS = 64
@@ -146,17 +143,10 @@ class Metrics:
         return self.hits() / opens if opens else None
 
     def source_totals(self) -> SourceTotals:
-        reader, copy = (
-            Traffic(self.source_opens[who], self.source_reads[who], self.source_bytes[who])
-            for who in (0, 1)
-        )
-        return SourceTotals(
-            opens=reader.opens + copy.opens,
-            reads=reader.reads + copy.reads,
-            bytes=reader.bytes + copy.bytes,
-            reader=reader,
-            copy=copy,
-        )
+        calls = self.source_opens, self.source_reads, self.source_bytes
+        reader, copy = (Traffic(*figures) for figures in zip(*calls, strict=True))
+        opens, reads, nbytes = map(sum, calls)
+        return SourceTotals(opens, reads, nbytes, reader, copy)
 
     def latency(self) -> Latency:
         def by_tier(histograms: list[Histogram]) -> dict[str, Quantiles]:

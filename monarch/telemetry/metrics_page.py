@@ -10,6 +10,7 @@ import errno
 import logging
 import socket as stdlib_socket
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import trio
 
@@ -77,20 +78,15 @@ class MetricsPage:
                         )
                         await trio.sleep(_ACCEPT_PAUSE_SECONDS)
                     continue
-                if self._connections >= MAX_CONNECTIONS and not self._hang_up_on_the_oldest():
-                    connection.close()
-                    continue
+                if self._connections >= MAX_CONNECTIONS:
+                    if not self._silent:
+                        connection.close()
+                        continue
+                    oldest = next(iter(self._silent))
+                    del self._silent[oldest]
+                    oldest.cancel()
                 self._connections += 1
                 nursery.start_soon(self._connected, trio.SocketStream(connection))
-
-    def _hang_up_on_the_oldest(self) -> bool:
-        """Closes the connection that is silent longest; False if all are being answered."""
-        oldest = next(iter(self._silent), None)
-        if oldest is None:
-            return False
-        del self._silent[oldest]
-        oldest.cancel()
-        return True
 
     async def _connected(self, stream: trio.SocketStream) -> None:
         try:
@@ -171,15 +167,13 @@ def _listening(address: str) -> stdlib_socket.socket:
         family, kind, protocol, _, where = stdlib_socket.getaddrinfo(
             host.strip("[]"), int(port), type=stdlib_socket.SOCK_STREAM
         )[0]
-        made = stdlib_socket.socket(family, kind, protocol)
-        try:
+        with ExitStack() as on_failure:
+            made = on_failure.enter_context(stdlib_socket.socket(family, kind, protocol))
             made.setsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_REUSEADDR, 1)
             made.setblocking(False)
             made.bind(where)
             made.listen(_BACKLOG)
-        except BaseException:
-            made.close()
-            raise
+            on_failure.pop_all()
     except OSError as error:
         raise UsageError(
             f"cannot serve metrics at {address}: {error.strerror or error}",

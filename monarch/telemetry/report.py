@@ -114,12 +114,9 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceTotals:
+class SourceTotals(Traffic):
     """All traffic to the source, and its parts for readers and for copies."""
 
-    opens: int
-    reads: int
-    bytes: int
     reader: Traffic
     copy: Traffic
 
@@ -314,11 +311,17 @@ class StatusReport(Report):
 
 
 @dataclass(frozen=True, slots=True)
+class EvictReport(Report):
+    """The copies that were removed from the tiers."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class WarmReport(Report):
     """The requested files; ``refused`` of them did not fit or could not be copied so far.
-
-    ``cancelled``: `monarch warm --cancel` has stopped the request.
-    """
+    ``cancelled``: `monarch warm --cancel` has stopped the request."""
 
     files: int
     bytes: int
@@ -331,14 +334,6 @@ class WarmCancelled(Report):
     """The number of requests of `monarch warm` that were stopped."""
 
     cancelled: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvictReport(Report):
-    """The copies that were removed from the tiers."""
-
-    files: int
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
