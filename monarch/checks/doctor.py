@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from monarch.config.settings import MountSettings
 from monarch.control.client import call
 from monarch.control.registry import MountRecord, Registry, SeenMount, seen_mounts
 from monarch.errors import ConfigError, MonarchError
-from monarch.fuse.datapath_mode import BUILD_IT, NOT_BUILT, Abilities, without_passthrough
-from monarch.posix.cgroups import memory_groups, pids_groups
+from monarch.fuse.abilities import Abilities
+from monarch.fuse.datapath_mode import BUILD_IT, NOT_BUILT, without_passthrough
+from monarch.posix.cgroups import machine_memory, memory_groups, pids_groups
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.telemetry.health import KINDS
 from monarch.telemetry.report import StatusReport
@@ -47,7 +48,7 @@ class Machine:
     abilities: Abilities
     root: Path = Path("/")
     uid: int = -1
-    environ: Mapping[str, str] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def here(cls) -> Machine:
@@ -103,7 +104,7 @@ def check_fuse_device(machine: Machine) -> Check:
 
 
 def check_fusermount(machine: Machine) -> Check:
-    program = shutil.which("fusermount3", path=(machine.environ or {}).get("PATH"))
+    program = shutil.which("fusermount3", path=machine.environ.get("PATH"))
     if program is None:
         if machine.uid == 0:
             return Check("fusermount3", "ok", "not installed; root does not need it")
@@ -132,12 +133,9 @@ def check_user_allow_other(machine: Machine) -> Check:
     if machine.uid == 0:
         return Check(name, "ok", "root may set allow_other without it")
     path = machine.root / "etc/fuse.conf"
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    if any(line.strip() == "user_allow_other" for line in lines):
-        return Check(name, "ok", f"set in {path}")
+    with suppress(OSError):
+        if name in map(str.strip, path.read_text(errors="replace").splitlines()):
+            return Check(name, "ok", f"set in {path}")
     return Check(
         name,
         "warn",
@@ -157,12 +155,8 @@ def check_kernel(machine: Machine) -> Check:
             "listing directories is faster on 6.13 or newer",
         )
     if abilities.kernel < (4, 20):
-        return Check(
-            "kernel",
-            "warn",
-            f"{shown} is older than what Monarch is tested with",
-            "use 4.20 or newer",
-        )
+        detail = f"{shown} is older than what Monarch is tested with"
+        return Check("kernel", "warn", detail, "use 4.20 or newer")
     return Check("kernel", "ok", shown)
 
 
@@ -211,12 +205,8 @@ def check_packages() -> Iterator[Check]:
 def check_descriptors() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _LEAST_DESCRIPTORS:
-        return Check(
-            "open files",
-            "warn",
-            f"at most {hard} (hard limit)",
-            f"with many readers raise it to {_LEAST_DESCRIPTORS} or more in limits.conf",
-        )
+        advice = f"with many readers raise it to {_LEAST_DESCRIPTORS} or more in limits.conf"
+        return Check("open files", "warn", f"at most {hard} (hard limit)", advice)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     return Check("open files", "ok", f"{soft}, can be raised to {shown}")
 
@@ -230,14 +220,9 @@ def check_memory(machine: Machine) -> Check:
         if limit < _LEAST_MEMORY:
             shown = f"{format_bytes(limit)}, limited by the control group {group}"
             return Check("memory", "warn", shown, leave)
-    try:
-        text = (machine.root / "proc/meminfo").read_text()
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    except OSError:
-        found = None
-    if found is None:
+    _, available = machine_memory(machine.root)
+    if not available:
         return Check("memory", "warn", "unknown", f"{machine.root / 'proc'} should be mounted")
-    available = int(found[1]) * 1024
     if available < _LEAST_MEMORY:
         return Check("memory", "warn", f"{format_bytes(available)} available", leave)
     return Check("memory", "ok", f"{format_bytes(available)} available")
@@ -252,11 +237,11 @@ def check_threads(machine: Machine) -> Check:
         return Check(name, "warn", f"the limit of the user is {soft}", advice)
     for group, limit in pids_groups(machine.root):
         try:
-            left = limit - int((group / "pids.current").read_text())
+            more = limit - int((group / "pids.current").read_text())
         except (OSError, ValueError):
             continue
-        if left < _LEAST_THREADS:
-            return Check(name, "warn", f"{left} more, says the control group {group}", advice)
+        if more < _LEAST_THREADS:
+            return Check(name, "warn", f"{more} more, says the control group {group}", advice)
     return Check(name, "ok", f"{_LEAST_THREADS} or more can be started")
 
 
@@ -276,23 +261,19 @@ def check_scratch(machine: Machine) -> Check:
         return Check("scratch", "warn", str(error), "see `monarch mount --help`")
     # The path ends with a directory for the user and one for the source.
     scratch = tier.path.parents[1]
-    free = room_of(scratch).free
-    return Check(
-        "scratch",
-        "ok",
-        f"{scratch}, {format_bytes(free)} free, is the tier of a mount without --tier",
-    )
+    free = format_bytes(room_of(scratch).free)
+    detail = f"{scratch}, {free} free, is the tier of a mount without --tier"
+    return Check("scratch", "ok", detail)
 
 
 def check_mounts(seen: Sequence[SeenMount]) -> Iterator[Check]:
     broken = [s for s in seen if s.state in ("stale", "leftover")]
     for mount in broken:
-        shown = escape_text(mount.mountpoint)
-        if mount.state == "stale":
-            yield Check("mounts", "fail", f"{shown}: the daemon is dead", mount.advice)
-        else:
-            detail = f"{shown}: a daemon ended without cleaning up"
-            yield Check("mounts", "warn", detail, mount.advice)
+        what = "the daemon is dead"
+        if mount.state == "leftover":
+            what = "a daemon ended without cleaning up"
+        detail = f"{escape_text(mount.mountpoint)}: {what}"
+        yield Check("mounts", "fail" if mount.state == "stale" else "warn", detail, mount.advice)
     if not broken:
         yield Check("mounts", "ok", f"{len(seen)} mounted")
 
@@ -339,13 +320,11 @@ def check_configuration(
 
 
 def check_scheduler(machine: Machine) -> Iterator[Check]:
-    environ = machine.environ or {}
-    if "SLURM_JOB_ID" not in environ:
-        return
-    yield Check(
-        "slurm",
-        "warn" if "SLURM_STEP_ID" in environ else "ok",
-        f"job {environ['SLURM_JOB_ID']}: Slurm kills a daemon when the step that started it ends",
-        "mount in the batch script itself, in the job's prolog, or as a systemd service; not in"
-        " a step of `srun` that ends before the others",
-    )
+    if (job := machine.environ.get("SLURM_JOB_ID")) is not None:
+        yield Check(
+            "slurm",
+            "warn" if "SLURM_STEP_ID" in machine.environ else "ok",
+            f"job {job}: Slurm kills a daemon when the step that started it ends",
+            "mount in the batch script itself, in the job's prolog, or as a systemd service; not in"
+            " a step of `srun` that ends before the others",
+        )

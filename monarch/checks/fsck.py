@@ -79,24 +79,18 @@ class _OpenTier:
     seals: bool
 
 
+@dataclass
 class _StateCheck:
     """One check of a state directory; ``held`` releases locks and descriptors at the end."""
 
-    def __init__(
-        self,
-        state: Path,
-        registry: Registry,
-        digests: bool,
-        repair: bool,
-        progress: Callable[[FsckProgress], None],
-        held: ExitStack,
-    ) -> None:
-        self._state = state
-        self._registry = registry
-        self._digests = digests
-        self._repair = repair
-        self._progress = progress
-        self._held = held
+    _state: Path
+    _registry: Registry
+    _digests: bool
+    _repair: bool
+    _progress: Callable[[FsckProgress], None]
+    _held: ExitStack
+
+    def __post_init__(self) -> None:
         self._findings = Findings()
         self._snapshot: Snapshot | None = None
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from monarch.checks.overlaps import check_apart, with_state_directory
 from monarch.config.defaults import is_remote, kind_of, state_directory
@@ -64,27 +64,20 @@ def bounded(
         try:
             found.extend(look())
         except OSError as error:
-            found.append(Check(name, "fail", f"{path}: {error.strerror}", _advice(error)))
+            advice = "check it with `ls -ld` as the user who mounts"
+            if error.errno in (errno.EIO, errno.EUCLEAN, errno.ENOTCONN, errno.ESTALE):
+                advice = "its disk or its server has failed: see `dmesg`"
+            found.append(Check(name, "fail", f"{path}: {error.strerror}", advice))
         except MonarchError as error:
             found.append(Check(name, "fail", error.args[0], error.hint))
 
     if within(patience_s, task):
         return found
-    return [
-        Check(
-            name,
-            "fail",
-            f"{path} has not answered for {patience_s:g} s",
-            "its file system hangs: check its client and server (`dmesg`), or unmount it with"
-            f" `umount -l {path}`",
-        )
-    ]
-
-
-def _advice(error: OSError) -> str:
-    if error.errno in (errno.EIO, errno.EUCLEAN, errno.ENOTCONN, errno.ESTALE):
-        return "its disk or its server has failed: see `dmesg`"
-    return "check it with `ls -ld` as the user who mounts"
+    advice = (
+        "its file system hangs: check its client and server (`dmesg`), or unmount it with"
+        f" `umount -l {path}`"
+    )
+    return [Check(name, "fail", f"{path} has not answered for {patience_s:g} s", advice)]
 
 
 # -- a mount ---------------------------------------------------------------------------------------
@@ -135,17 +128,14 @@ def check_source(mount: MountSettings) -> Iterator[Check]:
             empty = next(entries, None) is None
     except FileNotFoundError:
         yield Check(name, "fail", f"{source} does not exist", "mount its file system first")
-        return
     except PermissionError:
-        who = f"uid {os.geteuid()}"
-        yield Check(
-            name, "fail", f"{source} cannot be read by {who}", "mount as a user who may read it"
-        )
-        return
-    if empty:
-        yield Check(name, "warn", f"{source} is empty", "check that its file system is mounted")
+        detail = f"{source} cannot be read by uid {os.geteuid()}"
+        yield Check(name, "fail", detail, "mount as a user who may read it")
     else:
-        yield Check(name, "ok", f"{source} answers")
+        if empty:
+            yield Check(name, "warn", f"{source} is empty", "check that its file system is mounted")
+        else:
+            yield Check(name, "ok", f"{source} answers")
 
 
 def _check_mountpoint(name: str, mount: MountSettings) -> Iterator[Check]:
@@ -255,11 +245,12 @@ class _TierLook:
         path, private = self.tier.path, self.tier.path / PRIVATE
         own = own_directory(path, owner_of(state_directory(self.mount)))
         if os.path.islink(private):
-            yield self._fail(
-                f"{private} is a symbolic link, which is not followed",
+            advice = (
                 f"another user may have planted it to see the copies: `ls -ld {private}`; remove"
-                " it, or choose a directory that only you can write",
+                " it, or choose a directory that only you can write"
             )
+            detail = f"{private} is a symbolic link, which is not followed"
+            yield Check(self.name, "fail", detail, advice)
             return
         unusable = (
             _unusable(self.name, path, "choose a directory of your own on a local disk")
@@ -303,7 +294,7 @@ class _TierLook:
         path, usable = self.tier.path, self._usable()
         room = room_of(nearest(path))
         left = "not counting what it already holds"
-        if room.inodes_left == 0:
+        if room.free_inodes == 0:
             advice = "`df -i` shows it; remove small files there, or choose another directory"
             yield self._warn(f"{path}: no inode is free", advice)
         elif usable == 0:
@@ -327,9 +318,6 @@ class _TierLook:
     def _warn(self, detail: str, advice: str) -> Check:
         return Check(self.name, "warn", detail, advice)
 
-    def _fail(self, detail: str, advice: str) -> Check:
-        return Check(self.name, "fail", detail, advice)
-
 
 def _unusable(name: str, path: Path, advice: str) -> Check | None:
     """A failed check if this process cannot keep files in ``path``, or create it; else None."""
@@ -337,7 +325,9 @@ def _unusable(name: str, path: Path, advice: str) -> Check | None:
     if not existing.is_dir():
         return Check(name, "fail", f"{existing} is not a directory", advice)
     status = os.stat(existing)
-    if existing == path and status.st_uid != os.geteuid() and _must_be_ours(path):
+    # This process must own the private directories of a tier only.
+    is_private = PRIVATE in (path.name, path.parent.name) or (path / "lock").exists()
+    if existing == path and status.st_uid != os.geteuid() and is_private:
         return Check(name, "fail", f"{path} belongs to uid {status.st_uid}", advice)
     if os.statvfs(existing).f_flag & os.ST_RDONLY:
         repair = f"find the cause (`dmesg`) and `mount -o remount,rw` it, or {advice}"
@@ -345,11 +335,6 @@ def _unusable(name: str, path: Path, advice: str) -> Check | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return Check(name, "fail", f"{path} cannot be written by uid {os.geteuid()}", advice)
     return None
-
-
-def _must_be_ours(path: Path) -> bool:
-    """Whether this process must own ``path``: only the private directories of a tier."""
-    return PRIVATE in (path.name, path.parent.name) or (path / "lock").exists()
 
 
 def _locked(name: str, path: Path, own: MountRecord | None) -> Check | None:
@@ -369,12 +354,9 @@ def _locked(name: str, path: Path, own: MountRecord | None) -> Check | None:
     pid, mountpoint = holder.get("pid", "?"), holder.get("mountpoint", "?")
     if own is not None and pid == own.pid:
         return None
-    return Check(
-        name,
-        "fail",
-        f"{path.parent} is in use by pid {pid}, mounted at {mountpoint}",
-        f"`monarch umount {mountpoint}`, or give this mount its own directory",
-    )
+    detail = f"{path.parent} is in use by pid {pid}, mounted at {mountpoint}"
+    advice = f"`monarch umount {mountpoint}`, or give this mount its own directory"
+    return Check(name, "fail", detail, advice)
 
 
 def nearest(path: Path) -> Path:
@@ -382,13 +364,12 @@ def nearest(path: Path) -> Path:
     return next((p for p in (path, *path.parents) if os.path.lexists(p)), Path("/"))
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Free bytes of a file system; ``inodes_left`` is None if the number is not fixed."""
+class Room(NamedTuple):
+    """Free bytes of a file system; ``free_inodes`` is None if the number is not fixed."""
 
     total: int
     free: int
-    inodes_left: int | None
+    free_inodes: int | None
 
 
 def room_of(path: Path) -> Room:

@@ -57,8 +57,6 @@ from monarch.writeback.earlier import Inspection, inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.setup import WriteBack
 
-Tell = Callable[[FsckProgress], Awaitable[None]]
-
 # Files handled before the event loop runs other tasks.
 _STRIDE = 256
 # Time limit for a moment without running copies, in which the accounts can be compared.
@@ -87,22 +85,26 @@ class OnlineFsck:
     threads: ThreadPool
     _one_at_a_time: trio.Lock = field(default_factory=trio.Lock, init=False)
 
-    async def run(self, *, digests: bool, repair: bool, tell: Tell) -> FsckReport:
-        """Checks everything; ``digests``: reads every copy. ``tell`` receives the progress."""
+    async def run(
+        self, *, digests: bool, repair: bool, report: Callable[[FsckProgress], Awaitable[None]]
+    ) -> FsckReport:
+        """Checks everything; ``digests``: reads every copy. ``report`` receives the progress."""
         async with self._one_at_a_time:
-            return await _FsckRun(self, digests=digests, repair=repair, tell=tell).run()
+            return await _FsckRun(self, digests, repair, report).run()
 
 
+@dataclass
 class _FsckRun:
     """One running check."""
 
-    def __init__(self, of: OnlineFsck, *, digests: bool, repair: bool, tell: Tell) -> None:
-        self._of = of
-        self._records = of.hierarchy.records
-        self._residency = of.residency
-        self._digests = digests
-        self._repair = repair
-        self._tell = tell
+    _of: OnlineFsck
+    _digests: bool
+    _repair: bool
+    _report: Callable[[FsckProgress], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self._records = self._of.hierarchy.records
+        self._residency = self._of.residency
         self._findings = Findings()
         self._began_ns = time.time_ns()
         # The files that were reported: one fault that is found in two ways is one finding.
@@ -201,7 +203,7 @@ class _FsckRun:
                 self._findings.nbytes += step.nbytes
                 if step.suspect is not None and await self._holds(tier, step.suspect):
                     await self._note(tier, self._better_known(tier, step.suspect))
-            await self._tell(self._findings.progress())
+            await self._report(self._findings.progress())
 
     async def _remove(self, kind: str, tier: Tier, path: Path, what: str) -> None:
         """Adds a finding whose repair removes a file, or a directory with its contents."""

@@ -13,6 +13,7 @@ import re
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ from monarch.config.settings import MountSettings
 from monarch.daemon.freshness import FreshnessWatch
 from monarch.fuse.mountpoint import detached_users, mount_at
 from monarch.placement.residency import Residency
-from monarch.posix.cgroups import memory_groups
+from monarch.posix.cgroups import machine_memory, memory_groups
 from monarch.posix.credentials import can_act_as_others
 from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.log import Logbook
@@ -54,7 +55,7 @@ _MEMORY_S = 1.0
 _LEAST_AVAILABLE_SHARE = 0.02
 _LEAST_AVAILABLE = GiB
 # Memory that a control group cannot reclaim by dropping pages: the keys of versions 2 and 1.
-_PINNED = r"^(anon|shmem|total_rss|total_shmem) (\d+)$"
+_PINNED = r"^(?:anon|shmem|total_rss|total_shmem) (\d+)$"
 
 
 class Check(Protocol):
@@ -363,8 +364,7 @@ class ProcessCheck:
 
     def _full_machine(self) -> str:
         """A sentence about the machine if it is short of memory, or empty."""
-        told = _numbers(self._root / "proc/meminfo", r"^(MemTotal|MemAvailable):\s+(\d+) kB$")
-        total, available = (told.get(f"Mem{name}", 0) * 1024 for name in ("Total", "Available"))
+        total, available = machine_memory(self._root)
         if total and available < min(total * _LEAST_AVAILABLE_SHARE, _LEAST_AVAILABLE):
             shown = f"{format_bytes(available)} of {format_bytes(total)} are available"
             return f"the machine is short of memory: {shown}"
@@ -373,20 +373,14 @@ class ProcessCheck:
     def _full_group(self) -> str:
         """A sentence about a control group that has nearly used up its memory, or empty."""
         for directory, limit in memory_groups(self._root):
-            pinned = sum(_numbers(directory / "memory.stat", _PINNED).values())
+            pinned = 0
+            with suppress(OSError):
+                text = (directory / "memory.stat").read_text()
+                pinned = sum(map(int, re.findall(_PINNED, text, re.MULTILINE)))
             if limit and pinned > limit * _SCARCE_SHARE:
                 shown = f"{format_bytes(pinned)} of {format_bytes(limit)}"
                 return f"the control group {directory} is short of memory: {shown} are in use"
         return ""
-
-
-def _numbers(path: Path, pattern: str) -> dict[str, int]:
-    """The names and numbers that ``pattern`` finds in ``path``; empty if it cannot be read."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return {}
-    return {name: int(number) for name, number in re.findall(pattern, text, re.MULTILINE)}
 
 
 def _descriptors() -> int:

@@ -15,6 +15,7 @@ import errno
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import trio
@@ -49,37 +50,29 @@ class _Question(NamedTuple):
 _Step = int | tuple[_Question, Verdict]
 
 
+@dataclass(kw_only=True, eq=False)
 class Scrub:
     """``bandwidth`` in bytes per second, 0: no scrub. ``run`` is its task.
 
     ``is_read`` tells whether copies in a tier are to be read, or skipped for now.
     """
 
-    def __init__(
-        self,
-        *,
-        tiers: Sequence[Tier],
-        is_read: Callable[[int], bool],
-        records: Records,
-        residency: Residency,
-        copies: Copies,
-        threads: ThreadPool,
-        bandwidth: int,
-    ) -> None:
-        self._tiers = tiers
-        self._is_read = is_read
-        self._records = records
-        self._residency = residency
-        self._copies = copies
-        self._threads = threads
-        self._bandwidth = bandwidth
-        self._bucket = TokenBucket(bandwidth, PIECE_BYTES)
+    tiers: Sequence[Tier]
+    is_read: Callable[[int], bool]
+    records: Records
+    residency: Residency
+    copies: Copies
+    threads: ThreadPool
+    bandwidth: int
+
+    def __post_init__(self) -> None:
+        self._bucket = TokenBucket(self.bandwidth, PIECE_BYTES)
         self._done = self._total = self._bytes = self._rounds = self._found = 0
         self._started_ns = self._last_round_ns = 0
 
     def report(self) -> ScrubReport:
         return ScrubReport(
-            enabled=self._bandwidth > 0,
+            enabled=self.bandwidth > 0,
             done_files=self._done,
             total_files=self._total,
             bytes=self._bytes,
@@ -91,8 +84,8 @@ class Scrub:
 
     async def run(self) -> None:
         """Scrubs all copies repeatedly until cancelled."""
-        start = Ino(random.randint(ROOT_INO, max(ROOT_INO, self._residency.entries)))
-        while self._bandwidth:
+        start = Ino(random.randint(ROOT_INO, max(ROOT_INO, self.residency.entries)))
+        while self.bandwidth:
             await self.go_round(start)
             start = ROOT_INO
 
@@ -100,10 +93,10 @@ class Scrub:
         """Reads every copy once, from the inode number ``start`` on, then those before it."""
         self._started_ns = time.time_ns()
         self._done = 0
-        self._total = sum(self._residency.resident_files(tier.number) for tier in self._tiers)
+        self._total = sum(self.residency.resident_files(tier.number) for tier in self.tiers)
         cost = 0
         for first in (True, False):
-            for tier in self._tiers:
+            for tier in self.tiers:
                 for batch in batches(self._questions(tier, start, behind=first), _BATCH):
                     cost += await self._look_at(tier, batch)
         await self._pay(_ROUND_BYTES - cost)
@@ -111,14 +104,14 @@ class Scrub:
         self._last_round_ns = time.time_ns()
 
     def _questions(self, tier: Tier, start: Ino, *, behind: bool) -> Iterator[_Question]:
-        for ino in self._residency.resident_in(tier.number):
-            if (ino >= start) == behind and self._is_read(tier.number):
-                yield _Question(ino, self._records.get(ino))
+        for ino in self.residency.resident_in(tier.number):
+            if (ino >= start) == behind and self.is_read(tier.number):
+                yield _Question(ino, self.records.get(ino))
 
     async def _look_at(self, tier: Tier, batch: Sequence[_Question]) -> int:
         steps = _steps(tier, batch)
         cost = 0
-        while turn := await self._threads.run(_turn, steps):
+        while turn := await self.threads.run(_turn, steps):
             nbytes = sum(step for step in turn if isinstance(step, int))
             self._bytes += nbytes
             judged = [step for step in turn if not isinstance(step, int)]
@@ -137,20 +130,20 @@ class Scrub:
         ino, record = question.ino, question.record
         if verdict.kind == SEAL and record is not None:
             try:
-                await self._threads.run(tier.verify, ino, record.identity, record.digest)
+                await self.threads.run(tier.verify, ino, record.identity, record.digest)
                 verdict = GOOD
             except OSError as error:
                 verdict = Verdict(SEAL, error.strerror or "", error.errno or errno.EIO)
         self._done += 1
-        if verdict.kind == MISSING and await self._threads.run(tier.has, ino):
+        if verdict.kind == MISSING and await self.threads.run(tier.has, ino):
             return  # a new copy was made meanwhile
-        if self._residency.tier_of(ino) != tier.number or self._records.get(ino) != record:
+        if self.residency.tier_of(ino) != tier.number or self.records.get(ino) != record:
             return  # the copy was evicted or replaced meanwhile
         if record is not None and not verdict.kind:
-            self._copies.confirm(ino, record)
-        elif verdict.error not in _SCARCE and self._is_read(tier.number):
+            self.copies.confirm(ino, record)
+        elif verdict.error not in _SCARCE and self.is_read(tier.number):
             failure = OSError(verdict.error, f"found by scrub: {verdict.what}")
-            self._found += await self._copies.drop_damaged(ino, tier.number, failure)
+            self._found += await self.copies.drop_damaged(ino, tier.number, failure)
 
 
 def _steps(tier: Tier, batch: Sequence[_Question]) -> Iterator[_Step]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from monarch.errors import TierError
@@ -21,30 +22,24 @@ log = logging.getLogger(__name__)
 _STRIDE = 64
 
 
+@dataclass(eq=False)
 class Sweep:
     """Removes files without a record, and drops copies without their file. Make it before copies
     are made. ``evict`` drops a copy. ``doubts``: copies of a tier that returns are verified before
     use."""
 
-    def __init__(
-        self,
-        hierarchy: Hierarchy,
-        residency: Residency,
-        monitor: TierMonitor,
-        *,
-        evict: Callable[[Ino], object],
-        doubts: bool,
-    ) -> None:
-        self._hierarchy = hierarchy
-        self._residency = residency
-        self._monitor = monitor
-        self._evict = evict
-        self._doubts = doubts
+    hierarchy: Hierarchy
+    residency: Residency
+    monitor: TierMonitor
+    evict: Callable[[Ino], object]
+    doubts: bool
+
+    def __post_init__(self) -> None:
         self._started_ns = time.time_ns()
 
     async def run(self) -> None:
         """Sweeps each tier once. A tier that fails is logged."""
-        for tier in self._hierarchy.tiers:
+        for tier in self.hierarchy.tiers:
             try:
                 await self._sweep(tier, before_ns=self._started_ns)
             except TierError as error:
@@ -56,24 +51,24 @@ class Sweep:
 
     async def returned(self, tier: Tier) -> None:
         """Handles the return of a tier, perhaps after its disk lost power. Raises TierError."""
-        files = self._residency.resident_files(tier.number)
-        inos = await self._monitor.call(tier, self._hierarchy.doubt, tier, files=files)
-        if self._doubts:
-            self._residency.mark_unverified(inos)
+        files = self.residency.resident_files(tier.number)
+        inos = await self.monitor.call(tier, self.hierarchy.doubt, tier, files=files)
+        if self.doubts:
+            self.residency.mark_unverified(inos)
         await self._sweep(tier, before_ns=time.time_ns())
 
     async def _sweep(self, tier: Tier, *, before_ns: int) -> None:
         """Raises TierError."""
-        files = self._residency.resident_files(tier.number)
-        sweep = partial(self._hierarchy.sweep, tier, before_ns=before_ns)
-        missing = await self._monitor.call(tier, sweep, files=files)
+        files = self.residency.resident_files(tier.number)
+        sweep = partial(self.hierarchy.sweep, tier, before_ns=before_ns)
+        missing = await self.monitor.call(tier, sweep, files=files)
         # An emptied tier may miss a million copies: readers are served between the batches.
         for batch in batches(missing, _STRIDE):
             # A reader may have missed the copy first, and it may be resident again.
-            asked = [ino for ino in batch if self._residency.tier_of(ino) == tier.number]
-            for ino in await self._monitor.call(tier, _missing, tier, asked):
-                if self._residency.tier_of(ino) == tier.number:
-                    self._evict(ino)
+            asked = [ino for ino in batch if self.residency.tier_of(ino) == tier.number]
+            for ino in await self.monitor.call(tier, _missing, tier, asked):
+                if self.residency.tier_of(ino) == tier.number:
+                    self.evict(ino)
 
 
 def _missing(tier: Tier, inos: list[Ino]) -> list[Ino]:

@@ -21,7 +21,7 @@ from monarch.errors import MonarchError, UsageError
 from monarch.namespace.namespace import Namespace
 from monarch.placement.residency import SOURCE, Residency
 from monarch.posix import failpoints
-from monarch.telemetry.report import FsckProgress, WarmProgress, WarmReport
+from monarch.telemetry.report import WarmProgress, WarmReport
 from monarch.text import counted
 from monarch.types import ROOT_INO, Ino
 from monarch.vfs.promotions import Promotions
@@ -183,12 +183,10 @@ class Verbs:
 
     async def _check(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Checks all data of the daemon; ``digests`` and ``repair`` as in ``OnlineFsck.run``."""
-
-        async def tell(progress: FsckProgress) -> None:
-            await send(progress.to_dict())
-
         report = await self.online_fsck.run(
-            digests=params.get("digests") is True, repair=params.get("repair") is True, tell=tell
+            digests=params.get("digests") is True,
+            repair=params.get("repair") is True,
+            report=lambda progress: send(progress.to_dict()),
         )
         return report.to_dict()
 

@@ -10,13 +10,18 @@ from pathlib import Path
 def memory_bytes(root: Path) -> int:
     """Bytes of memory that this process may use: the machine's, or the limit of a control group. 0
     if the memory of the machine is unknown."""
+    total, _ = machine_memory(root)
+    return min([total, *(limit for _, limit in memory_groups(root))]) if total else 0
+
+
+def machine_memory(root: Path) -> tuple[int, int]:
+    """Bytes of memory of the machine: in total, and available. 0 where it is unknown."""
     try:
         text = (root / "proc/meminfo").read_text()
     except OSError:
-        return 0
-    found = re.search(r"^MemTotal:\s+(\d+) kB$", text, re.MULTILINE)
-    limits = [limit for _, limit in memory_groups(root)]
-    return min([int(found[1]) * 1024, *limits]) if found else 0
+        return 0, 0
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE))
+    return int(found.get("MemTotal", 0)) * 1024, int(found.get("MemAvailable", 0)) * 1024
 
 
 def memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
