@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,54 +48,50 @@ def remarks(
     ``served``: the state directories of running mounts; ``state``: that of this mount.
     """
     room = 0
-    told = []
+    lines = []
     table = mount_table()
     for each, given in zip(tiers, settings.tiers, strict=True):
         tier, name = each.tier, each.tier.name
         free = each.space.available - given.keep_free_within(each.space.total)
         room += max(0, min(each.capacity, each.held + free))
         if given.capacity is not None and given.capacity > each.held + each.space.available:
-            asked, left = format_bytes(given.capacity), format_bytes(each.space.available)
-            told.append(f"tier {name}: {asked} asked for, {left} free at {tier.path}")
+            asked, available = format_bytes(given.capacity), format_bytes(each.space.available)
+            lines.append(f"tier {name}: {asked} asked for, {available} free at {tier.path}")
         if each.capacity < min(nbytes, _LEAST_CAPACITY):
-            told.append(
+            lines.append(
                 f"tier {name}: its capacity is {format_bytes(each.capacity)}, which holds next to"
                 " nothing; a size without a unit is in bytes, write it like 500MB or 800GiB"
             )
         if each.forgotten:
-            told.append(
+            lines.append(
                 f"tier {name}: {counted(each.forgotten, 'copy', 'copies')} of an earlier mount will"
                 f" be removed and made anew: the state directory {state} has no record of them (it"
                 " is new, or was mounted with other tiers meanwhile)"
             )
         kind = kind_of(tier.path.resolve(), table)
         if is_remote(kind):
-            told.append(
+            lines.append(
                 f"tier {name} is on {kind}, a network file system: no faster than the source"
             )
     fits = 1.0 if nbytes <= room else room / nbytes
-    if fits < 1:
-        for each in tiers:
-            others = [
-                source or "another source"
-                for source, state in other_mounts(each.tier.own)
-                if state not in served
-            ]
-            if others:
-                told.append(
-                    f"tier {each.tier.name} also holds copies of {', '.join(sorted(set(others)))},"
-                    f" not mounted: `monarch evict --tier {os.fspath(each.tier.path)}` shows them"
-                )
+    for tier in [each.tier for each in tiers if fits < 1]:
+        found = other_mounts(tier.own)
+        others = {source or "another source" for source, own in found if own not in served}
+        if others:
+            lines.append(
+                f"tier {tier.name} also holds copies of {', '.join(sorted(others))},"
+                f" not mounted: `monarch evict --tier {tier.path}` shows them"
+            )
     if state == state_beside(settings):
-        told.append(
+        lines.append(
             f"a second mount of this source: its records, snapshot and log are in {state}, and its"
             " copies are its own"
         )
     if absorbs_in_memory and settings.absorbs:
-        told.append(
+        lines.append(
             "written data is kept in memory: after fsync it survives the daemon, not the machine;"
             " add a tier on a disk"
         )
     opens = ", open: none" if mode.open == "none" else ""
     share = "all" if fits == 1 else f"{int(fits * 100)}%"
-    return [f"{mode.datapath}{opens}; {share} of {format_bytes(nbytes)} fits", *told]
+    return [f"{mode.datapath}{opens}; {share} of {format_bytes(nbytes)} fits", *lines]

@@ -50,12 +50,10 @@ class LossAlarm:
 
     def report(self, names: Iterable[bytes]) -> None:
         """Adds ``names``, all files known to be lost since the daemon started."""
-        new = [name for name in names if name not in self._reported]
-        if not new:
-            return
-        self._reported.update(new)
-        self._names.update(dict.fromkeys(new[: max(0, _MOST_LOST - len(self._names))]))
-        self._write()
+        if new := [name for name in names if name not in self._reported]:
+            self._reported.update(new)
+            self._names.update(dict.fromkeys(new[: max(0, _MOST_LOST - len(self._names))]))
+            self._write()
 
     def acknowledge(self) -> None:
         """Ends the alarm, until further files are lost."""
@@ -64,8 +62,7 @@ class LossAlarm:
 
     def _read(self) -> list[bytes]:
         try:
-            raw = json.loads(self._path.read_bytes())
-            return [os.fsencode(name) for name in raw]
+            return [os.fsencode(name) for name in json.loads(self._path.read_bytes())]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -95,8 +92,7 @@ class WriteStatus:
         self, settings: MountSettings, write_back: WriteBack | None, loss_alarm: LossAlarm
     ) -> None:
         self._fsync = settings.writeback.fsync
-        self._mountpoint = os.fspath(settings.mountpoint)
-        self._source = os.fspath(settings.source)
+        self._mountpoint, self._source = settings.mountpoint, settings.source
         self._write_back = write_back
         self._loss_alarm = loss_alarm
         self._refused = Spell(_REFUSED_S)
@@ -167,10 +163,9 @@ class WriteStatus:
 
     def _of_disk(self, write_back: WriteBack) -> Iterator[Problem]:
         place, objects = write_back.place, write_back.front.objects
-        is_refused = self._refused.goes_on(
-            objects.failures, now_s=time.monotonic(), wall_ns=time.time_ns()
-        )
-        if is_refused or place.journal.file.failed:
+        now_s, wall_ns = time.monotonic(), time.time_ns()
+        is_refused = self._refused.goes_on(objects.failures, now_s=now_s, wall_ns=wall_ns)
+        if is_refused or place.journal.failed:
             yield Problem(
                 "writes-refused",
                 f"writes are refused: {place.journal.failed or objects.failure}",
@@ -243,13 +238,13 @@ class WriteStatus:
         backlog = drain.backlog()
         if backlog.conflict is not None:
             conflict, count = backlog.conflict, backlog.conflicts
-            told = f"{os.fsdecode(conflict.path)!r} {conflict.why}"
+            what = f"{os.fsdecode(conflict.path)!r} {conflict.why}"
             if conflict.kept:
-                told += f"; the version written here is {os.fsdecode(conflict.kept)!r}"
+                what += f"; the version written here is {os.fsdecode(conflict.kept)!r}"
             yield Problem(
                 "drain-conflict",
                 f"{counted(count, 'change', 'changes')} of this mount conflict with changes at the"
-                f" source: {told}{' (the last)' if count > 1 else ''}",
+                f" source: {what}{' (the last)' if count > 1 else ''}",
                 remedy=f"compare them at the source: `find {self._source} -name"
                 " '*.monarch-conflict-*'`, keep one, remove the other; `monarch ckpt conflicts"
                 f" {self._mountpoint}` lists the last of them. The alarm ends with --acknowledge,"
@@ -272,14 +267,14 @@ class WriteStatus:
         backlog = write_back.drain.backlog()
         if backlog.aside:
             count, paths = len(backlog.aside), [each.path for each in backlog.aside[:_SHOWN_PATHS]]
-            told = ", ".join(repr(os.fsdecode(path)) for path in paths)
+            shown = ", ".join(repr(os.fsdecode(path)) for path in paths)
             more = ", ..." if count > len(paths) else ""
             them = "it" if count == 1 else "them"
             waiting = counted(backlog.aside_ops - count, "change waits", "changes wait")
             yield Problem(
                 "written-set-aside",
                 f"{counted(count, 'change is', 'changes are')} set aside, the source refuses"
-                f" {them}: {told}{more} ({backlog.aside[0].why}); {waiting} with {them}",
+                f" {them}: {shown}{more} ({backlog.aside[0].why}); {waiting} with {them}",
                 remedy=f"`monarch ckpt set-aside {self._mountpoint}` lists them; repair the source"
                 f" and run `monarch ckpt retry {self._mountpoint}`, or copy the bytes elsewhere and"
                 f" discard them with `monarch ckpt discard {self._mountpoint} PATH`",
