@@ -47,7 +47,7 @@ from monarch.writeback.earlier import inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.store import PREFIX as ABSORBED
 
-_LEFT_BY_A_KILLED = "left by a process that was killed while writing it"
+_INTERRUPTED = "left by a process that was killed while writing it"
 
 
 def check_state(
@@ -117,7 +117,7 @@ class _StateCheck:
             doors += doors_of_tier(tier.name, tier.own)
         check_doors(self._findings, doors, owner=owner, repair=self._repair)
         for path in sorted(self._state.glob("*.part")):
-            self._mend("stage", STATE, path, _LEFT_BY_A_KILLED, path)
+            self._mend("stage", STATE, path, _INTERRUPTED, path)
         self._check_snapshot(Path(note.snapshot))
         self._check_copies(tiers)
         for tier in tiers:
@@ -222,7 +222,7 @@ class _StateCheck:
         contents = Contents(tier.root)
         add_strangers(self._findings, tier.name, own, contents.strangers())
         for name in contents.stages():
-            self._mend("stage", tier.name, own / name, _LEFT_BY_A_KILLED, own / name)
+            self._mend("stage", tier.name, own / name, _INTERRUPTED, own / name)
         for generation in contents.generations():
             if generation not in known:
                 path = own / (Contents.PREFIX + generation)
@@ -289,7 +289,7 @@ class _StateCheck:
                 # Files of another mount, which is served: the check of that mount covers them.
                 continue
             for path in sorted(directory.glob("*.part")):
-                self._mend("stage", tier.name, path, _LEFT_BY_A_KILLED, path)
+                self._mend("stage", tier.name, path, _INTERRUPTED, path)
             try:
                 found = inspect(directory)
             except TierError as error:

@@ -46,8 +46,8 @@ def check_writing(mount: MountSettings, records: Sequence[MountRecord]) -> Itera
     )
     for tier in mount.tiers:
         name = f"{mount.name}: tier {tier.name}"
-        for directory in _left_in(tier):
-            look = partial(_check_left, name, mount, directory, served=served)
+        for directory in _written_in(tier):
+            look = partial(_check_undrained, name, mount, directory, served=served)
             yield from bounded(name, directory, look, patience_s=_READING_S)
 
 
@@ -63,7 +63,7 @@ def check_mappings(name: str, abilities: Abilities) -> Iterator[Check]:
         )
 
 
-def _left_in(tier: TierSettings) -> list[Path]:
+def _written_in(tier: TierSettings) -> list[Path]:
     """Directories of written files in a tier; empty if it does not answer (check_tier reports
     that)."""
     found: list[Path] = []
@@ -128,7 +128,7 @@ def _check_tier(
             yield Check(name, "warn", f"{tier.path}: {shown}", advice)
 
 
-def _check_left(
+def _check_undrained(
     name: str, mount: MountSettings, directory: Path, *, served: bool
 ) -> Iterator[Check]:
     """Reports written data in ``directory`` that is not at its source."""

@@ -76,7 +76,7 @@ def _watch(lines: Lines, console: Console) -> None:
                 text = "\n".join(line.plain for line in seen)
                 sys.stdout.write(f"{time.strftime('%H:%M:%S')}\n{text}\n\n")
                 sys.stdout.flush()
-                if _reader_has_gone(WATCH_SECONDS):
+                if _is_pipe_closed(WATCH_SECONDS):
                     return
         # On the alternate screen no frame depends on the line wrapping of the frame before.
         with Live(console=console, auto_refresh=False, screen=True) as live:
@@ -93,7 +93,7 @@ def _watch(lines: Lines, console: Console) -> None:
         return
 
 
-def _reader_has_gone(patience_s: float) -> bool:
+def _is_pipe_closed(patience_s: float) -> bool:
     """Waits up to ``patience_s``; returns whether the reader of our output closed the pipe."""
     output = select.poll()
     # No event is requested: poll() always reports errors.

@@ -49,7 +49,7 @@ LAST_WORD_SECONDS = 1.0
 # Connections that the kernel queues while the event loop is busy.
 _BACKLOG = 128
 _ACCEPT_PAUSE_SECONDS = 0.1
-_GONE_MEANWHILE = frozenset({errno.ECONNABORTED, errno.EPROTO})
+_ABORTED = frozenset({errno.ECONNABORTED, errno.EPROTO})
 
 
 class Server:
@@ -87,7 +87,7 @@ class Server:
                             self._close_spare()
                             continue
                         # Without a free descriptor or memory an immediate retry would fail again.
-                        if error.errno not in _GONE_MEANWHILE:
+                        if error.errno not in _ABORTED:
                             self._limiter.warning(
                                 log,
                                 error.errno,

@@ -29,7 +29,7 @@ from monarch.telemetry.metrics import Metrics
 from monarch.telemetry.report import SnapshotReport
 from monarch.text import counted
 from monarch.tiers.doubts import Doubt, Doubts
-from monarch.tiers.records import Records
+from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.source import Source, identity_of
 from monarch.types import Identity, Ino
 from monarch.vfs.revalidation import Revalidation
@@ -48,20 +48,25 @@ _COPY_STEP_S = 0.5
 
 @dataclass(kw_only=True)
 class FreshnessWatch:
-    """``settings`` has the pause between comparisons, if there is to be more than one; ``tiers``
-    has the numbers of the tiers.
+    """``settings`` has the pause between comparisons, if there is to be more than one.
 
     ``just_built``: the snapshot was made for this mount, so its directories need no comparison.
+    ``inline_max``: larger files, in bytes, are copied again instead of compared in a second look.
+    ``sends_opens`` as in ``KernelView``.
     """
 
     names: Namespace
     source: Source
+    source_threads: ThreadPool
+    hierarchy: Hierarchy
     residency: Residency
     revalidation: Revalidation
-    tiers: Sequence[int]
-    source_threads: ThreadPool
+    doubts: Doubts
+    metrics: Metrics
     settings: SnapshotSettings
     just_built: bool
+    inline_max: int
+    sends_opens: bool
 
     def __post_init__(self) -> None:
         self.checks = self.changed_directories = 0
@@ -121,8 +126,8 @@ class FreshnessWatch:
                     counted(changed, "directory", "directories"),
                 )
             self.changed_directories = changed
-        for tier in self.tiers:
-            for batch in batches(self.residency.resident_in(tier), _BATCH):
+        for tier in self.hierarchy.tiers:
+            for batch in batches(self.residency.resident_in(tier.number), _BATCH):
                 for ino in await self._differing(batch):
                     changed += 1
                     try:
@@ -141,49 +146,11 @@ class FreshnessWatch:
         self.checks += len(questions)
         return await self.source_threads.run(_differing, self.source, questions)
 
+    # -- files that changed just before they were fetched -----------------------------------------
 
-class ChangedInodes:
-    """Inodes with an open that has found another version at the source; ``run`` compares them."""
-
-    def __init__(self) -> None:
-        self._send, self._receive = trio.open_memory_channel[Ino](1024)
-
-    def add(self, ino: Ino) -> None:
-        """Never waits. Beyond a limit inodes are left out: their next opens notice the change."""
-        with suppress(trio.WouldBlock):
-            self._send.send_nowait(ino)
-
-    async def run(self, look_again: Callable[[Ino], Awaitable[None]]) -> None:
-        """Calls ``look_again`` with each inode, until cancelled."""
-        async for ino in self._receive:
-            try:
-                await look_again(ino)
-            except MonarchError as error:
-                # The readers get the error, and the log has the first of many.
-                log.debug("%s", error)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondLook:
-    """Compares again files that changed just before they were fetched, after a resting time.
-
-    ``inline_max``: larger files, in bytes, are copied again instead of compared. ``sends_opens``
-    as in ``KernelView``.
-    """
-
-    doubts: Doubts
-    names: Namespace
-    source: Source
-    records: Records
-    residency: Residency
-    revalidation: Revalidation
-    metrics: Metrics
-    source_threads: ThreadPool
-    inline_max: int
-    sends_opens: bool
-
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run_second_look(self) -> None:
+        """Compares again files that changed just before they were fetched, after a resting time.
+        Until cancelled."""
         while True:
             if self.doubts.is_empty():
                 added = trio.Event()
@@ -191,9 +158,9 @@ class SecondLook:
                 await added.wait()
             await trio.sleep(_SECOND_LOOK_STEP_S)
             for batch in batches(self.doubts.due(time.monotonic_ns()), _BATCH):
-                await self._look(batch)
+                await self._look_twice(batch)
 
-    async def _look(self, batch: Sequence[tuple[Ino, Doubt]]) -> None:
+    async def _look_twice(self, batch: Sequence[tuple[Ino, Doubt]]) -> None:
         asked = [
             (ino, doubt)
             for ino, doubt in batch
@@ -227,7 +194,7 @@ class SecondLook:
     async def _compare(self, ino: Ino, doubt: Doubt) -> None:
         """Compares the bytes of a copy with those of the source. Raises SourceError, OSError."""
         held = self.residency.tier_of(ino) != SOURCE
-        record = self.records.get(ino) if held else None
+        record = self.hierarchy.records.get(ino) if held else None
         if record is None or record.identity != doubt.identity:
             # No copy: only the page cache of the kernel can have the bytes.
             if self.sends_opens:
@@ -245,10 +212,10 @@ class SecondLook:
         self.metrics.source_opened(copy=True)
         self.metrics.source_reads[1] += fetched.reads
         self.metrics.source_bytes[1] += len(fetched.data)
-        if self.records.get(ino) != record:
+        if self.hierarchy.records.get(ino) != record:
             return
         if xxhash.xxh3_128_digest(fetched.data) == record.digest:
-            self.records.settle(ino)
+            self.hierarchy.records.settle(ino)
         else:
             self.revalidation.distrust(ino, differs=True)
 
@@ -256,6 +223,27 @@ class SecondLook:
         until_ns = time.monotonic_ns() + round(wait_s * 1e9)
         self.doubts.put_off(ino, doubt, until_ns=until_ns)
         return False
+
+
+class ChangedInodes:
+    """Inodes with an open that has found another version at the source; ``run`` compares them."""
+
+    def __init__(self) -> None:
+        self._send, self._receive = trio.open_memory_channel[Ino](1024)
+
+    def add(self, ino: Ino) -> None:
+        """Never waits. Beyond a limit inodes are left out: their next opens notice the change."""
+        with suppress(trio.WouldBlock):
+            self._send.send_nowait(ino)
+
+    async def run(self, look_again: Callable[[Ino], Awaitable[None]]) -> None:
+        """Calls ``look_again`` with each inode, until cancelled."""
+        async for ino in self._receive:
+            try:
+                await look_again(ino)
+            except MonarchError as error:
+                # The readers get the error, and the log has the first of many.
+                log.debug("%s", error)
 
 
 def _differing(source: Source, questions: Sequence[tuple[Ino, bytes, Identity]]) -> list[Ino]:

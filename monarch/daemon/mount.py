@@ -305,7 +305,7 @@ class Mount:
             "sweep": self._sweep.run,
             "scrub": upkeep.scrub.run,
             "health": self.status.watch_health,
-            "second look": upkeep.second_look.run,
+            "second look": upkeep.watch.run_second_look,
         }
         if self._settings.snapshot.freshness != "never":
             tasks["watch"] = upkeep.watch.run

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monarch.config.settings import MountSettings
-from monarch.daemon.freshness import ChangedInodes, FreshnessWatch, SecondLook
+from monarch.daemon.freshness import ChangedInodes, FreshnessWatch
 from monarch.daemon.fsck import OnlineFsck
 from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
@@ -98,7 +98,6 @@ class Upkeep:
     """The comparisons of the copies and the snapshot with the source, and the checks of copies."""
 
     watch: FreshnessWatch
-    second_look: SecondLook
     scrub: Scrub
     online_fsck: OnlineFsck
 
@@ -220,22 +219,14 @@ def build_upkeep(
     watch = FreshnessWatch(
         names=names,
         source=parts.source,
+        source_threads=parts.source_threads,
+        hierarchy=hierarchy,
         residency=residency,
         revalidation=read.revalidation,
-        tiers=[tier.number for tier in hierarchy.tiers],
-        source_threads=parts.source_threads,
+        doubts=transfer.doubts,
+        metrics=metrics,
         settings=settings.snapshot,
         just_built=parts.just_built,
-    )
-    second_look = SecondLook(
-        doubts=transfer.doubts,
-        names=names,
-        source=parts.source,
-        records=hierarchy.records,
-        residency=residency,
-        revalidation=read.revalidation,
-        metrics=metrics,
-        source_threads=parts.source_threads,
         inline_max=settings.limits.inline_max,
         sends_opens=sends_opens,
     )
@@ -263,4 +254,4 @@ def build_upkeep(
         # More than one: a call at a hanging disk occupies its thread after its client has gone.
         threads=ThreadPool(4, "fsck", abandon=True),
     )
-    return Upkeep(watch, second_look, scrub, online_fsck)
+    return Upkeep(watch, scrub, online_fsck)

@@ -32,7 +32,7 @@ ANSWER_SECONDS = 30.0
 MAX_REQUEST_BYTES = 16 * KiB
 _BACKLOG = 64
 _ACCEPT_PAUSE_SECONDS = 0.1
-_GONE_MEANWHILE = frozenset({errno.ECONNABORTED, errno.EPROTO})
+_ABORTED = frozenset({errno.ECONNABORTED, errno.EPROTO})
 _END_OF_REQUEST = b"\r\n\r\n"
 
 
@@ -68,7 +68,7 @@ class MetricsPage:
                     connection, _ = await listener.accept()
                 except OSError as error:
                     # Without a free descriptor or memory an immediate retry would fail again.
-                    if error.errno not in _GONE_MEANWHILE:
+                    if error.errno not in _ABORTED:
                         self._limiter.warning(
                             log,
                             error.errno,
