@@ -31,14 +31,13 @@ from monarch.control.state_directory import write_note
 from monarch.daemon.remarks import remarks
 from monarch.daemon.status import Status
 from monarch.daemon.subsystems import (
-    Door,
     Parts,
     Tiers,
     Transfer,
     Upkeep,
     build_transfer,
     build_upkeep,
-    open_door,
+    open_datapath,
     open_tiers,
 )
 from monarch.daemon.supervisor import Supervisor
@@ -48,7 +47,8 @@ from monarch.daemon.write_status import LossAlarm
 from monarch.daemon.write_verbs import WrittenVerbs
 from monarch.fuse.abilities import Abilities
 from monarch.fuse.datapath import Datapath
-from monarch.fuse.datapath_mode import Choice, choose
+from monarch.fuse.datapath_mode import Choice, Serving, choose
+from monarch.fuse.kernel_caches import MountCaches
 from monarch.fuse.operations import Operations
 from monarch.fuse.session import Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
@@ -96,8 +96,10 @@ def open_mount(parts: Parts) -> Mount:
     log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
     shown = _remarks(parts, tiers, choice, store)
     metrics = Metrics([tier.name for tier in tiers.hierarchy.tiers])
-    door = open_door(parts, tiers, names, choice, has_written=store is not None)
-    transfer = build_transfer(parts, tiers, names, metrics, door.datapath)
+    datapath = open_datapath(parts, tiers, choice, has_written=store is not None)
+    caches = MountCaches(settings.mountpoint, names.path, datapath)
+    serving, sends_opens = Serving(choice, datapath), choice.open == "open"
+    transfer = build_transfer(parts, tiers, names, metrics, datapath)
     read = build_read_side(
         names=names,
         source_calls=transfer.source_calls,
@@ -108,9 +110,9 @@ def open_mount(parts: Parts) -> Mount:
         controller=tiers.controller,
         engine=transfer.engine,
         tier_calls=transfer.monitor,
-        caches=door.caches,
-        fast=door.datapath,
-        sends_opens=door.sends_opens,
+        caches=caches,
+        fast=datapath,
+        sends_opens=sends_opens,
         reads_copies=choice.datapath == "passthrough",
         settings=settings,
         doubts=transfer.doubts,
@@ -119,29 +121,28 @@ def open_mount(parts: Parts) -> Mount:
     loss_alarm, write_back = LossAlarm(parts.state), None
     if store is not None:
         loss_alarm.report(op.path for op in store.found.lost)
-        write_back = _write_back(parts, store, tiers, names, door, transfer, read)
-    filesystem = FileSystem(read, tiers.epochs, write_back)
+        write_back = _write_back(parts, store, tiers, names, datapath, caches, transfer, read)
+    filesystem = build_file_system(read, tiers.epochs, write_back)
     upkeep = build_upkeep(
-        parts, tiers, names, metrics, transfer, read, write_back, sends_opens=door.sends_opens
+        parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
-    serving = door.serving
     status = Status(
         parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving
     )
     session = Session(
-        Operations(filesystem, metrics.error, door.datapath, status.summary, serving),
+        Operations(filesystem, metrics.error, datapath, status.summary, serving),
         settings.mountpoint,
         os.fsencode(settings.source),
         allow_other=settings.allow_other,
         writable=bool(settings.absorbs),
-        datapath=door.datapath,
-        caches=door.caches,
+        datapath=datapath,
+        caches=caches,
     )
     return Mount(
         parts=parts,
         tiers=tiers,
         metrics=metrics,
-        datapath=door.datapath,
+        datapath=datapath,
         transfer=transfer,
         read=read,
         filesystem=filesystem,
@@ -159,7 +160,8 @@ def _write_back(
     store: WriteStore,
     tiers: Tiers,
     names: Namespace,
-    door: Door,
+    datapath: Datapath | None,
+    caches: MountCaches,
     transfer: Transfer,
     read: ReadSide,
 ) -> WriteBack:
@@ -171,7 +173,7 @@ def _write_back(
         source_load=transfer.source_load,
         ledger=tiers.ledger,
         residency=tiers.residency,
-        fast=door.datapath,
+        fast=datapath,
         read=Reading(
             copied_up=read.promotions.copied_up,
             look_again=read.revalidation.look_again,
@@ -179,7 +181,7 @@ def _write_back(
             evicted=read.promotions.removed,
             is_open=read.bindings.is_open,
         ),
-        kernel=door.caches,
+        kernel=caches,
     )
 
 

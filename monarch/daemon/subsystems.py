@@ -13,8 +13,7 @@ from monarch.daemon.fsck import OnlineFsck
 from monarch.daemon.remarks import TierRoom
 from monarch.daemon.scrub import Scrub
 from monarch.fuse.datapath import Datapath, DatapathOptions
-from monarch.fuse.datapath_mode import Choice, Serving
-from monarch.fuse.session import MountCaches
+from monarch.fuse.datapath_mode import Choice
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.controller import Controller
@@ -64,21 +63,6 @@ class Tiers:
     controller: Controller
     epochs: Epochs
     rooms: list[TierRoom]
-
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """The kernel's side of a mount, without its session."""
-
-    choice: Choice
-    datapath: Datapath | None
-    caches: MountCaches
-    serving: Serving
-
-    @property
-    def sends_opens(self) -> bool:
-        """Whether the kernel sends a request for each open."""
-        return self.choice.open == "open"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,31 +126,29 @@ def _policy(settings: MountSettings, snapshot: Snapshot, capacities: list[int]) 
             return Lru()
 
 
-def open_door(
-    parts: Parts, tiers: Tiers, names: Namespace, choice: Choice, *, has_written: bool
-) -> Door:
+def open_datapath(
+    parts: Parts, tiers: Tiers, choice: Choice, *, has_written: bool
+) -> Datapath | None:
     """``has_written``: files were, or can be, written through the mount."""
+    if choice.datapath == "python":
+        return None
     settings = parts.settings
-    datapath = None
-    if choice.datapath != "python":
-        datapath = Datapath(
-            snapshot=parts.snapshot,
-            source=parts.source,
-            limits=settings.limits,
-            residency=tiers.residency,
-            tiers=tiers.hierarchy.tiers,
-            options=DatapathOptions(
-                passthrough=choice.datapath == "passthrough",
-                no_open=choice.open == "none",
-                decide_opens=settings.verify == "open",
-                cache_listings=choice.cache_listings,
-                ask_names=bool(settings.absorbs),
-                ask_xattrs=has_written,
-                as_caller=settings.source_identity == "caller",
-            ),
-        )
-    caches = MountCaches(settings.mountpoint, names.path, datapath)
-    return Door(choice, datapath, caches, Serving(choice, datapath))
+    return Datapath(
+        snapshot=parts.snapshot,
+        source=parts.source,
+        limits=settings.limits,
+        residency=tiers.residency,
+        tiers=tiers.hierarchy.tiers,
+        options=DatapathOptions(
+            passthrough=choice.datapath == "passthrough",
+            no_open=choice.open == "none",
+            decide_opens=settings.verify == "open",
+            cache_listings=choice.cache_listings,
+            ask_names=bool(settings.absorbs),
+            ask_xattrs=has_written,
+            as_caller=settings.source_identity == "caller",
+        ),
+    )
 
 
 def build_transfer(

@@ -228,7 +228,11 @@ class TorchState:
     @property
     def allocate(self) -> Callable[[int], Octets] | None:
         """The allocator for the copies: pinned memory if any parameter is on a GPU."""
-        return pinned if any(each.is_cuda for each in self._model.parameters()) else None
+        return pinned if any(map(_is_on_gpu, self._model.parameters())) else None
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_cuda)
 
 
 _NAMES = {"model", "optimizer", "others", "random"}
