@@ -246,46 +246,33 @@ def _peer_uid(connection: trio.socket.SocketType) -> int:
 
 @contextmanager
 def _listening(path: Path) -> Iterator[trio.socket.SocketType]:
-    try:
-        directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _cannot_listen(path, error) from error
-    try:
-        with stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM) as made:
-            try:
-                _remove_stale(path.name, directory)
-                # Before bind, so that the file never exists with a wider mode.
-                os.fchmod(made.fileno(), 0o600)
-                # The address of a socket has at most 107 bytes; a path may be longer.
-                made.bind(f"/proc/self/fd/{directory}/{path.name}")
-                made.listen(_BACKLOG)
-            except OSError as error:
-                raise _cannot_listen(path, error) from error
-            ours = os.stat(path.name, dir_fd=directory)
-            try:
-                with trio.socket.from_stdlib_socket(made) as listener:
-                    yield listener
-            finally:
-                with suppress(OSError):
-                    now = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
-                    # Not removed if a later daemon has created a new one.
-                    if (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino):
-                        os.unlink(path.name, dir_fd=directory)
-    finally:
-        os.close(directory)
-
-
-def _remove_stale(name: str, directory: int) -> None:
-    try:
-        mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISSOCK(mode):
-        os.unlink(name, dir_fd=directory)
-
-
-def _cannot_listen(path: Path, error: OSError) -> TierError:
-    return TierError(
-        f"cannot make the control socket {path}: {error.strerror}",
-        hint="the state directory must be a writable local directory",
-    )
+    with ExitStack() as cleanup:
+        try:
+            directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            cleanup.callback(os.close, directory)
+            made = cleanup.enter_context(stdlib_socket.socket(stdlib_socket.AF_UNIX))
+            with suppress(FileNotFoundError):
+                if stat.S_ISSOCK(
+                    os.stat(path.name, dir_fd=directory, follow_symlinks=False).st_mode
+                ):
+                    os.unlink(path.name, dir_fd=directory)
+            # Before bind, so that the file never exists with a wider mode.
+            os.fchmod(made.fileno(), 0o600)
+            # The address of a socket has at most 107 bytes; a path may be longer.
+            made.bind(f"/proc/self/fd/{directory}/{path.name}")
+            made.listen(_BACKLOG)
+        except OSError as error:
+            raise TierError(
+                f"cannot make the control socket {path}: {error.strerror}",
+                hint="the state directory must be a writable local directory",
+            ) from error
+        ours = os.stat(path.name, dir_fd=directory)
+        try:
+            with trio.socket.from_stdlib_socket(made) as listener:
+                yield listener
+        finally:
+            with suppress(OSError):
+                now = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
+                # Not removed if a later daemon has created a new one.
+                if (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino):
+                    os.unlink(path.name, dir_fd=directory)

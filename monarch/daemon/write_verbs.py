@@ -216,21 +216,14 @@ class WrittenVerbs:
         return self.write_back, os.fsencode(path).strip(b"/")
 
     def _refused(self, path: bytes = b"", *, removed: Sequence[bytes] = ()) -> RefusalsReport:
-        found = self.write_back.refusals.list(path) if self.write_back is not None else []
-        return RefusalsReport(
-            refused=[
-                RefusalReport(
-                    path=os.fsdecode(refusal.path),
-                    kind=refusal.kind,
-                    why=refusal.why,
-                    tries=refusal.tries,
-                    aside=refusal.is_aside,
-                )
-                for refusal in found[:_NAMED]
-            ],
-            waiting=self.write_back.drain.backlog().ops if self.write_back is not None else 0,
-            removed=[os.fsdecode(name) for name in removed[:_NAMED]],
-        )
+        if self.write_back is None:
+            return RefusalsReport([], 0)
+        refused = [
+            RefusalReport(os.fsdecode(each.path), each.kind, each.why, each.tries, each.is_aside)
+            for each in self.write_back.refusals.list(path)[:_NAMED]
+        ]
+        waiting = self.write_back.drain.backlog().ops
+        return RefusalsReport(refused, waiting, [*map(os.fsdecode, removed[:_NAMED])])
 
     def _name(self, path: object) -> bytes:
         """An existing path, relative to the mount, as bytes. Raises UsageError."""

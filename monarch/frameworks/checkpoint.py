@@ -39,6 +39,7 @@ from monarch.frameworks.store import (
     CheckpointStore,
     Durable,
     Listed,
+    Retention,
     Verified,
     durability,
     list_checkpoints,
@@ -147,9 +148,7 @@ class Checkpointer:
         self.step = 0
         self._interval = Interval(p=p, max_in_flight=max_in_flight)
         self._every = every
-        self._keep_last = keep_last
-        self._keep_every: int | Literal["epoch"] | None = keep_every
-        self._durable: Literal["local", "source"] = durable
+        self._retention = Retention(keep_last, keep_every, durable)
         self._order = order
         self._allocate = allocate
         self._is_met = False
@@ -167,7 +166,7 @@ class Checkpointer:
         self._warning = ""
         self._failed = 0
         self._closed = False
-        self._believed: set[str] = set()
+        self._known_whole: set[str] = set()
 
         self._copied = threading.Event()
         self._copied.set()
@@ -327,7 +326,7 @@ class Checkpointer:
             return None
         checkpoint = found.checkpoint
         if not found.is_of_others:
-            self._believed.add(checkpoint.name)
+            self._known_whole.add(checkpoint.name)
             if found.digests:
                 self._commits[checkpoint.name] = found.digests
         if self._order is not None and found.facts.get("order") is not None:
@@ -539,12 +538,7 @@ class Checkpointer:
 
     def _thin_out(self) -> None:
         try:
-            self._store.thin_out(
-                keep_last=self._keep_last,
-                keep_every=self._keep_every,
-                durable=self._durable,
-                believed=self._believed,
-            )
+            self._store.thin_out(self._retention, self._known_whole)
         except OSError as error:
             self._warning = f"old checkpoints were not removed: {error}; the next does it"
 

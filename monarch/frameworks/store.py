@@ -138,15 +138,12 @@ def prune(
     ``durable``. Raises LockedError while a trainer uses the directory (it removes old ones itself),
     CheckpointError, OSError, ValueError.
     """
-    path = Path(directory)
+    path, retention = Path(directory), Retention(keep_last, keep_every, durable)
     if dry_run:
-        known = _read_manifest(path).checkpoints
-        return _superfluous(path, known, keep_last, keep_every, durable, believed=set())
+        return _superfluous(path, _read_manifest(path).checkpoints, retention, set())
     store = CheckpointStore(path)
     try:
-        return store.thin_out(
-            keep_last=keep_last, keep_every=keep_every, durable=durable, believed=set()
-        )
+        return store.thin_out(retention, set())
     finally:
         store.release()
 
@@ -315,18 +312,9 @@ class CheckpointStore:
         """Records the digests of sets, by name, so that they count. Durable when this returns."""
         self._exchange(_committed(self._checkpoints, commits))
 
-    def thin_out(
-        self,
-        *,
-        keep_last: int,
-        keep_every: int | Literal["epoch"] | None,
-        durable: Literal["local", "source"],
-        believed: set[str],
-    ) -> list[Checkpoint]:
-        """As ``prune``. Checkpoints in ``believed`` are not read; those read are added to it."""
-        old = _superfluous(
-            self.directory, self._checkpoints, keep_last, keep_every, durable, believed
-        )
+    def thin_out(self, retention: Retention, known_whole: set[str]) -> list[Checkpoint]:
+        """As ``prune``. Checkpoints in ``known_whole`` are not read; whole ones are added to it."""
+        old = _superfluous(self.directory, self._checkpoints, retention, known_whole)
         if old:
             removed = {each.serial for each in old}
             self._exchange([c for c in self._checkpoints if c.serial not in removed])
@@ -426,47 +414,46 @@ def _line(text: str) -> bytes:
     return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints are kept, as in ``prune``. Raises ValueError for an invalid number."""
+
+    last: int
+    every: int | Literal["epoch"] | None
+    durable: Literal["local", "source"]
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError("at least one checkpoint must be kept")
+        if isinstance(self.every, int) and self.every < 1:
+            raise ValueError("keep_every must be a number of steps, or 'epoch'")
+
+
 def _superfluous(
     directory: Path,
     checkpoints: Sequence[Checkpoint],
-    keep_last: int,
-    keep_every: int | Literal["epoch"] | None,
-    durable: Literal["local", "source"],
-    believed: set[str],
+    retention: Retention,
+    known_whole: set[str],
 ) -> list[Checkpoint]:
     """The checkpoints that can be removed, oldest first. ``checkpoints``: all, oldest first."""
-    if keep_last < 1:
-        raise ValueError("at least one checkpoint must be kept")
-    newest_first = checkpoints[::-1]
-    if len(newest_first) <= keep_last:
+    if len(checkpoints) <= retention.last:
         return []
+    counting = [each for each in checkpoints if each.counts]
     whole: list[Checkpoint] = []
-    for checkpoint in newest_first:
-        if len(whole) == keep_last:
+    for checkpoint in reversed(counting):
+        if len(whole) == retention.last:
             break
-        is_known = checkpoint.name in believed
-        if checkpoint.counts and (is_known or verified(directory, checkpoint).state == "whole"):
-            believed.add(checkpoint.name)
+        if checkpoint.name in known_whole or verified(directory, checkpoint).state == "whole":
+            known_whole.add(checkpoint.name)
             whole.append(checkpoint)
-    safe = any(_is_durable(directory / c.name, durable) for c in whole)
-    if len(whole) < keep_last or not safe:
+    is_safe = any(_is_durable(directory / c.name, retention.durable) for c in whole)
+    if len(whole) < retention.last or not is_safe:
         return []
-    oldest_kept = whole[-1].serial
-    kept = {each.serial for each in _newest_of_each(checkpoints, keep_every)}
-    return [c for c in checkpoints if c.serial < oldest_kept and c.serial not in kept]
-
-
-def _newest_of_each(
-    checkpoints: Sequence[Checkpoint], every: int | Literal["epoch"] | None
-) -> Iterable[Checkpoint]:
-    if every is None:
-        return ()
-    if every != "epoch" and every < 1:
-        raise ValueError("keep_every must be a number of steps, or 'epoch'")
-    newest: dict[int, Checkpoint] = {}
-    for each in (one for one in checkpoints if one.counts):
-        newest[each.epoch if every == "epoch" else each.step // every] = each
-    return newest.values()
+    newest: dict[int, int] = {}
+    if (every := retention.every) is not None:
+        newest = {c.epoch if every == "epoch" else c.step // every: c.serial for c in counting}
+    oldest, kept = whole[-1].serial, set(newest.values())
+    return [c for c in checkpoints if c.serial < oldest and c.serial not in kept]
 
 
 def _examined(directory: Path, name: str) -> Checkpoint:

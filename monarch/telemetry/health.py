@@ -95,17 +95,15 @@ def worst(states: Sequence[State]) -> State:
     return max(states, key=STATES.index, default="ok")
 
 
+@dataclass(slots=True)
 class Spell:
     """A period in which a count rises; it ends when the count was constant for ``quiet_s``."""
 
-    __slots__ = ("_count", "_last_s", "_quiet_s", "number", "since_ns")
-
-    def __init__(self, quiet_s: float) -> None:
-        self._quiet_s = quiet_s
-        self._count = 0
-        self._last_s = -math.inf
-        self.number = 0
-        self.since_ns = 0
+    _quiet_s: float
+    _count: int = 0
+    _last_s: float = -math.inf
+    number: int = 0
+    since_ns: int = 0
 
     def goes_on(self, count: int, *, now_s: float, wall_ns: int) -> bool:
         """Whether ``count`` rose in the last ``quiet_s`` seconds: by ``number`` since ``since_ns``.
