@@ -23,11 +23,11 @@ from monarch.config.settings import MountSettings, TierSettings
 from monarch.control import registry
 from monarch.control.registry import MountRecord
 from monarch.control.state_directory import require_private
-from monarch.errors import MonarchError, SnapshotError
+from monarch.errors import MonarchError, SnapshotError, Unanswered
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
-from monarch.posix.bounded_calls import PATIENCE_S, within
+from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import PRIVATE, other_sources, own_directory
@@ -59,25 +59,22 @@ def bounded(
 ) -> list[Check]:
     """The checks of ``look``; a failed one if ``look`` raises OSError or takes too long."""
     found: list[Check] = []
-
-    def task() -> None:
-        try:
-            found.extend(look())
-        except OSError as error:
-            advice = "check it with `ls -ld` as the user who mounts"
-            if error.errno in (errno.EIO, errno.EUCLEAN, errno.ENOTCONN, errno.ESTALE):
-                advice = "its disk or its server has failed: see `dmesg`"
-            found.append(Check(name, "fail", f"{path}: {error.strerror}", advice))
-        except MonarchError as error:
-            found.append(Check(name, "fail", error.args[0], error.hint))
-
-    if within(patience_s, task):
+    try:
+        call_within(patience_s, lambda: found.extend(look()))
         return found
-    advice = (
-        "its file system hangs: check its client and server (`dmesg`), or unmount it with"
-        f" `umount -l {path}`"
-    )
-    return [Check(name, "fail", f"{path} has not answered for {patience_s:g} s", advice)]
+    except Unanswered:
+        advice = (
+            "its file system hangs: check its client and server (`dmesg`), or unmount it with"
+            f" `umount -l {path}`"
+        )
+        return [Check(name, "fail", f"{path} has not answered for {patience_s:g} s", advice)]
+    except OSError as error:
+        advice = "check it with `ls -ld` as the user who mounts"
+        if error.errno in (errno.EIO, errno.EUCLEAN, errno.ENOTCONN, errno.ESTALE):
+            advice = "its disk or its server has failed: see `dmesg`"
+        return [*found, Check(name, "fail", f"{path}: {error.strerror}", advice)]
+    except MonarchError as error:
+        return [*found, Check(name, "fail", error.args[0], error.hint)]
 
 
 # -- a mount ---------------------------------------------------------------------------------------

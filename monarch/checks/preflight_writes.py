@@ -16,9 +16,9 @@ from monarch.config.defaults import kind_of
 from monarch.config.settings import MountSettings, TierSettings
 from monarch.control import registry
 from monarch.control.registry import MountRecord
-from monarch.errors import TierError
-from monarch.fuse.datapath_mode import Abilities
-from monarch.posix.bounded_calls import PATIENCE_S, within
+from monarch.errors import TierError, Unanswered
+from monarch.fuse.abilities import Abilities
+from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.text import counted, escape_text
 from monarch.tiers.ownership import PRIVATE
@@ -66,13 +66,9 @@ def check_mappings(name: str, abilities: Abilities) -> Iterator[Check]:
 def _written_in(tier: TierSettings) -> list[Path]:
     """Directories of written files in a tier; empty if it does not answer (check_tier reports
     that)."""
-    found: list[Path] = []
-
-    def task() -> None:
-        with suppress(OSError):
-            found.extend(sorted((tier.path / PRIVATE).glob(f"{PREFIX}*")))
-
-    return found if within(PATIENCE_S, task) else []
+    with suppress(OSError, Unanswered):
+        return call_within(PATIENCE_S, lambda: sorted((tier.path / PRIVATE).glob(f"{PREFIX}*")))
+    return []
 
 
 def _check_source(name: str, mount: MountSettings) -> Iterator[Check]:

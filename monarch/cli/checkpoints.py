@@ -12,9 +12,9 @@ from typing import Literal
 
 from monarch.cli.daemon_call import ask
 from monarch.control.registry import MountRecord
-from monarch.errors import MonarchError, UsageError
+from monarch.errors import MonarchError, Unanswered, UsageError
 from monarch.frameworks.store import MANIFEST, Listed, digest_of, list_checkpoints
-from monarch.posix.bounded_calls import within
+from monarch.posix.bounded_calls import call_within
 from monarch.telemetry.report import WrittenFile, WrittenFiles, WrittenTotals
 from monarch.text import escape_text
 
@@ -101,25 +101,15 @@ def listed_in(record: MountRecord, directory: str) -> list[Listed]:
     """The checkpoints of ``directory``. Raises MonarchError if its manifest cannot be read in
     time."""
     where = Path(record.mountpoint) / directory
-    found: list[Listed] = []
-    failed: list[BaseException] = []
-
-    def task() -> None:
-        try:
-            found.extend(list_checkpoints(where))
-        except NotADirectoryError:
-            pass
-        except (OSError, MonarchError) as error:
-            failed.append(error)
-
-    if not within(_PATIENCE_S, task):
+    try:
+        return call_within(_PATIENCE_S, list_checkpoints, where)
+    except NotADirectoryError:
+        return []
+    except Unanswered:
         raise MonarchError(
             f"{escape_text(os.fspath(where))} has not answered for {_PATIENCE_S:g} seconds",
             hint=f"`monarch status {escape_text(record.mountpoint)}` shows what hangs",
-        )
-    if failed:
-        raise failed[0]
-    return found
+        ) from None
 
 
 def newest_of(record: MountRecord, below: str) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from monarch.cli.daemon_call import ask
 from monarch.control.registry import MountRecord, Registry, SeenMount, real_path, seen_mounts
-from monarch.errors import MonarchError, NotMountedError
+from monarch.errors import MonarchError, NotMountedError, Unanswered
+from monarch.posix.bounded_calls import call_within
 from monarch.telemetry.report import StatusReport
 from monarch.text import escape_text
 from monarch.units import format_bytes
@@ -89,7 +90,6 @@ def public_status(place: Path) -> tuple[str, dict[str, Any]]:
     does not answer or denies access.
     """
     from monarch.fuse.mountpoint import FS_TYPE, monarch_above, mounts
-    from monarch.posix.bounded_calls import within
 
     ours = [os.fsdecode(mounted.mountpoint) for mounted in mounts() if mounted.type == FS_TYPE]
     mountpoint = monarch_above(real_path(place, ours))
@@ -98,30 +98,21 @@ def public_status(place: Path) -> tuple[str, dict[str, Any]]:
             f"{escape_text(os.fspath(place))} is not in a Monarch mount",
             hint="`monarch status` lists the mounts",
         )
-    found: list[bytes | OSError] = []
-
-    def ask() -> None:
-        try:
-            found.append(os.getxattr(mountpoint, _ATTRIBUTE))
-        except OSError as error:
-            found.append(error)
-
     where = escape_text(mountpoint)
-    if not within(ANSWER_SECONDS, ask):
-        raise MonarchError(f"{where} does not answer", hint="ask the owner of the mount")
-    (answer,) = found
-    if isinstance(answer, OSError):
-        if answer.errno == errno.ENOTCONN:
-            raise NotMountedError(f"the daemon of {where} is dead", hint="mount it again")
-        raise MonarchError(
-            f"{where} is a Monarch mount of another user: {answer.strerror}",
-            hint="run the command as the owner of the mount; with allow_other every user may ask",
-        )
     try:
-        raw = json.loads(answer)
+        answer = call_within(ANSWER_SECONDS, os.getxattr, mountpoint, _ATTRIBUTE)
+        return mountpoint, json.loads(answer)
+    except Unanswered:
+        raise MonarchError(f"{where} does not answer", hint="ask the owner of the mount") from None
+    except OSError as error:
+        if error.errno == errno.ENOTCONN:
+            raise NotMountedError(f"the daemon of {where} is dead", hint="mount it again") from None
+        raise MonarchError(
+            f"{where} is a Monarch mount of another user: {error.strerror}",
+            hint="run the command as the owner of the mount; with allow_other every user may ask",
+        ) from error
     except ValueError as error:
         raise MonarchError(f"{where}: its daemon is of another version: {error}") from error
-    return mountpoint, raw
 
 
 def public_lines(mountpoint: str, figures: dict[str, Any]) -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from monarch.config.defaults import state_directory
 from monarch.config.document import Loc, dotted
 from monarch.config.settings import MountSettings
-from monarch.errors import MonarchError
-from monarch.posix.bounded_calls import PATIENCE_S, within
+from monarch.errors import MonarchError, Unanswered
+from monarch.posix.bounded_calls import PATIENCE_S, call_within
 
 
 def resolved(path: Path) -> Path:
@@ -20,15 +20,15 @@ def resolved(path: Path) -> Path:
 
 def _resolved_remote(path: Path) -> Path:
     """As ``resolved``, but as written if the file system hangs: other mounts may not need it."""
-    found: list[Path] = []
     try:
-        within(PATIENCE_S, lambda: found.append(resolved(path)))
+        return call_within(PATIENCE_S, resolved, path)
+    except Unanswered:
+        return Path(os.path.normpath(path))
     except RuntimeError:
         raise MonarchError(
             "no thread can be started: this user has as many processes as the limit allows",
             hint="end some, or raise the limit (`ulimit -u`)",
         ) from None
-    return found[0] if found else Path(os.path.normpath(path))
 
 
 def _resolved_mountpoint(path: Path) -> Path:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from monarch.errors import NotMountedError, TierError
+from monarch.errors import NotMountedError, TierError, Unanswered
 from monarch.posix import failpoints
-from monarch.posix.bounded_calls import PATIENCE_S, within
+from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.telemetry.report import Report
 from monarch.text import escape_text
@@ -239,12 +239,8 @@ def seen_mounts(
 
 def _is_disconnected(mountpoint: str) -> bool:
     """Whether no daemon serves the mount any more. A mount that hangs counts as served."""
-    outcome: list[int | None] = []
-
-    def probe() -> None:
-        try:
-            os.statvfs(mountpoint)
-        except OSError as error:
-            outcome.append(error.errno)
-
-    return within(PATIENCE_S, probe) and outcome == [errno.ENOTCONN]
+    try:
+        call_within(PATIENCE_S, os.statvfs, mountpoint)
+    except (OSError, Unanswered) as error:
+        return error.errno == errno.ENOTCONN
+    return False

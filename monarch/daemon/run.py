@@ -55,12 +55,13 @@ def prepare(settings: MountSettings) -> MountSettings:
     Unmounts the mount of a dead daemon. Raises MonarchError."""
     abilities = Abilities.here()
     check_possible(settings, abilities)
-    limits = settings.limits.within(abilities.memory_bytes)
     names_max = settings.writeback.names_within(abilities.memory_bytes, each=NAME_BYTES)
-    writeback = settings.writeback.model_copy(update={"names_max": names_max})
-    settings = settings.model_copy(update={"limits": limits, "writeback": writeback})
-    if not settings.tiers:
-        settings = settings.model_copy(update={"tiers": (default_tier(settings),)})
+    chosen = {
+        "limits": settings.limits.within(abilities.memory_bytes),
+        "writeback": settings.writeback.model_copy(update={"names_max": names_max}),
+        "tiers": settings.tiers or (default_tier(settings),),
+    }
+    settings = settings.model_copy(update=chosen)
     _clear_stale_mount(settings.mountpoint)
     mountpoints.check(settings.mountpoint, settings.source)
     for tier in settings.tiers:

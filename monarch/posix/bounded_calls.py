@@ -20,14 +20,6 @@ T = TypeVar("T")
 PATIENCE_S = 2.0
 
 
-def within(seconds: float, task: Callable[[], None]) -> bool:
-    """Whether ``task`` ended in ``seconds``; if not, its thread is abandoned."""
-    thread = threading.Thread(target=task, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
 class BoundedCalls:
     """One thread that makes the calls of one caller at a time.
 
@@ -73,6 +65,34 @@ class BoundedCalls:
         """Ends the thread after the running call."""
         if self._pid == os.getpid():
             self._calls.put(None)
+
+
+def call_within(seconds: float, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
+    """Returns ``function(*args)``, or raises its exception. Raises Unanswered after ``seconds``:
+    the call then continues in its thread."""
+    calls = BoundedCalls("bounded", wait_s=seconds)
+    try:
+        return calls.call(function, *args)
+    finally:
+        calls.close()
+
+
+class _Call(Generic[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], None] | None], turn: threading.Lock) -> None:
