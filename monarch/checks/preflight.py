@@ -1,4 +1,4 @@
-"""Checks before a mount: its source, state directory, tiers and port.
+"""Checks before a mount: its source, state directory, tiers and port, and other mounts.
 
 Nothing here changes anything. A path may be on a file system that hangs: each is checked in a
 thread that is abandoned after a timeout.
@@ -14,16 +14,15 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from monarch.checks.overlaps import check_apart, with_state_directory
-from monarch.config.defaults import is_remote, kind_of, state_directory
+from monarch.config.defaults import is_remote, kind_of, state_beside, state_directory
 from monarch.config.settings import MountSettings, TierSettings
-from monarch.control import registry
-from monarch.control.registry import MountRecord
-from monarch.control.state_directory import require_private
-from monarch.errors import MonarchError, SnapshotError, Unanswered
+from monarch.control.registry import MountRecord, alive
+from monarch.control.state_directory import read_note, require_private
+from monarch.errors import MonarchError, SnapshotError, TierError, Unanswered, UsageError
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible, without_passthrough
 from monarch.namespace.snapshot import Snapshot
@@ -85,7 +84,7 @@ def check_mount(
 ) -> Iterator[Check]:
     """All checks of a mount before it is mounted. ``records``: the existing mounts."""
     own = next(
-        (r for r in records if r.mountpoint == os.fspath(mount.mountpoint) and registry.alive(r)),
+        (r for r in records if r.mountpoint == os.fspath(mount.mountpoint) and alive(r)),
         None,
     )
     table = mount_table()
@@ -391,3 +390,57 @@ def _is_coarse(directory: Path, kind: str) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+# -- other mounts ----------------------------------------------------------------------------------
+
+# Only running mounts of the same user are compared, since those of others cannot be read. Those of
+# one configuration file are compared when it is read.
+
+
+def with_state_directory(settings: MountSettings, records: Sequence[MountRecord]) -> MountSettings:
+    """``settings`` with the state directory filled in. It is that of the source, or, if another
+    mount of ``records`` uses that, one beside it."""
+    state = state_directory(settings)
+    is_taken = any(
+        record.state == os.fspath(state)
+        and record.mountpoint != os.fspath(settings.mountpoint)
+        and alive(record)
+        for record in records
+    )
+    if is_taken and settings.state is None:
+        state = state_beside(settings)
+    return settings.model_copy(update={"state": state})
+
+
+def check_apart(settings: MountSettings, records: Sequence[MountRecord]) -> None:
+    """Raises TierError, or UsageError if the mount would overlap one of ``records``."""
+    directories = [("tier", tier.path) for tier in settings.tiers]
+    directories.append(("state directory", state_directory(settings)))
+    files = {"snapshot": settings.snapshot.file, "log file": settings.log.file}
+    for what, path in [*directories, *files.items()]:
+        if path is not None:
+            mountpoints.require_outside(path, what)
+    for record in records:
+        if alive(record) and record.mountpoint != os.fspath(settings.mountpoint):
+            theirs = [("source", Path(record.source))]
+            with suppress(TierError):
+                theirs += [("tier", Path(t.path)) for t in read_note(Path(record.state)).tiers]
+            for (their, other), (what, path) in product(theirs, directories):
+                _require_apart(what, path, their, other, record.mountpoint)
+
+
+def _require_apart(what: str, path: Path, their: str, other: Path, mountpoint: str) -> None:
+    # Not resolved: the source of another mount may hang.
+    two = os.path.normpath(other) if their == "source" else os.path.realpath(other)
+    one = os.path.realpath(path)
+    inside = one.startswith(f"{two.rstrip('/')}/")
+    # Two mounts may share the path of a tier.
+    around = two.startswith(f"{one.rstrip('/')}/") and (what, their) == ("tier", "tier")
+    if inside or around:
+        relation = "lies in" if inside else "has inside"
+        raise UsageError(
+            f"{what} {os.fspath(path)!r} {relation} the {their} {os.fspath(other)!r} of the mount"
+            f" {mountpoint!r}",
+            hint="name a directory outside it",
+        )

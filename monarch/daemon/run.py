@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trio
 
-from monarch.checks.overlaps import check_apart, with_state_directory
+from monarch.checks.preflight import check_apart, with_state_directory
 from monarch.config.defaults import default_tier, state_directory, state_root
 from monarch.config.settings import MountSettings
 from monarch.control.registry import Registry
