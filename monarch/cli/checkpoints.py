@@ -15,7 +15,7 @@ from monarch.control.registry import MountRecord
 from monarch.errors import MonarchError, Unanswered, UsageError
 from monarch.frameworks.store import MANIFEST, Listed, digest_of, list_checkpoints
 from monarch.posix.bounded_calls import call_within
-from monarch.telemetry.report import WrittenFile, WrittenFiles, WrittenTotals
+from monarch.telemetry.report import WrittenFile, WrittenFiles
 from monarch.text import escape_text
 
 # Time limit for reading a manifest: the read goes through the mount, whose source may hang.
@@ -81,14 +81,14 @@ def _row_of(directory: str, listed: Listed, known: dict[str, WrittenFile]) -> Ro
 def written_of(record: MountRecord, below: str) -> list[WrittenFile]:
     """The files at and beneath ``below`` that the daemon lists as written, in no order."""
     files: list[WrittenFile] = []
-    ask(
+    last = ask(
         record,
         "written",
         {"path": below},
-        answer=WrittenTotals,
+        answer=WrittenFiles,
         on_progress=lambda raw: files.extend(WrittenFiles.from_dict(raw).files),
     )
-    return files
+    return [*files, *last.files]
 
 
 def manifest_directories(below: str, written: Iterable[WrittenFile]) -> list[str]:

@@ -28,7 +28,6 @@ from monarch.telemetry.report import (
     RefusalsReport,
     WrittenFile,
     WrittenFiles,
-    WrittenTotals,
 )
 from monarch.writeback.doubtful import Kept
 from monarch.writeback.drain import Drain
@@ -69,9 +68,8 @@ class WrittenVerbs:
         }
 
     async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
-        """Sends every written file at and beneath ``path``, in parts."""
+        """Sends every written file at and beneath ``path``, in parts; the answer is the last."""
         write_back, below = self.write_back, self._name(params.get("path", ""))
-        files = size = drained_files = drained_bytes = 0
         part: list[WrittenFile] = []
         room = _PART_BYTES
         for count, (node, path) in enumerate(self._nodes(below)):
@@ -79,9 +77,6 @@ class WrittenVerbs:
             durable = write_back.front.drained.durable(node).decode()
             write_back.front.files.status(node)
             file = WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
-            files, size = files + 1, size + node.size
-            if durable == "source":
-                drained_files, drained_bytes = drained_files + 1, drained_bytes + node.size
             part.append(file)
             room -= len(json.dumps(asdict(file)))
             if room <= 0:
@@ -89,8 +84,7 @@ class WrittenVerbs:
                 part, room = [], _PART_BYTES
             elif count % _STRIDE == 0:
                 await trio.sleep(0)
-        await send(WrittenFiles(part).to_dict())
-        return WrittenTotals(files, size, drained_files, drained_bytes).to_dict()
+        return WrittenFiles(part).to_dict()
 
     async def _drain(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Waits until all data written so far, or that at and beneath ``paths``, is at the source.

@@ -357,16 +357,6 @@ class WrittenFiles(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenTotals(Report):
-    """The number of files in the answer, and of those of them that are at the source."""
-
-    files: int
-    bytes: int
-    drained_files: int
-    drained_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class DrainProgress(Report):
     """``*_done`` of the data that waited at the request; ``trouble`` as in WritingReport."""
 
