@@ -1,7 +1,5 @@
-"""Checks before a writable mount: its source and tiers, and written files of earlier mounts.
-
-As in checks/preflight.py, nothing is changed, and a call that hangs is abandoned.
-"""
+"""Checks before a writable mount: its source and tiers, and written files of earlier mounts. As in
+checks/preflight.py, nothing is changed, and a call that hangs is abandoned."""
 
 from __future__ import annotations
 

@@ -28,11 +28,8 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A checkpoint, or another file that was written. ``path`` is relative to the mount.
-
-    ``xxh3`` is the checksum in the manifest. ``complete``: the file has the length that the
-    manifest gives. ``xxh3``, ``complete``, ``step`` and ``epoch`` are None without a manifest.
-    """
+    """A checkpoint, or another file that was written. ``path`` is relative to the mount. The values
+    from ``xxh3`` on are None without a manifest; ``complete``: the file has its length there."""
 
     path: str
     bytes: int

@@ -63,10 +63,8 @@ def mount_and_path(mountpoint: Path, path: str | None) -> tuple[MountRecord, str
 
 
 def mount_and_paths(place: Path, paths: Sequence[str]) -> tuple[MountRecord, list[str]]:
-    """The mount at ``place``, and ``paths`` as by ``inside``; a place in a mount counts as a path.
-
-    Raises NotMountedError, and UsageError if ``place`` is in a mount and ``paths`` are given.
-    """
+    """The mount at ``place``, and ``paths`` as by ``inside``; a place in a mount counts as a path,
+    and excludes others. Raises NotMountedError, UsageError."""
     record = mount_of(place)
     full = real_path(place, [record.mountpoint])
     if full == record.mountpoint:

@@ -234,10 +234,8 @@ def _wait_until_ready(reading: int, settings: MountSettings, scanning: Scanning)
 
 
 def _configuration_with(name: str) -> Path:
-    """The first of the default configuration files that has a mount of this name.
-
-    Raises UsageError if there is none, ConfigError for a mistake in one of the files.
-    """
+    """The first default configuration file with a mount of this name. Raises UsageError if there
+    is none, and ConfigError."""
     hint = "monarch mount SOURCE MOUNTPOINT, or monarch mount -c FILE NAME"
     if "/" in name:
         raise UsageError("a mount point is missing", hint=hint)

@@ -130,10 +130,8 @@ def umount(
 
 
 def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
-    """Waits until all written files are at the source.
-
-    Raises NotDrainedError after the timeout; NotMountedError and MonarchError as ``drain``.
-    """
+    """Waits until all written files are at the source. Raises NotDrainedError after the timeout,
+    and the errors of ``drain``."""
     where = escape_text(record.mountpoint)
     try:
         report = drain(record, {}, timeout_s=timeout_s, quiet=quiet)
@@ -150,10 +148,8 @@ def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
 
 
 def _last_look(record: MountRecord, timeout_s: float) -> None:
-    """Lets the daemon of a mount that is unmounted drain for up to ``timeout_s``.
-
-    A process may have written after the first draining; with --abandon the time is zero.
-    """
+    """Lets the daemon drain for up to ``timeout_s`` after unmounting: a process may have written
+    after the first draining."""
     # The daemon may have ended by now; if it hangs, the wait for its end reports that.
     with suppress(MonarchError):
         report = drain(record, {}, timeout_s=timeout_s, quiet=True, silence_s=_ANSWER_S)

@@ -25,12 +25,8 @@ from monarch.text import plain_name
 
 
 def load(path: Path) -> dict[str, MountSettings]:
-    """The mounts of a configuration file by name, ``defaults`` merged under each.
-
-    Resolves symbolic links of the directories, so that a conflict between two is found by any of
-    their names. Raises ConfigError with every mistake, one line each: ``file:line: what; what to
-    do``.
-    """
+    """The mounts of a configuration file by name, ``defaults`` merged under each. Raises
+    ConfigError with every mistake, one line each: ``file:line: what; what to do``."""
     problems: list[tuple[int, str]] = []
     top = read_document(path, problems)
     mounts: dict[str, MountSettings] = {}
@@ -275,10 +271,8 @@ _REFUSED_OPTIONS = {
 
 
 def _apply(options: Sequence[str], fields: dict[str, Any], problems: list[str]) -> None:
-    """Puts ``-o`` options into ``fields``; of two for one key the last is used.
-
-    Each ``absorb`` adds one more pattern.
-    """
+    """Puts ``-o`` options into ``fields``; of two for one key the last is used, but each ``absorb``
+    adds a pattern."""
     patterns: list[str] = []
     read_only = False
     valid = option_keys()

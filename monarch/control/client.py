@@ -1,7 +1,5 @@
-"""A synchronous client of the control socket; it uses the standard library only.
-
-A training process that imports it loads neither trio nor lmdb nor pyfuse3.
-"""
+"""A synchronous client of the control socket. A training process may import it: it loads the
+standard library only."""
 
 from __future__ import annotations
 

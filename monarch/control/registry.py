@@ -106,10 +106,8 @@ class Registry:
         return sorted((r for r in records if r is not None), key=lambda r: r.mountpoint)
 
     def find(self, path: Path) -> MountRecord:
-        """The innermost mount at or above ``path``, found by names alone.
-
-        Raises NotMountedError if there is none.
-        """
+        """The innermost mount at or above ``path``, found by names alone. Raises
+        NotMountedError."""
         records = self.all()
         wanted = real_path(path, [record.mountpoint for record in records])
         matching = [r for r in records if f"{wanted}/".startswith(r.mountpoint.rstrip("/") + "/")]

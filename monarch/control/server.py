@@ -68,12 +68,8 @@ class Server:
         self._spare = -1
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serves until cancelled; reports "started" once the socket listens, and removes it at the
-        end.
-
-        Replaces the socket file of an earlier daemon. Raises TierError if the socket cannot be
-        created.
-        """
+        """Serves until cancelled, from "started" on; replaces the socket of an earlier daemon, and
+        removes its own. Raises TierError if the socket cannot be created."""
         with _listening(self._path) as listener, ExitStack() as cleanup:
             self._take_spare()
             cleanup.callback(self._close_spare)

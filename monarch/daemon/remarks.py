@@ -21,10 +21,8 @@ _LEAST_CAPACITY = 1 * MiB
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """A tier with its capacity, the space of its file system, and the bytes that it already holds.
-
-    ``forgotten``: the number of copies there that the mount has no record of.
-    """
+    """A tier with the bytes that it already holds; ``forgotten``: the number of copies there that
+    the mount has no record of."""
 
     tier: Tier
     capacity: int

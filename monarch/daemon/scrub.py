@@ -1,12 +1,9 @@
 """Reads every copy repeatedly, slowly, and removes copies that differ from their records.
 
 A disk may return other bytes than were written, without an error. To find that before a reader
-does, copies are read at ``limits.scrub_bandwidth`` and compared with their records by size, seal
-and digest. A damaged copy is removed; its next reader makes a new one.
-
-The scrub reads one small piece at a time, in its own thread, so that a reader waits for at most one
-piece. It keeps no state: each daemon begins at a random place, so that a mount with a short life
-still has all its copies read in the course of time.
+does, copies are read at ``limits.scrub_bandwidth``, one small piece at a time, and compared with
+their records. The scrub keeps no state: each daemon begins at a random place, so that mounts with a
+short life still have all copies read in the course of time.
 """
 
 from __future__ import annotations

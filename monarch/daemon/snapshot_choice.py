@@ -207,10 +207,8 @@ def _checked_copy(given: Path, state: Path) -> Snapshot:
 
 
 def _checked(path: Path) -> Snapshot:
-    """Opens the snapshot and checks every block, so that damage is found now and not by a reader.
-
-    Raises SnapshotError.
-    """
+    """Opens the snapshot and checks every block, so that no reader finds damage. Raises
+    SnapshotError."""
     snapshot = _opened(path)
     try:
         snapshot.check()
@@ -222,10 +220,7 @@ def _checked(path: Path) -> Snapshot:
 
 def _require_content(source: Source, snapshot: Snapshot) -> None:
     """Raises SourceError if the source is empty but its snapshot is not: it is probably not
-    mounted.
-
-    A refresh would drop the names of the snapshot, and every copy.
-    """
+    mounted, and a refresh would drop all names and copies."""
     now, known = source.status(b""), snapshot.attributes(ROOT_INO)
     untouched = (now.st_ino, kept_ns(now.st_mtime_ns)) == (known.source_ino, known.mtime_ns)
     if snapshot.entries > 1 and not untouched and _is_empty(source):
@@ -299,9 +294,8 @@ def _with_new_names(
 def _other_source(snapshot: Snapshot, source: Source) -> str:
     """Why this snapshot does not describe this source; empty if it does.
 
-    The path may have got another tree since, and nodes may have one source at several paths: so the
-    inode number of the root directory is compared, then its time. (Some file systems give every
-    root the same number.)
+    A path may lead to another tree later, and several paths to one source: so the inode number of
+    the root is compared, then its time, as some file systems give every root the same number.
     """
     now, known = source.status(b""), snapshot.attributes(ROOT_INO)
     same_path = snapshot.source == os.path.abspath(source.path)

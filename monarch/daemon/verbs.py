@@ -1,7 +1,4 @@
-"""The requests of the control socket: status, warm, evict, fsck, stop and ping.
-
-The requests about written files are in daemon/write_verbs.py.
-"""
+"""The requests of the control socket; those about written files are in daemon/write_verbs.py."""
 
 from __future__ import annotations
 
@@ -33,11 +30,8 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verbs:
-    """``background`` runs work whose client may disconnect; ``stop`` ends the mount.
-
-    Failures in the background are logged. ``abandon`` makes the end not wait for written data that
-    is not at the source yet.
-    """
+    """``background`` runs work whose client may disconnect, and logs its failures; ``stop`` ends
+    the mount; ``abandon`` makes the end not wait for written data that is not at the source."""
 
     names: Namespace
     promotions: Promotions

@@ -339,8 +339,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits until all writes are done. Raises CheckpointError, caused by the first error, if a
-        checkpoint could not be saved. May be called twice.
-        """
+        checkpoint could not be saved. May be called twice."""
         with self._changed:
             self._changed.wait_for(lambda: not self._threads)
         self._closed = True

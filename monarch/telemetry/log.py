@@ -151,10 +151,8 @@ class _PrivateFile(logging.handlers.RotatingFileHandler):
 
 
 class Logbook(logging.Handler):
-    """The state of the log: its path, whether it can be written, and the number of exceptions.
-
-    ``exceptions`` counts internal errors, including those whose traceback was suppressed.
-    """
+    """The state of the log. ``exceptions`` counts internal errors, including those whose traceback
+    was suppressed."""
 
     def __init__(self, file: _PrivateFile) -> None:
         super().__init__(logging.ERROR)
@@ -194,10 +192,8 @@ def _own(path: str, flags: int) -> int:
 
 
 def setup(settings: LogSettings, *, path: Path, foreground: bool) -> Logbook:
-    """Sends log records to the file ``path`` and, with ``foreground``, to stderr too.
-
-    Replaces the handlers of an earlier call. Raises OSError if the file cannot be written.
-    """
+    """Sends log records to the file ``path`` and, with ``foreground``, to stderr too; to no other
+    file from now on. Raises OSError if the file cannot be written."""
     formatter = JsonFormatter() if settings.format == "json" else TextFormatter()
     file = _PrivateFile(path)
     file.setFormatter(formatter)

@@ -1,8 +1,8 @@
-"""The counters of one mount, and the table of the metrics that Prometheus scrapes.
+"""The counters of one mount.
 
-Counters are plain integers in lists, and only the thread of the event loop changes them. An open
-or a read costs three additions and one bisection. The thread of a scrape may see an open counted
-before its latency is. Index 0 of a per-tier list is the source, k is tier k.
+They are plain integers in lists, and only the thread of the event loop changes them. The thread of
+a scrape may see an open counted before its latency is. Index 0 of a per-tier list is the source, k
+is tier k.
 """
 
 from __future__ import annotations

@@ -195,10 +195,8 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """``backing_ids`` are files that the kernel reads itself with passthrough.
-
-    ``open_files`` is None if the kernel sends no opens.
-    """
+    """``open_files`` is None if the kernel sends no opens; ``backing_ids`` are files that it reads
+    itself."""
 
     open_files: int | None
     backing_ids: int
@@ -369,10 +367,8 @@ class DrainProgress(Report):
 
 @dataclass(frozen=True, slots=True)
 class DrainReport(Report):
-    """``drained``: all requested data is at the source; else the numbers tell how much is not.
-
-    The rest is in ``directory``. ``lost`` are files whose bytes are lost and cannot be drained.
-    """
+    """``drained``: all requested data is at the source; else the numbers are of the data that is
+    not, in ``directory``. ``lost`` are files whose bytes are lost and cannot be drained."""
 
     drained: bool
     files: int
@@ -442,11 +438,8 @@ class KeptReport:
 
 @dataclass(frozen=True, slots=True)
 class LostReport(Report):
-    """Written files whose bytes are lost; ``acknowledged``: the alarm has ended.
-
-    ``kept`` lists remaining bytes, the oldest loss first. ``hidden``: files that the mount does not
-    show and that are drained to the source.
-    """
+    """Written files whose bytes are lost; ``acknowledged``: the alarm has ended. ``kept``: bytes
+    that remain, the oldest loss first. ``hidden``: files that are drained, but not shown."""
 
     files: list[str]
     acknowledged: bool
@@ -456,12 +449,9 @@ class LostReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault. ``where`` is the name of a tier, or ``state``.
-
-    ``kind`` is for programs (docs/operations.md lists the kinds). ``path`` is the file in the mount
-    or on the disk. ``remedy`` is what a repair does, or what the user can do if a repair cannot
-    ``mends``.
-    """
+    """A fault of a ``kind`` of docs/operations.md. ``where``: the name of a tier, or ``state``;
+    ``path``: in the mount or on the disk. ``remedy`` is what a repair does, or, if no repair
+    ``mends`` the fault, what the user can do."""
 
     kind: str
     where: str
@@ -484,11 +474,8 @@ class FsckProgress(Report):
 
 @dataclass(frozen=True, slots=True)
 class FsckReport(Report):
-    """``files`` copies were checked and ``bytes`` of them read; ``served``: by a daemon.
-
-    Of ``problems`` faults ``repaired`` were repaired. ``findings`` has as many as fit into an
-    answer.
-    """
+    """``files`` copies were checked and ``bytes`` of them read; ``served``: by a daemon. Of
+    ``problems`` faults ``repaired`` were repaired; ``findings`` has as many as fit in an answer."""
 
     state: str
     mountpoint: str
