@@ -41,8 +41,7 @@ from monarch.checks.preflight_writes import check_mappings
 from monarch.cli import doctor as doctor_verb
 from monarch.config.defaults import readable_name
 from monarch.control.registry import MountRecord, Registry, SeenMount, process_started, seen_mounts
-from monarch.fuse.abilities import Abilities
-from monarch.posix.file_lock import Lock
+from monarch.fuse.datapath_mode import Abilities
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.posix.private_directory import Lock
 from monarch.units import GiB

@@ -24,8 +24,7 @@ from monarch.config.settings import MountSettings
 from monarch.control.client import call
 from monarch.control.registry import MountRecord, Registry, SeenMount, seen_mounts
 from monarch.errors import ConfigError, MonarchError
-from monarch.fuse.abilities import Abilities
-from monarch.fuse.datapath_mode import BUILD_IT, NOT_BUILT, without_passthrough
+from monarch.fuse.datapath_mode import BUILD_IT, NOT_BUILT, Abilities, without_passthrough
 from monarch.posix.cgroups import machine_memory, memory_groups, pids_groups
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.telemetry.health import KINDS

@@ -40,7 +40,6 @@ from monarch.tiers.contents import Contents, keeps_seals, seal
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
 from monarch.tiers.records import Records, other_generations
-from monarch.tiers.seal import keeps_seals, seal
 from monarch.tiers.verify import SEAL, TIER, UNKNOWN, Suspect, compare
 from monarch.types import Identity, Ino
 from monarch.writeback.earlier import inspect

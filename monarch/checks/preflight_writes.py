@@ -15,7 +15,7 @@ from monarch.config.settings import MountSettings, TierSettings
 from monarch.control import registry
 from monarch.control.registry import MountRecord
 from monarch.errors import TierError, Unanswered
-from monarch.fuse.abilities import Abilities
+from monarch.fuse.datapath_mode import Abilities
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.text import counted, escape_text

@@ -95,7 +95,7 @@ def _of_tier(tier: Path, source: str | None, *, everything: bool, as_json: bool)
                 dropped, outcome = True, "; dropped"
             except LockedError as error:
                 outcome = f"; kept: {error.args[0]}"
-        copies.append({**held.to_dict(), "dropped": dropped})
+        copies.append({**asdict(held), "dropped": dropped})
         what = f"{counted(held.files, 'copy', 'copies')}, {format_bytes(held.bytes)}"
         of = held.source or "an unknown source (of an earlier version)"
         lines.append(escape_text(f"{of}: {what}, last used {age(held.used_ns)} ago{outcome}"))

@@ -7,7 +7,6 @@ apart. Nothing here waits for a mount: a dead mount may hang.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -17,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from monarch.errors import NotMountedError, TierError, Unanswered
+from monarch.errors import NotMountedError, TierError
 from monarch.posix import failpoints
-from monarch.posix.bounded_calls import PATIENCE_S, call_within
-from monarch.posix.mounts import MountedFileSystem, mount_table
+from monarch.posix.bounded_calls import PATIENCE_S
+from monarch.posix.mounts import MountedFileSystem, is_dead, mount_table
 from monarch.telemetry.report import Report
 from monarch.text import escape_text
 
@@ -230,15 +229,6 @@ def seen_mounts(
             state = "served"
         seen.append(SeenMount(record.mountpoint, state, record))
     for mountpoint in mounted - {s.mountpoint for s in seen}:
-        state = "stale" if _is_disconnected(mountpoint) else "foreign"
+        state = "stale" if is_dead(mountpoint, wait_s=PATIENCE_S) else "foreign"
         seen.append(SeenMount(mountpoint, state, None))
     return sorted(seen, key=lambda s: s.mountpoint)
-
-
-def _is_disconnected(mountpoint: str) -> bool:
-    """Whether no daemon serves the mount any more. A mount that hangs counts as served."""
-    try:
-        call_within(PATIENCE_S, os.statvfs, mountpoint)
-    except (OSError, Unanswered) as error:
-        return error.errno == errno.ENOTCONN
-    return False

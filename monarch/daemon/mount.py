@@ -45,12 +45,10 @@ from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
 from monarch.daemon.write_status import LossAlarm
 from monarch.daemon.write_verbs import WrittenVerbs
-from monarch.fuse.abilities import Abilities
 from monarch.fuse.datapath import Datapath
-from monarch.fuse.datapath_mode import Choice, Serving, choose
-from monarch.fuse.kernel_caches import MountCaches
+from monarch.fuse.datapath_mode import Abilities, Choice, Serving, choose
 from monarch.fuse.operations import Operations
-from monarch.fuse.session import Session, wait_until_answered
+from monarch.fuse.session import MountCaches, Session, wait_until_answered
 from monarch.namespace.namespace import Namespace
 from monarch.posix import failpoints, signals
 from monarch.telemetry.metrics import Metrics
@@ -122,7 +120,7 @@ def open_mount(parts: Parts) -> Mount:
     if store is not None:
         loss_alarm.report(op.path for op in store.found.lost)
         write_back = _write_back(parts, store, tiers, names, datapath, caches, transfer, read)
-    filesystem = build_file_system(read, tiers.epochs, write_back)
+    filesystem = FileSystem(read, tiers.epochs, write_back)
     upkeep = build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
@@ -130,9 +128,9 @@ def open_mount(parts: Parts) -> Mount:
         parts, tiers, metrics, transfer, filesystem, write_back, upkeep, loss_alarm, serving
     )
     session = Session(
-        Operations(filesystem, metrics.error, datapath, status.summary, serving),
-        settings.mountpoint,
-        os.fsencode(settings.source),
+        operations=Operations(filesystem, metrics.error, datapath, status.summary, serving),
+        mountpoint=settings.mountpoint,
+        source=os.fsencode(settings.source),
         allow_other=settings.allow_other,
         writable=bool(settings.absorbs),
         datapath=datapath,
@@ -331,8 +329,7 @@ class Mount:
         # The first check, with which later ones are compared.
         self.status.health()
         log.info("ready")
-        self.session.widen_readahead()
-        self.session.widen_background()
+        self.session.raise_limits()
         ready(self.remarks)
 
     async def _signals(self) -> None:
@@ -345,7 +342,7 @@ class Mount:
         """Reads the events of the datapath: what it served, and the end of the session."""
         while self.datapath is not None:
             await trio.lowlevel.wait_readable(self.datapath.fileno())
-            self.filesystem.counts.catch_up_all()
+            self.filesystem.readers.catch_up_all()
             state = self.datapath.state()
             self.transfer.source_calls.timed_out_elsewhere(state.timed_out - self._timed_out)
             self._timed_out = state.timed_out

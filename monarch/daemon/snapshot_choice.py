@@ -56,6 +56,8 @@ def snapshot_for(
         sweep_stages(path)
     changes = earlier(settings)
     kept = _kept(changes, state) if changes.undone else None
+    if not refreshed:
+        _require_same_root(source, kept, changes)
     if kept is not None:
         if _other_source(kept, source):
             kept.close()
@@ -232,22 +234,22 @@ def _require_content(source: Source, snapshot: Snapshot) -> None:
         )
 
 
-def _require_same_root(source: Source, kept: Snapshot | None, left: Earlier) -> None:
+def _require_same_root(source: Source, kept: Snapshot | None, changes: Earlier) -> None:
     """Raises SourceError if the path of the source leads to another directory than ``kept``
-    describes, the snapshot of the changes of ``left``; or, if that is gone, to an empty one.
+    describes, the snapshot of ``changes``; or, if that is gone, to an empty one.
 
     The file system of the source is probably not mounted, and the drain would write the changes
     where nothing looks for them.
     """
     if kept is None:
-        what = "is empty" if left.undone and _is_empty(source) else ""
+        what = "is empty" if changes.undone and _is_empty(source) else ""
     else:
         is_same = source.status(b"").st_ino == kept.attributes(ROOT_INO).source_ino
         what = "" if is_same else "is another directory than at the last mount"
     if what:
         raise SourceError(
             f"source {os.fsdecode(source.path)!r} {what}, and lacks"
-            f" {counted(left.undone, 'change', 'changes')} of earlier mounts",
+            f" {counted(changes.undone, 'change', 'changes')} of earlier mounts",
             errno=errno.ENODEV,
             hint="mount its file system; to drain them into this directory, mount with --refresh",
         )

@@ -23,10 +23,9 @@ from monarch.errors import (
     MountPointError,
     SourceError,
     TierError,
-    Unanswered,
     source_remedy,
 )
-from monarch.posix.bounded_calls import call_within
+from monarch.posix.mounts import MountedFileSystem, mount_table
 
 FS_TYPE = "fuse.monarch"
 
@@ -39,19 +38,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def mount_at(mountpoint: Path) -> MountedFileSystem | None:
     """The Monarch mount at this mount point, dead or alive."""
-    wanted = os.fsencode(os.path.abspath(mountpoint))
-    on_top = [mounted for mounted in mounts() if mounted.mountpoint == wanted]
-    return on_top[-1] if on_top and on_top[-1].type == FS_TYPE else None
-
-
-def is_dead(mountpoint: Path) -> bool:
-    """Whether the daemon of the mount has ended. A hanging daemon has not."""
-    try:
-        # Not stat, which the kernel may answer from its cache.
-        call_within(_ANSWER_S, os.statvfs, mountpoint)
-    except (OSError, Unanswered) as error:
-        return error.errno == errno.ENOTCONN
-    return False
+    wanted = Path(os.path.abspath(mountpoint))
+    on_top = [mounted for mounted in mount_table() if mounted.mount_point == wanted]
+    return on_top[-1] if on_top and on_top[-1].kind == FS_TYPE else None
 
 
 def check(mountpoint: Path, source: Path) -> None:

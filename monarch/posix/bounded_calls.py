@@ -77,24 +77,6 @@ def call_within(seconds: float, function: Callable[[Unpack[Args]], T], *args: Un
         calls.close()
 
 
-class _Call(Generic[T]):
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-
-    def make(self) -> None:
-        try:
-            self._results.append(self._function())
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
-
-
 def _work(calls: queue.SimpleQueue[Callable[[], None] | None], turn: threading.Lock) -> None:
     while (make := calls.get()) is not None:
         make()

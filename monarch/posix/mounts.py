@@ -8,7 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.posix.bounded_calls import within
+from monarch.errors import Unanswered
+from monarch.posix.bounded_calls import call_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,9 @@ def mount_table(text: bytes | None = None) -> list[MountedFileSystem]:
 
 def is_dead(mountpoint: Path | str, *, wait_s: float = 5.0) -> bool:
     """Whether the daemon of the FUSE mount has ended. A mount that hangs is not dead."""
-    failure: list[int | None] = []
-
-    def ask() -> None:
-        try:
-            # Not stat, which the kernel may answer from its cache.
-            os.statvfs(mountpoint)
-        except OSError as error:
-            failure.append(error.errno)
-
-    return within(wait_s, ask) and failure == [errno.ENOTCONN]
+    try:
+        # Not stat, which the kernel may answer from its cache.
+        call_within(wait_s, os.statvfs, mountpoint)
+    except (OSError, Unanswered) as error:
+        return error.errno == errno.ENOTCONN
+    return False
