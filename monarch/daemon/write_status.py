@@ -165,10 +165,10 @@ class WriteStatus:
         place, objects = write_back.place, write_back.front.objects
         now_s, wall_ns = time.monotonic(), time.time_ns()
         is_refused = self._refused.goes_on(objects.failures, now_s=now_s, wall_ns=wall_ns)
-        if is_refused or place.journal.failed:
+        if is_refused or place.journal.file.failed:
             yield Problem(
                 "writes-refused",
-                f"writes are refused: {place.journal.failed or objects.failure}",
+                f"writes are refused: {place.journal.file.failed or objects.failure}",
                 remedy=f"check the disk of tier {place.tier.name} (`df {place.directory}`, `dmesg`)"
                 " and, if it is full, the disk of the source; fsynced data is safe, and writing"
                 " continues when one of them has space",
