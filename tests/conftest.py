@@ -36,7 +36,7 @@ _RUN_VARIABLE = "MONARCH_TEST_RUN"
 _TEST_VARIABLE = "MONARCH_TEST_CASE"
 
 _CLI_TIMEOUT_S = 60.0
-# A line of the log in either format, or of what was written past the log.
+# A line of the log in either format, or of text that was written past the log.
 _TROUBLE = re.compile(
     r"^\S+Z (warning|error|critical) "
     r'|"level": ?"(warning|error|critical)"'
@@ -52,8 +52,9 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 
 
-# Where an open is asked of the daemon. Without that a file that changes after it was read cannot be
-# told from one that is being read, and its readers get ESTALE (docs/semantics.md).
+# Where an open is asked of the daemon. With no open reported, the daemon cannot distinguish a file
+# that changes after it was read from one that is being read, and its readers get ESTALE
+# (docs/semantics.md).
 OPENS_ARE_TOLD = ("python", "relay", "passthrough")
 EVERY_MODE = (*OPENS_ARE_TOLD, "no_open")
 
@@ -72,14 +73,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="how long tests under load and with random messages go on; without it a few seconds",
+        help="how long tests under load and with random messages last; without it a few seconds",
     )
     parser.addoption(
         "--histories",
         type=int,
         default=200,
         metavar="COUNT",
-        help="so many histories of remounts are played",
+        help="the number of histories of remounts to play",
     )
 
 
@@ -181,7 +182,7 @@ def _strays() -> dict[int, str]:
 
 
 def trouble(line: str) -> bool:
-    """Whether a line of a daemon's log tells of something that went wrong."""
+    """Whether a line of a daemon's log reports a failure."""
     return _TROUBLE.search(line) is not None
 
 
@@ -426,7 +427,7 @@ class MonarchCommand:
         for path in {made.path for made in self.mounted}:
             serving = [made for made in self.mounted if made.path == path and is_running(made.pid)]
             if serving and not self._end(serving, path):
-                problems.append(f"the mount at {path} did not end when told to")
+                problems.append(f"the mount at {path} did not end on request")
             while str(path) in mounts():
                 for made in serving:
                     with contextlib.suppress(ProcessLookupError):

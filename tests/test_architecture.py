@@ -38,11 +38,11 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 PLAIN = {"vocabulary", "command line"}
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
-# What lies loose beside the packages. Whatever else comes has a package to go to.
+# Modules beside the packages. Whatever else comes has a package to go to.
 MOST_LOOSE = 6
 
 # The read path and the copy path meet in the residency table: vfs is handed what it needs of the
-# engine. Who is reading is known to both, and both call the source.
+# engine. Both know the number of readers, and both call the source.
 SEPARATE = {("vfs", "transfer"): {"monarch.transfer.source_load", "monarch.transfer.source_calls"}}
 
 CONFINED = {
@@ -93,7 +93,7 @@ IMPURE = frozenset(
     )
 )
 
-# Imported by nobody, since something outside the package starts them.
+# Not imported, since something outside the package starts them.
 ENTRIES = frozenset(
     (
         *("monarch", "monarch.__main__", "monarch.cli.main"),
@@ -238,7 +238,7 @@ def _unused(
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     return [
-        f"{module}:1: nobody imports it"
+        f"{module}:1: no module imports it"
         for module in sorted(sources)
         if module not in ENTRIES | used
         and not any(other.startswith(f"{module}.") for other in sources)
@@ -310,7 +310,7 @@ def test_every_module_says_what_it_is_responsible_for() -> None:
         ("monarch.tiers.tier", "class WardOfTiers: ...", "a private word: 'ward'"),
         ("monarch.tiers.tier", "class Tier:\n  def bring_home(self): ...", "private word: 'home'"),
         ("monarch.elsewhere", "", "no place in the layers"),
-        ("monarch.tiers.forgotten", "", "nobody imports it"),
+        ("monarch.tiers.forgotten", "", "no module imports it"),
     ],
 )
 def test_a_module_that_breaks_a_rule_is_found(module: str, text: str, complaint: str) -> None:

@@ -279,7 +279,7 @@ def test_a_verb_answers_with_its_exit_code(tmp_path: Path) -> None:
 
 
 def run_verb(body: str, tmp_path: Path) -> tuple[int, str]:
-    """Runs a verb of our own through the entry point: its exit code and what it told."""
+    """Runs a verb of our own through the entry point: its exit code and its output."""
     (tmp_path / "ours.py").write_text(
         f"import click\nfrom monarch.errors import *\n@click.command()\ndef verb():\n    {body}\n"
     )

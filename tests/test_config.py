@@ -202,7 +202,7 @@ MISTAKES = {
     "path that is a number": ("state: 5", "must be a path"),
     "unset variable": ("state: $NOT_SET_HERE/x", "$NOT_SET_HERE is not set in the environment"),
     "unset variable in braces": ("state: '${NOT_SET_HERE}/x'", "${NOT_SET_HERE} is not set"),
-    "home of nobody": ("state: ~nobody-of-this-name/x", "has no home directory"),
+    "home of an unknown user": ("state: ~no-such-user/x", "has no home directory"),
     "tag": ("tiers: !!python/tuple []", "is not allowed"),
     "tag of a word": ("state: !path /x", "put it in quotes"),
     "date of no day": ("state: 2026-99-99", "put it in quotes"),

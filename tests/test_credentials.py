@@ -19,7 +19,7 @@ ALICE = Credentials(1001, 1001, (2000, 2001))
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A directory of root that all may enter, in one that nobody else could."""
+    """A directory of root that all may enter, in one that no other user could enter."""
     let_others_in(tmp_path)
     tmp_path.chmod(0o1777)
     return tmp_path

@@ -320,7 +320,7 @@ def test_a_mount_that_hangs_costs_a_short_wait_and_a_dead_one_is_stale(tmp_path:
         made = libc.mount(b"x", bytes(mountpoint), b"fuse.monarch", _NOSUID_NODEV, options)
         if made != 0:
             pytest.skip(f"cannot mount here: {os.strerror(ctypes.get_errno())}")
-        # Nobody answers the kernel's first question.
+        # The kernel's first request is not answered.
         began = time.monotonic()
         (seen,) = (s for s in seen_mounts(records) if s.mountpoint == str(mountpoint))
         assert seen.state == "foreign"

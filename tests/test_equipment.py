@@ -281,7 +281,7 @@ def test_a_capped_disk_reads_at_its_cap_inside_the_group_only(tmp_path: Path) ->
 def test_a_run_in_the_background_under_nohup_starts_programs_that_control_c_ends() -> None:
     case = "tests/namespace/test_build.py::test_control_c_leaves_nothing"
     run = f"{sys.executable} -m pytest -n 0 -q -p no:cacheprovider {case}"
-    # Without job control, as in a script, what stands before the & has SIGINT ignored.
+    # Without job control, as in a script, a command before the & has SIGINT ignored.
     done = subprocess.run(
         ["bash", "-c", f"nohup {run} & wait $!"], capture_output=True, text=True, timeout=120
     )

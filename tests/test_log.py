@@ -46,7 +46,7 @@ def test_a_line_has_time_level_logger_and_message(tmp_path: Path) -> None:
     path = tmp_path / "daemon.log"
     log.setup(LogSettings(), path=path, foreground=False)
     LOGGER.info("copied %d files", 3)
-    LOGGER.debug("not told")
+    LOGGER.debug("below the level")
     (line,) = logged(path)
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z info monarch\.test: copied 3 files", line
@@ -186,7 +186,7 @@ def test_in_the_journal_each_line_bears_its_priority_and_no_time(form: str, tmp_
         assert all(line.startswith("<3>    ") for line in lines[4:])
     else:
         assert [json.loads(line[3:])["message"] for line in lines] == ["a", "b", "c\\nd", "e"]
-    # The file keeps its own time: nobody else stamps it.
+    # The file keeps its own time: no handler adds another.
     assert len(logged(path)) == len(lines)
     assert not path.read_text().startswith("<")
 
@@ -252,7 +252,7 @@ def test_a_log_that_cannot_be_written_knows_so_until_it_can_again() -> None:
 def test_a_second_setup_replaces_the_first(tmp_path: Path) -> None:
     log.setup(LogSettings(), path=tmp_path / "one", foreground=False)
     log.setup(LogSettings(level="error"), path=tmp_path / "two", foreground=False)
-    LOGGER.warning("not told")
+    LOGGER.warning("below the level")
     LOGGER.error("told")
     assert logged(tmp_path / "one") == []
     assert len(logged(tmp_path / "two")) == 1
@@ -300,7 +300,7 @@ def test_many_kinds_of_faults_take_bounded_memory(caplog: pytest.LogCaptureFixtu
     for key in range(3000):
         limiter.warning(LOGGER, key, "fault")
     caplog.clear()
-    # The latest are still known, the oldest forgotten: told once too often, never too little.
+    # The latest are still known, the oldest forgotten: rather reported once too often than never.
     limiter.warning(LOGGER, 2999, "fault")
     limiter.warning(LOGGER, 0, "fault")
     assert len(caplog.records) == 1

@@ -19,7 +19,7 @@ def test_it_is_remembered_by_the_next_daemon_until_it_is_acknowledged(tmp_path: 
     names = (b"ckpt/a", b"caf\xe9\n", b"ckpt/b")
     assert loss_alarm.names == LossAlarm(tmp_path).names == names
     loss_alarm.acknowledge()
-    # The drain goes on telling of what it has told of.
+    # The drain repeats the losses that it has reported.
     loss_alarm.report(names)
     assert loss_alarm.names == LossAlarm(tmp_path).names == ()
     assert not list(tmp_path.iterdir())

@@ -286,7 +286,7 @@ def test_three_hundred_idle_connections_take_no_thread_and_few_descriptors_and_a
 def test_connections_that_were_reset_make_no_room_for_more_than_there_may_be(
     metrics: Metrics,
 ) -> None:
-    """A reset is heard of in its own way, and must not be counted as two that have gone."""
+    """A reset is reported in its own way, and must not be counted as two that have gone."""
     with page(metrics) as port, contextlib.ExitStack() as idle:
         assert asked(port)[0] == 200
         for number in range(40):

@@ -330,7 +330,8 @@ def test_small_files_that_the_tiers_cannot_all_take_are_opened() -> None:
 
 
 def test_files_of_unknown_size_are_opened() -> None:
-    """Without an open a kernel takes a file of size 0 for empty; who asks hears that he may not."""
+    """Without an open a kernel takes a file of size 0 for empty; a caller without permission gets
+    the error."""
     unread = dataclasses.replace(SMALL, unreadable=1)
     choice = choose(settings(), unread, NODE, capacity=SMALL.bytes_total)
     assert choice.open == "open"

@@ -28,7 +28,7 @@ EXTENSION = f"monarch/fuse/_datapath{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def checkout(directory: Path) -> Path:
-    """A copy of what is shipped, without what was built before."""
+    """A copy of the shipped files, without earlier builds."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, directory)
     shutil.copytree(
@@ -184,8 +184,8 @@ def test_each_package_that_is_imported_is_a_dependency() -> None:
     declared = re.search(r"^dependencies = \[$(.*?)^\]$", text, re.MULTILINE | re.DOTALL)
     assert declared is not None
     names = {name.replace("-", "_") for name in re.findall(r'"([a-z0-9-]+)>=', declared[1])}
-    # What their distributions call them, and what comes with one of the same version.
-    # PyTorch is whoever's who asks for its adapter.
+    # The names of their distributions, and modules that belong to one of the same version. PyTorch
+    # is not required: its adapter is optional.
     others = {"yaml", "pydantic_core", "monarch", "torch"}
     known = names | others | sys.stdlib_module_names
     imported = set()

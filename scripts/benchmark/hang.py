@@ -2,7 +2,7 @@
 
 In each round the readers go through resident files, first while the source answers, and then while
 every call of it hangs and many other requests wait for files that have no copy: half of them open
-one small file, the others read large ones. The kernel drops the pages of what the readers read, so
+one small file, the others read large ones. The kernel drops the pages that the readers read, so
 that each read asks the daemon or the tier again. The same is done for names (a listing, statvfs)
 and for the daemon's status. The memory and the threads of the daemon have bars.
 """
@@ -70,7 +70,7 @@ sys.exit(bool(failed))
 
 
 class Lab:
-    """A mount of which all files but the cold ones are resident."""
+    """A mount on which all files but the cold ones are resident."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from scripts.benchmark.rows import BenchError
 
 BUFFER_BYTES = 1 << 20
 RANDOM_READS = 20_000
-# Reads between two looks at the clock: it must not cost what a read of 4 KiB costs.
+# Reads between two reads of the clock: it must not cost what a read of 4 KiB costs.
 RANDOM_BATCH = 64
 BARRIER_S = 60.0
 

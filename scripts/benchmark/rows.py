@@ -1,4 +1,4 @@
-"""Rows of a benchmark, how they are measured, and the verdict on what came out.
+"""Rows of a benchmark, how they are measured, and the verdict on the results.
 
 A row is measured round by round next to what it is compared with, in turns, so that a machine that
 slows down slows both; what counts is the ratio within a round. Where those ratios scatter too much
@@ -98,7 +98,7 @@ def measure(rows: Sequence[Row[Lab]], lab: Callable[[], Lab], rounds: int) -> li
 
 
 def measure_once(result: Result[Lab], lab: Lab, turn: int) -> None:
-    """One more value of a row, and one of what it is compared with."""
+    """One more value of a row, and one of its baseline."""
     row = result.row
     ours: list[float] = []
     theirs: list[float] = []

@@ -156,7 +156,7 @@ def plain_walk(root: str, jobs: int) -> int:
 
 
 def listing(root: Path) -> str:
-    """A digest of what ``find`` prints of every entry below ``root``, whatever the order."""
+    """A digest of the output of ``find`` for every entry below ``root``, in any order."""
     command = ["find", ".", "-printf", r"%P\t%y\t%m\t%U\t%G\t%s\t%T@\n"]
     found = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
     return hashlib.sha256(b"\n".join(sorted(found.splitlines()))).hexdigest()

@@ -1,7 +1,7 @@
 """Writes as training does, and times how long the job waits.
 
-Each function writes below a directory and returns seconds. They include the fsync of what must be
-durable before the job goes on.
+Each function writes below a directory and returns seconds. They include the fsync of files that
+must be durable before the job continues.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes that read through a mount all the time and compare each byte with the original.
 
 The original is the directory behind the source, where nothing is slow and nothing fails. A reader
-reports over a pipe once a second; the commands to pause and to go on come over the same pipe.
+reports over a pipe once a second; the commands to pause and to continue come over the same pipe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Three epochs of training over a mount, shown step by step: what came from where, and how fast."""
+"""Three epochs of training over a mount, shown step by step: the sources of the bytes, and the
+speed."""
 
 from __future__ import annotations
 

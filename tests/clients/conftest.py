@@ -53,11 +53,12 @@ def images(make_dataset: Callable[..., Path]) -> Path:
 
 
 class Client:
-    """A program of ``programs/`` in a process of its own, told epoch by epoch what to read."""
+    """A program of ``programs/`` in its own process, which gets the names of the files to read for
+    each epoch."""
 
     def __init__(self, program: str, *arguments: str) -> None:
         self._name = program
-        # A file, not a pipe: nobody reads it unless the program fails.
+        # A file, not a pipe: it is read only if the program fails.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, str(PROGRAMS / f"{program}.py"), *arguments],

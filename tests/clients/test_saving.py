@@ -30,7 +30,7 @@ PROGRAMS = (
     *("lightning", "huggingface", "distributed", "sqlite", "sqlite-wal"),
     *("git", "hdf5", "tensorboard"),
 )
-# Of what is imported there.
+# Modules that the programs import.
 NEEDED = ("torch", "safetensors", "tensorboard", "h5py")
 
 

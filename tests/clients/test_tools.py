@@ -129,7 +129,7 @@ def test_git_finds_a_clean_work_tree_and_a_sound_history(
     mounted = monarch.mount(source, tiers={"fast": "100MiB"})
     for number in (1, 2):
         assert look(mounted.path, number) == expected
-    # Hooks and the like are opened by nobody, so the tree is read once as a whole.
+    # No reader opens hooks and the like, so the tree is also read once as a whole.
     assert digests(mounted.path) == digests(source)
     settle(mounted, len(copied_files(mounted)))
     assert look(mounted.path, 3) == expected

@@ -379,7 +379,7 @@ def in_a_child(uid: int, task: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.fault("I3", "Security")
 async def test_another_user_is_refused_by_the_file_and_by_the_server(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -121,7 +121,7 @@ class DistributedSource:
         """The server answers nothing any more, as one that is overloaded or cut off."""
         server = self._servers[brick]
         server.send_signal(signal.SIGSTOP)
-        # Until then its other threads go on.
+        # Until then its other threads continue.
         os.waitpid(server.pid, os.WUNTRACED)
 
     def go_on(self, brick: int = 0) -> None:
@@ -209,8 +209,8 @@ def _wait_for(port: int) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """None of those that the kernel gives to whoever connects: a client that looks for a server
-    that is dead could be given its port, and find itself there."""
+    """None of those that the kernel gives to clients: a client that looks for a server that is dead
+    could be given its port, and find itself there."""
     with contextlib.ExitStack() as stack:
         found: list[int] = []
         while len(found) < count:

@@ -118,7 +118,7 @@ def _umask() -> int:
 
 
 def _read_all(pipes: Iterable[int], timeout_s: float, pid: int) -> list[str] | None:
-    """What comes out of each pipe until its end; None, and the process killed, if it lasts."""
+    """The output of each pipe until its end; None, and the process killed, if it lasts."""
     deadline = time.monotonic() + timeout_s
     got = {fd: bytearray() for fd in pipes}
     waiting = select.poll()

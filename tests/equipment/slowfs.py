@@ -117,7 +117,7 @@ class SlowSource:
     def rules(self, *lines: str) -> None:
         """Replace all rules (see ``slowfs.c``); returns when they hold. No lines: no rules.
 
-        Calls that hang go on once their rule is gone.
+        Calls that hang continue once their rule is gone.
         """
         before = self.counters()["loads"]
         staged = self._control_file.with_suffix(".new")
@@ -128,7 +128,7 @@ class SlowSource:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"slowfs at {self.path} does not read {self._control_file}")
             time.sleep(0.01)
-        # A call that slept when the rules changed looks at them again after 50 ms.
+        # A call that slept when the rules changed checks them again after 50 ms.
         time.sleep(0.06)
 
     def counters(self) -> dict[str, int]:

@@ -104,7 +104,7 @@ class CappedDisk:
         """Unmount, free the loop device and the group. May be called twice."""
         if self._group.exists():
             if self._loop:
-                self.limit()  # what waits for the cap goes on, or the unmount waits for it
+                self.limit()  # a call that waits for the cap continues, or the unmount waits for it
             for pid in (self._group / "cgroup.procs").read_text().split():
                 with contextlib.suppress(OSError):  # it ended meanwhile
                     (_BLKIO / "cgroup.procs").write_text(pid)

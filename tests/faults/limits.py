@@ -47,7 +47,8 @@ class Group:
 
 @contextmanager
 def control_group(controller: Literal["memory", "pids"]) -> Iterator[Group]:
-    """A new group; skips where none can be made. Who is still in it at the end is let out."""
+    """A new group; skips where none can be made. Processes that are still in it at the end are
+    moved out."""
     first, second = _LIMITS[controller]
     version_1 = _TOP / controller
     above, name = (version_1, first) if version_1.is_dir() else (_TOP, second)

@@ -138,7 +138,7 @@ def test_a_fifo_in_the_place_of_a_copy_blocks_no_reader(
     monarch.expects_log("tier fast: copy of .* dropped")
     content = {"other": b"other"}
     if monarch.mode != "no_open":
-        # Where no open is told nobody asks for a file without bytes.
+        # With `open: none` no process requests a file without bytes.
         content["empty"] = b""
     tree(content)
     mounted = monarch.mount(source)
@@ -214,7 +214,7 @@ def test_a_copy_that_a_crash_left_is_compared_once_and_believed_from_then_on(
     again = monarch.mount(source, options=OPTIONS)
     wrong_ones_are_fetched_anew(again, source, content, {"1.jpg"})
     again.umount()
-    # What was not looked at is looked at by the mount after it; what was, is believed.
+    # Copies that were not verified are verified by the next mount; verified ones are used.
     clean = monarch.mount(source, options=OPTIONS)
     with OpenCounter(source) as counter:
         epoch(clean, content)

@@ -98,14 +98,14 @@ def files() -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A source, and by name of what happened states and tiers in which all of it is resident."""
+    """A source, and for each event the states and tiers in which all of the source is resident."""
 
     source: Path
     content: Mapping[str, bytes]
     directory: Path
 
     def put(self, kind: str, where: Path) -> None:
-        """Let a test go on from there."""
+        """Continue a test from there."""
         subprocess.run(["cp", "-a", f"{self.directory / kind}/.", str(where)], check=True)
 
 
@@ -222,7 +222,7 @@ class _Death:
                 return
 
     def _committed(self, mounted: Mounted, inos: Mapping[str, int]) -> set[str]:
-        """The files of which there are a whole copy and a record."""
+        """The files with a whole copy and a record."""
         (path,) = mounted.state.glob("residency-*")
         raw = path.read_bytes()
         on_disk = {ino for tier in copies(mounted).values() for ino in tier}
@@ -280,7 +280,7 @@ class _Death:
             path = generation / f"{number & 0xFF:02x}" / str(number)
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"nobody's")
-        # Perhaps before its mount is looked at.
+        # Possibly before its mount is checked.
         with suppress(pytest.fail.Exception, AssertionError):
             self._mount()
         case = self._monarch.case

@@ -33,7 +33,7 @@ from tests.mount.observe import (
     settled,
 )
 
-# Beside fsck nobody looks for damage.
+# Only fsck searches for damage.
 ALONE = ["limits.scrub_bandwidth=0", "limits.inline_max=64KiB"]
 TIERS = {"fast": "10MiB", "large": "10MiB"}
 
@@ -72,7 +72,7 @@ def check(mounted: Mounted, *, repair: bool = False) -> dict[str, Any]:
 
 
 def found(told: dict[str, Any]) -> set[tuple[str, str]]:
-    """The kind of each finding, and the last part of what it is about."""
+    """The kind of each finding, and the last part of the path that it names."""
     return {(finding["kind"], finding["path"].split("/")[-1]) for finding in told["findings"]}
 
 
@@ -186,7 +186,7 @@ def test_fsck_without_a_daemon_finds_and_repairs_every_damage(
     # The source need not be there to mend copies of it.
     source.rename(source.with_name("away"))
     told = fsck(monarch, mounted.state, "--digests", "--repair", code=0)
-    # With its record cleared, what lies in the other tier is a stranger there.
+    # With its record cleared, the copy in the other tier has no record there.
     moved = ("copy-unknown", files["moved"].name)
     assert found(told) == expected - {("copy-tier", "moved")} | {moved}
     assert told["repaired"] == told["problems"] == len(expected)

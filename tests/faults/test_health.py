@@ -57,8 +57,8 @@ def is_ok(mounted: Mounted) -> None:
 
 
 def problem(mounted: Mounted, kind: str, *, state: str, after_ns: int) -> dict[str, Any]:
-    """The only problem, once it is there; what every way of asking tells of it."""
-    wait_until(lambda: kinds(mounted) == {kind}, f"{kind} is told, not {kinds(mounted)}")
+    """The only problem, once it is there; the status, the log and the metrics agree on it."""
+    wait_until(lambda: kinds(mounted) == {kind}, f"{kind} is reported, not {kinds(mounted)}")
     told = health(mounted)
     (found,) = told["problems"]
     assert told["state"] == state
@@ -93,7 +93,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SlowSource]:
-    """A disk that fails as it is told, below the tier ``fast``. Name it before ``monarch``."""
+    """A disk that fails by the given rules, below the tier ``fast``. Name it before ``monarch``."""
     reason = slowfs.unavailable()
     if reason:
         pytest.skip(reason)
@@ -252,7 +252,7 @@ def test_a_change_at_the_source_is_reported_until_the_snapshot_is_refreshed(
     assert found["what"] == "1 file changed at the source since the snapshot"
     assert "--refresh" in found["remedy"]
     mounted.umount()
-    # Found out while it is mounted, since nothing is looked at before with a snapshot of others.
+    # Found while it is mounted, since a mount compares nothing at first with a foreign snapshot.
     (source / "e/new").write_bytes(b"new")
     again = monarch.mount(source, snapshot=mounted.state / "snapshot.lmdb")
     wait_until(lambda: "snapshot-stale" in kinds(again), "the new name is noticed")

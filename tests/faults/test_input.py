@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def seconds(request: pytest.FixtureRequest) -> float:
-    """How long something random goes on."""
+    """How long a random test lasts."""
     soak = request.config.getoption("--soak")
     assert isinstance(soak, float)
     if soak > 30:
@@ -136,7 +136,7 @@ def test_a_path_that_is_no_mount_is_one_line_with_a_hint(
 
 @contextmanager
 def undisturbed(mounted: Mounted, sizes: dict[str, int], seconds: float) -> Iterator[None]:
-    """A reader goes on meanwhile; whatever it finds wrong fails the test."""
+    """A reader reads meanwhile; whatever it finds wrong fails the test."""
     reader = subprocess.Popen(
         [
             *(sys.executable, "-m", "tests.fuse.reading", str(mounted.path), str(seconds)),
@@ -266,7 +266,7 @@ def test_another_user_reaches_no_control_socket(
             connection.connect("state/control.sock")
 
     assert as_another_user(tmp_path, {"knock": knock}) == {"knock": "EACCES"}
-    # Nor where the directory is open by somebody's mistake.
+    # Nor where the directory was left open by mistake.
     mounted.state.chmod(0o755)
     assert as_another_user(tmp_path, {"knock": knock}) == {"knock": "EACCES"}
     # Nor where the socket is, too: then the daemon asks the kernel who it is.

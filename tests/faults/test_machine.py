@@ -188,7 +188,7 @@ def test_the_kernel_is_asked_to_kill_others_first(monarch: MonarchCommand, tree:
     mounted = monarch.mount(tree({"a": 1}))
     assert Path(f"/proc/{mounted.pid}/oom_score_adj").read_text() == expected
     mounted.umount()
-    # What somebody has chosen holds.
+    # A value that the user has chosen stays.
     again = mount_by(monarch, "choom", "-n", "100", "--")
     assert Path(f"/proc/{again.pid}/oom_score_adj").read_text() == "100\n"
 
@@ -376,7 +376,7 @@ def test_a_sweep_takes_no_copy_that_comes_meanwhile_whatever_the_clock_says(
         mounted = mount_by(monarch)
         epoch(mounted, content)
         settled(mounted)
-        # Their directories stay, and are among those that the sweep looks at.
+        # Their directories stay, and the sweep checks them too.
         call(mounted.state / "control.sock", "evict", {"paths": names[7:]})
         mounted.umount()
         clock.move(DAY_S)
@@ -402,7 +402,7 @@ def quiet(disk: SlowSource) -> bool:
 
 # -- M6: an exception in a handler, and in a task of the daemon ------------------------------------
 
-# Each is called on the n-th of many entries, none of which was used before.
+# Each is called on the n-th of many entries that were not used before.
 CALLS: dict[str, Callable[[Path, int], object]] = {
     "lookup": lambda top, n: os.stat(top / f"small/{n:04}"),
     "getattr": lambda top, n: ask_again(top / f"small/{n:04}"),
@@ -414,7 +414,7 @@ CALLS: dict[str, Callable[[Path, int], object]] = {
     "statfs": lambda top, n: os.statvfs(top),
     "getxattr": lambda top, n: os.getxattr(top / f"small/{n:04}", "user.monarch.tier"),
     "listxattr": lambda top, n: os.listxattr(top / f"small/{n:04}"),
-    # Nobody is told of this.
+    # The kernel reports nothing of this to the daemon.
     "release": lambda top, n: (top / f"small/{n:04}").read_bytes(),
 }
 
@@ -546,7 +546,7 @@ def test_thousands_of_opens_and_kills_leave_nothing_open_and_no_thread(
     before = at_rest(mounted)
     for _ in range(2):
         storm(mounted, sizes)
-        # What nobody opened is kept for a moment, as a connection is that was closed.
+        # A cached entry without an open is kept for a moment, like a connection that was closed.
         wait_until(lambda: not at_rest(mounted).open - before.open, "nothing is left open")
     # Pools of threads grow to their bounds. In each storm a hundred readers were killed.
     assert at_rest(mounted).threads - before.threads <= MOST_THREADS
@@ -562,7 +562,7 @@ def storm(mounted: Mounted, sizes: dict[str, int]) -> None:
 
 
 def at_rest(mounted: Mounted) -> Belongings:
-    """What the daemon holds when nobody asks anything of it."""
+    """The resources that the daemon holds while it has no requests."""
 
     def nothing_open() -> bool:
         return not any(account(mounted)["handles"].values())
@@ -677,7 +677,7 @@ def test_ctrl_c_interrupts_an_open_that_waits_for_the_source_at_once(
             told = reader.communicate(timeout=10)[0]
             assert told in ("KeyboardInterrupt\n", "-1 Interrupted system call\n"), told
         slow.rules()
-        # Who still waits gets the bytes for which others have waited in vain.
+        # Readers that still wait get the bytes for which others have waited in vain.
         for reader in (readers[2], readers[5]):
             assert reader.communicate(timeout=20)[0] == "has read\n"
     epoch(mounted, content)

@@ -106,7 +106,7 @@ def test_a_file_of_another_is_not_replaced(mounted: Mounted, monarch: MonarchCom
     [kept] = shared.glob("result.csv.monarch-conflict-*")
     assert (kept.read_text(), kept.stat().st_uid) == ("mallory\n", MALLORY)
     assert "drain-conflict" in kinds(mounted)
-    # The alarm ends when somebody says that it is known.
+    # The alarm ends when a person acknowledges it.
     at = ["ckpt", "conflicts", str(mounted.path)]
     shown = monarch(*at, check=False)
     assert (shown.returncode, len(shown.stdout.splitlines())) == (1, 2)

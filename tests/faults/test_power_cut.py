@@ -90,7 +90,7 @@ class Machine:
         wait_until(lambda: int(account(mounted)["copies"]["done"]) >= target, "copies are made")
 
     def others_write(self) -> None:
-        """Somebody else on the machine waits for his file: all names and sizes go to the disk."""
+        """Another program calls sync: all names and sizes go to the disk."""
         with (self._at / "somebody-else's").open("ab") as file:
             file.write(b"x")
             file.flush()
@@ -237,7 +237,7 @@ def test_a_copy_with_its_name_size_and_seal_but_without_its_bytes_is_never_serve
         first = sorted(content)[::2]
         epoch(again, content, first)
         again.umount()
-        # What the mount after the cut did not ask for is as doubtful as it was.
+        # A copy that the mount after the cut did not use is still unverified.
         later = machine.mount()
         with OpenCounter(source) as counter:
             all_is_well(later, content)
@@ -287,7 +287,7 @@ def test_after_a_clean_end_a_power_cut_takes_nothing(
 
 
 def seeds_for(seconds: float) -> Iterator[int]:
-    """Other seeds each time, each told, until the time is over."""
+    """Other seeds each time, each one printed, until the time is over."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         seed = random.randrange(1 << 32)

@@ -41,7 +41,7 @@ QUICK = "limits.scrub_bandwidth=4GiB"
 
 
 def decay(copy: Path, offset: int = 0) -> None:
-    """A bit flips on the disk: no time of the file tells of it."""
+    """A bit flips on the disk: no time of the file shows it."""
     before = copy.stat()
     flip_bit(copy, offset)
     os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))

@@ -64,13 +64,13 @@ def test_bytes_that_a_user_may_not_read_at_the_source_are_nowhere_readable_for_t
     outcomes = as_another_user(tmp_path, closed)
     assert set(outcomes.values()) == {"EACCES"}, outcomes
     copy = next(iter(copies(mounted)["fast"].values()))
-    (mounted.tiers["fast"] / "monarch").chmod(0o711)  # by somebody's mistake
+    (mounted.tiers["fast"] / "monarch").chmod(0o711)  # opened by mistake
     inside = os.path.relpath(copy, tmp_path)
     assert as_another_user(tmp_path, {"a copy": lambda: Path(inside).read_bytes()}) == {
         "a copy": "EACCES"
     }
     (mounted.tiers["fast"] / "monarch").chmod(0o700)
-    # What everybody may look at: the command line, and the page of metrics.
+    # Data that every user can read: the command line, and the page of metrics.
     assert KEY.encode() not in (process / "cmdline").read_bytes()
     page = _metrics(mounted)
     assert b"monarch_" in page and b"secret" not in page.lower() and KEY.encode() not in page
@@ -136,7 +136,7 @@ def test_set_id_bits_and_devices_of_the_source_have_no_effect(
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
-    """A directory in which everybody makes his own, like /tmp."""
+    """A directory in which every user may create entries, like /tmp."""
     path = tmp_path / "scratch"
     path.mkdir()
     path.chmod(0o1777)

@@ -123,7 +123,8 @@ def test_while_every_call_of_the_source_hangs_processes_that_need_no_call_contin
     mounted = monarch.mount(slow.path, options=["limits.source_concurrency=4", SMALL_INLINE])
     epoch(mounted, content)
     settled(mounted)
-    # What was fetched just after it was made is looked at a second time, before calls are counted.
+    # A file that was fetched just after it was made is checked a second time, before calls are
+    # counted.
     wait_until(_stays(lambda: sum(calls(slow).values()), times=220), "all has rested")
     slow.rules("hang * .*")
     with ExitStack() as stack:
@@ -134,7 +135,7 @@ def test_while_every_call_of_the_source_hangs_processes_that_need_no_call_contin
         wait_until(lambda: slow.counters()["hanging"] == waiting_calls, "as many wait as may")
         before = calls(slow)
         with epochs_by_four(mounted, content) as ended:
-            wait_until(lambda: ended() >= 8, "four readers go on")
+            wait_until(lambda: ended() >= 8, "four readers continue")
             assert sorted(os.listdir(mounted.path)) == sorted([*content, *cold])
             assert all((mounted.path / name).stat().st_size == len(cold[name]) for name in cold)
             assert mounted.status()["state"] == "serving"
@@ -287,7 +288,7 @@ def test_a_file_that_is_open_while_the_source_dies_is_read_on_when_it_is_back(
         slow.restart()
         wait_until(lambda: _served(mounted, {"small": contents("small", 100)}), "it is found")
         assert os.pread(file.fileno(), 4096, 8_000_000) == large[8_000_000:8_004_096]
-        # Somebody else joins it.
+        # Another reader joins it.
         assert read_through(mounted.path / "large") == large
 
 
@@ -441,7 +442,7 @@ def _require_new(mounted: Mounted, original: Path, name: str, old: bytes) -> Non
         elif not there:
             assert seen == errno.ENOENT or (stays_stale and seen == errno.ESTALE), name
         settled(mounted)
-    # Of what is stale to such a kernel the listing may know no better.
+    # With such a kernel the listing may be stale too.
     if not stays_stale:
         expected = ["large", "same"] if there else ["same"]
         assert os.listdir((mounted.path / name).parent) == expected
@@ -494,19 +495,19 @@ def test_an_ordinary_users_mount_shows_unreadable_files_and_serves_the_others(
         (source / "secret").chmod(0o600)
         (source / "closed").mkdir(0o700)
         (source / "closed" / "file").write_bytes(b"root's own")
-        # Its names may be listed, what they are may not be looked at.
+        # Its names may be listed, but their attributes may not be read.
         (source / "names").mkdir(0o744)
         (source / "names" / "file").write_bytes(b"root's own")
         mode = ",".join(MODES[monarch.mode])
         done = user("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB", "-o", mode)
         assert done.returncode == 0, done.stderr
         attempts = "import os, sys\nos.chdir(sys.argv[1])\n"
-        attempts += "def told(call, *args):\n    try: return call(*args)\n"
+        attempts += "def outcome(call, *args):\n    try: return call(*args)\n"
         attempts += "    except OSError as error: return os.strerror(error.errno)\n"
         attempts += "read = lambda name: open(name, 'rb').read()\n"
-        attempts += "print([sorted(os.listdir('.')), *(told(read, n) for n in "
+        attempts += "print([sorted(os.listdir('.')), *(outcome(read, n) for n in "
         attempts += "('open', 'secret', 'closed/file', 'names/file')),"
-        attempts += " told(os.listdir, 'closed'), told(os.listdir, 'names')])"
+        attempts += " outcome(os.listdir, 'closed'), outcome(os.listdir, 'names')])"
         no = "Permission denied"
         names = ["closed", "names", "open", "secret"]
         seen = user.run(user.python, "-c", attempts, str(mnt))
@@ -687,7 +688,7 @@ def test_damage_to_a_given_snapshot_does_not_stop_a_mount(
         assert _tree_of(mounted.path) == names
         assert mounted.status()["health"]["state"] == "ok"
         mounted.umount()
-        # And now nobody can tell what it is.
+        # And now the type of the entry is unknown.
         done = monarch(
             *("mount", str(source), str(mounted.path), "--state", str(mounted.state)),
             *("--tier", f"{mounted.tiers['fast']}:10MiB", "--snapshot", str(given)),
@@ -806,7 +807,8 @@ def test_fetched_bytes_of_young_files_are_compared_with_the_source(
                 arguments=["--refresh"],
             )
             epoch(mounted, content)
-            # What is read more than two seconds after the daemon has heard of them is not young.
+            # A file that is read more than two seconds after the daemon has seen the directories is
+            # not young.
             begun = mounted.log_text.rpartition(" mounting ")[0].rpartition("\n")[2].split()[0]
             if time.time() - datetime.strptime(begun, "%Y-%m-%dT%H:%M:%S.%f%z").timestamp() < 1.9:
                 break
@@ -867,6 +869,6 @@ def test_a_file_that_has_rested_is_checked_once(
     time.sleep(RESTED_S)
     epoch(mounted, content)
     after = calls(slow)
-    # The source as a whole is looked at now and then, which is not a look at a file.
+    # The root of the source is checked at intervals, which is not a check of a file.
     assert after.pop("getattr") - before.pop("getattr") < len(content) // 2
     assert after == before

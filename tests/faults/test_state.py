@@ -218,7 +218,7 @@ def test_files_of_a_newer_monarch_are_refused_and_kept_to_the_byte(
             True,
         ), line
         assert everything(monarch.directory) == before
-    # Whoever wrote it finds all of it.
+    # The version of Monarch that wrote it finds all of it.
     prepared.put(monarch.directory)
     for path in (monarch.directory / "state").glob("residency-0123456789abcdef"):
         path.unlink()
@@ -398,7 +398,7 @@ def test_a_state_of_another_source_gives_neither_its_names_nor_its_bytes(
 ) -> None:
     monarch.expects_log("building the snapshot anew: .* describes another source")
     prepared.put(monarch.directory)
-    # The same names and sizes, and the same times as far as anybody can set them.
+    # The same names and sizes, and the same times as far as they can be set.
     content = {name: bytes(len(data)) for name, data in prepared.content.items()}
     source = tree(content)
     for name in content:

@@ -38,7 +38,7 @@ from tests.mount.observe import (
 )
 
 MIB = 1 << 20
-# So that a test need not wait for seconds until a tier is looked at or tried again.
+# So that a test need not wait for seconds until a tier is probed or tried again.
 PROBED = ("limits.tier_probe=200ms", "limits.scrub_bandwidth=0")
 # And until it is seen to hang. Not where a disk is behind it that others may keep busy for longer.
 QUICK = (*PROBED, "limits.tier_timeout=1s")
@@ -142,7 +142,7 @@ def reading_on(path: Path) -> Iterator[None]:
 
 @contextmanager
 def ruled(slowed: SlowSource, rule: str) -> Iterator[None]:
-    """With this rule, and without it whatever happens: who looks for leftovers must not hang."""
+    """With this rule, and without it whatever happens: a search for leftovers must not hang."""
     slowed.rules(rule)
     try:
         yield
@@ -165,7 +165,8 @@ class Disk:
         subprocess.run(["umount", "-l", str(self.path)], check=True)
 
     def is_held(self) -> bool:
-        """Whether the device is still in use: it goes when nobody holds the file system."""
+        """Whether the device is still in use: it disappears when no process holds the file
+        system."""
         asked = subprocess.run(["losetup", "-j", str(self.image)], capture_output=True, check=True)
         return asked.stdout != b""
 
@@ -215,7 +216,7 @@ def test_a_disk_without_room_costs_no_read_and_is_not_tried_all_the_time(
     content = files(60, 2_000)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=PROBED)
-    # Only copies: whoever looks whether a few bytes can be written is deceived, time and again.
+    # Only copies: a probe that writes a few bytes succeeds each time.
     slow_tier.rules("err write EDQUOT /stage/[0-9]")
     before = slow_tier.counters()["create"]
     with OpenCounter(source) as counter:
@@ -276,7 +277,7 @@ def test_a_file_that_stays_open_while_a_tier_is_full_is_copied_when_it_has_room_
         slow_tier.rules("err write ENOSPC /stage/[0-9]")
         stack.enter_context(reading_on(mounted.path / "before"))
         goes_out(mounted)
-        # Opened while nothing can be copied: nobody even tries.
+        # Opened while nothing can be copied: no copy is tried.
         stack.enter_context(reading_on(mounted.path / "during"))
         wait_until(lambda: account(mounted)["residency"]["wanted"] == 0, "nothing is wanted")
         assert copies(mounted) == {"fast": {}}
@@ -284,8 +285,9 @@ def test_a_file_that_stays_open_while_a_tier_is_full_is_copied_when_it_has_room_
         comes_back(mounted)
         wait_until(lambda: len(copies(mounted)["fast"]) == 2, "both are copied")
         settled(mounted)
-        # Evicted by a person, and nobody brings it back who has it open. Without opens a reader of
-        # the first byte that has paused, as on a busy machine, is taken for one that opens anew.
+        # Evicted by a person, and not copied again by a reader that has it open. Without opens a
+        # reader of the first byte that has paused, as on a busy machine, is taken for one that
+        # opens anew.
         monarch("evict", str(mounted.path), "before")
         time.sleep(1)
         if monarch.mode != "no_open":
@@ -308,7 +310,7 @@ def test_the_log_names_the_calls_that_the_end_waits_for(
         epoch(mounted, content)
         os.kill(mounted.pid, signal.SIGTERM)
         told = "the end has waited"
-        wait_until(lambda: told in mounted.log_text, "the end is told of")
+        wait_until(lambda: told in mounted.log_text, "the end is logged")
     assert re.search(r"waited \d+\.\d s for copies whose bytes were fetched", mounted.log_text)
 
 
@@ -353,8 +355,8 @@ def test_a_disk_that_was_unmounted_is_released_and_its_copies_are_used_again_whe
     warmed(mounted, content)
     ext4.umount()
     assert "is not the directory that was opened" in goes_out(mounted)
-    # Whoever wants to repair or replace the disk can.
-    wait_until(lambda: not ext4.is_held(), "nobody holds the disk")
+    # The disk can be repaired or replaced.
+    wait_until(lambda: not ext4.is_held(), "no process holds the disk")
     for _ in range(2):
         assert opens_for(mounted, content) == dict.fromkeys(content, 1)
     # Nothing was written into the bare directory below the mount point.
@@ -411,7 +413,7 @@ def test_a_disk_that_answers_everything_with_an_error_is_a_miss_until_it_is_repa
     assert set(resident(mounted, content).values()) == {"large"}
     assert len(warnings(mounted)) <= 4
     xfs.umount()
-    wait_until(lambda: not xfs.is_held(), "nobody holds the disk")
+    wait_until(lambda: not xfs.is_held(), "no process holds the disk")
     xfs.mount()
     comes_back(mounted)
     assert resident(mounted, content) == dict.fromkeys(content, "large")
@@ -441,7 +443,7 @@ def test_a_copy_that_cannot_be_read_is_dropped_and_reported_once(
         slow_tier.rules()
         epoch(mounted, content)
         settled(mounted)
-        # By who read on there, and by who came next.
+        # Counted are the readers that continued there, and those that came next.
         assert set(counter.paths()) == set(bad)
         assert counter.count() <= 2 * len(bad)
     assert opens_for(mounted, content) == {}
@@ -541,14 +543,14 @@ def _hangs_at(
     with ruled(slow_tier, f"hang {call} /monarch"):
         epoch_elsewhere(mounted, content)
         goes_out(mounted)
-        # With all threads and all memory that the one tier may keep, the other goes on.
+        # With all threads and all memory that the one tier may use, the other one continues.
         epoch_elsewhere(mounted, content)
         settled(mounted)
         epoch_elsewhere(mounted, content)
         settled(mounted)
         assert resident(mounted, content) == dict.fromkeys(content, "large")
     comes_back(mounted)
-    wait_until(lambda: copies(mounted)["fast"] == {}, "what came too late is gone")
+    wait_until(lambda: copies(mounted)["fast"] == {}, "the late copy is gone")
     accounts_agree(mounted)
     assert opens_for(mounted, content) == {}
 
@@ -559,13 +561,13 @@ def test_copies_in_a_tier_that_hangs_are_passed_by_and_used_again_when_it_answer
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service: no answer within 1 s; reads bypass it")
-    # So many that nobody could wait for each of them.
+    # Too many to wait for each of them.
     content = files(60, 2_000)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     warmed(mounted, content)
     with ruled(slow_tier, "hang * ."), OpenCounter(source) as counter:
-        # Seen before anybody asks for anything there.
+        # Noticed before a process needs the tier.
         goes_out(mounted)
         epoch_elsewhere(mounted, content)
         assert counter.paths() == dict.fromkeys(content, 1)
@@ -596,7 +598,7 @@ def test_an_open_that_waits_for_a_tier_that_hangs_does_not_hold_up_the_daemon(
         wait_until(lambda: slow_tier.counters()["hanging"] > 0, "its open waits for the tier")
         assert mounted.status()["state"] == "serving"
         assert os.statvfs(mounted.path).f_files > 0
-        # Nobody but the watch of the tier lets the reader go on.
+        # Only the watch of the tier releases the reader.
         goes_out(mounted)
         told, _ = reader.communicate(timeout=30)
         assert told == content

@@ -708,7 +708,7 @@ def test_syncs_of_other_kinds_survive_a_power_cut(
         # The drain stands before the first of them.
         slow.rules("err write EIO .*")
         put(path / "first", b"first")
-        wait_until(lambda: mounted.status()["writing"]["trouble"], "the drain goes on")
+        wait_until(lambda: mounted.status()["writing"]["trouble"], "the drain has failed")
         safe = {"in-step": old, "one-write": new, "touched": old, "linked": old, "open": old}
         for name, content in safe.items():
             fd = os.open(path / name, os.O_WRONLY | os.O_CREAT | (name == "in-step") * os.O_DSYNC)

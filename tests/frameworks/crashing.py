@@ -36,7 +36,7 @@ def check(directory: Path, acknowledged: int) -> None:
         if restored:
             assert restored.state["step"] == step
             assert (restored.state["w"] == step).all()
-        # The run goes on, and in the end nothing is there but what is kept.
+        # The run continues, and in the end only the kept files are there.
         for further in (50, 60):
             checkpointer.step = further
             checkpointer.save(weights(further))

@@ -81,7 +81,7 @@ def sharded(
     full: bool = False,
     replicas: int = 1,
 ) -> dict[str, Any]:
-    """As ``train``, with parameters of which each rank has a part (FSDP2), in ``replicas``."""
+    """As ``train``, with parameters that are sharded over the ranks (FSDP2), in ``replicas``."""
     net = model()
     if not full:
         sizes = (replicas, dist.get_world_size() // replicas)
@@ -121,7 +121,7 @@ def everything(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def tensor_parallel(directory: str) -> str:
-    """What is told of a placement that a checkpoint cannot hold, at the first update."""
+    """The error for a placement that a checkpoint cannot hold, at the first update."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     net = torch.nn.Sequential(torch.nn.Linear(8, 8))
     parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel()})

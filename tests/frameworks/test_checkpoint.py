@@ -26,7 +26,7 @@ from monarch.frameworks.sampler import ResumableSampler
 
 
 class Weights:
-    """An array whose copy stands still until it is let go on; a state that says what it saw."""
+    """An array whose copy blocks until it is released; a state that says what it saw."""
 
     kind, deferred, shape = "numpy", True, (1000,)
 
@@ -52,7 +52,7 @@ def steps(directory: Path) -> list[int]:
 
 
 class Slow:
-    """In place of ``os`` in the shelf: writing stands still until it is let go on, or fails."""
+    """In place of ``os`` in the shelf: writing blocks until it is released, or fails."""
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
@@ -231,7 +231,7 @@ def test_save_is_on_storage_when_it_returns_and_raises_if_it_is_not(
         with pytest.raises(OSError) as failed:
             checkpointer.save({"w": 2})
         assert failed.value.errno == errno.EDQUOT
-        # Who saved knows already.
+        # The caller of the save knows already.
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             checkpointer.before_update()

@@ -28,7 +28,7 @@ from tests.frameworks.together import in_ranks
 
 
 class Slow:
-    """An array whose copy lasts until it is let go on, so that its checkpoint is in flight."""
+    """An array whose copy blocks until it is released, so that its checkpoint is in flight."""
 
     kind, deferred, shape = "numpy", True, (3,)
 
@@ -319,7 +319,7 @@ def test_another_number_of_ranks_gets_the_parts_of_all(
         assert step == 20 and isinstance(state, Parts)
         assert (state.rank, state.size) == (rank, now)
         assert [each["rank"] for each in state.states] == list(range(before))
-    # It goes on from there; then its own sets are the newest.
+    # It continues from there; then its own sets are the newest.
     save(tmp_path, now, 30)
     assert [state["rank"] for _, state in restored(tmp_path, now)] == list(range(now))
 

@@ -73,7 +73,8 @@ def test_a_trainer_of_another_node_is_refused_by_name(tmp_path: Path, other_node
     with pytest.raises(LockedError, match="another trainer: process 4711 on gpu07"):
         Checkpointer(tmp_path)
     assert json.loads(path.read_text())["pid"] == 4711
-    # It was seen at once that the owner is in force; nobody waited until it might not be.
+    # It was seen at once that the owner is in force; the trainer did not wait until it might have
+    # expired.
     assert other_node.now_s < owner.RENEW_S
 
 
@@ -87,7 +88,7 @@ def test_an_owner_that_is_not_renewed_is_void(tmp_path: Path, other_node: Node) 
     age(owned(tmp_path), owner.STALE_S + 1)
     Checkpointer(tmp_path).close()
     assert other_node.now_s == 0
-    # By a clock that goes wrong nobody is taken for dead.
+    # A clock that runs wrong makes no owner count as dead.
     age(owned(tmp_path), -3600)
     Checkpointer(tmp_path).close()
     assert other_node.now_s >= owner.STALE_S

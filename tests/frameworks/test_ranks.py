@@ -37,7 +37,7 @@ class Jobs:
         )
 
     def run(self, work: str, *arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each rank told, or its error."""
+        """The result of each rank, or its error."""
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps({"work": work, "arguments": arguments}) + "\n")
         self._server.stdin.flush()

@@ -159,6 +159,6 @@ def test_the_copies_of_a_model_on_a_gpu_are_made_in_pinned_memory(
 
     update()
     assert len(asked) == 1
-    # Who gives other memory gets that.
+    # A caller that provides other memory gets that.
     update(allocate=lambda size: np.empty(size, np.uint8))
     assert len(asked) == 1

@@ -18,7 +18,7 @@ from tests.mount.conftest import slow as slow
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits for a source that does not even hear of signals."""
+    """A process that waits for a source that does not even receive signals."""
     reason = slowfs.unavailable()
     if reason:
         pytest.skip(reason)

@@ -56,7 +56,7 @@ def main(directory: Path, seconds: float, seed: int, tree: dict[str, int]) -> st
         name = dice.choice(list(expected))
         try:
             kept.append((name, os.open(directory / name, os.O_RDONLY)))
-            # Some are looked at again later, while others come and go.
+            # Some are read again later, while others come and go.
             name, fd = dice.choice(kept)
             if not dice.choice(WAYS)(fd, expected[name], dice):
                 return f"wrong bytes in {name}"

@@ -107,7 +107,7 @@ class Rig:
         return told
 
     def init(self, flags: int = 0, flags2: int = 0) -> tuple[int, ...]:
-        """The first request, which pyfuse3 answers; what the kernel is told."""
+        """The first request, which pyfuse3 answers; returns the answer to the kernel."""
         unique = self.send(Op.INIT, 0, wire.INIT_IN.pack(7, 40, 1 << 20, flags, flags2))
         passed = self.passed()
         assert passed.opcode == Op.INIT
@@ -181,7 +181,7 @@ class Rig:
             return True
         return False
 
-    # -- what lies where -------------------------------------------------------------------------
+    # -- paths -----------------------------------------------------------------------------------
 
     def ino(self, path: str) -> Ino:
         found = self.snapshot.resolve(os.fsencode(path))
@@ -192,7 +192,7 @@ class Rig:
         return (self.source / path).read_bytes()
 
     def place(self, path: str, tier: int = 1) -> Ino:
-        """Commit a copy of a file, and tell of it."""
+        """Commit a copy of a file, and record it."""
         ino = self.ino(path)
         with self.tiers[tier - 1].stage(ino) as staged:
             staged.append(self.content(path))
@@ -295,7 +295,7 @@ def rig(
             for tier in tiers:
                 tier.close()
             opened.close()
-            # Its tables and blocks are views of what is closed next.
+            # Its tables and blocks are views of the objects that are closed next.
             del datapath, made.datapath, made.snapshot
 
 

@@ -322,7 +322,7 @@ def test_a_file_that_is_not_resident_is_pythons_to_open_read_and_close(made: Rig
     made.reply_open(made.passed())
     handle, _, _ = wire.OPEN_OUT.unpack(made.answer(opened).body)
     assert handle == ino and made.datapath.open_files() == 1
-    # Promoted meanwhile: whoever opens it now shares Python's binding.
+    # Promoted meanwhile: an open now shares Python's binding.
     made.place("a")
     again = made.send_open(ino)
     made.reply_open(made.passed())
@@ -374,7 +374,7 @@ def test_a_descriptor_that_python_hands_over_is_read_without_it(made: Rig) -> No
     assert made.datapath.reached(ino) == 6000
     traffic = made.datapath.source_traffic()
     assert traffic == SourceTraffic(0, 2, 2000, 0, traffic.waited_ns) and traffic.waited_ns
-    # Python decided, so it hears of each open and each release.
+    # Python decided, so it is notified of each open and each release.
     again = made.send_open(ino)
     made.reply_open(made.passed())
     assert wire.OPEN_OUT.unpack(made.answer(again).body)[0] == handle
@@ -475,7 +475,7 @@ def test_without_descriptors_left_copies_are_read_by_their_names(made: Rig) -> N
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in holes:
             os.close(fd)
-    # Evicted: nobody holds its file, so Python reads on.
+    # Evicted: no copy is open, so Python continues to read.
     made.evict(ino)
     made.send_read(ino, handle, 0, 10)
     assert made.passed().opcode == Op.READ
@@ -568,7 +568,7 @@ def test_a_small_file_is_fetched_once_and_python_gets_its_bytes(
                 made.release(ino, handle)
                 made.release(ino, handle)
             assert made.datapath.open_files() == 0
-            # The bytes stay as long as Python looks at them.
+            # The bytes stay as long as Python uses them.
             assert bytes(fetched) == content
         traffic = made.datapath.source_traffic()
         assert traffic == SourceTraffic(2, 1, SIZE, 0, traffic.waited_ns)
@@ -748,8 +748,8 @@ def test_small_files_are_fetched_by_kernels_without_openat2(tree: Tree, tmp_path
 def test_without_openat2_a_name_that_is_none_leads_nowhere(
     tree: Tree, tmp_path: Path, name: str
 ) -> None:
-    """Of a snapshot that somebody has forged, which the datapath must survive."""
-    # Whoever takes such a name for what it means elsewhere finds a file there, and opens it.
+    """A forged snapshot, which the datapath must survive."""
+    # A program that resolves such a name finds a file there, and opens it.
     source = tree(dict.fromkeys(("deep/er/file", "deep/file", "file"), 5000))
     arguments = [sys.executable, "-c", _OLD + _OLD_AND_FORGED, str(source), str(tmp_path), name]
     subprocess.run(arguments, check=True, cwd=ROOT, timeout=60)
@@ -813,7 +813,7 @@ def test_a_process_killed_while_python_opens_its_file_is_released(made: Rig, kil
     assert made.datapath.open_files() == 1
     made.interrupt(opened)
     assert made.answer(opened).error == errno.EINTR
-    # The answer comes late: nobody hears it, but what it has opened is closed again.
+    # The answer comes late: no process receives it, but the file that it opened is closed again.
     made.reply_open(passed)
     eventually(lambda: made.datapath.open_files() == 0, "it is closed")
     assert made.datapath.served() == [(ino, ABANDONED, None)]
@@ -849,7 +849,7 @@ def test_an_interrupt_that_comes_first_is_not_lost(made: Rig, killed: int) -> No
 def test_a_process_killed_after_a_signal_that_it_survived_is_released(
     made: Rig, stuck: subprocess.Popen[bytes]
 ) -> None:
-    """The kernel tells of the first signal only, so the datapath looks again, however busy."""
+    """The kernel reports the first signal only, so the datapath checks again, however busy."""
     unique = made.send(Op.STATFS, 1, pid=stuck.pid)
     waiting = made.passed()
     made.interrupt(unique)

@@ -34,7 +34,7 @@ def made(tree: Tree, tmp_path: Path) -> Iterator[Rig]:
 
 
 def is_passed(made: Rig, parent: int, name: bytes) -> bool:
-    """Whether Python is asked for a name, and not told to be missing."""
+    """Whether a name is passed to Python instead of being answered as missing."""
     unique = made.send(Op.LOOKUP, parent, name + b"\0")
     ready, _, _ = select.select((made.kernel, made.python), (), (), PATIENCE_S)
     if made.kernel in ready:
@@ -85,7 +85,7 @@ def test_names_of_the_snapshot_in_a_changed_directory_are_pythons(made: Rig) -> 
 
 
 def test_no_name_that_exists_is_ever_answered_as_missing(made: Rig) -> None:
-    """Names come and go at random; one is only as often taken as it was given."""
+    """Names come and go at random; no name is removed more often than it was added."""
     dice, path = random.Random(5), made.datapath
     there: Counter[bytes] = Counter()
     names = [b"%d" % n * dice.choice((1, 3, 17)) for n in range(3000)]

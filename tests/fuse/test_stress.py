@@ -96,7 +96,7 @@ def nothing_is_open(mounted: Mounted) -> None:
                 held.append(path)
         return [f"{name}: {count}" for name, count in handles.items() if count] + held
 
-    # What nobody opened is kept for a moment.
+    # An entry without an open is kept for a moment.
     deadline = time.monotonic() + 15
     while found := left():
         assert time.monotonic() < deadline, found
@@ -169,7 +169,7 @@ def test_a_whole_read_is_of_one_version_however_often_the_source_is_replaced(
 
 
 def _one_version(path: Path, dice: random.Random) -> str:
-    """Read a file piece by piece, with others between: what came of it."""
+    """Read a file piece by piece, with others between: the result."""
     seen: set[int] = set()
     try:
         with path.open("rb", buffering=0) as file:
@@ -270,7 +270,7 @@ def test_a_reader_that_waits_for_a_hung_source_can_be_killed(
     with ExitStack() as stack:
         slow.rules("hang open ^/small", "hang read ^/large")
         # Two of the same file: one asks the source, the other waits for that. Of the other two one
-        # survives a first signal, and the kernel tells of no second.
+        # survives a first signal, and the kernel reports no second one.
         waiting = [
             stack.enter_context(_reader(mounted.path / name, offset))
             for name, offset in (

@@ -31,7 +31,7 @@ from tests.fuse.wire import Op
 # More than the threads that the datapath may have.
 MANY = 600
 SMALL, LARGE = 1000, 3_000_000
-# Callers that are looked after at once, once a second.
+# Callers that are checked at once, once a second.
 LOOK = 256
 # Calls of the source at once, as configured.
 SLOTS = LimitSettings().source_concurrency
@@ -67,7 +67,7 @@ def hand_over(made: Rig, name: str) -> tuple[int, int]:
 
 
 def others_are_served(made: Rig) -> None:
-    """A resident file is opened and read, names are told, Python is asked and answers."""
+    """A resident file is opened and read, names are answered, and Python answers a request."""
     ino = made.ino("resident")
     handle, _, _ = made.open(ino)
     assert made.read(ino, handle, 0, SMALL).body == made.content("resident")
@@ -262,7 +262,7 @@ def test_a_process_killed_while_it_waits_elsewhere_than_at_its_signal_is_release
         opens.append(made.send_open(ino, pid=stuck.pid))
         eventually(lambda count=count: made.datapath.state().waiting == count, "it waits")
     for unique in opens:
-        # A signal that ends nothing. The kernel tells of no other that comes after it.
+        # A signal that ends nothing. The kernel reports no signal that comes after it.
         made.interrupt(unique)
     with pytest.raises(Nothing):
         made.answer(opens[0], within_s=0.3)
@@ -281,7 +281,8 @@ def test_a_process_killed_while_it_waits_elsewhere_than_at_its_signal_is_release
 def test_looking_after_those_that_wait_takes_what_was_interrupted_and_no_more(
     made: Rig, slow: SlowSource
 ) -> None:
-    """The number that wait costs nothing, and of the interrupted 256 are looked at in a second."""
+    """The number of waiting requests costs nothing, and 256 of the interrupted ones are checked in
+    a second."""
     ino = made.ino("small")
     slow.rules("hang open ^/small")
     waiting = [made.send_open(ino, pid=os.getpid()) for _ in range(MANY)]
@@ -298,7 +299,7 @@ def test_looking_after_those_that_wait_takes_what_was_interrupted_and_no_more(
     before = _own_reads()
     for unique in waiting:
         made.interrupt(unique)
-    # Each caller is looked at once when its signal comes. A look reads a file of /proc to its end:
+    # Each caller is checked once when its signal comes. A look reads a file of /proc to its end:
     # twice.
     eventually(lambda: _own_reads() - before >= 2 * MANY, "all interrupts have come")
     # Some of these were second looks: the last first ones come a little later.
@@ -446,7 +447,7 @@ def test_the_devices_are_released_without_a_free_descriptor(made: Rig, slow: Slo
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    # The kernel hears that nobody answers any more.
+    # The kernel learns that no process answers any more.
     made.kernel.settimeout(5)
     with suppress(ConnectionResetError):
         assert made.kernel.recv(1) == b""
@@ -470,7 +471,7 @@ def test_rights_that_a_write_ends_are_taken_away_by_name(tree: Tree, tmp_path: P
 
 
 def test_nothing_is_answered_twice_under_interrupts(made: Rig, slow: SlowSource) -> None:
-    """Requests that nobody kills are not let go, however often they are interrupted."""
+    """Requests whose process is not killed are not released, however often they are interrupted."""
     ino = made.ino("small")
     slow.rules("hang open ^/small")
     waiting = [made.send_open(ino, pid=os.getpid()) for _ in range(40)]
@@ -490,7 +491,7 @@ def test_no_process_has_a_file_open_whose_pages_are_not_stored_yet(
 ) -> None:
     """Else a reader may hold the lock of a page that the thread which stores it waits for.
 
-    Whoever should take the pages reads nothing here, so one of the files comes to a stop.
+    The reader of the pages reads nothing here, so one of the files comes to a stop.
     """
     size, count = 1 << 20, 16
     names = [f"f{number:02}" for number in range(count)]
@@ -519,7 +520,7 @@ def test_no_process_has_a_file_open_whose_pages_are_not_stored_yet(
 @pytest.mark.finding("D14")
 @pytest.mark.fault("M10")
 def test_events_that_python_missed_while_it_slept_wake_it(tree: Tree, tmp_path: Path) -> None:
-    """Python is told that the last reader of an outdated copy is gone while it looks for news."""
+    """Python is notified of the last release of an outdated copy while it reads the events."""
     tree({"a": SMALL})
     with rig(tmp_path / "source", tmp_path) as made:
         made.init()
@@ -532,7 +533,7 @@ def test_events_that_python_missed_while_it_slept_wake_it(tree: Tree, tmp_path: 
             deadline = time.monotonic() + 10
             while not seen:
                 # As Python does: it looks when it is woken, and only then.
-                assert select.select([made.datapath.fileno()], [], [], 10)[0], "nobody wakes it"
+                assert select.select([made.datapath.fileno()], [], [], 10)[0], "no event wakes it"
                 seen = [what for _, what, _ in made.datapath.served() if what == RELEASED]
                 assert time.monotonic() < deadline
             assert made.answer(unique).error == 0

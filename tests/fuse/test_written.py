@@ -72,7 +72,7 @@ def opened(made: Rig, ino: Ino, fd: int, mode: int = os.O_RDWR) -> int:
     assert made.datapath.bind_written(ino, fd, tier=1, create=False)
     made.reply_open(passed, flags=0)
     handle, flags, backing = wire.OPEN_OUT.unpack(made.answer(unique).body)
-    # A close must be told what could not be written back.
+    # A close must report what could not be written back.
     assert (flags, backing) == (0, 0)
     return int(handle)
 
@@ -214,7 +214,7 @@ def test_an_inode_that_is_opened_again_is_bound_to_what_it_is_then(
     made.write(NEW, handle, 0, b"first")
     unique = made.send_open(NEW)
     passed = made.passed()
-    # Its last user has gone meanwhile, and Python has let go of it.
+    # Its last user has closed it meanwhile, and Python has released it.
     released(made, NEW, handle)
     made.datapath.release_written(NEW)
     (tmp_path / "other").write_bytes(b"second")
@@ -264,7 +264,7 @@ def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
         if bound:
             assert made.datapath.bind_written(NEW, fd, tier=1, create=True)
         made.reply_create(passed, NEW)
-        eventually(lambda: bool(told.extend(made.datapath.served()) or told), "Python is told")
+        eventually(lambda: bool(told.extend(made.datapath.served()) or told), "Python is notified")
         assert told.pop() == (NEW, ABANDONED, None)
         assert made.datapath.open_files() == 0
         made.datapath.release_written(NEW)
@@ -308,7 +308,7 @@ def test_readers_see_what_is_written_to_a_file_that_they_have_open(
     released(made, ino, writer)
     made.datapath.release_written(ino)
     if reader is not None and what != "plain":
-        # Nobody told Python of this one, or it was opened before: it sees the same file on.
+        # Python was not notified of this open, or it happened earlier: it sees the same file on.
         assert made.read(ino, reader, 0, 10).body == expected
         # But who comes now is Python's to bind, or to serve.
         unique = made.send_open(ino)
@@ -387,7 +387,7 @@ def test_an_unbound_inode_is_opened_by_python_until_it_is_bound_again(
     assert seen == NEW
     made.datapath.answer(token, b"from python")
     assert made.answer(unique).body == b"from python"
-    # Nobody else can do these, but to say that it cannot be done now is true.
+    # No other process can do these, but the error that they cannot be done now is true.
     body = wire.FALLOCATE_IN.pack(handle, 0, 10, 0, 0)
     assert made.ask(Op.FALLOCATE, NEW, body).error == errno.EOPNOTSUPP
     body = wire.LSEEK_IN.pack(handle, 0, os.SEEK_DATA, 0)
@@ -521,7 +521,7 @@ def test_attributes_of_files_that_are_not_the_snapshots_are_pythons_to_tell(made
         for opcode, name in ((Op.GETXATTR, b"user.x\0"), (Op.LISTXATTR, b"")):
             made.send(opcode, ino, wire.GETXATTR_IN.pack(100, 0) + name)
             assert (made.passed().opcode, made.is_quiet(0)) == (opcode, True)
-        # Asked for before each write; nobody keeps it.
+        # Asked for before each write; no cache keeps it.
         body = wire.GETXATTR_IN.pack(100, 0) + b"security.capability\0"
         assert made.ask(Op.GETXATTR, ino, body).error == errno.ENODATA
         made.send(Op.GETATTR, ino, bytes(16))
@@ -548,7 +548,7 @@ def test_names_in_a_directory_that_was_made_are_pythons_to_find(made: Rig) -> No
 def test_a_write_is_never_larger_than_what_python_can_be_given(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """Who is not root has as much room between the two as the machine allows."""
+    """An ordinary user has as much room between the two as the machine allows."""
     monkeypatch.setattr(datapath, "_SOCKET_BYTES", room)
     with rig(tree({}), tmp_path) as made:
         told = made.init(wire.INIT_HANDLE_KILLPRIV)
@@ -587,7 +587,7 @@ def test_writes_that_make_no_sense_are_refused(made: Rig, fd: int) -> None:
 
 def test_an_inode_that_cannot_be_bound_is_not_bound(made: Rig, fd: int) -> None:
     bind = made.datapath.bind_written
-    assert not bind(NEW, fd, tier=1, create=False)  # nobody has it open
+    assert not bind(NEW, fd, tier=1, create=False)  # no process has it open
     assert not bind(NEW, -1, tier=1, create=True)
     for ino in (0, 1 << 40, 1 << 63):
         with pytest.raises(ValueError, match="inode"):
@@ -623,7 +623,7 @@ def test_stopping_lets_go_of_written_files(tree: Tree, tmp_path: Path, fd: int) 
 
 @pytest.fixture
 def closed(made: Rig, tmp_path: Path) -> Path:
-    """The object of a file that nobody has open, of which Python has told."""
+    """The object of a file that is not open, which Python has handed to the datapath."""
     path = object_path(tmp_path / "objects", 300)
     path.parent.mkdir()
     path.write_bytes(b"0123456789")

@@ -111,7 +111,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What the wire tells of an inode."""
+    """The attributes of an inode on the wire."""
 
     ino: int
     size: int
@@ -199,7 +199,7 @@ CREATED_SIZE = ENTRY.size + ATTR.size + OPEN_OUT.size
 
 
 def entry(node: int) -> bytes:
-    """What pyfuse3 tells of a new regular file."""
+    """The attributes with which pyfuse3 answers a new regular file."""
     attributes = ATTR.pack(node, 0, 0, *[0] * 6, 0o100600, 1, 0, 0, 0, 4096, 0)
     return ENTRY.pack(node, 0, 86400, 86400, 0, 0) + attributes
 

@@ -25,7 +25,7 @@ class Version:
     """``content`` is None while there is no file. ``times`` are size, mtime and ctime as stat tells
     them, None for a state that lasted no longer than a system call.
 
-    ``restless``: somebody may have looked while it was being made.
+    ``restless``: a reader may have seen it while it was being made.
     """
 
     content: bytes | None
@@ -46,8 +46,8 @@ class Moment:
 
 @dataclass(slots=True)
 class File:
-    """``floor`` is the oldest version that may be served to who opens it, ``told`` the oldest that
-    ``stat`` may tell of, ``snapped`` the oldest that the snapshot may hold.
+    """``floor`` is the oldest version that an open may be served, ``told`` the oldest that ``stat``
+    may show, ``snapped`` the oldest that the snapshot may hold.
 
     ``known``: the mount has the name. ``read_from`` is the oldest version that may have been read
     since the mount.
@@ -128,7 +128,7 @@ class Model:
             if refreshed or not self._was_mounted:
                 file.floor = file.snapped = before[name].current
             elif not file.known:
-                # What comes now was not there, so nothing older can be.
+                # A file that appears now was not there, so no older version is possible.
                 file.snapped = before[name].current
             file.known = name in names
             file.told = file.snapped
@@ -218,7 +218,7 @@ class Model:
         return file.read_from is not None and file.read_from < file.current
 
     def _seen(self, file: File, number: int) -> None:
-        """Who opens it from now on sees this version or a newer one, and so does ``stat``."""
+        """An open from now on sees this version or a newer one, and so does ``stat``."""
         file.floor = max(file.floor, number)
         file.told = max(file.told, number)
 
@@ -247,7 +247,7 @@ class Model:
             if _fits(file.versions[n].content or b"", offset, end, got, complete=not number)
         }
         if fitting:
-            # An empty answer may be the kernel's own, who knows where the file ends.
+            # An empty answer may come from the kernel, which knows where the file ends.
             if got:
                 handle.candidates = fitting
                 handle.bound = True
@@ -271,7 +271,7 @@ class Model:
             if handle.loose and changed:
                 return
         if number == errno.ENOENT and not self._opens_are_told:
-            # The open was not told: it is the first read that finds nothing.
+            # The open was not reported: it is the first read that finds nothing.
             changes = range(handle.opened, file.current + 1)
             if file.absent(changes):
                 return
@@ -345,10 +345,10 @@ class Model:
         may = file.versions[before.told :]
         if tuple(times) in [version.times for version in may]:
             return
-        # Attributes change one after the other; who looked between has seen some of each.
+        # Attributes change one after the other; a reader in between has seen some of each.
         if not any(version.restless for version in may):
             whose = [n for n, v in enumerate(file.versions) if v.times == tuple(times)]
-            raise Wrong(f"26: stat of {name} tells of version {whose}, not {before.told} or later")
+            raise Wrong(f"26: stat of {name} shows version {whose}, not {before.told} or later")
 
     def listed(
         self, directory: str, before: Mapping[str, Moment], answer: tuple[int, list[str]]

@@ -112,7 +112,7 @@ def _settings(dice: random.Random, mode: str, may_have_disk: bool) -> Settings:
         tiers=tuple((f"t{number}", size) for number, size in enumerate(capacities, start=1)),
         disk=disk,
         freshness=dice.choice(("mount", "mount", "mount", "never", "never", "ttl:300ms")),
-        # With `open: none` nobody tells of the opens at which copies would be verified.
+        # With `open: none` the kernel does not report the opens at which copies would be verified.
         verify=dice.choice(
             ("unclean", "unclean", "never", "unclean" if mode == "no_open" else "open")
         ),

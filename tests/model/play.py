@@ -139,7 +139,7 @@ class Player:
         try:
             return not self._rig.mounted.stages() and not self._rig.strangers()
         except FileNotFoundError:
-            return False  # a directory went while it was looked at
+            return False  # a directory went while it was listed
 
     def _wait_until_compared(self, before: dict[str, Moment]) -> None:
         """After a mount each copy is of the version that the source has, or is dropped."""
@@ -363,7 +363,7 @@ class Player:
         time.sleep(_IDLE_S)
 
     def _look(self) -> None:
-        """Two whole looks at the source while nothing else happens: all copies are of today."""
+        """Two whole checks of the source while nothing else happens: all copies are of today."""
         if not self._rig.is_mounted or not self._settings.freshness.startswith("ttl"):
             return
         self._quiet(False)
@@ -371,10 +371,10 @@ class Player:
         seen = self._rig.account()["snapshot"]["checks"]
         wait_until(
             lambda: self._rig.account()["snapshot"]["checks"] >= seen + 2 * entries,
-            "27: it looks at the source",
+            "27: it checks the source",
         )
         for name, moment in self._model.now().items():
-            # With ``open: none`` the kernel may have pages of what has no copy.
+            # With ``open: none`` the kernel may have pages of a file without a copy.
             if self._told or self._rig.copy_of(name) is not None:
                 self._model.compared(name, moment.current)
 
@@ -388,7 +388,7 @@ class Player:
         if told["state"] != "serving":
             raise Wrong(f"the daemon is {told['state']}")
         if not self._damaged:
-            wait_until(self._agree, "the accounts agree with what lies in the tiers")
+            wait_until(self._agree, "the accounts agree with the files in the tiers")
         if evict:
             self._rig.ask("evict", paths=[])
             told = self._rig.settle()

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-# Bytes of a map that are looked at in one system call.
+# Bytes of a map that are read in one system call.
 _LOOK = 1 << 20
 
 
@@ -85,7 +85,7 @@ class Reader:
     def close(self, slot: int) -> int:
         if slot in self._maps:
             self._maps.pop(slot).close()
-        # A daemon that is gone cannot be told of it; the descriptor is closed all the same.
+        # A daemon that is gone cannot be notified; the descriptor is closed all the same.
         with contextlib.suppress(OSError):
             os.close(self._slots.pop(slot))
         return 0

@@ -137,7 +137,8 @@ class _Reader:
         return b"".join(parts)
 
     def reset(self) -> None:
-        """Close everything, and pass over what was not heard yet; it is ended if it hangs."""
+        """Close everything, and skip answers that were not received yet; it is ended if it
+        hangs."""
         try:
             self.send("reset")
             while self._waiting:
@@ -293,7 +294,7 @@ class Rig:
         """Change a file at the source; the states that it was in on the way, the last the new one.
 
         ``content`` is what it shall hold; None for a change that leaves the bytes alone.
-        ``restless``: somebody may look while it is being changed.
+        ``restless``: a reader may see it while it is being changed.
         """
         path = self.source / name
         between: list[Version] = []
@@ -319,7 +320,7 @@ class Rig:
             after = os.lstat(path)
             if before is None or _times(after) != _times(before):
                 break
-            # A change that nobody can see (29): the clock of the file system has not moved on.
+            # A change that cannot be detected (29): the clock of the file system has not moved on.
             time.sleep(0.002)
         content = path.read_bytes()
         return [*between, Version(content, _times(after), after.st_ino, after.st_mode, restless)]
@@ -350,7 +351,7 @@ class Rig:
                     byte = os.pread(file.fileno(), 1, place)[0]
                     os.pwrite(file.fileno(), bytes([byte ^ 1]), place)
                 if kind == "rot":
-                    # As when the disk itself forgets: nobody has written.
+                    # As when the disk itself forgets: no process has written.
                     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
             case "zeros":
                 with path.open("r+b") as file:

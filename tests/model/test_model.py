@@ -23,7 +23,7 @@ from tests.model.shrink import shrink
 
 PLANS = Path(__file__).with_name("plans")
 SEEDS = 4
-# How long a failure may take to become short. Seconds.
+# How long a failure may take to become short, in seconds.
 SHRINK_S = 30.0
 
 

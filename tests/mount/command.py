@@ -87,7 +87,7 @@ def registered(
     state: Path,
     tiers: Mapping[str, Path] | None = None,
 ) -> Mounted:
-    """A mount that the test makes by itself, for the fixture to clean up and look at."""
+    """A mount that the test makes itself; the fixture checks and removes it."""
     made = Mounted(monarch, mountpoint, source, state, dict(tiers or {}))
     monarch.mounted.append(made)
     return made
@@ -129,7 +129,7 @@ def assert_nothing_is_left(monarch: MonarchCommand, *kept: Mounted) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Nobody:
-    """An ordinary user with a directory of his own, in a mount namespace of his own.
+    """An ordinary user with a directory and a mount namespace of its own.
 
     There ``/dev/fuse`` has the given mode and ``/etc/fuse.conf`` is empty, whatever this machine's
     are.

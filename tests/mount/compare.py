@@ -33,7 +33,7 @@ def opened(path: Path | bytes, *, beneath: int | None = None) -> Iterator[int]:
 
 
 def told(name: bytes, *, beneath: int) -> tuple[object, ...]:
-    """What lstat and readlink tell of an entry, but for its number and its access time."""
+    """The results of lstat and readlink for an entry, without its number and its access time."""
     status = os.stat(name, dir_fd=beneath, follow_symlinks=False)
     target = os.readlink(name, dir_fd=beneath) if stat.S_ISLNK(status.st_mode) else b""
     regular = stat.S_ISREG(status.st_mode)

@@ -20,8 +20,7 @@ from tests.conftest import Mounted
 from tests.equipment.waiting import wait_until
 
 PATIENCE_S = 20.0
-# After that what was fetched young has been looked at again, with much to spare for a machine under
-# load.
+# After that a young file has been checked again, with ample time for a machine under load.
 RESTED_S = 3.5
 
 
@@ -74,7 +73,7 @@ def error_of(path: Path) -> int:
 
 @contextmanager
 def asked_for(mounted: Mounted, name: str) -> Iterator[None]:
-    """A file is open; or where no open is told, another process waits for its first bytes."""
+    """A file is open; or where no open is reported, another process waits for its first bytes."""
     path = mounted.path / name
     if mounted.cli.mode != "no_open":
         with path.open("rb", buffering=0):
@@ -140,7 +139,7 @@ def flip_bit(path: Path, offset: int = 0) -> None:
 
 
 def accounts_agree(mounted: Mounted) -> None:
-    """What the daemon counts as used and resident is what lies in its tiers, to the byte."""
+    """The bytes that the daemon counts as used and resident are those of the files in its tiers."""
     told = settled(mounted)
     on_disk = copies(mounted)
     for tier in told["tiers"]:

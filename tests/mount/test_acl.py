@@ -149,7 +149,7 @@ def test_a_list_that_changes_at_the_source_decides_when_the_file_is_opened_next(
 def test_a_first_list_that_comes_while_mounted_promises_the_group_nothing(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
-    """The kernel was not told to decide with lists: then the group bits are not the mask."""
+    """The kernel does not check lists: then the group bits are not the mask."""
     source = tree({"file": b"bytes", "other": b"x"})
     (source / "file").chmod(0o600)
     os.chown(source / "file", 0, BOB)

@@ -41,7 +41,7 @@ def test_times_modes_and_owners_are_those_of_the_source(
 def test_a_file_that_is_dated_beyond_the_year_2262_is_a_file_as_others(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
-    """Its time is told as the end of what 64 bits of ns reach; its copy is kept."""
+    """Its time is shown as the greatest that 64 bits of ns can hold; its copy is kept."""
     source = tree({"small": 5000, "large": 5_000_000, "other": b"x"})
     for name in ("small", "large"):
         os.utime(source / name, ns=(0, 10_413_792_000_000_000_001))  # in 2300
@@ -169,7 +169,7 @@ def test_a_fifo_joins_two_processes_of_the_mount_and_not_the_source(
         os.write(writer, b"hello")
         assert os.read(here, 10) == b"hello"
         assert select.select([there], [], [], 0)[0] == []
-        assert os.read(there, 10) == b""  # nobody writes at the source
+        assert os.read(there, 10) == b""  # no process writes at the source
     finally:
         for fd in (there, here, writer):
             os.close(fd)

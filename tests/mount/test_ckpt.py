@@ -182,7 +182,7 @@ def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
 
     told = desk.ckpt("verify")
     assert {row["verdict"] for row in told["files"]} == {"same"} and len(told["files"]) == 5
-    # Somebody changes one at the source, and takes one away.
+    # Another program changes one at the source, and removes one.
     with (source / names[1]).open("r+b") as file:
         file.seek(5000)
         file.write(b"?")
@@ -257,7 +257,7 @@ def test_a_loss_is_reported_until_a_person_acknowledges_it(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SlowSource]:
-    """A disk that fails as it is told, below the tier ``fast``. Name it before ``absorb``."""
+    """A disk that fails by the given rules, below the tier ``fast``. Name it before ``absorb``."""
     if reason := slowfs.unavailable():
         pytest.skip(reason)
     (tmp_path / "disk").mkdir()
@@ -352,7 +352,7 @@ def test_files_that_were_never_fsynced_survive_a_reboot_after_a_clean_end(
     refusing: tuple[Desk, SlowSource],
 ) -> None:
     desk, _ = refusing
-    # Not even looked at by the drain.
+    # The drain does not even read it.
     (desk.mounted.path / "ckpt/b").write_bytes(b"never fsynced")
     (desk.mounted.path / "ckpt/empty").touch()
     assert desk.run("umount", desk.mounted.path, "--abandon").code == 0

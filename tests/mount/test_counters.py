@@ -81,7 +81,7 @@ def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, sou
         assert tier["used"] == sum(len(content[file]) for file in here)
         assert tier["opens"] == (None if untold else 2 * len(here))
         if monarch.mode == "passthrough":
-            # What the kernel reads by itself is not told to anybody.
+            # Reads that the kernel answers itself are not reported.
             assert tier["bytes"] is tier["reads"] is None
             continue
         assert tier["bytes"] == 2 * sum(len(content[file]) for file in here)
@@ -169,7 +169,7 @@ def test_the_metrics_page_tells_what_status_tells(
         assert page("tier_bytes", name, "reserved") == 0
         assert page("tier_bytes", name, "capacity") == tier["capacity"]
         assert page("tier_in_service", name) == 1
-        # What came and is not there any more has left.
+        # A copy that was made and is not there any more has left.
         came = page("promotions_total", name)
         assert page("evictions_total", name) == came - tier["files"]
         bytes_came = page("promoted_bytes_total", name)

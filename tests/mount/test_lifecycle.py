@@ -156,7 +156,7 @@ def test_signals_ignored_by_nohup_end_nothing_and_sigterm_ends_the_daemon(
     told = ended(process)
     assert process.returncode == 0
     assert "ending on SIGTERM" in told and "SIGHUP" not in told and "SIGINT" not in told
-    # A daemon is in nobody's background: whoever sends it a signal means it.
+    # A daemon does not run in the background of a shell: a signal to it is intended.
     made = registered(monarch, mnt, source, tmp_path / state)
     ended(start(monarch, "mount", str(source), str(mnt), *where, ignored=ignored))
     made.pid = int(made.status()["pid"])

@@ -48,7 +48,8 @@ def refused(
     code: int,
     words: str,
 ) -> str:
-    """Try to mount; the line that says why not. Nothing is left, the mount point is as it was."""
+    """Try to mount; the line that says why not. Nothing is left, and the mount point is
+    unchanged."""
     tier = ("--tier", f"{monarch.directory}/tier:1MiB") if "--tier" not in arguments else ()
     state = ("--state", f"{monarch.directory}/state") if "--state" not in arguments else ()
     before = _looks(mountpoint)
@@ -56,7 +57,7 @@ def refused(
     done = not_mounted(monarch, mountpoint, *command)
     told = one_line(done)
     assert (done.returncode, words in told) == (code, True), told
-    # Words for what nobody had thought of.
+    # An error without a message of its own.
     assert "the daemon died" not in told
     assert _looks(mountpoint) == before
     assert_nothing_is_left(monarch)
@@ -307,10 +308,10 @@ def test_an_empty_path_is_a_mistake_in_every_verb(
 def test_a_state_directory_that_is_not_monarch_s_is_refused_and_stays_as_it_is(
     monarch: MonarchCommand, tree: Tree, mnt: Path, tmp_path: Path
 ) -> None:
-    source, state = tree({"a": 1}), tmp_path / "everybody's"
+    source, state = tree({"a": 1}), tmp_path / "shared"
     state.mkdir()
     for mode, held, words in (
-        (0o700, ["somebody's"], "holds \"somebody's\", which is not Monarch's"),
+        (0o700, ["foreign"], 'holds "foreign", which is not Monarch\'s'),
         (0o1777, [], "is open to other users (mode 1777)"),
         (0o755, [], "run: chmod 700"),
     ):

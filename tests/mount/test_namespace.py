@@ -261,8 +261,8 @@ def test_names_and_attributes_ask_the_source_nothing(
         before = source.counters()
         again = monarch.mount(source.path, options=["snapshot.freshness=never"])
         after = source.counters()
-        # The root itself is asked whether it is there and the one of the snapshot, and for the
-        # first names in it, by which it is known again.
+        # The root and the one of the snapshot are compared, and the first names in it, which
+        # identify the source.
         assert sum(after.values()) - sum(before.values()) < 20
         assert after["readdir"] == before["readdir"] + 1
         ask_everything(again.path, names)

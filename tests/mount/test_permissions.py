@@ -26,7 +26,7 @@ Attempts = Mapping[str, Callable[[], object]]
 
 
 def as_another_user(directory: Path, attempts: Attempts, *, uid: int = NOBODY) -> dict[str, str]:
-    """What comes of each attempt, made by ``uid`` in ``directory``: "done" or the error's name."""
+    """The result of each attempt, made by ``uid`` in ``directory``: "done" or the error's name."""
     directory.chmod(0o711)
     here = os.open(directory, os.O_PATH)
     out, into = os.pipe()
@@ -37,7 +37,7 @@ def as_another_user(directory: Path, attempts: Attempts, *, uid: int = NOBODY) -
             os.setgroups([])
             os.setgid(uid)
             os.setuid(uid)
-            os.fchdir(here)  # the directories above are closed to him
+            os.fchdir(here)  # the directories above are closed to the user
             os.write(into, json.dumps(_outcomes(attempts)).encode())
             code = 0
         finally:
@@ -183,7 +183,7 @@ def test_copies_state_log_and_socket_are_closed_to_others(
     for name in ("mine", "open"):
         (mounted.path / name).read_bytes()
     wait_for_copies(mounted, 2)
-    mounted.tiers["fast"].chmod(0o755)  # as a scratch directory that everybody uses
+    mounted.tiers["fast"].chmod(0o755)  # as a scratch directory that all users share
     tiers = mounted.tiers["fast"]
     copied = list(copies(mounted)["fast"].values())
     private = [tiers / "monarch", own_directory(tiers), *copied, *mounted.state.iterdir()]

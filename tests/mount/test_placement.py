@@ -238,7 +238,7 @@ def test_a_file_that_is_too_big_does_not_keep_the_others_out(
 def watched(mounted: Mounted) -> Iterator[dict[str, int]]:
     """The most bytes that lay in each tier at one moment, stages included, seen from outside.
 
-    A look at a directory takes its time. What two looks one after the other both found was there
+    A listing of a directory takes its time. What two looks one after the other both found was there
     at the moment between them, so this never counts more than there was.
     """
     most = dict.fromkeys(mounted.tiers, 0)

@@ -105,7 +105,7 @@ def test_a_copy_has_the_bytes_of_its_file(
     epoch(mounted, content)
     settled(mounted)
     for name, expected in content.items():
-        if expected or monarch.mode != "no_open":  # there nobody ever asks for an empty file
+        if expected or monarch.mode != "no_open":  # there no process requests an empty file
             assert copy_of(mounted, name).read_bytes() == expected
     accounts_agree(mounted)
 
@@ -211,14 +211,14 @@ def test_where_the_bandwidth_is_the_limit_readers_have_it(
     mounted = monarch.mount(slow.path, tiers={"fast": "100MiB"})
     slow.rules("read_MBps 4")
     calls()
-    # Who goes through a file is followed, and its bytes cross the network once.
+    # A sequential reader is followed, and its bytes cross the network once.
     with (mounted.path / "sequential").open("rb", buffering=0) as file:
         for offset in range(0, size // 2, 1 << 20):
             expected = contents("sequential", size // 2)[offset : offset + (1 << 20)]
             assert os.pread(file.fileno(), 1 << 20, offset) == expected
         settled(mounted)
         assert calls()["read_bytes"] <= (size // 2) + (1 << 20)
-    # Who jumps about is not: but copies have a small share of what the source gives meanwhile.
+    # A random reader is not followed. Copies have a small share of the source meanwhile.
     with (mounted.path / "random").open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for offset in range(size - (512 << 10), 0, -(1 << 20)):
@@ -289,7 +289,7 @@ def test_a_reader_that_holds_a_file_open_across_its_promotion_reads_right_bytes(
     assert account(mounted)["tiers"][0]["opens"] == 1
 
 
-# -- what a file tells of itself -------------------------------------------------------------------
+# -- extended attributes of a file --------------------------------------------------------------
 
 
 @pytest.mark.promise(30)
@@ -546,7 +546,7 @@ def test_copies_that_are_evicted_before_their_turn_are_not_read(
     (first, second) = account(mounted)["warming"]
     assert (first["total"], second["total"]) == (8, 8)
     monarch("evict", str(mounted.path))
-    # Nobody waits for the source on account of what nobody wants.
+    # No process waits for the source because of an unwanted file.
     asking.join()
     assert told == [{"files": 0, "bytes": 0, "refused": 0, "cancelled": False}]
     assert account(mounted)["warming"] == []

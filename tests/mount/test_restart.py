@@ -179,7 +179,7 @@ def test_a_copy_of_a_version_that_the_snapshot_does_not_know_is_not_believed(
     monarch.expects_log("changed at the source since the snapshot")
     old, new = contents("old", before), contents("new", after)
     tree({"changing": old, "other": b"o"})
-    # What looks at the source at each mount would hide it.
+    # A check of the source at each mount would hide it.
     mounted = monarch.mount(source, options=["snapshot.freshness=never"])
     epoch(mounted, {"changing": old})
     settled(mounted)

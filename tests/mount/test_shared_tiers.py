@@ -89,7 +89,7 @@ def test_the_mode_of_a_tier_s_path_stays_as_it_is(
         mounted.umount()
         assert stat.S_IMODE(tier.stat().st_mode) == mode
         os.rename(tier / "monarch", monarch.directory / f"used-{mode:o}")
-    # Somebody may have a directory of that name there.
+    # A user may have a directory of that name there.
     own, mnt = tier / "monarch", monarch.directory / "mnt"
     own.mkdir()
     (own / "notes").write_text("mine")

@@ -99,7 +99,7 @@ def test_a_copy_that_the_source_interrupts_is_given_up_and_made_later(
         assert account(mounted)["tiers"][0]["reserved"] == 0
         assert account(mounted)["tiers"][0]["in_service"] is True
     slow.rules()
-    # Nobody opens it: it is still wanted.
+    # No process opens it: it is still wanted.
     settled(mounted)
     assert mounted.xattr("large") == "fast"
     assert read_through(mounted.path / "large") == large
@@ -189,7 +189,7 @@ def test_a_source_that_hangs_does_not_keep_the_daemon_from_its_end(
     assert mounted.stages() == []
     slow.rules()
     again = monarch.mount(slow.path)
-    # A clean end: what was resident is believed without a look at the source.
+    # A clean end: resident copies are used without a check of the source.
     opens = slow.counters()["open"]
     epoch(again, content)
     assert slow.counters()["open"] == opens

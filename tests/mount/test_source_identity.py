@@ -103,7 +103,7 @@ def test_a_file_that_is_closed_to_root_is_opened_with_the_rights_of_the_reader(
     assert _reads(mounted, "team", uid=ALICE, groups=groups) == b"10 the team's"
     assert _reads(mounted, "open", uid=ALICE) == b"7 for all"
     wait_for_copies(mounted, 5)
-    # Copies are served to whom the modes allow it, to nobody else, and the source is left alone.
+    # Copies are served to users that the modes allow, to no others, and the source is not called.
     opens = account(mounted)["source_totals"]["reader"]["opens"]
     assert _reads(mounted, "small", uid=BOB) == "Permission denied"
     assert _reads(mounted, "small", uid=ALICE) == b"11 alice's own"

@@ -39,7 +39,7 @@ from tests.mount.observe import (
     wait_until,
 )
 
-# Where a reader is to find a copy damaged, not the scrub before him.
+# Where a reader is to find a copy damaged before the scrub does.
 NO_SCRUB = "limits.scrub_bandwidth=0"
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Somebody else takes all the space that is left."""
+    """Another program takes all the space that is left."""
     filler = disk / "somebody-else's"
     with filler.open("ab", buffering=0) as file:
         for size in (MIB, 4096, 1):
@@ -129,7 +129,7 @@ def test_a_copy_that_runs_out_of_space_half_way_leaves_nothing_behind(
 def test_a_full_tier_takes_copies_again_when_there_is_room(
     small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    # A copy finds it out, or the look at the tier before any copy does.
+    # A copy notices it, or the probe of the tier before any copy does.
     monarch.expects_log("copy to tier fast given up|tier fast is out of service")
     content = files()
     tree(content)
@@ -358,7 +358,7 @@ def test_files_without_a_record_are_removed_from_a_tier_at_start(
         generation / "c7" / "7000007",
         own / "copies-of-an-older-snapshot" / "03" / "3",
     ]
-    # Names that Monarch does not give are somebody else's files.
+    # Names that Monarch does not give belong to files of others.
     theirs = [
         mounted.tiers["fast"] / "not-ours",
         own / "not-ours",
@@ -421,7 +421,7 @@ def test_an_emptied_tier_is_filled_again_by_readers(
     again = monarch.mount(source, options=[NO_SCRUB])
     epoch(again, content)
     wait_until(lambda: len(resident(again, content)) == len(content), "all are back")
-    time.sleep(0.5)  # whoever still sweeps
+    time.sleep(0.5)  # longer than a sweep
     settled(again)
     assert set(resident(again, content)) == set(content)
     accounts_agree(again)

@@ -33,7 +33,7 @@ def test_the_second_writer_is_refused_or_both_are_warned(
         second(source, at, tiers=two, state=tmp_path / "state2", options=ABSORB)
     assert f"is written through another mount: {first.path} on node" in str(refused.value)
     assert "writeback.shared" in str(refused.value)
-    # Who is killed keeps nobody of this machine waiting, least of all itself.
+    # A killed mount blocks no mount on this machine, least of all itself.
     first.kill()
     again = second(source, at, tiers=two, state=tmp_path / "state2", options=ABSORB)
     with pytest.raises(pytest.fail.Exception):

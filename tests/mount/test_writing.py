@@ -61,7 +61,7 @@ def drained(mounted: Mounted, *names: str) -> None:
 
 @pytest.fixture
 def absorbing(monarch: MonarchCommand, tree: Tree) -> Mounted:
-    """A small dataset of which everything can be written."""
+    """A small dataset on a mount that accepts all writes."""
     return monarch.mount(
         tree({"a.bin": 1000, "d/b.bin": 5000}), tiers={"fast": "64MiB"}, options=["write=absorb"]
     )
@@ -338,7 +338,7 @@ def test_times_that_were_set_make_nothing_new_of_a_drained_file(
         os.utime(at / name, (1_000_000_000, 1_000_000_000))
     os.link(at / "linked", at / "again")
     drained(absorbing, "edited", "replaced", "again", "rewritten")
-    # These bytes are told by nothing but the file: its times are as before.
+    # Only the file shows these bytes: its times are as before.
     with (at / "rewritten").open("r+b", buffering=0) as unfinished:
         unfinished.write(b"AS WRITTEN")
         os.utime(at / "rewritten", (1_000_000_000, 1_000_000_000))
@@ -482,7 +482,7 @@ def test_a_file_open_when_the_daemon_was_killed_has_the_bytes_that_were_written(
             file.close()
     again = monarch.mount(absorbing.source, tiers={"fast": "64MiB"}, options=["write=absorb"])
     assert (again.path / "logs/known").stat().st_size == len(b"recorded, and not")
-    # Nobody opens them, which would record them as well.
+    # No process opens them, which would record them as well.
     again.umount()
     assert (absorbing.source / "logs/fresh").read_bytes() == b"never closed"
     assert (absorbing.source / "logs/known").read_bytes() == b"recorded, and not"
@@ -570,7 +570,7 @@ def test_a_file_that_is_read_from_a_copy_is_not_written_under_its_readers(
     with (at / "a.bin").open("rb", buffering=0) as reader:
         reader.read(1)
         if absorbing.cli.mode == "relay":
-            # Who reads it sees what is written, as on a disk.
+            # A reader sees the written bytes, as on a disk.
             with (at / "a.bin").open("r+b") as writer:
                 writer.write(b"NEW")
             reader.seek(0)
@@ -683,7 +683,7 @@ def test_names_end_where_the_memory_for_them_does(monarch: MonarchCommand, tree:
         made.append(path)
     assert most - 5 <= len(made) <= most
     assert os.statvfs(at).f_ffree == 0 and os.statvfs(at).f_files - used >= most - 1
-    # Nothing gets by that takes memory, of what is new or was not changed yet.
+    # Every call that takes memory is refused, for new files and for unchanged ones.
     for call in (
         lambda: (at / "one").write_bytes(b"x"),
         lambda: os.mknod(at / "one", 0o600),
@@ -707,7 +707,7 @@ def test_names_end_where_the_memory_for_them_does(monarch: MonarchCommand, tree:
     [problem] = status["health"]["problems"]
     assert problem["kind"] == "written-names" and f"of {most}" in problem["what"]
     assert status["writing"]["names"] >= most - 1 and status["writing"]["names_max"] == most
-    # What there is goes on, and can be removed.
+    # Existing files can be used and removed.
     made[0].write_bytes(b"other")
     made[0].chmod(0o640)
     made[0].rename(at / "newer")
@@ -840,7 +840,7 @@ def test_an_attribute_that_an_earlier_mount_has_drained_can_be_removed(
         assert os.listxattr(source / name) == []
 
 
-# -- read while nobody writes ----------------------------------------------------------------------
+# -- reads of files that are not open for writing -----------------------------------------------
 
 
 @pytest.mark.promise(62)
@@ -861,7 +861,7 @@ def test_a_closed_file_that_is_read_can_be_removed_cut_and_written_meanwhile(
         file.write(b"more")
         file.flush()
         assert os.pread(readers["appended"], 100, 0) == b"0123456789more"
-    # Longer than what no name leads to is kept for whoever is about to open it.
+    # Longer than an object without a name is kept for a process that is about to open it.
     time.sleep(2.5)
     for name in ("removed", "replaced"):
         status = os.fstat(readers[name])

@@ -78,7 +78,7 @@ def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
     assert at[1].read_bytes() == contents("a", 3000)
     journal = (directory / "journal").read_bytes()
 
-    # Left by a daemon that was killed, or by somebody.
+    # Left by a daemon that was killed, or by another program.
     (directory / "09").mkdir(mode=0o700, exist_ok=True)
     os.close(Objects(directory).create(10))
     (directory / "09/9").write_bytes(b"unknown")
@@ -103,7 +103,7 @@ def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
     checks = list(check_writing(settings(mounted, monarch.directory), []))
     assert f"written for {slow.path}, are not there yet" in told(checks, "warn")
 
-    # A line that was whole once: nothing is removed that it may have told of.
+    # A line that was whole once: no object is removed that the line may have named.
     lines = journal.splitlines(keepends=True)
     (directory / "journal").write_bytes(b"".join([*lines[:3], b"x" + lines[3][1:], *lines[4:]]))
     (directory / "09/9").write_bytes(b"unknown")

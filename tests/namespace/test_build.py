@@ -49,7 +49,7 @@ HOSTILE = [
 
 
 def entries_of(source: Path) -> dict[bytes, os.stat_result]:
-    """Every path beneath ``source`` by ``os.walk``, with what ``lstat`` tells of it."""
+    """Every path beneath ``source`` by ``os.walk``, with its ``lstat`` result."""
     root = os.fsencode(source)
     found = {b"": os.lstat(root)}
     for directory, directories, files in os.walk(root):

@@ -27,7 +27,7 @@ def filled(source: Path) -> Path:
 
 
 def mutate(source: Path) -> dict[bytes, str]:
-    """One change of each kind, and what is to be told of it."""
+    """One change of each kind, and the expected report."""
     status = (source / "a" / "file 1").stat()
     (source / "a" / "file 1").write_bytes(b"longer content")
     os.utime(source / "a" / "file 1", ns=(status.st_atime_ns, status.st_mtime_ns))

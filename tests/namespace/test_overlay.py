@@ -43,11 +43,11 @@ LINK = stat.S_IFLNK | 0o777
 
 
 class Told(set[Ino]):
-    """The inodes that differ from the snapshot, as a namespace told of them."""
+    """The inodes that differ from the snapshot, as reported by a namespace."""
 
 
 class Given(set[tuple[Ino, bytes]]):
-    """The names beside those of the snapshot, as a namespace told of them."""
+    """The names beside those of the snapshot, as reported by a namespace."""
 
     def __init__(self, names: Namespace) -> None:
         self._names = names
@@ -56,7 +56,7 @@ class Given(set[tuple[Ino, bytes]]):
         names.tell_names(self.give, self.take, lambda ino: self._attributes.pop(ino, None))
 
     def compare_attributes(self) -> None:
-        """What was not told to have changed has not."""
+        """An inode that was not reported as changed has not changed."""
         for ino, before in self._attributes.items():
             assert self._names.attributes(ino) == before
         for node in self._names.nodes():
@@ -126,7 +126,7 @@ def xattrs_of(names: Namespace, ino: Ino) -> dict[bytes, bytes]:
 
 
 class PutAway(Namespace):
-    """Puts away all that nobody holds before each call of whatever kind."""
+    """Moves all unreferenced nodes out of memory before each call of any kind."""
 
     CALLS = frozenset(
         (
@@ -391,7 +391,7 @@ def test_removed_names_are_neither_found_nor_listed(shown: Shown) -> None:
     assert shown.listed(b"dir") == [b"hard", b"sub"]
     assert ino not in dict(names.walk())
     assert names.is_gone(ino)
-    # Who has it open goes on.
+    # A process that has it open continues.
     assert names.attributes(ino).nlink == 0 and names.attributes(ino).size == 100
     assert number(lambda: names.visible_path(ino)) == errno.ENOENT
     assert names.path(ino) == b"dir/file"
@@ -1083,7 +1083,7 @@ class Twin:
             os.close(fd)
 
     def retire(self, node: Node | None) -> None:
-        """Nobody has it open, or somebody has for a while."""
+        """No process has it open, or one has for a while."""
         if node is None or node.nlink:
             return
         if node.is_dir:
@@ -1232,7 +1232,7 @@ class Twin:
     def rename(self) -> None:
         (parent, name), (to, to_name) = self.named(), self.named()
         if self.dead & {parent, to} or to_name in self.ODD:
-            # Which of two reasons comes first is nobody's business.
+            # The order of two possible errors does not matter.
             to, to_name = parent, self.rng.choice(self.NAMES)
         flags = RENAME_NOREPLACE if self.rng.random() < 0.2 else 0
         ino = self.names.lookup(parent, name)

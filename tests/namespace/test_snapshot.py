@@ -252,7 +252,7 @@ def test_an_entry_takes_at_most_120_bytes_of_disk(source: Path, taken: Taken) ->
 def test_the_newest_time_of_change_is_known_without_reading_the_records(
     built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is what a mount asks for; an earlier Monarch has not told it."""
+    """Which is what a mount asks for; an earlier Monarch has not recorded it."""
     with Snapshot.open(built) as snapshot:
         newest_ns = max(int(rows["ctime_ns"].max()) for _, rows in snapshot.records())
         told = snapshot.info()

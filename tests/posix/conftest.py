@@ -34,8 +34,8 @@ DIRECTORIES = 400
 MANY = "many"
 NAMES = 10_000
 
-# What a file system may do without, and how it says so. Without the native datapath there is
-# nobody who could tell holes from bytes, or move them.
+# What a file system may do without, and how it says so. Without the native datapath no code can
+# distinguish holes from bytes, or move them.
 _REFUSALS = {
     "tmpfile": (errno.EOPNOTSUPP,),
     "exchange": (errno.EINVAL,),
@@ -68,7 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def options(way: str) -> list[str]:
-    """Of ``monarch mount -o``, for a mount that everybody may write."""
+    """Options of ``monarch mount -o`` for a mount that every user may write."""
     told = ["write=absorb", f"datapath={way}"]
     return [*told, "allow_other"] if os.geteuid() == 0 else told
 
@@ -207,7 +207,7 @@ def anyone(here: Place, request: pytest.FixtureRequest) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def _given_away() -> Iterator[None]:
-    """The current directory, and all in it, belongs to a user, who makes the calls."""
+    """The current directory, and all in it, belongs to the user that makes the calls."""
     if os.geteuid() != 0:
         pytest.skip("only root becomes another user")
     mine = ("old", "full", "full/inner", "full/deep", "empty", "twin", "link", "dangling")

@@ -407,9 +407,9 @@ class Sequence:
 def play(
     seed: int, first: Path, second: Path, *, calls: int, native_datapath: bool, by_user: bool
 ) -> None:
-    """So many calls in both directories, which are alike; raises Differs.
+    """Make calls in both directories, which are alike; raises Differs.
 
-    ``by_user``: everything is given to an ordinary user before, who makes the calls.
+    ``by_user``: everything belongs to the ordinary user that makes the calls.
     """
     worlds = World(first), World(second)
     before = os.getcwd()

@@ -48,7 +48,7 @@ def test_random_calls_have_the_outcome_that_they_have_on_a_disk(
 
 
 def _play(way: str, directory: Path, seeds: range, calls: int) -> None:
-    """So many sequences on one mount, and then everything has come to the source."""
+    """Play sequences on one mount, and wait until everything has been drained."""
     expected, source = directory / "expected", directory / "source"
     for root in (expected, source):
         root.mkdir(parents=True)
@@ -233,7 +233,7 @@ class OneFile:
         return "rename"
 
     def look_for_holes(self) -> str:
-        """What is told to be a hole holds zeros."""
+        """A region that is reported as a hole holds zeros."""
         position, end = 0, len(self._bytes)
         while position < end:
             try:

@@ -528,7 +528,7 @@ def test_a_large_directory_is_listed_once_each_while_names_come_and_go(here: Pla
         seen += [name for _ in range(37) if (name := directory.next())]
     seen += directory.rest()
     directory.close()
-    # What came and went meanwhile may be seen or not, all others exactly once.
+    # Entries made and removed meanwhile may be seen or not, all others exactly once.
     assert len(seen) == len(set(seen))
     assert stay <= {os.fsdecode(name) for name in seen}
     after = os.listdir(here_fd)

@@ -244,7 +244,7 @@ def test_entries_made_in_a_setgid_directory_get_its_group_and_directories_the_bi
 
     elsewhere(make, uid=USER)
     made = os.stat("shared/of a user")
-    # Who is not in the group may not make its programs.
+    # A user that is not in the group may not make its programs.
     assert (made.st_uid, made.st_gid, stat.S_IMODE(made.st_mode)) == (USER, 1234, 0o750)
     assert mode_of("shared/directory of a user") == 0o2755
 

@@ -17,8 +17,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What an entry is and holds. ``first_name`` is the first path of the same regular file, so
-    that names of one file are told from files that are alike. Directories have no size or time:
-    those are their file system's.
+    that names of one file are distinguished from files that are alike. Directories have no size or
+    time: those are their file system's.
     """
 
     mode: str

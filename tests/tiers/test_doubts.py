@@ -27,10 +27,10 @@ def test_a_version_that_has_rested_by_the_clock_of_the_source_is_not_young(clock
     doubts.fetched(INO, version(newest - WINDOW_NS + S // 10), since_ns=50 * S)
     assert doubts.due(50 * S + WINDOW_NS) == []
     ((ino, doubt),) = doubts.due(50 * S + WINDOW_NS + S // 100)
-    # Told apart by its times, for they are finer than seconds.
+    # Distinguished by its times, for they are finer than seconds.
     assert (ino, doubt.by_bytes) == (INO, False)
     doubts.settle(INO, doubt)
-    # The source's clock goes on, whether it tells anything or not.
+    # The source's clock continues, whether it is read or not.
     doubts.fetched(INO, version(newest), since_ns=53 * S)
     assert doubts.due(10**20) == []
     # What is changed is at least as new as the clock.

@@ -128,7 +128,7 @@ def test_a_source_mounted_anew_is_found_under_the_descriptor_that_others_have(
     assert opened.directory == number
     os.close(os.open("directory/file", os.O_RDONLY, dir_fd=number))
     assert not os.get_inheritable(number)
-    # A file that somebody reads goes on where it was, if it is the same.
+    # A file that is being read continues where it was, if it is the same.
     assert opened.on(file, b"directory/file", os.pread, 4, 3) == b"tent"
     slow.kill()
     slow.restart()

@@ -372,7 +372,7 @@ def test_files_of_an_earlier_version_are_moved_to_the_mount_that_knows_them(
     assert "holds copies of another mount" in caplog.text
     assert (shared / "copies-g/07/7").exists()
     owner = Owner("mine", known=frozenset({"earlier"}))
-    # Killed in the middle of it, the next mount goes on.
+    # Killed in the middle of it, the next mount continues.
     rename = os.rename
     monkeypatch.setattr(os, "rename", lambda old, new, **fds: rename(old, new, **fds) or die())
     with pytest.raises(KeyboardInterrupt):

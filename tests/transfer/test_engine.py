@@ -219,7 +219,7 @@ async def test_a_second_wish_for_a_copy_under_way_begins_no_second_flight(
 
 @dataclass
 class Reads:
-    """Stands for ``read_turn``: so many at the same time, and those that reach a file's end."""
+    """Stands for ``read_turn``: counts concurrent reads, and those that reach a file's end."""
 
     now: int = 0
     most: int = 0
@@ -370,7 +370,7 @@ async def test_a_tier_that_fails_rests_and_takes_copies_again_when_it_can(
         assert "No such file" in rig.monitor.out_of_service()[1].why
         assert not rig.ledger.is_open(1)
         assert rig.ledger.reserved(1) == 0
-        # Nobody tries while it is out, so nothing fails again and again.
+        # No copy is tried while it is out, so nothing fails again and again.
         await trio.sleep(25)
         assert rig.metrics.promotion_failures == {"ENOENT": 1}
         assert not rig.want(2)
@@ -496,7 +496,7 @@ async def test_a_copy_that_is_cancelled_while_its_tier_writes_is_no_internal_err
     async with running(source, tmp_path) as rig:
         assert rig.want(1)
         await until(writing.is_set)
-        # The tier answers when all tasks have heard of the cancellation.
+        # The tier answers when all tasks have been notified of the cancellation.
         threading.Timer(0.2, cancelled.set).start()
     assert "internal error" not in caplog.text
 

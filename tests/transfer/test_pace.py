@@ -18,7 +18,7 @@ Reading = Callable[[float], bool]
 def shares(reading: Reading, *, seconds: float) -> tuple[float, float]:
     """The share of time in which copies read, and of that in which a reader waited meanwhile.
 
-    Copies read pieces one after the other, each of which takes ``_PIECE_S``.
+    Copies read pieces one after the other; each piece takes ``_PIECE_S``.
     """
     pace, waited, until = Pace(), 0.0, 0.0
     copied = together = 0.0

@@ -33,7 +33,7 @@ _INO = Ino(5)
 
 @dataclass
 class Rig:
-    """Two tiers under a ward, and what it has told."""
+    """Two tiers with a tier monitor, and its reports."""
 
     tiers: list[Tier]
     ledger: Ledger

@@ -105,14 +105,14 @@ _CALLS: Mapping[str, Callable[..., str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a call: the name of its error, ``""`` if there was none; what was read."""
+    """The result of a call: the name of its error, ``""`` if there was none; what was read."""
 
     error: str = ""
     content: str | None = None
 
 
 def perform(at: int, name: str, arguments: Sequence[Any]) -> Outcome:
-    """Make a call in the directory of the descriptor ``at``, as whoever this process is."""
+    """Make a call in the directory of the descriptor ``at``, as the user of this process."""
     try:
         content = _CALLS[name](at, *arguments)
     except OSError as error:

@@ -21,7 +21,7 @@ from tests.users.trees import Entry, Tree, build, look
 _TOGETHER = 25
 _DIRECTORIES = ("source", "mnt", "view", "shadow", "plain")
 _IN_MEMORY = ("view", "shadow")
-# How long a drain of all of them may take, and how long one is looked at. Seconds.
+# How long a drain of all of them may take, and how long one is watched, in seconds.
 _DRAINED_S = 60
 _LOOK_S = 0.4
 
@@ -32,7 +32,8 @@ def play(
     histories: Sequence[History],
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Play all histories on one mount; what could not have been without it. ``tell`` hears all."""
+    """Play all histories on one mount; what could not have been without it. ``tell`` gets each
+    message."""
     ground = Ground(monarch, directory, histories, tell)
     problems = []
     try:
@@ -41,8 +42,8 @@ def play(
         problems += ground.mounted_again(histories)
     finally:
         ground.close()
-    # What is drained in the middle of a round cannot be told from what users did, and a drain that
-    # stands still changes nothing.
+    # A file that is drained in the middle of a round cannot be distinguished from the users' own
+    # changes, and a drain that stands still changes nothing.
     if len(histories) > _TOGETHER:
         told = (
             f"judged {ground.judged} rounds, {ground.complete} drained, {ground.not_held} not held"
@@ -58,7 +59,7 @@ class Ground:
 
     ``view`` is what the mount is to show: each call of the mount is made there, too. ``shadow`` is
     the source without a drain: each call of the source is made there, too. ``plain`` is the source
-    as it was before a drain: there the calls of the mount are made at the moment of the drain.
+    before a drain: there the calls of the mount are made at the moment of the drain.
     """
 
     def __init__(

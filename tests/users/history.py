@@ -116,7 +116,7 @@ class _Generator:
         return History(f"seed-{self._seed}", tree, rounds)
 
     def _content(self, user: int) -> str:
-        """Bytes that nobody else writes, and this user once only."""
+        """Bytes that no other user writes, and this user once only."""
         self._written += 1
         return f"{user}:{self._seed}:{self._written};"
 
@@ -254,7 +254,7 @@ def replay(
 ) -> Allowed:
     """What the calls of a round could have done to ``before`` if they had been made there.
 
-    ``numbers``: what stands for the source's inodes in the copy of it.
+    ``numbers``: the numbers that stand for the source's inodes in the copy of it.
     """
     allowed = Allowed()
     origins = {copy: origin for origin, copy in numbers.items()}
@@ -293,8 +293,8 @@ class Judge:
 
     A change is in order if the calls that were made could have had just this effect in the place of
     the drain (``allowed``). Some are in order beside that, for a drain need not end in one of these
-    moments: what a user has asked for by ``made``, and may do by the modes of what is there.
-    ``shown`` is what the mount was to show.
+    moments: The names that a user has requested by ``made``, and may make by the modes at the
+    source. ``shown`` is what the mount was to show.
     """
 
     def __init__(
@@ -395,7 +395,8 @@ class Judge:
         )
 
     def _is_kept_beside(self, path: str, now: Entry) -> bool:
-        """Whether it is what a user has written, under another name, and shows nobody more."""
+        """Whether it has the bytes that a user has written, under another name, and is readable for
+        no more users."""
         above, _, name = path.rpartition("/")
         if _CONFLICT not in name and not _is_staged(path):
             return False
@@ -410,7 +411,7 @@ class Judge:
         )
 
     def _is_brought_renamed(self, path: str, was: Entry | None, now: Entry) -> bool:
-        """Whether a file comes under the name that a user, who may do that, has given it.
+        """Whether a file has the name that a user gave it who was allowed to.
 
         It is not found under its first name: its owner has made it on the mount, and others have
         taken that name at the source, or others have moved it there meanwhile.
@@ -454,7 +455,7 @@ def _is_staged(path: str) -> bool:
 
 
 def _writers(entry: Entry) -> set[int]:
-    """Who wrote the bytes of a file."""
+    """The users that wrote the bytes of a file."""
     if entry.kind != "file":
         return set()
     return {int(tag.split(":")[0]) for tag in entry.data.split(";") if tag}

@@ -30,7 +30,7 @@ from tests.users.trees import Entry
 pytestmark = [needs_root, needs_fuse]
 
 _SEEDS = 500
-# What is met at the source is told in the log; a machine under load may let the tier wait.
+# Findings at the source are logged; a machine under load may let the tier wait.
 _TOLD = (
     "writeback.source_[a-z]+: source: |the source refuses |(changed at|is gone from) the source"
     "|tier fast is |were not drained; they stay|the names are those of the last mount"
@@ -81,7 +81,7 @@ PAUSE = None
 
 
 def directed() -> list[History]:
-    """Takeovers that were found by hand. Each step is one line of what was typed."""
+    """Takeovers that were found by hand. Each step is one line of the typed commands."""
     stories = (
         _mkdir_takes_a_directory_over,
         _publish_replaces_the_file_of_another,

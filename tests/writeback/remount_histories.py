@@ -37,12 +37,13 @@ KINDS = (
 )
 # A staged file at the source that alone has the bytes of an object, with the object's number.
 _WRITE_THROUGH = re.compile(rb"/?\.monarch-[0-9a-f]+-([0-9]+)-through\.part$")
-# How long the source is given at the end of a history for what it refuses. Seconds.
+# How long the source is given at the end of a history for refused changes, in seconds.
 _PATIENCE_S = 1800
 
 
 class Walk:
-    """Random changes of a mount, each as a process would make it. ``moved`` hears of renames."""
+    """Random changes of a mount, each as a process would make it. ``moved`` is called with
+    renames."""
 
     def __init__(self, chance: random.Random, moved: Callable[[bytes, bytes], None]) -> None:
         self._chance = chance
@@ -69,7 +70,7 @@ class Walk:
         return (b"<%d>" % self._count) * self._chance.choice([0, 1, 1, 40])
 
     def _free(self, life: Life) -> bytes:
-        """A name that nobody has, if there is one."""
+        """An unused name, if there is one."""
         names = [*FILES, *FOLDERS]
         free = [name for name in names if life.names.resolve(name) is None]
         return self._chance.choice(free or names)
@@ -83,7 +84,7 @@ class Walk:
         return self._chance.choice(found) if found else b"a"
 
     async def _rename_to(self, life: Life, path: bytes, to: bytes) -> None:
-        # Before: whoever is killed meanwhile has told it.
+        # Before: a task that is killed meanwhile has recorded it.
         self._moved(path, to)
         await life.rename(path, to)
 
@@ -241,7 +242,7 @@ def prepared(root: Path, monkeypatch: pytest.MonkeyPatch, *, disk: Path | None =
 @dataclass
 class Ending:
     """What a mount showed last, and how it ended: kill, abandon or clean. ``owed``: objects that
-    the source has not got under their names."""
+    the source lacks under their names."""
 
     tree: Tree
     way: str
@@ -249,7 +250,7 @@ class Ending:
 
     def is_owed(self, it: Shown | None, kind: str) -> bool:
         """Whether it is a file that was acknowledged and is not all at the source: a machine that
-        stopped may have lost what nobody has synced."""
+        stopped may have lost bytes that were not synced."""
         if it is None or it.object not in self.owed:
             return False
         return it.safety == "local" if kind == "boot" and self.way == "kill" else True
@@ -287,7 +288,7 @@ class Story:
         return it.content.startswith(b"others'") or it.content in self.gone
 
     def numbers_of_others(self, tree: Tree) -> set[int]:
-        """Of what others have touched under one of its names."""
+        """The objects with a name that others have changed."""
         return {it.ino for path, it in tree.items() if self.is_theirs(path)}
 
     def moved(self, path: bytes, to: bytes) -> None:
@@ -325,7 +326,7 @@ class Story:
             for path, it in had.items()
             if it.kind == "file" and path not in has and it.content not in owed
         }
-        # Who writes into a file changes it under all names that it has or is to have.
+        # A write into a file changes it under all names that it has or is to have.
         self.gone |= {
             had[path].content
             for path in then.keys() & now.keys()
@@ -370,7 +371,8 @@ class Story:
             passed += 1
             if passed >= turn:
                 if name == "journal-appended":
-                    # The names are those that the journal leads to, and must not go on without it.
+                    # The names are those that the journal leads to, and must not be used without
+                    # it.
                     ending.tree = lives[0].kill()
                 raise Killed(name)
 
@@ -403,7 +405,7 @@ class Story:
         self.before = ending
 
     async def ended(self, kind: str) -> None:
-        """A last mount brings all to the source that this takes, and tells of the rest."""
+        """A last mount drains all that the source accepts, and reports the rest."""
         async with self.ground.mount(**how(kind, self.ground)) as life:
             self.check_shown(life, kind)
             self.before = Ending(life.shown(), "clean")
@@ -445,7 +447,7 @@ class Story:
                 # It is shown until its directory is compared with the source.
                 continue
             waits = it.safety in ("local", "none") and trouble is not None
-            assert waits, f"{path!r} is nowhere but here, and that is not told: {it}, {trouble}"
+            assert waits, f"{path!r} is nowhere but here, and that is not reported: {it}, {trouble}"
 
 
 def how(kind: str, ground: Ground) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Ground:
                             pass
 
     def _threads(self, limit: int, name: str, *, abandon: bool, **more: Any) -> ThreadPool:
-        """The same for all lives, and waited for by whoever is cancelled."""
+        """The same for all mounts; also a cancelled caller waits for it."""
         if name not in self.threads:
             self.threads[name] = ThreadPool(limit, name, abandon=False, **more)
         return self.threads[name]
@@ -212,7 +212,7 @@ class Ground:
         return [op for seq, op in found.ops if seq not in found.done and not op.same]
 
     def owed(self) -> set[int]:
-        """Objects of which the source lacks bytes, or a name."""
+        """Objects whose bytes, or one of whose names, the source lacks."""
         kinds = ("create", "content", "rename", "link")
         return {op.object for op in self.waiting() if op.kind in kinds} - {0}
 
@@ -302,7 +302,7 @@ class Life:
         self.ground = ground
         self.source = source
         self.is_closed = False
-        # Files that a process has open to read, and that the event loop was not told of.
+        # Files that a process has open to read, of which the event loop was not notified.
         self.read: set[Ino] = set()
         residency, ledger, metrics = (
             Residency(snapshot.entries),
@@ -344,7 +344,7 @@ class Life:
         self.front = self.write_back.front
         self.writing = self.front.operations
         self.files = self.front.files
-        # There is neither a kernel to be told nor a copy to be dropped.
+        # There is neither a kernel to notify nor a copy to drop.
         bindings = Bindings(None)
         kernel = KernelView(
             NoKernel(), self.names, residency, None, sends_opens=True, reads_copies=False

@@ -47,8 +47,8 @@ _INOS = itertools.count(1 << 33)
 class Node:
     """What a name leads to. ``content``: its bytes now, ``whole``: at the moments of a record.
 
-    ``lowest``: the lowest offset that was changed since a record.
-    ``is_kept``: who wrote them has synced them. ``was``: what the source had of it at the start.
+    ``lowest``: the lowest offset that was changed since a record. ``is_kept``: their writer has
+    synced them. ``was``: what the source had of it at the start.
     """
 
     kind: str
@@ -206,7 +206,7 @@ def move(tree: Tree, path: bytes, to: bytes) -> list[bytes]:
 
 
 class Disk(Objects):
-    """Objects of which is known what a power cut leaves of them: ``on_disk``, by number."""
+    """Objects that know what a power cut leaves of them: ``on_disk``, by number."""
 
     def __init__(self, directory: Path, on_disk: dict[int, bytes]) -> None:
         super().__init__(directory)
@@ -400,14 +400,15 @@ class World:
         os.close(fd)
 
     def begin(self, path: bytes) -> Node:
-        """Somebody opens a file to write it."""
+        """A process opens a file for writing."""
         self.take(path)
         node = self.tree[path]
         node.writers += 1
         return node
 
     def store(self, node: Node, content: bytes) -> None:
-        """One write of somebody who has it open: its first half, which nobody may see alone."""
+        """One write by a process that has it open: its first half, which no reader may see
+        alone."""
         fd = self.objects.open(node.object)
         try:
             os.ftruncate(fd, len(content))
@@ -419,7 +420,7 @@ class World:
         node.mtime_ns = self.objects.status(node.object).st_mtime_ns
 
     def append(self, node: Node, content: bytes) -> None:
-        """One write at the end of somebody who has it open."""
+        """One write at the end by a process that has it open."""
         offset = len(node.content)
         fd = self.objects.open(node.object)
         os.pwrite(fd, content, offset)
@@ -601,7 +602,7 @@ class World:
             drain.load(replay)
         ops = [*unfinished(replay, self.objects)]
         if any(op.kind == "rename" and not op.object for _, op in ops):
-            # What lies in a directory would be looked for at its new path.
+            # The content of a directory would be searched at its new path.
             return replay
         known = drain.state.known_of(ops, drain.progress.is_done)
         self.journal.compact(ops, position=self.journal.file.position, known=known)
@@ -618,7 +619,7 @@ class World:
         return self.kill()
 
     def cut_power(self, chance: random.Random) -> Replay:
-        """The machine stops: of what was not synced the disk has some, or nothing, or rubbish.
+        """The machine stops: unsynced bytes are partly on the disk, or not at all, or random.
 
         The tree is then what the journal says, and it must have all that was kept.
         """

@@ -17,7 +17,7 @@ from monarch.writeback.source_entries import SourceEntries
 from monarch.writeback.source_writer import SourceWriter
 from tests.writeback.remounts import Ground, Life
 
-# Long enough for any number of tries of the drain, by a clock that jumps. Seconds.
+# Long enough for any number of tries of the drain, by a clock that jumps, in seconds.
 PATIENCE_S = 600
 
 

@@ -53,7 +53,7 @@ async def test_a_content_that_was_written_over_comes_with_the_next_one(it: Order
     assert first.skipped
     it.order.settle(first)
     it.order.settle(attr)
-    # It is made, and the source has not got its bytes.
+    # It is made, and the source lacks its bytes.
     assert it.order.unmet == {first.seq}
     assert not it.order.is_left_out(second)
     it.order.settle(second)

@@ -27,7 +27,7 @@ def opened(directory: Path, boot: str) -> Replay:
 
 
 def filled(directory: Path, content: bytes = b"bytes") -> None:
-    """Three files: one written, one made, one taken from the source and left as it was."""
+    """Three files: one written, one made, one copied up from the source and not changed."""
     writer = Journal.open(directory, source=b"/source", boot="one")
     objects = Objects(directory)
     for number in (1, 2, 3):
@@ -73,7 +73,7 @@ def test_a_mount_that_was_killed_before_it_was_put_aside_leaves_it_to_the_next(
     directory: Path,
 ) -> None:
     filled(directory)
-    # The loss is recorded, and told once.
+    # The loss is recorded, and reported once.
     assert opened(directory, "two").lost
     assert earlier.inspect(directory).unknown == ()
     found = opened(directory, "two")

@@ -34,7 +34,7 @@ async def until(holds: Callable[[], bool], *, virtual_s: float = 300.0) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A source of which 2 MiB are left."""
+    """A source with 2 MiB of free space."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a disk")
     path = tmp_path / "small"
@@ -46,7 +46,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-# -- what comes to the source ------------------------------------------------------------------
+# -- files and names at the source ---------------------------------------------------------------
 
 
 async def test_a_file_appears_whole_with_its_mode_times_and_attributes(
@@ -617,7 +617,7 @@ assert error is None and len(made) == 3, (made, error)
 
 def test_an_ordinary_users_files_keep_their_owner_and_one_warning_is_logged() -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root may become somebody else")
+        pytest.skip("only root may become another user")
     with nobody(uuid.uuid4().hex) as user:
         source = user.mkdir("source")
         done = user.run(user.python, "-c", _AS_A_USER, str(source))
@@ -644,7 +644,7 @@ async def test_readers_of_the_source_have_priority_until_a_caller_waits_or_room_
         pressed = True
         began = trio.current_time()
         await until(lambda: drain.backlog().ops == 0)
-        # By the clock of the test, which also goes on while a thread writes.
+        # By the clock of the test, which also runs while a thread writes.
         assert trio.current_time() - began < 10
 
 

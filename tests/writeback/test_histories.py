@@ -235,7 +235,7 @@ async def test_a_history_killed_anywhere_ends_with_the_source_as_the_mount_was(
             world.look()
         assert not await live(world.kill(), steps=10, turn=10**9)
         world.check_all_is_there()
-        # And whoever reads the journal sees what the mount showed.
+        # And a replay of the journal shows what the mount showed.
         ops = [op for _, op in world.kill().ops]
         assert described(applied(world.first, ops, world.objects)) == described(world.tree)
         await live(world.kill(), steps=12, turn=chance.randrange(1, 40))

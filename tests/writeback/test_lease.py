@@ -143,7 +143,7 @@ def test_an_expired_lease_does_not_count(
     grow_old(file_of(shared, "aa"), 20)
     second = take("bb")
     assert second.others == ()
-    # Who was cut off for so long is told that another may have written.
+    # A mount that was cut off for so long reports that another may have written.
     elsewhere("one")
     first.renew()
     assert first.was_lost and [holder.token for holder in first.others] == ["bb"]

@@ -169,7 +169,7 @@ async def test_a_content_that_cannot_be_staged_in_advance_is_staged_in_its_turn(
     world: World, clock: Clock, calls: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_all(world)
-    # Not a directory: no file of it can be staged before the source is as it was.
+    # Not a directory: no file of it can be staged before the source is as before.
     world.mkdir(b"later")
     for number in range(COUNT):
         world.write(b"later/%d" % number, b"x" * number)

@@ -100,7 +100,7 @@ async def test_files_that_are_drained_take_no_memory_and_are_as_they_were(
         assert in_memory(life) < FEW
         assert life.names._overlay.spilled > FILES - 3
         assert life.names.held_bytes < FEW * overlay.NAME_BYTES + 64 * FILES
-        # Who has it open has what the names have.
+        # A process that has it open sees the same inode as the names.
         assert life.names.node(kept) is held
         life.files.release(kept)
 
@@ -187,7 +187,7 @@ async def test_names_stay_in_memory_when_there_is_no_room_for_them_elsewhere(
 
 
 def dropped(spill: Any) -> None:
-    """Nothing of what was put away is in memory, neither sqlite's nor the kernel's."""
+    """Nothing that was moved to the file is in memory, neither sqlite's nor the kernel's."""
     spill._near = {}
     spill._tables.execute("pragma shrink_memory")
     for fd in os.listdir("/proc/self/fd"):
@@ -283,7 +283,7 @@ async def test_names_that_cannot_be_read_are_an_error_that_says_what_to_do(
 
 
 def damage(life: Life, *, whole: bool) -> None:
-    """Overwrite the file of what was put away, as a failing disk would."""
+    """Overwrite the file with the moved names, as a failing disk would."""
     spill: Any = life.names._overlay._spill
     found = []
     for fd in os.listdir("/proc/self/fd"):
@@ -337,7 +337,7 @@ async def test_a_damaged_file_of_names_is_a_problem_of_its_own_and_the_next_moun
                 assert node is not None and node.xattrs == {b"user.kept": b"%d" % index}
                 readable += 1
         assert refused > FILES / 2 and readable + refused == FILES
-        # What is in memory goes on.
+        # Names in memory stay usable.
         await life.files.write(kept, 0, b"written")
         life.files.release(kept)
         await trio.sleep(200)

@@ -63,7 +63,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def looked(life: Life) -> None:
-    """Used directories were looked at. The threads that do so know nothing of this clock."""
+    """Used directories were checked. The threads that do so know nothing of this clock."""
     others = life.write_back.others
     assert others is not None
     # A look that waited for a thread seems to have taken seconds of this clock, so the next one
@@ -191,7 +191,7 @@ async def test_a_file_that_is_open_or_was_replaced_elsewhere(
         await looked(life)
         shown = life.shown()
         assert shown[b"d/latest"].content == b"step 2 of others"
-        # Whoever has it open may still write it.
+        # A process that has it open may still write it.
         assert shown[b"d/open"].content == b"step 1"
         life.files.release(ino)
         await looked(life)
@@ -283,7 +283,7 @@ class Readers:
 
 @pytest.mark.promise(5)
 @pytest.mark.parametrize("content", [b"", b"others", b"longer than what was there before"])
-@pytest.mark.parametrize("name", ["d/mine", "d/theirs", "d/let go of"])
+@pytest.mark.parametrize("name", ["d/mine", "d/theirs", "d/dropped"])
 async def test_a_file_that_a_process_reads_stays_as_it_was_opened(
     ground: Ground, clock: Clock, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
 ) -> None:
@@ -294,7 +294,7 @@ async def test_a_file_that_a_process_reads_stays_as_it_was_opened(
             await life.drained()
         use(life, b"d")
         await looked(life)
-        if name == "d/let go of":
+        if name == "d/dropped":
             assert life.front.drained.release_oldest(1 << 30)
         if name != "d/theirs":
             monkeypatch.setattr(life.front.opens, "fast", Readers(life.read))
@@ -398,7 +398,7 @@ async def test_only_used_directories_are_checked_and_only_if_they_are_absorbed(
         await looked(life)
         assert b"ckpt/new" in life.shown()
         assert not {b"new", b"d/new"} & life.shown().keys()
-        # After a while without use nobody pays for it any more.
+        # After a while without use it costs no call any more.
         await trio.sleep(700)
         (ground.source / "ckpt/later").write_bytes(b"later")
         await looked(life)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as 
 
 @pytest.fixture
 def shared(world: World) -> World:
-    """A world whose source anybody may enter and write."""
+    """A world whose source every user may enter and write."""
     let_others_in(world.source)
     world.source.chmod(0o1777)
     return world
@@ -152,7 +152,7 @@ async def test_a_refused_change_lets_other_users_pass_and_keeps_the_order_of_its
         assert (shared.source / "alice").read_bytes() == b"2"
         assert (shared.source / "alice").stat().st_uid == 1001
         assert not (shared.source / "mallory").exists()
-    # Another life knows what is done and goes on with the rest.
+    # The next mount knows the done changes and continues with the rest.
     replay = shared.kill()
     assert third in replay.done and first not in replay.done
     async with draining(shared, replay) as drain:
@@ -195,7 +195,7 @@ async def test_a_caller_waiting_for_the_source_does_not_wait_for_refused_changes
         shared.rename(b"d/tmp", b"d/alice")
         assert not await waits(b"d", 0, ALICE, steps=2000)
         assert (shared.source / "d/alice").read_bytes() == b"2"
-        # Who asks is refused something, the file is, or it is not known who asks.
+        # The caller has a refused change, the file has one, or the caller is unknown.
         assert await waits(b"d", 0, MALLORY)
         assert await waits(b"d/mallory", refused, ALICE)
         assert await waits(b"d", 0, None) and await waits(b"", 0, None)
@@ -267,7 +267,7 @@ async def test_a_write_by_another_user_clears_the_set_id_bits_of_a_program(
             shared.by = MALLORY
             node = shared.begin(name)
             shared.store(node, b"mallory's")
-            # The kernel does that for who writes, and the mount records it as the owner's.
+            # The kernel does that for the writer, and the mount records it as the owner's.
             shared.by = ALICE
             shared.chmod(name, 0o777)
             shared.by = MALLORY
@@ -534,7 +534,7 @@ async def test_bytes_of_root_do_not_restore_a_program_that_its_owner_removed(
         shared.end(node)
         await drain.progress.wait(shared.last_seq)
     kept = list(shared.source.rglob("*.monarch-conflict-*"))
-    # One for each file: of what waits of one the last content is brought.
+    # One for each file: of the waiting contents of each, the last one is drained.
     assert len(kept) == 2
     for path in (shared.source / "removed", shared.source / "a", *kept):
         status = path.stat()

@@ -254,7 +254,7 @@ async def test_a_renamed_file_that_others_have_removed_is_drained_whole(
         await life.write(b"d/new", b"written")
         await life.chmod(b"d/a", 0o600)
         await life.drained()
-        # The drain lets who changes names go on for a while.
+        # The drain lets a task that changes names continue for a while.
         for name in (b"new", b"a"):
             await getattr(life, change)(b"d/" + name, b"h/" + name)
     shutil.rmtree(ground.source / "d")
@@ -285,7 +285,7 @@ async def test_a_file_that_one_mount_did_not_find_is_drained_by_the_next(
     shutil.rmtree(ground.source / "d")
     (ground.source / "d").write_bytes(b"others' file")
     async with ground.mount() as life:
-        # The content that nobody wrote is done without a file; the change itself is refused.
+        # The content that was not written is done without a file; the change itself is refused.
         await life.at_rest()
         assert [it.kind for it in life.write_back.drain.queue.refusals()][:1] == [change]
     async with ground.mount() as life:
@@ -408,7 +408,7 @@ async def test_a_conflict_of_a_renamed_file_with_newer_bytes_is_met_once(
 
 
 async def told(life: Life) -> tuple[list[str], list[str]]:
-    """What `monarch ckpt lost` and health tell of what is not shown."""
+    """What `monarch ckpt lost` and health report about files that are not shown."""
     loss_alarm = LossAlarm(life.ground.state)
     verb = WrittenVerbs(
         names=life.names, write_back=life.write_back, loss_alarm=loss_alarm

@@ -19,7 +19,7 @@ Clock = trio.testing.MockClock
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """In small steps: the clock of the test goes on while a thread works."""
+    """In small steps: the clock of the test runs while a thread works."""
     with trio.fail_after(20_000):
         while not holds():
             await trio.sleep(1)
@@ -45,7 +45,7 @@ async def test_a_change_that_is_refused_for_long_does_not_block_other_changes_of
         )
         assert "mkdir 'x'" in (drain.backlog().trouble or "")
         assert caplog.text.count("set aside") == 1
-        # What comes then does not wait at all, unless it depends on what is set aside.
+        # A change after that does not wait at all, unless it depends on one that is set aside.
         after, again = world.write(b"latest", b"3"), world.write(b"x/again", b"4")
         await until(lambda: drain.progress.is_done(after))
         assert not drain.progress.is_done(again)

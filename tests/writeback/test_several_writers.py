@@ -35,12 +35,12 @@ from tests.writeback.test_others import until
 
 
 class Writer(Walk):
-    """One of several, whose bytes nobody else has."""
+    """One of several, whose bytes are unique."""
 
     def __init__(self, world: World, seed: int, number: int) -> None:
         super().__init__(world, 1000 * seed + number)
         self.number = number
-        # Paths of the conflicts that its drains have told of.
+        # Paths of the conflicts that its drains have reported.
         self.told: set[bytes] = set()
 
     def bytes(self) -> bytes:
@@ -111,7 +111,7 @@ def is_at_rest(drain: Drain) -> bool:
 
 
 def missing(world: World, drain: Drain, there: set[bytes]) -> list[str]:
-    """The names of files whose bytes are nowhere, though nobody was told why."""
+    """The names of files whose bytes are nowhere, although no loss was reported."""
     entries = list(drain.queue.entries())
     waiting = {entry.op.object for entry in entries}
     # One that is tried again at this moment stands in the queue like any other.
@@ -125,7 +125,7 @@ def missing(world: World, drain: Drain, there: set[bytes]) -> list[str]:
 
 def torn_unheard(source: Path, walk: Writer, walks: list[Writer], drain: Drain) -> list[bytes]:
     """Directories that a writer has made, with files of its own in them, which are others at the
-    source by now, though no writer was told of a conflict and no other has made them."""
+    source by now, though no conflict was reported to a writer and no other has made them."""
     torn, theirs = [], set[bytes]().union(*(other.told for other in walks))
     for other in walks:
         for _, op in other._world.told:

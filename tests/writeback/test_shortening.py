@@ -39,8 +39,8 @@ def tables(of: object) -> int:
 
 
 def month(journal: Journal, lines: int, checkpoints: int, *, keep: int = 3) -> int:
-    """Lines fsynced to one log, and checkpoints of which the newest are kept; the most that the
-    journal's tables and its file had, in entries and bytes."""
+    """Fsyncs lines to one log, and writes checkpoints, but keeps only the newest. Returns the
+    largest size that the journal's tables and its file had, in entries and bytes."""
     journal.append(Op(kind="create", path=b"log", object=1))
     most = number = 1
     for line in range(lines):
@@ -97,7 +97,7 @@ def test_changes_that_later_ones_need_are_not_left_out() -> None:
     made = Op(kind="create", path=b"a", object=1)
     removed = Op(kind="unlink", path=b"a", object=1), Op(kind="gone", object=1)
     assert of(made, content(b"a", 1), *removed) == []
-    # Let go of: it is read from the source.
+    # Dropped: it is read from the source.
     assert of(made, content(b"a", 1), removed[1]) == [1, 2, 3]
     # The source has it still.
     assert of(made, content(b"a", 1), *removed, undone=3) == [1, 2, 3, 4]

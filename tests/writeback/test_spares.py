@@ -17,7 +17,7 @@ from monarch.writeback.tier_objects import MOST, Spares
 
 
 class Disk(Objects):
-    """``room``: so many objects may still be made."""
+    """``room``: the number of objects that may still be made."""
 
     room = 1 << 30
 
@@ -69,7 +69,7 @@ def test_a_hop_to_a_thread_makes_many_objects_in_advance(disk: Disk) -> None:
         await at_rest(spares)
 
     trio.run(run)
-    assert disk.numbers() == {*range(7, 407)}, "what nobody took is gone"
+    assert disk.numbers() == {*range(7, 407)}, "spares that were not used are gone"
 
 
 def test_a_creator_of_one_file_leaves_no_more_than_two_spares(disk: Disk) -> None:

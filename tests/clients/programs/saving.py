@@ -199,7 +199,7 @@ def database(directory: Path, ack: Ack, begun: int, mode: str = "DELETE") -> Non
     connection = sqlite3.connect(directory / "runs.db", isolation_level=None)
     connection.execute(f"PRAGMA journal_mode={mode}")
     connection.execute("PRAGMA synchronous=FULL")
-    connection.execute("CREATE TABLE IF NOT EXISTS runs (step INTEGER PRIMARY KEY, told BLOB)")
+    connection.execute("CREATE TABLE IF NOT EXISTS runs (step INTEGER PRIMARY KEY, output BLOB)")
     for step in count(begun + 1):
         connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?)", (step, b"x" * step * 7))
         ack(step)
@@ -214,7 +214,7 @@ def check_database(directory: Path, told: list[str]) -> None:
         return
     connection = sqlite3.connect(directory / "runs.db")
     assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    rows = connection.execute("SELECT step, told FROM runs ORDER BY step").fetchall()
+    rows = connection.execute("SELECT step, output FROM runs ORDER BY step").fetchall()
     connection.close()
     assert len(rows) >= last(told), (len(rows), last(told))
     assert rows == [(n, b"x" * n * 7) for n in range(1, len(rows) + 1)]
