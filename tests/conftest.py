@@ -55,8 +55,8 @@ MODES: dict[str, tuple[str, ...]] = {
 # Where an open is asked of the daemon. With no open reported, the daemon cannot distinguish a file
 # that changes after it was read from one that is being read, and its readers get ESTALE
 # (docs/semantics.md).
-OPENS_ARE_TOLD = ("python", "relay", "passthrough")
-EVERY_MODE = (*OPENS_ARE_TOLD, "no_open")
+OPENS_ARE_REPORTED = ("python", "relay", "passthrough")
+EVERY_MODE = (*OPENS_ARE_REPORTED, "no_open")
 
 # Files listed at the end of a run with the time of their tests.
 _SLOW_FILES = 30

@@ -104,7 +104,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         ([], "missing command (see 'monarch --help')"),
         (["mout"], "no such command 'mout'; did you mean 'mount'? (see 'monarch --help')"),
@@ -122,14 +122,14 @@ def test_version() -> None:
 )
 @pytest.mark.fault("I2")
 def test_a_wrong_command_line_is_reported_in_one_line(
-    arguments: list[str | bytes], told: str
+    arguments: list[str | bytes], reported: str
 ) -> None:
     run = monarch(*arguments)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("monarch: ")
     assert run.stderr.count("\n") == 1
     assert "--help')" in run.stderr
-    assert told in run.stderr
+    assert reported in run.stderr
 
 
 @pytest.mark.finding("B7")
@@ -365,12 +365,12 @@ def test_nothing_is_shown_before_the_first_step(
 
 @pytest.mark.finding("F5")
 def test_a_scan_that_was_interrupted_says_how_far_it_was(tmp_path: Path) -> None:
-    told: list[tuple[int, int | None, str]] = []
+    reported: list[tuple[int, int | None, str]] = []
     scanning = output.Scanning(tmp_path / "a\nb")
     assert scanning.interrupted() == "nothing was scanned yet"
-    scanning.bar = lambda *step: told.append(step)
+    scanning.bar = lambda *step: reported.append(step)
     scanning(12_345, None, "entries")
-    assert told == [(12_345, None, f"scanning {tmp_path}/a\\nb, entries")]
+    assert reported == [(12_345, None, f"scanning {tmp_path}/a\\nb, entries")]
     assert scanning.interrupted() == (
         "the scan had read 12,345 entries, which are not kept: the next one starts again"
     )

@@ -218,12 +218,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("line", "told"), MISTAKES.values(), ids=MISTAKES.keys())
+@pytest.mark.parametrize(("line", "message"), MISTAKES.values(), ids=MISTAKES.keys())
 @pytest.mark.fault("I1")
-def test_a_mistake_is_reported_with_its_line(line: str, told: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_its_line(line: str, message: str, tmp_path: Path) -> None:
     (problem,) = mistakes(tmp_path, in_mount(line))
     assert problem.startswith("5: ")
-    assert told in problem
+    assert message in problem
 
 
 DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
@@ -278,12 +278,12 @@ DOCUMENTS: dict[str, tuple[str | bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize(("content", "told"), DOCUMENTS.values(), ids=DOCUMENTS.keys())
+@pytest.mark.parametrize(("content", "message"), DOCUMENTS.values(), ids=DOCUMENTS.keys())
 @pytest.mark.fault("I1")
 def test_a_file_that_is_not_yaml_is_reported(
-    content: str | bytes, told: str, tmp_path: Path
+    content: str | bytes, message: str, tmp_path: Path
 ) -> None:
-    assert [p for p in mistakes(tmp_path, content) if p.startswith(told)]
+    assert [p for p in mistakes(tmp_path, content) if p.startswith(message)]
 
 
 @pytest.mark.fault("I1")
@@ -321,7 +321,7 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "message"),
     [
         ("{source: /pfs/b, mountpoint: /mnt/a}", "mount point /mnt/a is that of mount 'a'"),
         (
@@ -338,13 +338,13 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.fault("I1", "M1")
-def test_mounts_that_would_meet_are_refused(second: str, told: str, tmp_path: Path) -> None:
+def test_mounts_that_would_meet_are_refused(second: str, message: str, tmp_path: Path) -> None:
     first = in_mount("tiers: [/t]")
     if "/s}" in second:
         first += "    state: /s\n"
     problems = mistakes(tmp_path, f"{first}  b: {second}\n")
     assert len(problems) == 1
-    assert told in problems[0]
+    assert message in problems[0]
     assert problems[0].startswith(f"{first.count(chr(10)) + 1}: ")
 
 
@@ -369,9 +369,9 @@ def test_a_path_that_is_not_a_readable_file_is_reported(tmp_path: Path) -> None:
         tmp_path / ("x" * 300): "cannot be read: File name too long",
         Path("/dev/zero"): "is not a regular file",
     }
-    for path, told in cases.items():
+    for path, message in cases.items():
         (problem,) = problems_of(path)
-        assert problem.startswith(f" {told}")
+        assert problem.startswith(f" {message}")
 
 
 @pytest.mark.fault("I1")
@@ -552,7 +552,7 @@ def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
 
     harmless = "ro,noatime,nodev,nosuid,defaults,_netdev"
     assert of(harmless) == of()
-    for options, told in (
+    for options, message in (
         ("zzz", "-o zzz: unknown key 'zzz'; conf/monarch.yaml lists every key"),
         ("rw", "-o rw: name the paths that can be written: absorb=PATTERN"),
         ("ro,absorb=a/**", "-o ro: excludes `write` and `absorb`"),
@@ -560,7 +560,7 @@ def test_options_of_mount_are_taken_or_refused_in_a_short_line() -> None:
         with pytest.raises(ConfigError) as caught:
             of(options)
         (problem,) = caught.value.problems
-        assert problem.startswith(told) and len(problem) < 100
+        assert problem.startswith(message) and len(problem) < 100
 
 
 def test_a_wrong_tier_option_is_reported_once_and_causes_no_other_mistake() -> None:

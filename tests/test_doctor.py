@@ -301,9 +301,9 @@ def test_the_verb_prints_every_check_and_fails_with_one(
     assert "fuse device:" in shown
     assert "fail  configuration:" in shown
     assert verb.main(["-c", missing, "--json"], standalone_mode=False) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is False
-    assert {"name", "status", "detail", "advice"} == set(told["checks"][0])
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert {"name", "status", "detail", "advice"} == set(report["checks"][0])
 
 
 @pytest.mark.skipif(
@@ -372,7 +372,7 @@ class Site:
         (check,) = [c for c in checks if c.name.endswith(what)]
         return check
 
-    def is_told(self, what: str, status: str, *words: str) -> None:
+    def expect(self, what: str, status: str, *words: str) -> None:
         check = self.found(what)
         assert check.status == status, check
         for word in words:
@@ -420,11 +420,11 @@ def test_a_healthy_site_has_no_findings(site: Site) -> None:
 def test_a_source_that_is_missing_a_file_or_empty_is_reported(site: Site) -> None:
     source = site.directory / "source"
     (source / "file").unlink()
-    site.is_told("source", "warn", "is empty", "is mounted")
+    site.expect("source", "warn", "is empty", "is mounted")
     source.rmdir()
-    site.is_told("source", "fail", "does not exist", "mount its file system first")
+    site.expect("source", "fail", "does not exist", "mount its file system first")
     source.write_text("")
-    site.is_told("source", "fail", "is not a directory")
+    site.expect("source", "fail", "is not a directory")
 
 
 @pytest.mark.timeout(40)
@@ -437,27 +437,27 @@ def test_a_source_that_hangs_costs_a_short_wait(
     root = tmp_path_factory.mktemp("hung")
     with SlowSource(root, source, attribute_s=0) as slow:
         slow.rules("hang readdir .", "hang getattr .")
-        site.is_told("source", "fail", "has not answered for 2 s", "umount -l")
+        site.expect("source", "fail", "has not answered for 2 s", "umount -l")
         slow.rules("err getattr EIO .", "err readdir EIO .")
-        site.is_told("source", "fail", "Input/output error", "dmesg")
+        site.expect("source", "fail", "Input/output error", "dmesg")
 
 
 def test_a_mount_point_that_cannot_be_used_is_reported(site: Site) -> None:
     (site.directory / "mnt/file").write_text("")
-    site.is_told("mount point", "fail", "empty")
+    site.expect("mount point", "fail", "empty")
 
 
 @pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q"]], indirect=True)
 def test_a_tier_on_a_disk_that_became_read_only_is_reported(site: Site, on_disk: Path) -> None:
     assert site.found("tier fast").status == "ok"
     subprocess.run(["mount", "-o", "remount,ro", str(on_disk)], check=True)
-    site.is_told("tier fast", "fail", "is on a read-only file system", "remount,rw")
+    site.expect("tier fast", "fail", "is on a read-only file system", "remount,rw")
 
 
 @pytest.mark.parametrize("on_disk", [["mkfs.ext4", "-q", "-I", "128"]], indirect=True)
 def test_a_tier_with_coarse_times_is_reported(site: Site, on_disk: Path) -> None:
     before = sorted(on_disk.iterdir())
-    site.is_told("tier fast", "warn", "does not keep times exactly", "mkfs.ext4 -I 256")
+    site.expect("tier fast", "warn", "does not keep times exactly", "mkfs.ext4 -I 256")
     assert sorted(on_disk.iterdir()) == before
 
 
@@ -466,7 +466,7 @@ def test_a_tier_that_is_full_or_has_no_inodes_is_reported(site: Site, on_disk: P
     with contextlib.suppress(OSError):
         for number in range(1 << 20):
             (on_disk / str(number)).touch()
-    site.is_told("tier fast", "warn", "no inode is free", "df -i")
+    site.expect("tier fast", "warn", "no inode is free", "df -i")
     for path in on_disk.iterdir():
         if path.is_file():
             path.unlink()
@@ -475,7 +475,7 @@ def test_a_tier_that_is_full_or_has_no_inodes_is_reported(site: Site, on_disk: P
             with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
-    site.is_told("tier fast", "warn", "is full", "free space there")
+    site.expect("tier fast", "warn", "is full", "free space there")
 
 
 @needs_root
@@ -486,7 +486,7 @@ def test_a_tier_on_overlay_is_reported_with_a_disk_that_allows_passthrough(site:
     layers = f"lowerdir={d}/lower,upperdir={d}/upper,workdir={d}/work"
     mount("-t", "overlay", "-o", layers, "overlay", str(tier))
     try:
-        site.is_told("tier fast", "warn", "is on overlay", "-v /local/nvme:/tier")
+        site.expect("tier fast", "warn", "is on overlay", "-v /local/nvme:/tier")
         site.extra = "datapath: relay"
         assert site.found("tier fast").status == "ok"
     finally:
@@ -500,7 +500,7 @@ def test_a_tier_on_a_network_file_system_is_reported(
     if reason := slowfs.unavailable():
         pytest.skip(reason)
     with SlowSource(tmp_path_factory.mktemp("net"), site.directory / "tier"):
-        site.is_told("tier fast", "warn", "fuse.slowfs, a network file system", "/dev/shm")
+        site.expect("tier fast", "warn", "fuse.slowfs, a network file system", "/dev/shm")
 
 
 def test_planted_files_in_the_tier_or_the_state_are_reported(site: Site) -> None:
@@ -508,15 +508,15 @@ def test_planted_files_in_the_tier_or_the_state_are_reported(site: Site) -> None
     elsewhere.mkdir()
     (site.directory / "tier/monarch").symlink_to(elsewhere)
     (site.directory / "state").symlink_to(elsewhere)
-    site.is_told("tier fast", "fail", "monarch is a symbolic link", "planted")
+    site.expect("tier fast", "fail", "monarch is a symbolic link", "planted")
     # A link of one's own is followed; what it leads to is judged.
-    site.is_told(": state", "fail", "is open to other users", "--state")
+    site.expect(": state", "fail", "is open to other users", "--state")
     if os.geteuid() == 0:
         os.lchown(site.directory / "state", 12345, 12345)
-        site.is_told(": state", "fail", "is a symbolic link of uid 12345", "--state")
+        site.expect(": state", "fail", "is a symbolic link of uid 12345", "--state")
     (site.directory / "tier/monarch").unlink()
     (site.directory / "tier/monarch").write_text("")
-    site.is_told("tier fast", "fail", "is not a directory", "remove it")
+    site.expect("tier fast", "fail", "is not a directory", "remove it")
 
 
 @needs_root
@@ -526,8 +526,8 @@ def test_directories_of_other_users_are_reported(site: Site) -> None:
         path.mkdir()
         (path / "lock").touch()
         os.chown(path, 12345, 12345)
-    site.is_told("tier fast", "fail", "belongs to uid 12345", "choose another directory")
-    site.is_told(": state", "fail", "belongs to uid 12345", "--state")
+    site.expect("tier fast", "fail", "belongs to uid 12345", "choose another directory")
+    site.expect(": state", "fail", "belongs to uid 12345", "--state")
 
 
 @needs_root
@@ -541,8 +541,8 @@ def test_directories_that_the_user_may_not_write_or_read_are_reported(site: Site
             os.setgroups([])
             os.setgid(12345)
             os.setuid(12345)
-            site.is_told("source", "fail", "cannot be read by uid 12345", "mount as a user")
-            site.is_told("tier fast", "fail", "cannot be written by uid 12345", "of your own")
+            site.expect("source", "fail", "cannot be read by uid 12345", "mount as a user")
+            site.expect("tier fast", "fail", "cannot be written by uid 12345", "of your own")
             code = 0
         os._exit(code)
     # Reachable for that user: the directories above are the test run's own.
@@ -554,7 +554,7 @@ def test_a_state_of_a_newer_version_is_reported(site: Site) -> None:
     state.mkdir(mode=0o700)
     header = {"magic": "monarch residency", "version": 99, "generation": "x", "tiers": []}
     (state / "residency-x").write_bytes(json.dumps(header).encode().ljust(4096))
-    site.is_told(": state", "fail", "is of version 99", "--state")
+    site.expect(": state", "fail", "is of version 99", "--state")
 
 
 def test_a_snapshot_that_cannot_be_read_is_reported_with_the_command_that_builds_one(
@@ -562,9 +562,9 @@ def test_a_snapshot_that_cannot_be_read_is_reported_with_the_command_that_builds
 ) -> None:
     site.snapshot.parent.mkdir()
     site.snapshot.write_bytes(b"no snapshot" * 1000)
-    site.is_told("snapshot", "warn", "snapshot.lmdb", "the next mount builds it anew")
+    site.expect("snapshot", "warn", "snapshot.lmdb", "the next mount builds it anew")
     site.extra = f"snapshot: {{file: {site.snapshot}}}"
-    site.is_told("snapshot", "fail", "snapshot.lmdb", "monarch snapshot build")
+    site.expect("snapshot", "fail", "snapshot.lmdb", "monarch snapshot build")
 
 
 def test_another_daemon_with_the_tier_or_the_state_is_reported(site: Site) -> None:
@@ -577,7 +577,7 @@ def test_another_daemon_with_the_tier_or_the_state_is_reported(site: Site) -> No
         os.close(fd)
     try:
         for what in ("tier fast", ": state"):
-            site.is_told(what, "fail", f"pid {os.getpid()}", "monarch umount /mnt/other")
+            site.expect(what, "fail", f"pid {os.getpid()}", "monarch umount /mnt/other")
         # Its own mount may have them.
         own = a_record(str(site.directory / "mnt"), alive=True)
         site.records = (own,)
@@ -594,7 +594,7 @@ def test_a_port_that_is_in_use_is_reported(site: Site) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         site.extra = f'metrics: {{enabled: true, address: "127.0.0.1:{port}"}}'
-        site.is_told("metrics", "fail", "Address already in use", "metrics.address", "ss -ltnp")
+        site.expect("metrics", "fail", "Address already in use", "metrics.address", "ss -ltnp")
     assert site.found("metrics").status == "ok"
 
 
@@ -615,8 +615,8 @@ def test_a_control_group_with_little_memory_or_few_threads_is_reported() -> None
         pids.limit(100)
         for group in (memory, pids):
             group.add(child.pid)
-        told, _ = child.communicate("\n", timeout=30)
-    first, second = told.splitlines()
+        output, _ = child.communicate("\n", timeout=30)
+    first, second = output.splitlines()
     assert "status='warn', detail='256 MiB, limited by the control group" in first
     assert re.search(r"status='warn', detail='\d\d more, says the control group", second)
 
@@ -626,8 +626,10 @@ def test_a_low_limit_of_descriptors_is_reported() -> None:
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256));"
         "from monarch.checks.doctor import check_descriptors; print(check_descriptors())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "status='warn'" in told.stdout and "limits.conf" in told.stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "status='warn'" in output.stdout and "limits.conf" in output.stdout
 
 
 # -- mounts that run -------------------------------------------------------------------------------
@@ -642,16 +644,16 @@ def test_an_unhealthy_mount_is_reported_with_its_remedy(
     tree({"file": 100})
     mounted = monarch.mount(slow.path)
 
-    def told() -> dict[str, str]:
+    def mount_check() -> dict[str, str]:
         answer = json.loads(monarch("doctor", "--json", check=False).stdout)
         (check,) = (c for c in answer["checks"] if c["name"] == "health")
         return dict(check)
 
-    assert (told()["status"], told()["detail"]) == ("ok", f"{mounted.path}: ok")
+    assert (mount_check()["status"], mount_check()["detail"]) == ("ok", f"{mounted.path}: ok")
     slow.rules("err * EIO file")
     with pytest.raises(OSError):
         (mounted.path / "file").read_bytes()
-    check = told()
+    check = mount_check()
     assert check["status"] == "fail"
     assert f"{mounted.path}: source-errors: the source {slow.path} answers" in check["detail"]
     assert f"ls {slow.path}" in check["advice"]
@@ -686,9 +688,9 @@ def test_a_kernel_that_ends_slow_mounts_is_reported(
 
 
 @pytest.mark.finding("K2")
-@pytest.mark.parametrize(("kernel", "told"), [("6.5.0-generic", ["warn"]), ("6.6.1", [])])
+@pytest.mark.parametrize(("kernel", "output"), [("6.5.0-generic", ["warn"]), ("6.6.1", [])])
 def test_mappings_of_written_files_are_reported(
-    machine: Machine, kernel: str, told: list[str]
+    machine: Machine, kernel: str, output: list[str]
 ) -> None:
     found = check_mappings("mount: writing", able(machine, release=kernel).abilities)
-    assert [check.status for check in found] == told
+    assert [check.status for check in found] == output

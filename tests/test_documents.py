@@ -135,8 +135,8 @@ def test_help_tells_one_thing_from_others_of_a_similar_name(verb: str, others: l
     if nested:
         assert isinstance(command, click.Group)
         command = command.commands[nested]
-    told = " ".join(command.get_help(click.Context(command, info_name=verb)).split())
-    assert [words for words in others if words not in told] == []
+    help_text = " ".join(command.get_help(click.Context(command, info_name=verb)).split())
+    assert [words for words in others if words not in help_text] == []
 
 
 def test_there_are_commands_to_be_checked() -> None:

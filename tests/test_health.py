@@ -58,8 +58,8 @@ def test_each_kind_means_that_something_is_wrong() -> None:
 
 def test_each_kind_is_reported_by_the_daemon_and_no_other() -> None:
     text = "".join(path.read_text() for path in Path(daemon.__file__).parent.glob("*.py"))
-    told = re.findall(r'Problem\(\s*"([a-z-]+)"', text)
-    assert set(told) == set(KINDS)
+    reported = re.findall(r'Problem\(\s*"([a-z-]+)"', text)
+    assert set(reported) == set(KINDS)
 
 
 @pytest.mark.promise(55)
@@ -223,8 +223,8 @@ def source_check(
 def test_a_request_that_waits_for_a_minute_is_a_problem_unless_the_source_explains_it(
     oldest_s: float, hangs: bool, kinds: list[str]
 ) -> None:
-    told = Trouble("does not answer", 1, hangs=True) if hangs else None
-    found = HealthChecks([source_check(told, oldest_s)]).problems()
+    reported = Trouble("does not answer", 1, hangs=True) if hangs else None
+    found = HealthChecks([source_check(reported, oldest_s)]).problems()
     assert [problem.kind for problem in found] == kinds
     if kinds == ["requests-wait"]:
         assert abs(found[0].since_ns - (time.time_ns() - 61 * 10**9)) < 30 * 10**9
@@ -280,8 +280,8 @@ def test_a_snapshot_that_is_behind_is_reported_as_long_as_data_waits_and_then_as
 
 def test_the_memory_is_read_once_a_second_however_often_it_is_checked(tmp_path: Path) -> None:
     def leave(kib: int) -> None:
-        told = f"MemTotal:       1000000 kB\nMemAvailable:   {kib} kB\n"
-        (tmp_path / "proc" / "meminfo").write_text(told)
+        reported = f"MemTotal:       1000000 kB\nMemAvailable:   {kib} kB\n"
+        (tmp_path / "proc" / "meminfo").write_text(reported)
 
     (tmp_path / "proc").mkdir()
     moments = [100.0]

@@ -137,7 +137,7 @@ def test_in_the_foreground_lines_are_also_on_stderr(
     assert capsys.readouterr().err == path.read_text()
 
 
-def told_in_the_foreground(path: Path, form: str, *, journal: bool) -> list[str]:
+def logged_in_the_foreground(path: Path, form: str, *, journal: bool) -> list[str]:
     """What a process in the foreground writes to its stderr, which may be that of a service."""
     code = """
 import logging, sys
@@ -160,7 +160,7 @@ except OSError:
     status = os.fstat(writing)
     # As systemd does; a program that it has started may have its own output elsewhere.
     stream = f"{status.st_dev}:{status.st_ino if journal else 1}"
-    with open(reading) as told:
+    with open(reading) as lines:
         subprocess.run(
             [sys.executable, "-c", code, path, form],
             env={**os.environ, "JOURNAL_STREAM": stream},
@@ -169,13 +169,13 @@ except OSError:
             check=True,
         )
         os.close(writing)
-        return told.read().splitlines()
+        return lines.read().splitlines()
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_in_the_journal_each_line_bears_its_priority_and_no_time(form: str, tmp_path: Path) -> None:
     path = tmp_path / "daemon.log"
-    lines = told_in_the_foreground(path, form, journal=True)
+    lines = logged_in_the_foreground(path, form, journal=True)
     assert [line[:3] for line in lines[:4]] == ["<7>", "<6>", "<4>", "<3>"]
     if form == "text":
         assert lines[:4] == [
@@ -193,7 +193,7 @@ def test_in_the_journal_each_line_bears_its_priority_and_no_time(form: str, tmp_
 
 def test_a_stream_that_is_not_the_journals_is_for_people(tmp_path: Path) -> None:
     path = tmp_path / "daemon.log"
-    assert told_in_the_foreground(path, "text", journal=False) == logged(path)
+    assert logged_in_the_foreground(path, "text", journal=False) == logged(path)
 
 
 def test_the_log_counts_the_exceptions_that_it_wrote(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_second_setup_replaces_the_first(tmp_path: Path) -> None:
     log.setup(LogSettings(), path=tmp_path / "one", foreground=False)
     log.setup(LogSettings(level="error"), path=tmp_path / "two", foreground=False)
     LOGGER.warning("below the level")
-    LOGGER.error("told")
+    LOGGER.error("above the level")
     assert logged(tmp_path / "one") == []
     assert len(logged(tmp_path / "two")) == 1
 

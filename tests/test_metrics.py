@@ -198,8 +198,8 @@ def test_values_that_the_mode_does_not_count_have_no_sample(metrics: Metrics) ->
     mode = Mode("relay", "none", "")
     shown = samples(metrics, a_report(mode=mode, epochs=None, handles=Handles(None, 0)))
     names = {key[0] for key in shown}
-    untold = ("opens_total", "open_seconds_count", "hit_ratio", "epoch", "open_files")
-    assert not names & {f"monarch_{name}" for name in untold}
+    not_counted = ("opens_total", "open_seconds_count", "hit_ratio", "epoch", "open_files")
+    assert not names & {f"monarch_{name}" for name in not_counted}
     assert shown["monarch_reads_total", "ram"] == 1
     passthrough = Mode("passthrough", "open", "")
     shown = samples(metrics, a_report(mode=passthrough, epochs=epochs))

@@ -206,7 +206,7 @@ def test_a_user_who_may_not_mount_may_not_pass_through() -> None:
     )
     drop = "import ctypes, sys; assert ctypes.CDLL(None).prctl(24, int(sys.argv[1])) == 0; "
     again = "import os; os.execv(sys.executable, [sys.executable, '-c', sys.argv[2]])"
-    told = {
+    modes = {
         # What a program may do after execve is bounded by this set; 1 is CAP_DAC_OVERRIDE.
         capability: subprocess.run(
             [sys.executable, "-c", drop + again, str(capability), ask],
@@ -217,7 +217,7 @@ def test_a_user_who_may_not_mount_may_not_pass_through() -> None:
         ).stdout.strip()
         for capability in (21, 1)
     }
-    assert told == {21: "False", 1: "True"}
+    assert modes == {21: "False", 1: "True"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up what it may do")
@@ -226,16 +226,19 @@ def test_root_knows_what_it_lacks_for_acting_as_others() -> None:
         "from monarch.fuse.datapath_mode import Abilities; print(*sorted(Abilities.here().lacking))"
     )
 
-    def told(*command: str) -> str:
+    def missing_capabilities(*command: str) -> str:
         done = subprocess.run(
             [*command, sys.executable, "-c", ask], cwd=ROOT, check=True, capture_output=True
         )
         return done.stdout.decode().strip()
 
-    assert told() == ""
+    assert missing_capabilities() == ""
     # CAP_SYS_ADMIN has nothing to do with it.
     less = "-sys_admin,-chown,-setgid"
-    assert told("setpriv", f"--bounding-set={less}", f"--inh-caps={less}") == "CAP_CHOWN CAP_SETGID"
+    assert (
+        missing_capabilities("setpriv", f"--bounding-set={less}", f"--inh-caps={less}")
+        == "CAP_CHOWN CAP_SETGID"
+    )
 
 
 def a_root(directory: Path, groups: str, limits: dict[str, str]) -> Path:

@@ -108,10 +108,10 @@ def test_watching_shows_what_happened_since_the_last_look() -> None:
     report = a_report()
     assert rates.since_last_look(report) == {}
     time.sleep(0.01)
-    told = rates.since_last_look(dataclasses.replace(report, opens=2400, bytes=None))
-    assert told["opens"].endswith("/s") and told["opens"] != "0/s"
-    assert "answered" not in told, "what is not counted has no rate"
-    assert told["source"] == "0 B/s"
+    text = rates.since_last_look(dataclasses.replace(report, opens=2400, bytes=None))
+    assert text["opens"].endswith("/s") and text["opens"] != "0/s"
+    assert "answered" not in text, "what is not counted has no rate"
+    assert text["source"] == "0 B/s"
 
 
 @pytest.mark.finding("B9")

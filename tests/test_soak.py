@@ -109,10 +109,10 @@ def test_a_short_soak_reads_right_bytes_and_leaves_nothing(tmp_path: Path) -> No
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "soak.json").read_text())
-    for mount in told["mounts"].values():
+    report = json.loads((tmp_path / "soak.json").read_text())
+    for mount in report["mounts"].values():
         assert mount["files"] > 100 and mount["bytes"] > 1_000_000
         assert mount["wrong"] == [] and mount["unexplained"] == []
-    assert len(told["mounts"]["changing"]["lifetimes"]) >= 2
-    assert len(told["mounts"]["steady"]["lifetimes"]) == 1
+    assert len(report["mounts"]["changing"]["lifetimes"]) >= 2
+    assert len(report["mounts"]["steady"]["lifetimes"]) == 1
     assert mounts_below(tmp_path) == []

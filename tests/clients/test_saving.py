@@ -48,8 +48,10 @@ class Saving:
 
     def ask(self, do: str, **order: object) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
-        told = {name: str(each) if isinstance(each, Path) else each for name, each in order.items()}
-        self._process.stdin.write(json.dumps({"do": do, **told}) + "\n")
+        texts = {
+            name: str(each) if isinstance(each, Path) else each for name, each in order.items()
+        }
+        self._process.stdin.write(json.dumps({"do": do, **texts}) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 

@@ -271,9 +271,9 @@ async def test_warm_waits_and_says_what_did_not_fit(
 ) -> None:
     async with serving(state, Daemon().verbs()):
         assert await run(warm.warm, "/mnt/data", "--wait") == 1
-    told = capsys.readouterr()
-    assert "100 files, 1 MiB: 90 resident; 10 are not: the tiers are full" in told.out
-    assert "warming, 90 of 100 files: 87.9 KiB of 97.7 KiB" in told.err
+    output = capsys.readouterr()
+    assert "100 files, 1 MiB: 90 resident; 10 are not: the tiers are full" in output.out
+    assert "warming, 90 of 100 files: 87.9 KiB of 97.7 KiB" in output.err
 
 
 async def test_warm_speaks_json(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,9 +316,9 @@ async def test_ctrl_c_ends_the_waiting_and_hangs_up(state: Path) -> None:
             await waiting.wait()
             child.send_signal(signal.SIGINT)
             await hung_up.wait()
-            _, told = await trio.to_thread.run_sync(child.communicate)
+            _, output = await trio.to_thread.run_sync(child.communicate)
     assert child.returncode == 130
-    assert "the copies continue" in told and "monarch warm /mnt/data --cancel" in told
+    assert "the copies continue" in output and "monarch warm /mnt/data --cancel" in output
 
 
 @pytest.mark.finding("F3")

@@ -180,9 +180,9 @@ def test_a_daemon_killed_there_loses_nothing_that_was_committed(
     with OpenCounter(prepared.source) as counter:
         epoch(again, prepared.content)
         assert counter.count() == len(prepared.content) - len(warm)
-    told = settled(again)
+    report = settled(again)
     wait_until(
-        lambda: int(told["residency"]["files"]) == sum(map(len, copies(again).values())),
+        lambda: int(report["residency"]["files"]) == sum(map(len, copies(again).values())),
         "what no record knows is gone",
     )
     accounts_agree(again)

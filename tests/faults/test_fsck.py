@@ -53,8 +53,8 @@ def fsck(
     """The command line, with the exit code that it must have."""
     done = monarch("fsck", str(place), "--json", *options, check=False)
     assert code is None or done.returncode == code, done.stdout + done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def check(mounted: Mounted, *, repair: bool = False) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def check(mounted: Mounted, *, repair: bool = False) -> dict[str, Any]:
     ).to_dict()
 
 
-def found(told: dict[str, Any]) -> set[tuple[str, str]]:
+def found(report: dict[str, Any]) -> set[tuple[str, str]]:
     """The kind of each finding, and the last part of the path that it names."""
-    return {(finding["kind"], finding["path"].split("/")[-1]) for finding in told["findings"]}
+    return {(finding["kind"], finding["path"].split("/")[-1]) for finding in report["findings"]}
 
 
 def filled(monarch: MonarchCommand, tree: Tree, source: Path) -> tuple[Mounted, dict[str, bytes]]:
@@ -159,10 +159,10 @@ def test_fsck_without_a_daemon_finds_and_repairs_every_damage(
     mounted, content = filled(monarch, tree, source)
     files, inos = as_they_lie(mounted)
     mounted.umount()
-    told = check(mounted)
-    assert (told["findings"], told["problems"], told["served"]) == ([], 0, False)
-    assert told["files"] == len(NAMES)
-    assert told["bytes"] == sum(map(len, content.values()))
+    report = check(mounted)
+    assert (report["findings"], report["problems"], report["served"]) == ([], 0, False)
+    assert report["files"] == len(NAMES)
+    assert report["bytes"] == sum(map(len, content.values()))
 
     expected = damage(mounted, files, inos)
     tell_another_version(mounted, inos["other version"])
@@ -176,20 +176,20 @@ def test_fsck_without_a_daemon_finds_and_repairs_every_damage(
 
     before = everything(mounted)
     # Without the digests a rotten copy looks good.
-    told = fsck(monarch, mounted.state, code=1)
-    assert found(told) == expected - {("copy-digest", "rotten")}
-    told = fsck(monarch, mounted.state, "--digests", code=1)
-    assert found(told) == expected
-    assert told["repaired"] == 0
+    report = fsck(monarch, mounted.state, code=1)
+    assert found(report) == expected - {("copy-digest", "rotten")}
+    report = fsck(monarch, mounted.state, "--digests", code=1)
+    assert found(report) == expected
+    assert report["repaired"] == 0
     assert everything(mounted) == before
 
     # The source need not be there to mend copies of it.
     source.rename(source.with_name("away"))
-    told = fsck(monarch, mounted.state, "--digests", "--repair", code=0)
+    report = fsck(monarch, mounted.state, "--digests", "--repair", code=0)
     # With its record cleared, the copy in the other tier has no record there.
     moved = ("copy-unknown", files["moved"].name)
-    assert found(told) == expected - {("copy-tier", "moved")} | {moved}
-    assert told["repaired"] == told["problems"] == len(expected)
+    assert found(report) == expected - {("copy-tier", "moved")} | {moved}
+    assert report["repaired"] == report["problems"] == len(expected)
     assert check(mounted)["findings"] == []
     source.with_name("away").rename(source)
 
@@ -223,9 +223,9 @@ def test_every_damage_to_a_mount_that_is_served_is_found_and_mended(
 ) -> None:
     monarch.expects_log("copy of .* dropped.*: found by fsck: ")
     mounted, content = filled(monarch, tree, source)
-    told = check(mounted)
-    assert (told["findings"], told["problems"], told["served"]) == ([], 0, True)
-    assert told["files"] == len(NAMES)
+    report = check(mounted)
+    assert (report["findings"], report["problems"], report["served"]) == ([], 0, True)
+    assert report["files"] == len(NAMES)
     files, inos = as_they_lie(mounted)
     expected = damage(mounted, files, inos)
     with records_file(mounted).open("r+b") as file:
@@ -235,10 +235,10 @@ def test_every_damage_to_a_mount_that_is_served_is_found_and_mended(
     (mounted.tiers["fast"] / "monarch").chmod(0o755)
     expected |= {("directory-mode", "monarch"), ("copy-unknown", "copies-unknown")}
 
-    told = fsck(monarch, mounted.path, "--digests", code=1)
-    assert found(told) == expected | {("accounts", "fast")}
-    told = check(mounted, repair=True)
-    assert told["repaired"] == told["problems"] >= len(expected) - 1
+    report = fsck(monarch, mounted.path, "--digests", code=1)
+    assert found(report) == expected | {("accounts", "fast")}
+    report = check(mounted, repair=True)
+    assert report["repaired"] == report["problems"] >= len(expected) - 1
     assert check(mounted)["findings"] == []
     epoch(mounted, content)
     settled(mounted)
@@ -280,8 +280,8 @@ def test_a_damaged_records_file_and_a_damaged_snapshot_are_removed_and_made_anew
     mounted.umount()
     with records_file(mounted).open("r+b") as file:
         file.write(b"?" * 16)
-    told = check(mounted, repair=True)
-    assert {kind for kind, _ in found(told)} == {"records-file", "copy-unknown"}
+    report = check(mounted, repair=True)
+    assert {kind for kind, _ in found(report)} == {"records-file", "copy-unknown"}
     assert check(mounted)["findings"] == []
     assert copies(mounted) == {"fast": {}, "large": {}}
     mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
@@ -298,9 +298,9 @@ def test_a_damaged_records_file_and_a_damaged_snapshot_are_removed_and_made_anew
     assert not snapshot.exists()
     assert check(mounted)["findings"] == []
     mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
-    told = account(mounted)
+    report = account(mounted)
     # The copies are those of before: only the names were lost.
-    assert told["residency"]["files"] == len(NAMES)
+    assert report["residency"]["files"] == len(NAMES)
     epoch(mounted, content)
     accounts_agree(mounted)
 
@@ -312,9 +312,9 @@ def test_fsck_finds_the_state_of_a_killed_daemon_by_its_mount_point_and_repairs_
 ) -> None:
     mounted, content = filled(monarch, tree, source)
     mounted.kill()
-    told = fsck(monarch, mounted.path, code=1)
-    assert {kind for kind, _ in found(told)} == {"registry", "mount-dead"}
-    assert not told["served"]
+    report = fsck(monarch, mounted.path, code=1)
+    assert {kind for kind, _ in found(report)} == {"registry", "mount-dead"}
+    assert not report["served"]
     fsck(monarch, mounted.path, "--repair", code=0)
     # The registry does not know the mount point any more.
     assert fsck(monarch, mounted.state, code=0)["findings"] == []
@@ -334,8 +334,8 @@ def test_a_state_directory_of_its_own_place_is_found_by_its_mount_point(
     read_through(mounted.path / "f")
     settled(mounted)
     mounted.umount()
-    told = fsck(monarch, mounted.path, code=0)
-    assert (told["state"], told["files"]) == (str(state), 1)
+    report = fsck(monarch, mounted.path, code=0)
+    assert (report["state"], report["files"]) == (str(state), 1)
     note = state / "mount.json"
     assert note.stat().st_mode & 0o777 == 0o600
     assert json.loads(note.read_text())["source"] == str(source)
@@ -350,8 +350,8 @@ def test_a_tier_that_is_not_there_keeps_its_records(
     mounted.umount()
     tier = mounted.tiers["fast"]
     tier.rename(tier.with_name("unplugged"))
-    told = fsck(monarch, mounted.state, "--repair", code=1)
-    assert {kind for kind, _ in found(told)} == {"tier-gone"}
+    report = fsck(monarch, mounted.state, "--repair", code=1)
+    assert {kind for kind, _ in found(report)} == {"tier-gone"}
     tier.with_name("unplugged").rename(tier)
     (own_directory(tier) / "notes.txt").write_text("mine")
     assert found(check(mounted, repair=True)) == {("stranger", "notes.txt")}
@@ -482,5 +482,5 @@ def test_an_ordinary_user_checks_only_mounts_of_that_user(
 def test_every_kind_of_finding_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
     section = text[text.index("## Something looks wrong: fsck") :]
-    told = set(re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE))
-    assert told == set(KINDS)
+    report = set(re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE))
+    assert report == set(KINDS)

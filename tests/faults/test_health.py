@@ -42,8 +42,8 @@ def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
 
 
 def health(mounted: Mounted) -> dict[str, Any]:
-    told: dict[str, Any] = account(mounted)["health"]
-    return told
+    report: dict[str, Any] = account(mounted)["health"]
+    return report
 
 
 def kinds(mounted: Mounted) -> set[str]:
@@ -59,10 +59,10 @@ def is_ok(mounted: Mounted) -> None:
 def problem(mounted: Mounted, kind: str, *, state: str, after_ns: int) -> dict[str, Any]:
     """The only problem, once it is there; the status, the log and the metrics agree on it."""
     wait_until(lambda: kinds(mounted) == {kind}, f"{kind} is reported, not {kinds(mounted)}")
-    told = health(mounted)
-    (found,) = told["problems"]
-    assert told["state"] == state
-    assert told["why"] == found["what"]
+    report = health(mounted)
+    (found,) = report["problems"]
+    assert report["state"] == state
+    assert report["why"] == found["what"]
     # Since it began, not since it was asked for, and a clock of the kernel's ticks is coarse.
     assert after_ns - 10**8 <= found["since_ns"] <= time.time_ns()
     assert found["remedy"]
@@ -202,8 +202,8 @@ def test_a_source_that_answers_with_errors_is_failing_for_a_minute_and_one_line_
     found = problem(mounted, "source-errors", state="failing", after_ns=before_ns)
     assert found["what"] == f"the source {slow.path} answers with errors: Input/output error (EIO)"
     assert f"ls {slow.path}" in found["remedy"]
-    told = [line for line in mounted.log_text.splitlines() if "source: '" in line]
-    assert len(told) == 1, "one line a minute, not one a read"
+    report = [line for line in mounted.log_text.splitlines() if "source: '" in line]
+    assert len(report) == 1, "one line a minute, not one a read"
     slow.rules()
     epoch(mounted, content)
     if pytestconfig.getoption("--soak"):  # it waits for the end of that minute
@@ -485,10 +485,10 @@ def test_a_shortage_of_memory_in_the_control_group_is_reported_until_it_has_more
         epoch(mounted, content)
         settled(mounted)
         is_ok(mounted)
-        told = (group.directory / "memory.stat").read_text()
+        text = (group.directory / "memory.stat").read_text()
         pinned = sum(
             int(number)
-            for number in re.findall(r"^(?:anon|shmem|total_rss|total_shmem) (\d+)$", told, re.M)
+            for number in re.findall(r"^(?:anon|shmem|total_rss|total_shmem) (\d+)$", text, re.M)
         )
         before_ns = time.time_ns()
         group.limit(int(pinned / 0.93))

@@ -55,7 +55,7 @@ def test_no_configuration_does_more_than_load_or_be_refused(tmp_path: Path, seco
 @pytest.mark.modes("auto")
 @pytest.mark.fault("I1")
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "output"),
     [
         (b"mounts:\n  one: {source: /pfs\xe9}\n", r":2: byte 0xe9 is not UTF-8"),
         (b"a: &a [x]\n" + b"b: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\n" * 1, r":1: unknown key"),
@@ -66,7 +66,7 @@ def test_no_configuration_does_more_than_load_or_be_refused(tmp_path: Path, seco
     ids=["bytes", "aliases", "key", "empty", "directory"],
 )
 def test_a_mount_by_a_wrong_file_is_refused_with_its_line(
-    monarch: MonarchCommand, tmp_path: Path, content: bytes | None, told: str
+    monarch: MonarchCommand, tmp_path: Path, content: bytes | None, output: str
 ) -> None:
     file = tmp_path / "monarch.yaml"
     if content is None:
@@ -77,7 +77,7 @@ def test_a_mount_by_a_wrong_file_is_refused_with_its_line(
     lines = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
     assert all(line.startswith(f"monarch: {file}:") for line in lines), lines
-    assert any(re.search(told, line) for line in lines), lines
+    assert any(re.search(output, line) for line in lines), lines
     assert_nothing_is_left(monarch)
 
 
@@ -111,9 +111,9 @@ def test_a_wrong_command_line_is_one_line_with_a_hint_and_exit_code_2(
     monarch: MonarchCommand, arguments: list[str]
 ) -> None:
     done = monarch(*arguments, check=False)
-    told = one_line(done)
-    assert done.returncode == 2, told
-    assert "--help" in told or "; " in told or "(" in told, told
+    line = one_line(done)
+    assert done.returncode == 2, line
+    assert "--help" in line or "; " in line or "(" in line, line
     assert_nothing_is_left(monarch)
 
 
@@ -125,10 +125,10 @@ def test_a_path_that_is_no_mount_is_one_line_with_a_hint(
     monarch: MonarchCommand, tmp_path: Path, verb: str
 ) -> None:
     done = monarch(verb, str(tmp_path), check=False)
-    told = one_line(done)
+    line = one_line(done)
     # A code of its own, so that scripts tell it from a slip on the command line.
-    assert (done.returncode, "Monarch mount" in told) == (9, True), told
-    assert "`monarch status` lists the mounts" in told, told
+    assert (done.returncode, "Monarch mount" in line) == (9, True), line
+    assert "`monarch status` lists the mounts" in line, line
 
 
 # -- I3: the control socket ------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def undisturbed(mounted: Mounted, sizes: dict[str, int], seconds: float) -> Iter
     )
     try:
         yield
-        _, told = reader.communicate(timeout=seconds + 60)
-        assert reader.returncode == 0, told
+        _, output = reader.communicate(timeout=seconds + 60)
+        assert reader.returncode == 0, output
     finally:
         reader.kill()
         reader.communicate()

@@ -242,8 +242,8 @@ def test_readers_of_a_killed_daemon_get_an_error_at_once_and_the_next_mount_serv
     mounted = monarch.mount(monarch.directory / "source", tiers={"fast": "1GiB"})
     with until_gone(mounted, sizes) as readers:
         mounted.kill()
-        told, _ = readers.communicate(timeout=30)
-    outcomes = set(json.loads(told))
+        output, _ = readers.communicate(timeout=30)
+    outcomes = set(json.loads(output))
     assert outcomes <= {"ENOTCONN", "ECONNABORTED"}
     with pytest.raises(OSError) as caught:
         os.statvfs(mounted.path)
@@ -338,18 +338,18 @@ def test_a_clock_that_jumps_by_days_expires_nothing_and_takes_no_copy(
         clock.move(days * DAY_S)
         some = names[turn::5]
         epoch(mounted, {name: content[name] for name in some})
-        told = account(mounted)
-        assert told["snapshot"]["age_s"] >= 0
-    told = settled(mounted)
+        report = account(mounted)
+        assert report["snapshot"]["age_s"] >= 0
+    report = settled(mounted)
     assert resident(mounted, names) == dict.fromkeys(names, "fast")
     accounts_agree(mounted)
-    before = told["source_totals"]
+    before = report["source_totals"]
     for days in (2, -2):
         clock.move(days * DAY_S)
         epoch(mounted, content)
-    told = account(mounted)
-    assert told["source_totals"] == before
-    assert told["copies"]["failed"] == 0
+    report = account(mounted)
+    assert report["source_totals"] == before
+    assert report["copies"]["failed"] == 0
     mounted.umount()
     # The mount is as good as before when it begins a day early or late.
     for days in (1, -1):
@@ -568,9 +568,9 @@ def at_rest(mounted: Mounted) -> Belongings:
         return not any(account(mounted)["handles"].values())
 
     wait_until(nothing_open, "everything is closed")
-    told = settled(mounted)
-    assert [tier["reserved"] for tier in told["tiers"]] == [0, 0]
-    assert told["copies"]["running"] == told["copies"]["queued"] == 0
+    report = settled(mounted)
+    assert [tier["reserved"] for tier in report["tiers"]] == [0, 0]
+    assert report["copies"]["running"] == report["copies"]["queued"] == 0
     open_now: Counter[str] = Counter()
     for fd in Path(f"/proc/{mounted.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -674,8 +674,8 @@ def test_ctrl_c_interrupts_an_open_that_waits_for_the_source_at_once(
         for reader in (readers[0], readers[3]):
             assert reader.communicate(timeout=10)[0] == "KeyboardInterrupt\n"
         for reader in (readers[1], readers[4]):
-            told = reader.communicate(timeout=10)[0]
-            assert told in ("KeyboardInterrupt\n", "-1 Interrupted system call\n"), told
+            output = reader.communicate(timeout=10)[0]
+            assert output in ("KeyboardInterrupt\n", "-1 Interrupted system call\n"), output
         slow.rules()
         # Readers that still wait get the bytes for which others have waited in vain.
         for reader in (readers[2], readers[5]):
@@ -722,12 +722,12 @@ def test_a_daemon_that_was_stopped_for_a_while_continues(
             finally:
                 os.kill(mounted.pid, signal.SIGCONT)
             for reader in readers:
-                _, told = reader.communicate(timeout=60)
-                assert reader.returncode == 0, told
+                _, report = reader.communicate(timeout=60)
+                assert reader.returncode == 0, report
         finally:
             for reader in readers:
                 reader.kill()
     epoch(mounted, contents_of(sizes))
-    told = settled(mounted)
-    assert [tier["in_service"] for tier in told["tiers"]] == [True]
+    report = settled(mounted)
+    assert [tier["in_service"] for tier in report["tiers"]] == [True]
     accounts_agree(mounted)

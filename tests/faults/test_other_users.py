@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, let_others_in
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, let_others_in
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.observe import wait_until
 
-pytestmark = [needs_fuse, needs_root, pytest.mark.modes(*OPENS_ARE_TOLD)]
+pytestmark = [needs_fuse, needs_root, pytest.mark.modes(*OPENS_ARE_REPORTED)]
 
 ALICE, MALLORY, GROUP = 1001, 1002, 2000
 OPTIONS = ["write=absorb", "allow_other", "writeback.end_timeout=1s"]
@@ -63,8 +63,8 @@ def drain(mounted: Mounted, *, timeout_s: float = 20) -> None:
     """Until the source has all, or refuses what it has not."""
 
     def rests() -> bool:
-        told = mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "1", check=False)
-        return told.returncode == 0 or "denied" in told.stdout + told.stderr
+        message = mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "1", check=False)
+        return message.returncode == 0 or "denied" in message.stdout + message.stderr
 
     wait_until(rests, "the drain rests", timeout_s=timeout_s)
 
@@ -193,8 +193,8 @@ def test_a_file_that_may_be_written_where_no_other_may_be_made_keeps_what_it_has
     mounted = prepared(monarch, source)
     monarch.expects_log("the source refuses")
     monarch.expects_log("were not drained")
-    told = acts(MALLORY, mounted.path / "own", "echo b >> log; echo c > new", groups=(GROUP,))
-    assert "denied" in told
+    output = acts(MALLORY, mounted.path / "own", "echo b >> log; echo c > new", groups=(GROUP,))
+    assert "denied" in output
     # Meanwhile its owner takes the right to read away from others, and that stays so.
     (source / "own/log").chmod(0o660)
     drain(mounted)
@@ -265,13 +265,13 @@ def test_a_change_that_is_refused_holds_up_no_other_user(
     shared = mounted.source / "shared"
     acts(MALLORY, shared, "mkdir x; echo blocked > y")
     acts(MALLORY, mounted.path / "shared", "mkdir y; echo deep > y/file; echo later > z")
-    told = acts(
+    output = acts(
         ALICE,
         mounted.path / "own",
         'python3 -c \'import os; f = open("ckpt", "w"); f.write("1"); f.flush();'
         " os.fsync(f.fileno())'; echo 2 > other",
     )
-    assert told == ""
+    assert output == ""
     for name in ("ckpt", "other"):
         path = mounted.path / "own" / name
         wait_until(lambda path=path: os.getxattr(path, "user.monarch.durable") == b"source", name)
@@ -309,8 +309,8 @@ def test_removing_the_refused_file_unblocks_its_user(
     acts(MALLORY, here, "echo later > z")
     wait_until(lambda: "drain-refused" in kinds(mounted), "it is refused")
     # The bytes are on the mount, so they can be moved elsewhere before the rest is removed.
-    told = acts(MALLORY, here, "cp closed/keep kept && cp y/file deep && rm -r y closed/*")
-    assert told == ""
+    output = acts(MALLORY, here, "cp closed/keep kept && cp y/file deep && rm -r y closed/*")
+    assert output == ""
     done = mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "20", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "drain-refused" not in kinds(mounted)

@@ -121,9 +121,9 @@ def all_is_well(mounted: Mounted, content: Mapping[str, bytes]) -> None:
     epoch(mounted, content)
     settled(mounted)
     epoch(mounted, content)
-    told = settled(mounted)
+    report = settled(mounted)
     wait_until(
-        lambda: int(told["residency"]["files"]) == sum(map(len, copies(mounted).values())),
+        lambda: int(report["residency"]["files"]) == sum(map(len, copies(mounted).values())),
         "what no record knows is gone",
     )
     accounts_agree(mounted)

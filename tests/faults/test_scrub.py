@@ -80,8 +80,8 @@ def test_a_flipped_bit_that_no_seal_shows_is_found_and_never_served_again(
     assert mounted.xattr("large") == "fast"
     rounds_pass(mounted, 2)
     assert found(mounted) == 1
-    told = account(mounted)["scrub"]
-    assert told["enabled"] and told["bytes"] > 3 * MiB and told["last_round_ns"] > 0
+    report = account(mounted)["scrub"]
+    assert report["enabled"] and report["bytes"] > 3 * MiB and report["last_round_ns"] > 0
     accounts_agree(mounted)
 
 
@@ -219,8 +219,8 @@ def test_without_a_bandwidth_nothing_is_scrubbed(
     mounted = monarch.mount(source, options=["limits.scrub_bandwidth=0"])
     read_through(mounted.path / "f")
     settled(mounted)
-    told = account(mounted)["scrub"]
-    assert not told["enabled"] and told["bytes"] == 0
+    report = account(mounted)["scrub"]
+    assert not report["enabled"] and report["bytes"] == 0
 
 
 # -- without a mount -------------------------------------------------------------------------------
@@ -278,9 +278,9 @@ def test_the_scrub_keeps_to_its_bandwidth(tmp_path: Path) -> None:
         for start in (1, 3):
             await scrub.go_round(Ino(start))
         took.append(trio.current_time() - before)
-        told = scrub.report()
-        assert told.bytes == 2 * sum(sizes)
-        assert (told.rounds, told.done_files, told.total_files) == (2, 4, 4)
+        report = scrub.report()
+        assert report.bytes == 2 * sum(sizes)
+        assert (report.rounds, report.done_files, report.total_files) == (2, 4, 4)
 
     trio.run(go, clock=trio.testing.MockClock(autojump_threshold=0.01))
     assert copies.dropped == []

@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import (
     MODES,
-    OPENS_ARE_TOLD,
+    OPENS_ARE_REPORTED,
     MonarchCommand,
     Mounted,
     Tree,
@@ -239,8 +239,8 @@ def test_a_source_that_is_away_is_an_error_only_for_processes_that_need_it(
         _fail_and_recover(mounted, slow, fails, content, cold[fails])
         content |= cold[fails]
     # One line a minute and kind of error, of more than a thousand reads that failed.
-    told = [line for line in mounted.log_text.splitlines() if " warning " in line]
-    assert 1 <= len(told) <= 2 * len(faults), told
+    lines = [line for line in mounted.log_text.splitlines() if " warning " in line]
+    assert 1 <= len(lines) <= 2 * len(faults), lines
     accounts_agree(mounted)
 
 
@@ -270,7 +270,7 @@ def _fail_and_recover(
 
 @pytest.mark.fault("S2")
 @pytest.mark.promise(58)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_that_is_open_while_the_source_dies_is_read_on_when_it_is_back(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -515,8 +515,8 @@ def test_an_ordinary_users_mount_shows_unreadable_files_and_serves_the_others(
         done = user("umount", str(mnt))
         assert done.returncode == 0, done.stderr
         (log,) = user.directory.rglob("daemon.log")
-        told = "2 entries of the source could not be read when its snapshot was made"
-        assert log.read_text().count(told) == 1
+        lines = "2 entries of the source could not be read when its snapshot was made"
+        assert log.read_text().count(lines) == 1
         assert "root's own" not in log.read_text()
 
 
@@ -545,8 +545,8 @@ def test_a_scan_neither_follows_cycles_nor_leaves_the_file_system_with_one_file_
             subprocess.run(["mount", *arguments, str(source / place)], check=True)
             stack.callback(subprocess.run, ["umount", "-l", str(source / place)], check=True)
         (source / "other/file").write_bytes(b"on another disk")
-        told = str(one_file_system).lower()
-        mounted = monarch.mount(source, options=[f"snapshot.one_file_system={told}"])
+        setting = str(one_file_system).lower()
+        mounted = monarch.mount(source, options=[f"snapshot.one_file_system={setting}"])
         for name in ("self", "there", "back"):
             with pytest.raises(OSError) as cycle:
                 (mounted.path / name).read_bytes()
@@ -599,9 +599,9 @@ def test_a_log_tells_of_any_name_in_one_line_that_it_cannot_forge(
     assert not any(line.startswith("2026-01-31") for line in lines)
     if form == "json":
         assert all(json.loads(line)["message"] for line in lines)
-    told = monarch("status", str(mounted.path), "--json").stdout
-    assert json.loads(told)
-    assert "\x1b" not in told
+    output = monarch("status", str(mounted.path), "--json").stdout
+    assert json.loads(output)
+    assert "\x1b" not in output
     assert "\x1b[31m" not in monarch("status", str(mounted.path)).stdout
 
 

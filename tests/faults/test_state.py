@@ -134,10 +134,10 @@ def test_of_two_mounts_begun_at_the_same_time_one_is_refused(
             where += ["--tier", f"{monarch.directory}/tiers/fast:10MiB"]
             registered(monarch, mnt, prepared.source, monarch.directory / "state")
             running.append((mnt, start(monarch, "mount", str(prepared.source), str(mnt), *where)))
-        told = {mnt: (process.wait(), process.communicate()[1]) for mnt, process in running}
-        won = [mnt for mnt, (code, _) in told.items() if code == 0]
-        lost = [words for code, words in told.values() if code == 7]
-        assert (len(won), len(lost)) == (1, 1), told
+        results = {mnt: (process.wait(), process.communicate()[1]) for mnt, process in running}
+        won = [mnt for mnt, (code, _) in results.items() if code == 0]
+        lost = [words for code, words in results.values() if code == 7]
+        assert (len(won), len(lost)) == (1, 1), results
         assert "is in use by" in lost[0]
         made = next(mounted for mounted in monarch.mounted if mounted.path == won[0])
         epoch(made, prepared.content)

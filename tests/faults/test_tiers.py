@@ -62,9 +62,9 @@ def tier(mounted: Mounted, name: str = "fast") -> dict[str, Any]:
 def goes_out(mounted: Mounted) -> str:
     """Wait until the tier ``fast`` is out of service; what is wrong with it."""
     wait_until(lambda: not tier(mounted)["in_service"], "the tier is out of service")
-    told = account(mounted)
-    assert told["health"]["state"] == "degraded"
-    assert any("tier fast" in problem["what"] for problem in told["health"]["problems"])
+    report = account(mounted)
+    assert report["health"]["state"] == "degraded"
+    assert any("tier fast" in problem["what"] for problem in report["health"]["problems"])
     return str(tier(mounted)["out_why"])
 
 
@@ -225,12 +225,12 @@ def test_a_disk_without_room_costs_no_read_and_is_not_tried_all_the_time(
         while counter.count() < 300 and time.monotonic() < deadline:
             epoch(mounted, content)
         opens = counter.count()
-    told = account(mounted)
-    retries = told["source_totals"]["copy"]["opens"]
+    report = account(mounted)
+    retries = report["source_totals"]["copy"]["opens"]
     # The hundreds of opens are the readers' own; copies have tried a few times, not once for each.
     assert opens >= 300
     assert retries < 100
-    assert told["copies"]["failed"] < 200
+    assert report["copies"]["failed"] < 200
     assert slow_tier.counters()["create"] - before < 200
     assert len(warnings(mounted)) <= 3
     assert copies(mounted) == {"fast": {}}
@@ -309,8 +309,8 @@ def test_the_log_names_the_calls_that_the_end_waits_for(
     with ruled(slow_tier, "lat write 2500 /stage/[0-9]"):
         epoch(mounted, content)
         os.kill(mounted.pid, signal.SIGTERM)
-        told = "the end has waited"
-        wait_until(lambda: told in mounted.log_text, "the end is logged")
+        message = "the end has waited"
+        wait_until(lambda: message in mounted.log_text, "the end is logged")
     assert re.search(r"waited \d+\.\d s for copies whose bytes were fetched", mounted.log_text)
 
 
@@ -447,9 +447,9 @@ def test_a_copy_that_cannot_be_read_is_dropped_and_reported_once(
         assert set(counter.paths()) == set(bad)
         assert counter.count() <= 2 * len(bad)
     assert opens_for(mounted, content) == {}
-    told = account(mounted)
-    assert told["errors"]["copy-EIO"] == len(bad)
-    assert told["tiers"][0]["in_service"]
+    report = account(mounted)
+    assert report["errors"]["copy-EIO"] == len(bad)
+    assert report["tiers"][0]["in_service"]
     assert len(warnings(mounted)) == 1
     accounts_agree(mounted)
 
@@ -600,8 +600,8 @@ def test_an_open_that_waits_for_a_tier_that_hangs_does_not_hold_up_the_daemon(
         assert os.statvfs(mounted.path).f_files > 0
         # Only the watch of the tier releases the reader.
         goes_out(mounted)
-        told, _ = reader.communicate(timeout=30)
-        assert told == content
+        output, _ = reader.communicate(timeout=30)
+        assert output == content
     comes_back(mounted)
     wait_until(lambda: mounted.status()["handles"]["open_files"] == 0, "it is closed")
 

@@ -16,7 +16,7 @@ from threading import Thread
 
 import pytest
 
-from tests.conftest import LEASES, OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import LEASES, OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment import disks
 from tests.equipment.disks import CuttableDisk, Disk
 from tests.equipment.slowfs import SlowSource
@@ -29,7 +29,7 @@ from tests.mount.observe import ended, objects_in, wait_until
 
 __all__ = ["slow"]
 
-pytestmark = [needs_fuse, pytest.mark.modes(*OPENS_ARE_TOLD)]
+pytestmark = [needs_fuse, pytest.mark.modes(*OPENS_ARE_REPORTED)]
 
 _MB = 1 << 20
 TIERS = {"fast": "64MiB"}
@@ -527,11 +527,11 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_kills(
             text=True,
         )
         assert saver.stdout is not None
-        told = [saver.stdout.readline() for _ in range(rng.randrange(1, 12))]
+        output = [saver.stdout.readline() for _ in range(rng.randrange(1, 12))]
         time.sleep(rng.random() * 0.05)
         mounted.kill()
-        told += saver.communicate()[0].splitlines()
-        for line in filter(None, told):
+        output += saver.communicate()[0].splitlines()
+        for line in filter(None, output):
             number, size = map(int, line.split())
             safe[number] = size
             step = number + 1
@@ -670,13 +670,13 @@ def test_no_checkpoint_that_was_said_to_be_safe_is_lost_by_a_power_cut(
                 text=True,
             )
             assert saver.stdout is not None
-            told = [saver.stdout.readline() for _ in range(rng.randrange(1, 12))]
+            output = [saver.stdout.readline() for _ in range(rng.randrange(1, 12))]
             os.kill(mounted.pid, 19)
             disk = power.cut(monarch.directory / f"disk {turn + 1}")
             mounted.kill()
             subprocess.run(["umount", "-l", str(mounted.path)], check=True)
-            told += saver.communicate()[0].splitlines()
-            for line in filter(None, told):
+            output += saver.communicate()[0].splitlines()
+            for line in filter(None, output):
                 number, size = map(int, line.split())
                 safe[number] = size
                 step = number + 1

@@ -54,7 +54,7 @@ def main(root: Path) -> None:
     while True:
         at += 1
         directory = root / str(at)
-        told, done = os.pipe()
+        acknowledgements, done = os.pipe()
         pid = os.fork()
         if not pid:
             # Nothing of this process's own end may run in the child.
@@ -64,8 +64,8 @@ def main(root: Path) -> None:
             finally:
                 os._exit(0)
         os.close(done)
-        acknowledged = len(os.read(told, 100)) if os.waitpid(pid, 0)[1] else None
-        os.close(told)
+        acknowledged = len(os.read(acknowledgements, 100)) if os.waitpid(pid, 0)[1] else None
+        os.close(acknowledgements)
         if acknowledged is None:
             break
         check(directory, acknowledged)

@@ -127,30 +127,30 @@ class Recorder:
 
     def disks(self) -> Any:
         disk, acknowledged = Disk(), 0
-        for kind, *told in self._log:
+        for kind, *arguments in self._log:
             yield disk, acknowledged
             if kind == "acknowledge":
                 acknowledged += 1
             elif kind == "create":
-                name, truncates = told
+                name, truncates = arguments
                 if name not in disk.names:
                     disk.names[name] = File()
                     disk.pending.append(("link", name, disk.names[name]))
                 elif truncates:
                     disk.names[name].content = b""
             elif kind == "write":
-                disk.names[told[0]].content += told[1]
+                disk.names[arguments[0]].content += arguments[1]
             elif kind == "sync":
-                disk.names[told[0]].durable = disk.names[told[0]].content
+                disk.names[arguments[0]].durable = disk.names[arguments[0]].content
             elif kind == "sync directory":
                 disk.durable, disk.pending = dict(disk.names), []
             elif kind == "replace":
-                file = disk.names.pop(told[0])
-                disk.names[told[1]] = file
-                disk.pending += [("link", told[1], file), ("unlink", told[0], None)]
+                file = disk.names.pop(arguments[0])
+                disk.names[arguments[1]] = file
+                disk.pending += [("link", arguments[1], file), ("unlink", arguments[0], None)]
             else:
-                disk.pending.append(("unlink", told[0], None))
-                del disk.names[told[0]]
+                disk.pending.append(("unlink", arguments[0], None))
+                del disk.names[arguments[0]]
         yield disk, acknowledged
 
 

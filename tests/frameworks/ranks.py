@@ -161,8 +161,8 @@ def job(work: str, arguments: list[dict[str, Any]]) -> list[Any]:
             pid = os.fork()
             if not pid:
                 try:
-                    told = run(work, each, rank, len(arguments), Path(directory) / "meeting")
-                    answer = {"told": told}
+                    result = run(work, each, rank, len(arguments), Path(directory) / "meeting")
+                    answer = {"result": result}
                 except BaseException as error:
                     answer = {"error": f"{type(error).__name__}: {error}"}
                     traceback.print_exc()

@@ -131,9 +131,9 @@ def test_ranks_that_are_not_at_the_same_call_get_an_error_and_none_waits(tmp_pat
         with Checkpointer(tmp_path, every=2 + group.rank, group=group) as checkpointer:
             with pytest.raises(CheckpointError, match="different values of"):
                 checkpointer.save({})
-        return "told"
+        return "closed"
 
-    assert in_ranks(2, train) == ["told"] * 2
+    assert in_ranks(2, train) == ["closed"] * 2
 
 
 def save(directory: Path, ranks: int, *steps: int, keep_last: int = 99) -> None:
@@ -253,8 +253,8 @@ def test_ranks_tell_each_other_of_few_sets_however_long_one_cannot_save(
             longest[group.rank] = max(longest[group.rank], len(message))
             return group.all_gather(message)
 
-        told = Group(group.rank, group.size, all_gather)
-        checkpointer = Checkpointer(tmp_path, every=1, keep_last=1, group=told)
+        messages = Group(group.rank, group.size, all_gather)
+        checkpointer = Checkpointer(tmp_path, every=1, keep_last=1, group=messages)
         for step in range(60):
             if step == 50 and group.rank:
                 fails.clear()
@@ -329,6 +329,6 @@ def test_the_checkpoints_of_ranks_are_not_taken_for_none(tmp_path: Path) -> None
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(CheckpointError, match="checkpoints of 2 ranks"):
             checkpointer.restore()
-    with Checkpointer(tmp_path, group=Group(0, 1, lambda told: [told])):
+    with Checkpointer(tmp_path, group=Group(0, 1, lambda messages: [messages])):
         with pytest.raises(LockedError):
-            Checkpointer(tmp_path, group=Group(0, 1, lambda told: [told]))
+            Checkpointer(tmp_path, group=Group(0, 1, lambda messages: [messages]))

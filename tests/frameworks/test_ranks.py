@@ -44,10 +44,10 @@ class Jobs:
         answers: list[dict[str, Any]] = json.loads(self._server.stdout.readline())
         return answers
 
-    def told(self, work: str, *arguments: dict[str, Any]) -> list[Any]:
+    def results(self, work: str, *arguments: dict[str, Any]) -> list[Any]:
         answers = self.run(work, *arguments)
-        assert [each for each in answers if "told" not in each] == []
-        return [each["told"] for each in answers]
+        assert [each for each in answers if "result" not in each] == []
+        return [each["result"] for each in answers]
 
     def close(self) -> None:
         self._server.communicate(timeout=60)
@@ -66,7 +66,9 @@ def jobs() -> Iterator[Jobs]:
 def test_four_ranks_of_which_one_is_killed_continue_with_a_step_that_all_have(
     jobs: Jobs, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    (expected, *_) = jobs.told("train", *[{"directory": str(tmp_path / "whole"), "steps": 12}] * 4)
+    (expected, *_) = jobs.results(
+        "train", *[{"directory": str(tmp_path / "whole"), "steps": 12}] * 4
+    )
     soak = request.config.getoption("--soak")
     killed = 0
     for at in range(4, 60, 5) if soak else (20,):
@@ -80,9 +82,11 @@ def test_four_ranks_of_which_one_is_killed_continue_with_a_step_that_all_have(
         # The others do not wait for ever.
         assert all("error" in each for each in ended)
         del ranks[2]["kill_at_call"]
-        told = jobs.told("train", *ranks)
-        assert len({each["begun"] for each in told}) == 1
-        assert {json.dumps(each["weights"]) for each in told} == {json.dumps(expected["weights"])}
+        results = jobs.results("train", *ranks)
+        assert len({each["begun"] for each in results}) == 1
+        assert {json.dumps(each["weights"]) for each in results} == {
+            json.dumps(expected["weights"])
+        }
         steps = {
             tuple(each.checkpoint.step for each in list_checkpoints(directory_of(directory, rank)))
             for rank in range(4)
@@ -104,7 +108,7 @@ def test_a_model_of_which_each_rank_has_a_part_is_restored_by_any_number_of_rank
 ) -> None:
     def sharded(directory: str, ranks: int, **options: Any) -> list[dict[str, Any]]:
         arguments = {"directory": str(tmp_path / directory), **options}
-        return jobs.told("sharded", *[arguments] * ranks)
+        return jobs.results("sharded", *[arguments] * ranks)
 
     (expected, *_) = sharded("whole", 4, steps=8)
     assert expected["begun"] == 0 and len(expected["left"]) == 4 * 4
@@ -112,22 +116,22 @@ def test_a_model_of_which_each_rank_has_a_part_is_restored_by_any_number_of_rank
     # Rows are not divided evenly by these, and some ranks have none of them.
     for ranks in (3, 5):
         shutil.copytree(tmp_path / "run", tmp_path / str(ranks))
-        told = sharded(str(ranks), ranks, steps=8)
-        for each in told:
+        results = sharded(str(ranks), ranks, steps=8)
+        for each in results:
             assert each["begun"] == 4
             # Bit for bit what was saved, each number at its place.
             assert each["found"] == half["left"]
             assert close_to(each["left"], expected["left"])
     # What they saved is restored by as many ranks, and by one that has the whole model.
-    assert [each["found"] for each in sharded("5", 5, steps=8)] == [told[0]["left"]] * 5
+    assert [each["found"] for each in sharded("5", 5, steps=8)] == [results[0]["left"]] * 5
     (alone,) = sharded("5", 1, steps=8, full=True)
-    assert alone["found"] == told[0]["left"]
+    assert alone["found"] == results[0]["left"]
     # In two replicas of two parts each, and back.
-    told = sharded("5", 4, steps=10, replicas=2)
-    assert [each["begun"] for each in told] == [8] * 4
-    assert all(each["found"] == alone["found"] for each in told)
+    results = sharded("5", 4, steps=10, replicas=2)
+    assert [each["begun"] for each in results] == [8] * 4
+    assert all(each["found"] == alone["found"] for each in results)
     (again, *_) = sharded("5", 3, steps=10)
-    assert again["found"] == told[0]["left"]
+    assert again["found"] == results[0]["left"]
 
 
 @pytest.mark.finding("W14")
@@ -139,5 +143,5 @@ def test_a_value_that_cannot_be_saved_is_reported_at_the_first_update(
         "sharded", *[{"directory": str(tmp_path / "a"), "steps": 1, "grouped": False}]
     )
     assert "each rank has a part of its parameters" in answers[0]["error"]
-    for told in jobs.told("tensor_parallel", *[{"directory": str(tmp_path / "b")}] * 4):
-        assert "cannot hold a DTensor that is placed as _StridedShard" in told
+    for results in jobs.results("tensor_parallel", *[{"directory": str(tmp_path / "b")}] * 4):
+        assert "cannot hold a DTensor that is placed as _StridedShard" in results

@@ -304,12 +304,12 @@ def test_frameworks_may_set_the_epoch_and_a_continued_run_keeps_its_place() -> N
 
 @pytest.mark.promise(166)
 def test_a_run_begun_with_an_earlier_algorithm_keeps_its_orders() -> None:
-    told = {
+    state = {
         **{"version": 1, "seed": 5, "epoch": 3, "consumed": 4, "N": 10, "world_size": 2},
         "fingerprint": "",
     }
     sampler = ResumableSampler(10, seed=1)
-    sampler.load_state_dict(told)
+    sampler.load_state_dict(state)
     assert list(sampler) == epoch_permutation(5, 3, 10, algorithm=1).tolist()[4:]
     # Also when it is saved and restored once more, and in the epochs that follow.
     again = ResumableSampler(10, seed=1)

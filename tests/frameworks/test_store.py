@@ -137,10 +137,10 @@ def test_the_newest_whole_checkpoint_is_restored_and_damaged_ones_are_reported(
     damage(tmp_path / names[0])
     (tmp_path / names[1]).unlink()
     with Checkpointer(tmp_path) as checkpointer:
-        with pytest.warns(CheckpointWarning, match="the previous one is tried") as told:
+        with pytest.warns(CheckpointWarning, match="the previous one is tried") as durable:
             restored = checkpointer.restore()
     assert restored is not None and restored.step == checkpointer.step == 10
-    assert len(told) == 2
+    assert len(durable) == 2
     assert [each.state for each in verify(tmp_path)] == ["damaged", "missing", "whole"]
     assert [listed.complete for listed in list_checkpoints(tmp_path)] == [True, False, True]
 
@@ -293,12 +293,12 @@ def test_a_checkpoint_that_reads_back_wrong_removes_no_other(
     assert steps(tmp_path) == [30, 20]
 
 
-def durable_as(path: Path, told: str) -> None:
-    os.setxattr(path, store.DURABLE, told.encode())
+def durable_as(path: Path, durable: str) -> None:
+    os.setxattr(path, store.DURABLE, durable.encode())
 
 
 @pytest.mark.parametrize(
-    ("told", "wanted", "removed"),
+    ("durable", "wanted", "removed"),
     [
         ("none", "local", False),
         ("local", "local", True),
@@ -309,19 +309,19 @@ def durable_as(path: Path, told: str) -> None:
     ],
 )
 def test_old_ones_stay_until_one_that_is_kept_is_durable_enough(
-    tmp_path: Path, told: str, wanted: str, removed: bool
+    tmp_path: Path, durable: str, wanted: str, removed: bool
 ) -> None:
     save(tmp_path, 10, 20)
     newest = tmp_path / list_checkpoints(tmp_path)[0].checkpoint.name
     try:
-        durable_as(newest, told)
+        durable_as(newest, durable)
     except OSError as error:
         pytest.skip(f"no extended attributes here: {error}")
-    assert list_checkpoints(tmp_path)[0].durable == told
+    assert list_checkpoints(tmp_path)[0].durable == durable
     assert bool(prune(tmp_path, keep_last=1, durable=wanted)) == removed  # type: ignore[arg-type]
     assert steps(tmp_path) == ([20] if removed else [20, 10])
     with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.durable(20) == told
+        assert checkpointer.durable(20) == durable
         with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
             checkpointer.durable(7)
 
@@ -339,8 +339,8 @@ def test_a_mount_that_cannot_say_how_durable_a_file_is_lets_no_old_one_go(
     prune(tmp_path, keep_last=1)
     # A file system that knows of no such attribute is none of Monarch's.
     assert steps(tmp_path) == ([20] if error == errno.ENODATA else [20, 10])
-    told = list_checkpoints(tmp_path)[0].durable
-    assert told == (None if error == errno.ENODATA else "none")
+    durable = list_checkpoints(tmp_path)[0].durable
+    assert durable == (None if error == errno.ENODATA else "none")
 
 
 def test_reading_back_before_old_ones_are_removed_does_not_use_the_page_cache(
@@ -349,13 +349,13 @@ def test_reading_back_before_old_ones_are_removed_does_not_use_the_page_cache(
     save(tmp_path, 10, 20)
     calls: list[str] = []
 
-    class Told:
+    class Recording:
         def __getattr__(self, name: str) -> Any:
             if name in ("posix_fadvise", "preadv"):
                 calls.append(name)
             return getattr(os, name)
 
-    monkeypatch.setattr(store, "os", Told())
+    monkeypatch.setattr(store, "os", Recording())
     assert [each.step for each in prune(tmp_path, keep_last=1)] == [10]
     assert calls[0] == "posix_fadvise" and "preadv" in calls
 

@@ -59,9 +59,9 @@ class Trainers:
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps([*map(str, arguments)]) + "\n")
         self._server.stdin.flush()
-        return int(self.told("pid"))
+        return int(self.next_value("pid"))
 
-    def told(self, *words: str) -> str:
+    def next_value(self, *words: str) -> str:
         """What the next line says that begins with one of ``words``; ``ended`` is always one."""
         assert self._server.stdout is not None
         for line in self._server.stdout:
@@ -126,28 +126,28 @@ def test_a_killed_run_ends_with_the_same_weights_and_each_sample_used_once_an_ep
         return trainers.start(*paths, *options)
 
     start("undisturbed")
-    assert trainers.told("ended") == "0"
+    assert trainers.next_value("ended") == "0"
     killed = 0
     while killed < kills:
         pid = start("killed")
-        begun = int(trainers.told("begins"))
+        begun = int(trainers.next_value("begins"))
         assert begun <= UPDATES
         if begun > UPDATES * (killed + 1) // (kills + 1):
             # Enough for now: at its beginning, or while it reads its checkpoint's data.
             last = begun
         else:
             last = begun + chance.randrange(0, 8)
-        while begun < last and (told := trainers.told("update")):
-            begun = int(told)
+        while begun < last and (step := trainers.next_value("update")):
+            begun = int(step)
         time.sleep(chance.random() * 0.02)
         os.kill(pid, signal.SIGKILL)
-        if trainers.told("ended") == "0":
+        if trainers.next_value("ended") == "0":
             # It was over by then.
             break
         killed += 1
         assert {each.state for each in verify(tmp_path / "killed")} <= {"whole"}
     start("killed")
-    assert trainers.told("ended") == "0"
+    assert trainers.next_value("ended") == "0"
     assert killed == kills
     expected, found = arrays(tmp_path / "undisturbed.npz"), arrays(tmp_path / "killed.npz")
     with np.load(tmp_path / "killed.npz") as file:

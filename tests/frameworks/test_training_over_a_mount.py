@@ -57,17 +57,17 @@ def test_killed_with_its_daemon_it_ends_with_the_same_weights(
 
     mnt = mount()
     start("undisturbed", results / "undisturbed")
-    assert trainers.told("ended") == "0"
+    assert trainers.next_value("ended") == "0"
     killed = 0
     while killed < kills:
         pid = start("killed", mnt / "ckpt")
-        begun = int(trainers.told("begins"))
+        begun = int(trainers.next_value("begins"))
         last = begun
         if begun <= UPDATES * (killed + 1) // (kills + 1):
             last = begun + chance.randrange(0, 8)
-        told = "0"
-        while begun < last and (told := trainers.told("update")):
-            begun = int(told)
+        step = "0"
+        while begun < last and (step := trainers.next_value("update")):
+            begun = int(step)
         time.sleep(chance.random() * 0.02)
         if daemon_first := chance.random() < 0.5:
             monarch.mounted[-1].kill()
@@ -76,13 +76,13 @@ def test_killed_with_its_daemon_it_ends_with_the_same_weights(
             os.kill(pid, signal.SIGKILL)
         if not daemon_first:
             monarch.mounted[-1].kill()
-        if told:
-            assert trainers.told("ended") != "0"
+        if step:
+            assert trainers.next_value("ended") != "0"
         killed += 1
         mnt = mount()
         assert {each.state for each in verify(mnt / "ckpt")} <= {"whole"}
     start("killed", mnt / "ckpt")
-    assert trainers.told("ended") == "0"
+    assert trainers.next_value("ended") == "0"
     monarch.mounted[-1].umount()
     assert {each.state for each in verify(source / "ckpt")} == {"whole"}
     expected, found = arrays(results / "undisturbed.npz"), arrays(results / "killed.npz")

@@ -22,9 +22,9 @@ def in_ranks(size: int, work: Callable[[Group], T]) -> list[T]:
         def all_gather(message: bytes) -> list[bytes]:
             messages[rank] = message
             meeting.wait(20)
-            told = list(messages)
+            gathered = list(messages)
             meeting.wait(20)
-            return told
+            return gathered
 
         try:
             answers[rank] = work(Group(rank, size, all_gather))

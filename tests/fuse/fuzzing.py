@@ -111,8 +111,8 @@ class Fuzz:
             body = wire.OPEN_IN.pack(dice.choice((0, 0, 0, 1, 2, 0o1000, 0o1000000)), 0)
         elif opcode == Op.WRITE:
             size, offset = dice.choice((0, 1, 5000, 5000, 300_000)), dice.choice((0, 0, 5000, *far))
-            told = size if dice.random() < 0.9 else dice.choice(numbers)
-            body = wire.WRITE_IN.pack(handle, offset, told, dice.randrange(8), 0, 0, 0)
+            stated_size = size if dice.random() < 0.9 else dice.choice(numbers)
+            body = wire.WRITE_IN.pack(handle, offset, stated_size, dice.randrange(8), 0, 0, 0)
             body += bytes(size)
         elif opcode == Op.CREATE:
             body = wire.CREATE_IN.pack(0o101, 0o100600, 0o22, 0) + b"new\0"

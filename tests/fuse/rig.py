@@ -98,13 +98,13 @@ class Rig:
 
     def ask_often(self, count: int, opcode: int, node: int, body: bytes) -> Answer:
         """The same request ``count`` times, many at once; one of the answers, all without error."""
-        told = Answer(0, 0, b"")
+        answer = Answer(0, 0, b"")
         for start in range(0, count, 64):
             sent = [self.send(opcode, node, body) for _ in range(min(64, count - start))]
             for unique in sent:
-                told = self.answer(unique)
-                assert told.error == 0
-        return told
+                answer = self.answer(unique)
+                assert answer.error == 0
+        return answer
 
     def init(self, flags: int = 0, flags2: int = 0) -> tuple[int, ...]:
         """The first request, which pyfuse3 answers; returns the answer to the kernel."""
@@ -112,15 +112,15 @@ class Rig:
         passed = self.passed()
         assert passed.opcode == Op.INIT
         self.reply(passed, wire.INIT_OUT.pack(7, 38, 1 << 20, 0, 12, 9, 1 << 20, 1, 256, 0, 0, 0))
-        told = self.answer(unique)
-        assert told.error == 0
-        return wire.INIT_OUT.unpack(told.body)
+        answer = self.answer(unique)
+        assert answer.error == 0
+        return wire.INIT_OUT.unpack(answer.body)
 
     def open(self, node: int) -> tuple[int, int, int]:
         """Open what C opens itself: handle, flags, backing id."""
-        told = self.ask(Op.OPEN, node, wire.OPEN_IN.pack(os.O_RDONLY, 0))
-        assert told.error == 0
-        handle, flags, backing = wire.OPEN_OUT.unpack(told.body)
+        answer = self.ask(Op.OPEN, node, wire.OPEN_IN.pack(os.O_RDONLY, 0))
+        assert answer.error == 0
+        handle, flags, backing = wire.OPEN_OUT.unpack(answer.body)
         return handle, flags, backing
 
     def send_open(self, node: int, *, flags: int = os.O_RDONLY, pid: int = 0) -> int:

@@ -88,7 +88,7 @@ def varied(source: Path) -> Path:
     return source
 
 
-def told_as(seen: wire.Stat, known: Attributes) -> None:
+def assert_shown_as(seen: wire.Stat, known: Attributes) -> None:
     assert (seen.ino, seen.mode, seen.nlink) == (known.ino, known.mode, known.nlink)
     assert (seen.uid, seen.gid, seen.rdev) == (known.uid, known.gid, known.rdev)
     assert (seen.size, seen.blocks, seen.blksize) == (known.size, known.blocks, 4096)
@@ -106,14 +106,14 @@ def test_every_name_and_attribute_is_answered_as_in_the_snapshot(
             for name, known in snapshot.list_from(directory, 0):
                 node, seen = wire.parse_entry(made.lookup(directory, name).body)
                 assert node == known.ino == snapshot.lookup(directory, name)
-                told_as(seen, known)
+                assert_shown_as(seen, known)
                 attributes = made.ask(Op.GETATTR, node, bytes(16)).body
                 assert wire.ATTR_OUT.unpack_from(attributes)[:2] == (86400, 0)
                 assert wire.parse_stat(attributes, wire.ATTR_OUT.size) == seen
                 compared += 1
         assert compared == snapshot.entries - 1
         root = made.ask(Op.GETATTR, ROOT_INO, bytes(16)).body
-        told_as(wire.parse_stat(root, wire.ATTR_OUT.size), snapshot.attributes(ROOT_INO))
+        assert_shown_as(wire.parse_stat(root, wire.ATTR_OUT.size), snapshot.attributes(ROOT_INO))
         assert made.is_quiet()
 
 
@@ -126,9 +126,9 @@ def test_a_name_that_is_not_there_is_remembered_as_such(varied: Path, tmp_path: 
             (made.ino("none"), b"a"),
         ]:
             assert made.snapshot.lookup(parent, name) is None
-            told = made.lookup(parent, name)
-            assert told.error == 0
-            assert wire.parse_entry(told.body)[0] == 0
+            answer = made.lookup(parent, name)
+            assert answer.error == 0
+            assert wire.parse_entry(answer.body)[0] == 0
         assert made.is_quiet()
 
 
@@ -137,9 +137,9 @@ def listing(made: Rig, ino: int, size: int, *, plus: bool) -> list[wire.Entry]:
     operation = Op.READDIRPLUS if plus else Op.READDIR
     offset = 0
     while True:
-        told = made.ask(operation, ino, wire.READ_IN.pack(0, offset, size, 0, 0, 0, 0))
-        assert told.error == 0 and len(told.body) <= size
-        part = wire.parse_listing(told.body, plus=plus)
+        answer = made.ask(operation, ino, wire.READ_IN.pack(0, offset, size, 0, 0, 0, 0))
+        assert answer.error == 0 and len(answer.body) <= size
+        part = wire.parse_listing(answer.body, plus=plus)
         if not part:
             return entries
         entries += part
@@ -168,7 +168,7 @@ def test_listings_are_the_snapshots_whatever_the_buffer(
                 assert entry.kind == stat.S_IFMT(attributes.mode) >> 12
                 assert (entry.stat is not None) == plus
                 if entry.stat is not None:
-                    told_as(entry.stat, attributes)
+                    assert_shown_as(entry.stat, attributes)
         assert made.is_quiet()
 
 
@@ -179,13 +179,13 @@ def test_a_listing_continues_at_any_offset_and_ends_behind_the_last(
         wide = made.ino("wide")
         for offset in (0, 1, 4094, 4095, 4096, 4999, 5000, 5001, 2**32, 2**63, 2**64 - 3):
             place = offset + 2  # behind the directory's own two names
-            told = made.ask(Op.READDIRPLUS, wide, wire.READ_IN.pack(0, place, 4096, 0, 0, 0, 0))
-            names = [entry.name for entry in wire.parse_listing(told.body, plus=True)]
+            answer = made.ask(Op.READDIRPLUS, wide, wire.READ_IN.pack(0, place, 4096, 0, 0, 0, 0))
+            names = [entry.name for entry in wire.parse_listing(answer.body, plus=True)]
             expected = [b"%05d" % number for number in range(offset, min(offset + 25, 5000))]
-            assert told.error == 0 and names == expected
+            assert answer.error == 0 and names == expected
         for place in (0, 2):
-            told = made.ask(Op.READDIR, wide, wire.READ_IN.pack(0, place, 24, 0, 0, 0, 0))
-            assert told.error == 0 and told.body == b""
+            answer = made.ask(Op.READDIR, wide, wire.READ_IN.pack(0, place, 24, 0, 0, 0, 0))
+            assert answer.error == 0 and answer.body == b""
 
 
 def test_blocks_that_were_not_read_from_the_snapshot_yet_are_answered_by_python(
@@ -246,8 +246,8 @@ def test_names_that_only_python_understands_are_passed_on(made: Rig) -> None:
 def test_foreign_attributes_are_refused_without_python(made: Rig) -> None:
     ino = made.ino("a")
     for name in (b"security.capability", b"user.x", b"user.monarc", b""):
-        told = made.ask(Op.GETXATTR, ino, wire.GETXATTR_IN.pack(100, 0) + name + b"\0")
-        assert told.error == errno.ENODATA
+        answer = made.ask(Op.GETXATTR, ino, wire.GETXATTR_IN.pack(100, 0) + name + b"\0")
+        assert answer.error == errno.ENODATA
     label = wire.GETXATTR_IN.pack(0, 0) + b"security.selinux\0"
     assert made.ask(Op.GETXATTR, ino, label).error == errno.EOPNOTSUPP
     assert made.ask(Op.LISTXATTR, ino, wire.GETXATTR_IN.pack(0, 0)).body == bytes(8)
@@ -265,8 +265,8 @@ def test_whether_a_file_is_a_terminal_is_answered_without_python(made: Rig) -> N
 
 def test_the_kernel_gets_the_flags_that_libfuse_does_not_know(tree: Tree, tmp_path: Path) -> None:
     with rig(tree({}), tmp_path, passthrough=True, cache_listings=True) as made:
-        told = made.init(wire.INIT_EXT | wire.INIT_NO_OPENDIR_SUPPORT, wire.INIT2_PASSTHROUGH)
-        flags, flags2, depth = told[3], told[10], told[11]
+        reply = made.init(wire.INIT_EXT | wire.INIT_NO_OPENDIR_SUPPORT, wire.INIT2_PASSTHROUGH)
+        flags, flags2, depth = reply[3], reply[10], reply[11]
         assert flags & wire.INIT_PARALLEL_DIROPS and flags & wire.INIT_EXT
         assert flags2 & wire.INIT2_PASSTHROUGH and depth == 1
         assert made.datapath.state().passthrough
@@ -277,8 +277,8 @@ def test_the_kernel_gets_the_flags_that_libfuse_does_not_know(tree: Tree, tmp_pa
 def test_a_kernel_that_knows_little_is_asked_for_little(tree: Tree, tmp_path: Path) -> None:
     options = {"passthrough": True, "no_open": False, "cache_listings": True}
     with rig(tree({}), tmp_path, **options) as made:
-        told = made.init()
-        assert told[10] == 0 and told[11] == 0
+        reply = made.init()
+        assert reply[10] == 0 and reply[11] == 0
         assert not made.datapath.state().passthrough and not made.datapath.state().no_open
         assert wire.OPEN_OUT.unpack(made.ask(Op.OPENDIR, 1, bytes(8)).body)[0] == 1
 
@@ -508,8 +508,8 @@ def test_reads_that_make_no_sense_are_refused(made: Rig) -> None:
 
 def test_a_kernel_that_tells_no_opens_reads_resident_files_without_python(no_open: Rig) -> None:
     ino, content = no_open.place("a"), no_open.content("a")
-    told = no_open.ask(Op.OPEN, ino, wire.OPEN_IN.pack(0, 0))
-    assert told.error == errno.ENOSYS
+    answer = no_open.ask(Op.OPEN, ino, wire.OPEN_IN.pack(0, 0))
+    assert answer.error == errno.ENOSYS
     assert no_open.read(ino, 0, 0, SIZE + 5).body == content
     assert no_open.read(ino, 0, 100_000, 50).body == content[100_000:100_050]
     assert no_open.is_quiet()
@@ -544,18 +544,18 @@ def test_other_reads_are_pythons_and_name_the_inode(no_open: Rig, why: str) -> N
 # -- fetching --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["open", "no_open"])
+@pytest.mark.parametrize("reports_opens", [True, False], ids=["open", "no_open"])
 def test_a_small_file_is_fetched_once_and_python_gets_its_bytes(
-    tree: Tree, tmp_path: Path, told: bool
+    tree: Tree, tmp_path: Path, reports_opens: bool
 ) -> None:
     tree({"a": SIZE, "empty": b""})
-    with rig(tmp_path / "source", tmp_path, fetch_max=SIZE, no_open=not told) as made:
-        made.init(0 if told else wire.INIT_NO_OPEN_SUPPORT)
+    with rig(tmp_path / "source", tmp_path, fetch_max=SIZE, no_open=not reports_opens) as made:
+        made.init(0 if reports_opens else wire.INIT_NO_OPEN_SUPPORT)
         handle = 0
         for name in ("a", "empty"):
             ino, content = made.ino(name), made.content(name)
             for _ in range(2):
-                if told:
+                if reports_opens:
                     handle, _, _ = made.open(ino)
                 assert made.read(ino, handle, 0, SIZE).body == content
             assert made.read(ino, handle, SIZE // 2, SIZE).body == content[SIZE // 2 :]
@@ -564,7 +564,7 @@ def test_a_small_file_is_fetched_once_and_python_gets_its_bytes(
             assert bytes(fetched) == content
             assert again == (ino, 0, None)
             made.datapath.taken(ino)
-            if told:
+            if reports_opens:
                 made.release(ino, handle)
                 made.release(ino, handle)
             assert made.datapath.open_files() == 0
@@ -781,8 +781,8 @@ def test_every_open_and_read_is_counted_once_and_in_its_order(made: Rig) -> None
 def test_an_open_waits_for_python_rather_than_go_uncounted(made: Rig) -> None:
     ino = made.place("empty")
     ring = 1 << 16
-    told = made.ask_often(ring, Op.OPEN, ino, wire.OPEN_IN.pack(0, 0))
-    handle = wire.OPEN_OUT.unpack(told.body)[0]
+    answer = made.ask_often(ring, Op.OPEN, ino, wire.OPEN_IN.pack(0, 0))
+    handle = wire.OPEN_OUT.unpack(answer.body)[0]
     unique = made.send_open(ino)
     with pytest.raises(Nothing):
         made.answer(unique, within_s=0.2)

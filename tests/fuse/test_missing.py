@@ -125,17 +125,23 @@ def test_attributes_of_a_directory_are_answered_until_they_change(made: Rig) -> 
     made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
     assert attributes_of(made, MADE) is None
     made.datapath.tell_attributes(now)
-    told = attributes_of(made, MADE)
-    assert told is not None
-    assert (told.ino, told.mode, told.nlink, told.uid, told.gid) == (MADE, 0o41750, 3, 7, 8)
-    assert (told.size, told.blocks, told.blksize, told.rdev) == (4096, 8, 4096, 0)
-    assert (told.atime_ns, told.mtime_ns, told.ctime_ns) == (17, -1, 2 * 10**9 + 5)
+    answered = attributes_of(made, MADE)
+    assert answered is not None
+    assert (answered.ino, answered.mode, answered.nlink, answered.uid, answered.gid) == (
+        MADE,
+        0o41750,
+        3,
+        7,
+        8,
+    )
+    assert (answered.size, answered.blocks, answered.blksize, answered.rdev) == (4096, 8, 4096, 0)
+    assert (answered.atime_ns, answered.mtime_ns, answered.ctime_ns) == (17, -1, 2 * 10**9 + 5)
     made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
-    assert attributes_of(made, MADE) == told
+    assert attributes_of(made, MADE) == answered
     made.datapath.forget_attributes(MADE)
     assert attributes_of(made, MADE) is None
     made.datapath.tell_attributes(now)
-    assert attributes_of(made, MADE) == told
+    assert attributes_of(made, MADE) == answered
     made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=0)
     assert attributes_of(made, MADE) is None
 
@@ -145,11 +151,11 @@ def test_of_more_directories_than_there_are_places_some_are_pythons(made: Rig) -
     for directory in directories:
         made.datapath.tell_missing(directory, valid_s=VALID_S, for_s=LONG_S)
         made.datapath.name_given(directory, b"given")
-    told = 0
+    answered = 0
     for directory in directories[::50]:
         assert is_passed(made, directory, b"given")
-        told += not is_passed(made, directory, b"none")
-    assert 0 < told < 60
+        answered += not is_passed(made, directory, b"none")
+    assert 0 < answered < 60
 
 
 def test_a_name_is_pythons_from_when_it_was_given(made: Rig) -> None:
@@ -176,14 +182,14 @@ def test_a_name_is_pythons_from_when_it_was_given(made: Rig) -> None:
     threads = [threading.Thread(target=work) for work in (python, changing)]
     for thread in threads:
         thread.start()
-    told: Counter[int] = Counter()
+    answered: Counter[int] = Counter()
     for _ in range(300):
         asked = [made.send(Op.LOOKUP, MADE, name + b"\0") for name in (b"kept", b"none")]
         for name, unique in zip(("kept", "none"), asked, strict=True):
             node = wire.parse_entry(made.answer(unique).body)[0]
-            told[node] += 1
+            answered[node] += 1
             assert node == 77 or name == "none"
     done.set()
     for thread in threads:
         thread.join()
-    assert told[0] > 200
+    assert answered[0] > 200

@@ -71,8 +71,8 @@ def readers(mounted: Mounted, seconds: float, sizes: dict[str, int]) -> Iterator
     try:
         yield
         for process in running:
-            _, told = process.communicate(timeout=seconds + 60)
-            assert process.returncode == 0, told
+            _, output = process.communicate(timeout=seconds + 60)
+            assert process.returncode == 0, output
     finally:
         for process in running:
             process.kill()

@@ -85,21 +85,21 @@ def threads_are_few(made: Rig) -> None:
 @pytest.mark.finding("D3")
 @pytest.mark.promise(89)
 @pytest.mark.fault("M10")
-@pytest.mark.parametrize("told", [True, False], ids=["open", "no_open"])
+@pytest.mark.parametrize("reports_opens", [True, False], ids=["open", "no_open"])
 def test_any_number_may_wait_for_one_small_file(
-    slow: SlowSource, tree: Tree, tmp_path: Path, told: bool
+    slow: SlowSource, tree: Tree, tmp_path: Path, reports_opens: bool
 ) -> None:
     tree({"resident": SMALL, "small": SMALL})
-    with over(slow, tmp_path, no_open=not told) as made:
+    with over(slow, tmp_path, no_open=not reports_opens) as made:
         made.place("resident")
         ino = made.ino("small")
         slow.rules("hang open ^/small")
-        if told:
+        if reports_opens:
             waiting = [made.send_open(ino) for _ in range(MANY)]
         else:
             waiting = [made.send_read(ino, 0, 0, SMALL) for _ in range(MANY)]
         eventually(lambda: made.datapath.state().waiting == MANY, "all of them wait")
-        if told:
+        if reports_opens:
             others_are_served(made)
         else:
             resident = made.read(made.ino("resident"), 0, 0, SMALL)
@@ -110,13 +110,13 @@ def test_any_number_may_wait_for_one_small_file(
         slow.rules()
         answers = [made.answer(unique) for unique in waiting]
         assert {found.error for found in answers} == {0}
-        if not told:
+        if not reports_opens:
             assert {found.body for found in answers} == {made.content("small")}
         assert made.datapath.source_traffic().opens == 1
         assert made.datapath.state().waiting == 0
         made.datapath.served()
         made.datapath.taken(ino)
-        if told:
+        if reports_opens:
             handle, _, _ = wire.OPEN_OUT.unpack(answers[0].body)
             for _ in waiting:
                 made.release(ino, handle)
@@ -384,7 +384,7 @@ def test_python_is_notified_without_waiting_for_itself(made: Rig) -> None:
     ino = made.ino("small")
     handle, _, _ = made.open(ino)
     resident = made.ino("resident")
-    told = made.ask_often((1 << 16) - 1, Op.OPEN, resident, wire.OPEN_IN.pack(0, 0))
+    answer = made.ask_often((1 << 16) - 1, Op.OPEN, resident, wire.OPEN_IN.pack(0, 0))
     # The ring is full. A thread that has it waits; Python, which empties it, must not.
     assert made.datapath.outdate(ino)
     made.release(ino, handle)
@@ -395,7 +395,7 @@ def test_python_is_notified_without_waiting_for_itself(made: Rig) -> None:
     assert served[0][:2] == (ino, 0xFE)
     assert served[-1] == (ino, 0xFF, None)
     assert len(served) == (1 << 16) + 1
-    handle, _, _ = wire.OPEN_OUT.unpack(told.body)
+    handle, _, _ = wire.OPEN_OUT.unpack(answer.body)
     made.ask_often((1 << 16) - 1, Op.RELEASE, resident, wire.RELEASE_IN.pack(handle, 0, 0, 0))
     assert made.datapath.open_files() == 0
 
@@ -464,10 +464,10 @@ def test_rights_that_a_write_ends_are_taken_away_by_name(tree: Tree, tmp_path: P
         flags = 1 << 19 | 1 << 28
         body = wire.INIT_OUT.pack(7, 38, 1 << 20, flags, 12, 9, 1 << 20, 1, 256, 0, 0, 0)
         made.reply(passed, body)
-        told = wire.INIT_OUT.unpack(made.answer(unique).body)
-        assert told[3] & flags == 0
+        answer = wire.INIT_OUT.unpack(made.answer(unique).body)
+        assert answer[3] & flags == 0
         # Readers of the source keep their places in the background: there are as many as can be.
-        assert told[4] == 65535
+        assert answer[4] == 65535
 
 
 def test_nothing_is_answered_twice_under_interrupts(made: Rig, slow: SlowSource) -> None:
@@ -599,8 +599,8 @@ def test_no_message_is_larger_than_the_buffers(
         # Of libfuse 3.10 to 3.17: 80 bytes with the header.
         assert len(body) + 16 == 80
         made.reply(made.passed(), body)
-        told = wire.INIT_OUT.unpack(made.answer(unique).body)
-        assert (told[6], told[8]) == agreed
+        answer = wire.INIT_OUT.unpack(made.answer(unique).body)
+        assert (answer[6], answer[8]) == agreed
 
 
 @pytest.mark.finding("K5")

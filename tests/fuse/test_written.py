@@ -56,9 +56,9 @@ def created(made: Rig, fd: int, node: Ino = NEW, *, flags: int = 0) -> int:
     assert (passed.opcode, passed.node) == (Op.CREATE, 1)
     assert made.datapath.bind_written(node, fd, tier=1, create=True)
     made.reply_create(passed, node, flags=flags)
-    told = made.answer(unique)
-    assert told.error == 0 and len(told.body) == 128 + wire.OPEN_OUT.size
-    handle, seen, backing = wire.OPEN_OUT.unpack_from(told.body, 128)
+    answer = made.answer(unique)
+    assert answer.error == 0 and len(answer.body) == 128 + wire.OPEN_OUT.size
+    handle, seen, backing = wire.OPEN_OUT.unpack_from(answer.body, 128)
     assert handle & wire.HANDLE_FAST and handle & wire.HANDLE_BOUND
     assert (seen, backing) == (flags, 0)
     return int(handle)
@@ -104,9 +104,9 @@ def test_a_created_file_is_written_read_and_counted_without_python(made: Rig, fd
     assert made.datapath.open_files() == 1
     whole = contents("whole", 3 * BLOCK + 5)
     for offset in range(0, len(whole), BLOCK):
-        told = made.write(NEW, handle, offset, whole[offset : offset + BLOCK])
-        assert told.error == 0
-        assert wire.WRITE_OUT.unpack(told.body)[0] == len(whole[offset : offset + BLOCK])
+        answer = made.write(NEW, handle, offset, whole[offset : offset + BLOCK])
+        assert answer.error == 0
+        assert wire.WRITE_OUT.unpack(answer.body)[0] == len(whole[offset : offset + BLOCK])
     assert made.datapath.written(NEW) == 4
     assert os.pread(fd, len(whole) + 1, 0) == whole
     assert made.read(NEW, handle, 3 * BLOCK, BLOCK).body == whole[3 * BLOCK :]
@@ -255,7 +255,7 @@ def test_a_creation_that_fails_opens_nothing(made: Rig, fd: int, bound: bool) ->
 def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
     made: Rig, fd: int, killed: int
 ) -> None:
-    told: list[Served] = []
+    seen: list[Served] = []
     for bound in (True, False):
         unique = made.send_create(b"new", pid=killed)
         passed = made.passed()
@@ -264,8 +264,8 @@ def test_a_file_whose_creator_is_killed_meanwhile_is_closed_again(
         if bound:
             assert made.datapath.bind_written(NEW, fd, tier=1, create=True)
         made.reply_create(passed, NEW)
-        eventually(lambda: bool(told.extend(made.datapath.served()) or told), "Python is notified")
-        assert told.pop() == (NEW, ABANDONED, None)
+        eventually(lambda: bool(seen.extend(made.datapath.served()) or seen), "Python is notified")
+        assert seen.pop() == (NEW, ABANDONED, None)
         assert made.datapath.open_files() == 0
         made.datapath.release_written(NEW)
 
@@ -437,8 +437,8 @@ def test_to_unbind_waits_for_what_is_under_way(made: Rig, tmp_path: Path, operat
         eventually(is_pythons, "it has begun to unbind")
         assert waiting.is_alive() and results == []
         slow.rules()
-        told = made.answer(unique)
-        assert told.error == 0
+        answer = made.answer(unique)
+        assert answer.error == 0
         waiting.join(20)
         assert results == [True]
         assert made.datapath.written(NEW) >= (operation == "write")
@@ -455,9 +455,9 @@ def test_room_is_reserved_and_holes_are_made_and_found(made: Rig, fd: int) -> No
         return made.ask(Op.FALLOCATE, NEW, body).error
 
     def seek(offset: int, whence: int) -> int | None:
-        told = made.ask(Op.LSEEK, NEW, wire.LSEEK_IN.pack(handle, offset, whence, 0))
-        assert told.error in (0, errno.ENXIO)
-        return None if told.error else int(wire.LSEEK_OUT.unpack(told.body)[0])
+        answer = made.ask(Op.LSEEK, NEW, wire.LSEEK_IN.pack(handle, offset, whence, 0))
+        assert answer.error in (0, errno.ENXIO)
+        return None if answer.error else int(wire.LSEEK_OUT.unpack(answer.body)[0])
 
     assert fallocate(0, BLOCK) == 0
     assert os.fstat(fd).st_size == BLOCK and os.fstat(fd).st_blocks * 512 >= BLOCK
@@ -483,20 +483,20 @@ def test_nothing_makes_the_kernel_forget_that_files_have_holes(made: Rig, fd: in
     handle, _, _ = made.open(a)
     made.residency.mark_differing(made.ino("b"))
     for ino, fh in ((a, handle), (a, a), (made.ino("b"), 5), (Ino(NEW + 1), NEW + 1), (Ino(1), 1)):
-        told = made.ask(Op.FALLOCATE, ino, wire.FALLOCATE_IN.pack(fh, 0, 10, 0, 0))
-        assert told.error == errno.EOPNOTSUPP
+        answer = made.ask(Op.FALLOCATE, ino, wire.FALLOCATE_IN.pack(fh, 0, 10, 0, 0))
+        assert answer.error == errno.EOPNOTSUPP
     for offset, whence, found in (
         (5, os.SEEK_DATA, 5),
         (5, os.SEEK_HOLE, SIZE),
         (SIZE, os.SEEK_DATA, None),
         (SIZE, os.SEEK_HOLE, None),
     ):
-        told = made.ask(Op.LSEEK, a, wire.LSEEK_IN.pack(handle, offset, whence, 0))
-        assert told.error == (errno.ENXIO if found is None else 0)
-        assert found is None or wire.LSEEK_OUT.unpack(told.body)[0] == found
+        answer = made.ask(Op.LSEEK, a, wire.LSEEK_IN.pack(handle, offset, whence, 0))
+        assert answer.error == (errno.ENXIO if found is None else 0)
+        assert found is None or wire.LSEEK_OUT.unpack(answer.body)[0] == found
     for ino, whence in ((a, os.SEEK_SET), (made.ino("b"), os.SEEK_DATA), (NEW, os.SEEK_HOLE)):
-        told = made.ask(Op.LSEEK, ino, wire.LSEEK_IN.pack(1, 0, whence, 0))
-        assert told.error == errno.EINVAL
+        answer = made.ask(Op.LSEEK, ino, wire.LSEEK_IN.pack(1, 0, whence, 0))
+        assert answer.error == errno.EINVAL
     assert made.is_quiet(0)
 
 
@@ -537,8 +537,8 @@ def test_names_in_a_directory_that_was_made_are_pythons_to_find(made: Rig) -> No
         made.send(opcode, NEW, body)
         assert (made.passed().opcode, made.is_quiet(0)) == (opcode, True)
     # One that Python began at a name of its own ends here when the directory is the snapshot's.
-    told = made.ask(Op.READDIRPLUS, 1, wire.READ_IN.pack(0, WRITTEN_INO + 1, 4096, 0, 0, 0, 0))
-    assert (told.error, told.body) == (0, b"")
+    answer = made.ask(Op.READDIRPLUS, 1, wire.READ_IN.pack(0, WRITTEN_INO + 1, 4096, 0, 0, 0, 0))
+    assert (answer.error, answer.body) == (0, b"")
 
 
 # -- agreements and limits -------------------------------------------------------------------------
@@ -551,8 +551,8 @@ def test_a_write_is_never_larger_than_what_python_can_be_given(
     """An ordinary user has as much room between the two as the machine allows."""
     monkeypatch.setattr(datapath, "_SOCKET_BYTES", room)
     with rig(tree({}), tmp_path) as made:
-        told = made.init(wire.INIT_HANDLE_KILLPRIV)
-        flags, largest = told[3], told[6]
+        reply = made.init(wire.INIT_HANDLE_KILLPRIV)
+        flags, largest = reply[3], reply[6]
         assert not flags & wire.INIT_HANDLE_KILLPRIV
         assert 4096 <= largest <= min(2 * room, BLOCK) and largest % 4096 == 0
         assert largest == BLOCK or room < BLOCK
@@ -719,12 +719,12 @@ def test_many_objects_are_known_and_forgotten_in_any_order(made: Rig, closed: Pa
 def test_opens_while_the_object_is_taken_back_are_pythons_or_read_its_bytes(
     made: Rig, closed: Path
 ) -> None:
-    told, done = [], threading.Event()
+    message, done = [], threading.Event()
 
     def opening() -> None:
         while not done.is_set():
             unique = made.send_open(NEW)
-            told.append(made.answer(unique))
+            message.append(made.answer(unique))
 
     def python() -> None:
         while not done.is_set():
@@ -741,7 +741,7 @@ def test_opens_while_the_object_is_taken_back_are_pythons_or_read_its_bytes(
     done.set()
     for thread in threads:
         thread.join()
-    for answer in told:
+    for answer in message:
         if answer.error == 0:
             handle, _, _ = wire.OPEN_OUT.unpack(answer.body)
             assert made.read(NEW, handle, 0, 100).body == b"0123456789"

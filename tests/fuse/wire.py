@@ -170,9 +170,9 @@ def parse_answer(message: bytes) -> Answer:
 
 
 def parse_stat(body: bytes, offset: int = 0) -> Stat:
-    told = ATTR.unpack_from(body, offset)
-    ino, size, blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns = told[:9]
-    mode, nlink, uid, gid, rdev, blksize = told[9:15]
+    fields = ATTR.unpack_from(body, offset)
+    ino, size, blocks, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns = fields[:9]
+    mode, nlink, uid, gid, rdev, blksize = fields[9:15]
     return Stat(
         ino=ino,
         size=size,

@@ -47,7 +47,7 @@ class Season:
         if failure is None:
             return seed, took, ""
         found = shrink(plan, failure, where, self._own.workers, seconds=self._shrink_s)
-        return seed, took, f"{failure}\nshort: {found.told()}"
+        return seed, took, f"{failure}\nshort: {found.report()}"
 
     def all(self, seeds: range, jobs: int) -> Iterator[tuple[int, float, str]]:
         with ThreadPoolExecutor(jobs) as pool:
@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> int:
         tempfile.TemporaryDirectory(prefix="model-", dir=options.directory) as directory,
         Season(Path(directory), mode=options.mode, shrink_s=options.shrink) as season,
     ):
-        for done, (seed, took, told) in enumerate(season.all(seeds, options.jobs), start=1):
+        for done, (seed, took, failure_text) in enumerate(season.all(seeds, options.jobs), start=1):
             slowest = max(slowest, (took, seed))
-            if told:
+            if failure_text:
                 failed.append(seed)
-                print(f"\nseed {seed} failed: {told}", flush=True)
+                print(f"\nseed {seed} failed: {failure_text}", flush=True)
             if living or done % 25 == 0 or done == options.count:
                 rate = done / (time.monotonic() - began)
                 line = f"{done} of {options.count} seeds, {len(failed)} failed, {rate:.2f} a second"

@@ -2,7 +2,8 @@
 
 All modules are loaded once; each command then runs in a fork of this process, from the same entry
 and with a daemon of its own, as ``monarch ARGUMENTS`` would. A command is a line of JSON,
-``{"arguments": [...], "environment": {...}}``, and so is the reply, ``{"code": 0, "told": "..."}``.
+``{"arguments": [...], "environment": {...}}``, and so is the reply,
+``{"code": 0, "output": "..."}``.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ def _load() -> None:
 
 def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """One command in a fork: its exit code and what it wrote."""
-    with tempfile.TemporaryFile() as told:
+    with tempfile.TemporaryFile() as output:
         pid = os.fork()
         if pid == 0:
             code = 70
             try:
                 os.environ.update(environment)
-                os.dup2(told.fileno(), 1)
-                os.dup2(told.fileno(), 2)
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 sys.argv = ["monarch", *arguments]
                 code = main()
@@ -41,13 +42,13 @@ def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, str]:
             finally:
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
-        told.seek(0)
-        return os.waitstatus_to_exitcode(status), told.read().decode(errors="replace")
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status), output.read().decode(errors="replace")
 
 
 if __name__ == "__main__":
     _load()
     for line in sys.stdin:
         request = json.loads(line)
-        code, told = run(request["arguments"], request["environment"])
-        print(json.dumps({"code": code, "told": told}), flush=True)
+        code, output = run(request["arguments"], request["environment"])
+        print(json.dumps({"code": code, "output": output}), flush=True)

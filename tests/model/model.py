@@ -41,13 +41,13 @@ class Moment:
 
     current: int
     floor: int
-    told: int
+    shown: int
 
 
 @dataclass(slots=True)
 class File:
-    """``floor`` is the oldest version that an open may be served, ``told`` the oldest that ``stat``
-    may show, ``snapped`` the oldest that the snapshot may hold.
+    """``floor`` is the oldest version that an open may be served, ``shown`` the oldest that
+    ``stat`` may show, ``snapped`` the oldest that the snapshot may hold.
 
     ``known``: the mount has the name. ``read_from`` is the oldest version that may have been read
     since the mount.
@@ -57,7 +57,7 @@ class File:
     versions: list[Version] = field(default_factory=list)
     floor: int = 0
     floor_at_mount: int = 0
-    told: int = 0
+    shown: int = 0
     snapped: int = 0
     known: bool = False
     read_from: int | None = None
@@ -92,11 +92,11 @@ class Handle:
 
 
 class Model:
-    """``opens_are_told`` is False with ``open: none``; files up to ``inline_max`` are fetched
+    """``opens_are_reported`` is False with ``open: none``; files up to ``inline_max`` are fetched
     whole."""
 
-    def __init__(self, *, opens_are_told: bool, inline_max: int) -> None:
-        self._opens_are_told = opens_are_told
+    def __init__(self, *, opens_are_reported: bool, inline_max: int) -> None:
+        self._opens_are_reported = opens_are_reported
         self._inline_max = inline_max
         self.files: dict[str, File] = {}
         self._was_mounted = False
@@ -108,7 +108,7 @@ class Model:
 
     def now(self) -> dict[str, Moment]:
         return {
-            name: Moment(file.current, file.floor, file.told) for name, file in self.files.items()
+            name: Moment(file.current, file.floor, file.shown) for name, file in self.files.items()
         }
 
     # -- the mount -----------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Model:
                 # A file that appears now was not there, so no older version is possible.
                 file.snapped = before[name].current
             file.known = name in names
-            file.told = file.snapped
+            file.shown = file.snapped
             file.read_from = None
             file.floor_at_mount = file.floor
         self._was_mounted = True
@@ -145,7 +145,7 @@ class Model:
     def compared(self, name: str, number: int) -> None:
         """The mount has compared its copy with this version of the source, or has none."""
         file = self.files[name]
-        if not self._opens_are_told and file.versions[file.floor].content == b"":
+        if not self._opens_are_reported and file.versions[file.floor].content == b"":
             return  # the kernel does not ask for the bytes of an empty file
         file.floor = max(file.floor, number)
 
@@ -159,7 +159,7 @@ class Model:
             return None
         self._require_known(file)
         handle = self._handle(file, before)
-        if self._opens_are_told:
+        if self._opens_are_reported:
             if before.current == file.current:
                 contents = {n: file.versions[n].content or b"" for n in handle.candidates}
                 handle.candidates = {n for n, content in contents.items() if len(content) == size}
@@ -182,7 +182,7 @@ class Model:
         if before.current == file.current:
             handle.loose = False
         self.read(handle, before, 0, None, content, number)
-        alone = self._opens_are_told and before.current == file.current and not number
+        alone = self._opens_are_reported and before.current == file.current and not number
         if alone and size != len(content):
             raise Wrong(f"26: {name}: fstat tells {size} bytes, {len(content)} were read")
         return handle
@@ -191,7 +191,7 @@ class Model:
         versions = range(before.floor, file.current + 1)
         there = {n for n in versions if file.versions[n].content is not None}
         loose = any(len(file.versions[n].content or b"") > self._inline_max for n in there)
-        return Handle(file, there, file.current, self._opens_are_told, loose)
+        return Handle(file, there, file.current, self._opens_are_reported, loose)
 
     def _require_known(self, file: File) -> None:
         if not file.known:
@@ -210,7 +210,7 @@ class Model:
     def _may_be_stale(self, file: File, before: Moment) -> bool:
         """ESTALE is for a file that changes all the time, and with ``open: none`` for one that has
         changed since it was read, or whose mode or size is another (40)."""
-        if self._opens_are_told:
+        if self._opens_are_reported:
             return before.current < file.current
         since = [v for v in file.versions[file.snapped :] if v.content is not None]
         if len({(version.mode, len(version.content or b"")) for version in since}) > 1:
@@ -220,7 +220,7 @@ class Model:
     def _seen(self, file: File, number: int) -> None:
         """An open from now on sees this version or a newer one, and so does ``stat``."""
         file.floor = max(file.floor, number)
-        file.told = max(file.told, number)
+        file.shown = max(file.shown, number)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Model:
         elif (got or not number) and not self._is_patchwork(
             handle, offset, end, got, complete=not number
         ):
-            raise Wrong(f"1: {self._told(handle, offset, end, got)}")
+            raise Wrong(f"1: {self._describe(handle, offset, end, got)}")
         if number:
             self._read_failed(handle, before, number)
         elif size is None and before.current == file.current and handle.opened == file.current:
@@ -266,11 +266,11 @@ class Model:
             return
         changed = file.current > handle.opened or before.current < file.current
         if number in (errno.ESTALE, errno.EFAULT):
-            if not self._opens_are_told and self._may_be_stale(file, before):
+            if not self._opens_are_reported and self._may_be_stale(file, before):
                 return
             if handle.loose and changed:
                 return
-        if number == errno.ENOENT and not self._opens_are_told:
+        if number == errno.ENOENT and not self._opens_are_reported:
             # The open was not reported: it is the first read that finds nothing.
             changes = range(handle.opened, file.current + 1)
             if file.absent(changes):
@@ -306,7 +306,7 @@ class Model:
             place += step
         return True
 
-    def _told(self, handle: Handle, offset: int, end: int | None, got: bytes) -> str:
+    def _describe(self, handle: Handle, offset: int, end: int | None, got: bytes) -> str:
         """What the wrong bytes are, as far as that can be found out."""
         file = handle.file
         known = [
@@ -334,7 +334,7 @@ class Model:
 
     # -- names and attributes ---------------------------------------------------------------------
 
-    def told(self, name: str, before: Moment, answer: tuple[int, int, int, int]) -> None:
+    def stated(self, name: str, before: Moment, answer: tuple[int, int, int, int]) -> None:
         """What ``stat`` said."""
         number, *times = answer
         file = self.files[name]
@@ -342,13 +342,13 @@ class Model:
             self._failed(file, before, number)
             return
         self._require_known(file)
-        may = file.versions[before.told :]
+        may = file.versions[before.shown :]
         if tuple(times) in [version.times for version in may]:
             return
         # Attributes change one after the other; a reader in between has seen some of each.
         if not any(version.restless for version in may):
             whose = [n for n, v in enumerate(file.versions) if v.times == tuple(times)]
-            raise Wrong(f"26: stat of {name} shows version {whose}, not {before.told} or later")
+            raise Wrong(f"26: stat of {name} shows version {whose}, not {before.shown} or later")
 
     def listed(
         self, directory: str, before: Mapping[str, Moment], answer: tuple[int, list[str]]
@@ -363,19 +363,19 @@ class Model:
                 continue
             if file is None or not file.known:
                 raise Wrong(f"28: {name} is listed, and was not there when the mount looked")
-            if before[name].told == file.current and file.content is None:
+            if before[name].shown == file.current and file.content is None:
                 raise Wrong(f"26: {name} is listed, and was found gone")
             here.discard(name)
         for name in here:
             file = self.files[name]
-            if file.known and not file.absent(range(before[name].told, file.current + 1)):
+            if file.known and not file.absent(range(before[name].shown, file.current + 1)):
                 raise Wrong(f"10: {name} is not listed")
 
-    def digest(self, name: str, digests: Mapping[int, str], told: str) -> None:
+    def digest(self, name: str, digests: Mapping[int, str], shown: str) -> None:
         """``user.monarch.digest`` (30), where ``digests`` are those of all versions."""
         file = self.files[name]
-        if told not in [digests[n] for n in range(file.floor, file.current + 1) if n in digests]:
-            whose = [n for n, digest in digests.items() if digest == told]
+        if shown not in [digests[n] for n in range(file.floor, file.current + 1) if n in digests]:
+            whose = [n for n, digest in digests.items() if digest == shown]
             raise Wrong(
                 f"30: the digest of {name} is that of {whose}, not of {file.floor} or later"
             )

@@ -72,9 +72,9 @@ class Player:
         self._plan = plan
         self._settings = plan.settings
         self._rig = made
-        self._told = plan.settings.mode != "no_open"
+        self._opens_are_reported = plan.settings.mode != "no_open"
         small = 64 * _KiB if "limits.inline_max=64KiB" in plan.settings.options else 4096 * _KiB
-        self._model = Model(opens_are_told=self._told, inline_max=small)
+        self._model = Model(opens_are_reported=self._opens_are_reported, inline_max=small)
         self._handles: dict[tuple[int, int], Handle] = {}
         self._dice = random.Random(plan.seed)
         # Bytes differ from version to version, not from run to run.
@@ -312,7 +312,7 @@ class Player:
     def _ask_stat(self, before: dict[str, Moment], reader: int, name: str) -> Callable[[Any], None]:
         self._needs_mount(before)
         self._rig.reader(reader).send("stat", self._path(name))
-        return lambda answer: self._model.told(name, before[name], answer)
+        return lambda answer: self._model.stated(name, before[name], answer)
 
     def _ask_list(self, before: dict[str, Moment], reader: int) -> Callable[[Any], None]:
         self._needs_mount(before)
@@ -326,7 +326,7 @@ class Player:
         try:
             digest = os.getxattr(path, "user.monarch.digest").decode()
         except OSError as error:
-            absent = file.absent(range(file.told, file.current + 1))
+            absent = file.absent(range(file.shown, file.current + 1))
             if error.errno == errno.ENODATA or (error.errno == errno.ENOENT and absent):
                 return
             if error.errno == errno.ENOENT and not file.known:
@@ -375,7 +375,7 @@ class Player:
         )
         for name, moment in self._model.now().items():
             # With ``open: none`` the kernel may have pages of a file without a copy.
-            if self._told or self._rig.copy_of(name) is not None:
+            if self._opens_are_reported or self._rig.copy_of(name) is not None:
                 self._model.compared(name, moment.current)
 
     def _quiet(self, evict: bool) -> None:
@@ -384,19 +384,19 @@ class Player:
         self._close_all()
         self._rig.settle()
         self._rig.closed()
-        told = self._rig.account()
-        if told["state"] != "serving":
-            raise Wrong(f"the daemon is {told['state']}")
+        report = self._rig.account()
+        if report["state"] != "serving":
+            raise Wrong(f"the daemon is {report['state']}")
         if not self._damaged:
             wait_until(self._agree, "the accounts agree with the files in the tiers")
         if evict:
             self._rig.ask("evict", paths=[])
-            told = self._rig.settle()
-            for tier in told["tiers"]:
+            report = self._rig.settle()
+            for tier in report["tiers"]:
                 if tier["used"] or tier["reserved"] or tier["files"]:
                     raise Wrong(f"all was evicted, and yet: {tier}")
             self._damaged = bool(self._rig.strangers())
-            if self._told:
+            if self._opens_are_reported:
                 for name, moment in self._model.now().items():
                     self._model.compared(name, moment.current)
         self._rig.check_log()

@@ -135,8 +135,8 @@ def main() -> None:
     while head := commands.read(4):
         name, *arguments = marshal.loads(commands.read(int.from_bytes(head, "little")))
         answer: Any = getattr(reader, name)(*arguments)
-        told = marshal.dumps(answer)
-        answers.write(len(told).to_bytes(4, "little") + told)
+        raw = marshal.dumps(answer)
+        answers.write(len(raw).to_bytes(4, "little") + raw)
         answers.flush()
 
 

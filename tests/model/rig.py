@@ -73,9 +73,9 @@ class Workers:
         self._forge.stdin.flush()
         answer = json.loads(self._forge.stdout.readline())
         if answer["code"]:
-            raise Wrong(f"monarch {arguments[0]}: exit code {answer['code']}: {answer['told']}")
-        told: str = answer["told"]
-        return told
+            raise Wrong(f"monarch {arguments[0]}: exit code {answer['code']}: {answer['output']}")
+        output: str = answer["output"]
+        return output
 
     def reset(self) -> None:
         """Readers close what they have open."""
@@ -246,16 +246,16 @@ class Rig:
 
     def settle(self) -> dict[str, Any]:
         """Wait until nothing is on its way to a tier."""
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
 
         def quiet() -> bool:
-            told.update(self.account())
-            waiting = told["copies"]["queued"] + told["copies"]["running"]
+            report.update(self.account())
+            waiting = report["copies"]["queued"] + report["copies"]["running"]
             # What finds a full disk rests, longer and longer.
-            return not waiting and (bool(self._settings.disk) or not told["residency"]["wanted"])
+            return not waiting and (bool(self._settings.disk) or not report["residency"]["wanted"])
 
         wait_until(quiet, "no copy is under way")
-        return told
+        return report
 
     def closed(self) -> None:
         """Wait until the daemon, too, has closed what its readers have."""

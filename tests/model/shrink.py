@@ -23,7 +23,7 @@ class Found:
     failure: Failure
     again: int
 
-    def told(self) -> str:
+    def report(self) -> str:
         log = "\n".join(self.failure.log.splitlines()[-_LOG_LINES:])
         return (
             f"{self.failure}\nshown by {self.again} of {_TRIES} plays;"

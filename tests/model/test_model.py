@@ -37,7 +37,7 @@ def workers() -> Iterator[Workers]:
 def fail(plan: Plan, failure: Failure | None, directory: Path, workers: Workers) -> None:
     if failure is not None:
         found = shrink(plan, failure, directory, workers, seconds=SHRINK_S)
-        pytest.fail(f"{failure}\nshort: {found.told()}", pytrace=False)
+        pytest.fail(f"{failure}\nshort: {found.report()}", pytrace=False)
 
 
 @pytest.mark.fault("S4", "S5", "S6", "T1", "T4", "T5", "T6", "M2")
@@ -85,9 +85,9 @@ def test_a_failure_becomes_short(workers: Workers, tmp_path: Path) -> None:
 # -- the model itself ------------------------------------------------------------------------------
 
 
-def model(*contents: bytes | None, opens_are_told: bool = True) -> Model:
+def model(*contents: bytes | None, opens_are_reported: bool = True) -> Model:
     """One file, ``f``, that is mounted in its first version and has since had the others."""
-    made = Model(opens_are_told=opens_are_told, inline_max=100)
+    made = Model(opens_are_reported=opens_are_reported, inline_max=100)
     made.changed("f", version(contents[0], 0))
     made.mounted({"f"}, made.now(), looks=True, refreshed=False)
     for number, content in enumerate(contents[1:], start=1):
@@ -148,18 +148,18 @@ def test_the_model_finds_an_enoent_for_what_is_there_and_takes_it_for_what_is_no
 
 
 def test_the_model_takes_estale_only_where_it_is_promised() -> None:
-    made = model(b"old", b"new", opens_are_told=False)
+    made = model(b"old", b"new", opens_are_reported=False)
     whole(made, b"old")
     made.read_whole("f", made.now()["f"], (errno.ESTALE, 0, b"", 0))
-    told = model(b"old", b"new")
+    reporting = model(b"old", b"new")
     with pytest.raises(Wrong, match="ESTALE"):
-        told.read_whole("f", told.now()["f"], (errno.ESTALE, 0, b"", 0))
+        reporting.read_whole("f", reporting.now()["f"], (errno.ESTALE, 0, b"", 0))
 
 
 def test_the_model_finds_attributes_of_a_version_that_was_left_behind() -> None:
     made = model(b"old", b"new")
-    made.told("f", made.now()["f"], (0, 3, 0, 0))
+    made.stated("f", made.now()["f"], (0, 3, 0, 0))
     whole(made, b"new")
-    made.told("f", made.now()["f"], (0, 3, 1, 1))
+    made.stated("f", made.now()["f"], (0, 3, 1, 1))
     with pytest.raises(Wrong, match="26: stat of f"):
-        made.told("f", made.now()["f"], (0, 3, 0, 0))
+        made.stated("f", made.now()["f"], (0, 3, 0, 0))

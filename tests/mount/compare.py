@@ -32,7 +32,7 @@ def opened(path: Path | bytes, *, beneath: int | None = None) -> Iterator[int]:
         os.close(fd)
 
 
-def told(name: bytes, *, beneath: int) -> tuple[object, ...]:
+def attributes_of(name: bytes, *, beneath: int) -> tuple[object, ...]:
     """The results of lstat and readlink for an entry, without its number and its access time."""
     status = os.stat(name, dir_fd=beneath, follow_symlinks=False)
     target = os.readlink(name, dir_fd=beneath) if stat.S_ISLNK(status.st_mode) else b""
@@ -63,7 +63,7 @@ def differences(source: int, mount: int, *, path: bytes = b".") -> list[str]:
         found.append(f"{path!r}: other names")
     for name in names:
         here = path + b"/" + name
-        expected, seen = told(name, beneath=source), told(name, beneath=mount)
+        expected, seen = attributes_of(name, beneath=source), attributes_of(name, beneath=mount)
         if expected != seen:
             found.append(f"{here!r}: {seen} instead of {expected}")
         mode = os.stat(name, dir_fd=source, follow_symlinks=False).st_mode
@@ -78,7 +78,7 @@ def differences(source: int, mount: int, *, path: bytes = b".") -> list[str]:
 def assert_equal_trees(source: Path, mount: Path) -> None:
     """The same names, attributes, targets and bytes, the roots' own included."""
     with opened(source) as source_fd, opened(mount) as mount_fd:
-        assert told(b".", beneath=source_fd) == told(b".", beneath=mount_fd)
+        assert attributes_of(b".", beneath=source_fd) == attributes_of(b".", beneath=mount_fd)
         assert differences(source_fd, mount_fd) == []
 
 

@@ -31,15 +31,15 @@ def account(mounted: Mounted) -> dict[str, Any]:
 
 def settled(mounted: Mounted, *, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
     """Wait until nothing is on its way to a tier; the account then."""
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
 
     def quiet() -> bool:
-        told.update(account(mounted))
-        copies = told["copies"]
-        return not (copies["queued"] or copies["running"] or told["residency"]["wanted"])
+        report.update(account(mounted))
+        copies = report["copies"]
+        return not (copies["queued"] or copies["running"] or report["residency"]["wanted"])
 
     wait_until(quiet, "no copy is under way", timeout_s=timeout_s)
-    return told
+    return report
 
 
 def ended(pid: int) -> bool:
@@ -140,15 +140,15 @@ def flip_bit(path: Path, offset: int = 0) -> None:
 
 def accounts_agree(mounted: Mounted) -> None:
     """The bytes that the daemon counts as used and resident are those of the files in its tiers."""
-    told = settled(mounted)
+    report = settled(mounted)
     on_disk = copies(mounted)
-    for tier in told["tiers"]:
+    for tier in report["tiers"]:
         files = on_disk[tier["name"]]
         assert tier["files"] == len(files), tier["name"]
         assert tier["used"] == sum(path.stat().st_size for path in files.values()), tier["name"]
         assert tier["reserved"] == 0, tier["name"]
         assert tier["free"] == tier["capacity"] - tier["used"], tier["name"]
-    assert told["residency"]["files"] == sum(len(files) for files in on_disk.values())
+    assert report["residency"]["files"] == sum(len(files) for files in on_disk.values())
     assert mounted.stages() == []
 
 

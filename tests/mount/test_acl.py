@@ -24,7 +24,7 @@ from monarch.namespace.refresh import refresh
 from monarch.namespace.schema import ACL_SHIFT, INODES, META, RECORD, seal, unseal
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import append_trailer
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.slowfs import SlowSource
 from tests.faults.conftest import slow
 from tests.mount.command import needs_root
@@ -123,7 +123,7 @@ def xattrs(path: Path) -> dict[str, bytes]:
 
 @needs_root
 @pytest.mark.promise(20, 26)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_list_that_changes_at_the_source_decides_when_the_file_is_opened_next(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
@@ -240,14 +240,14 @@ def test_a_snapshot_has_the_lists_and_knows_when_they_change(tree: Tree, tmp_pat
     source, file = guarded(tree), tmp_path / "snapshot"
     os.setxattr(source, ACCESS, acl(0o755, (NAMED_USER, ALICE, 5), group=5))
     os.link(source / "named", source / "zz linked")
-    told = build(source, file)
+    built = build(source, file)
     with Snapshot.open(file) as snapshot:
         found = dict(lists_of(snapshot))
         assert found.keys() == {
             *(b"", b"named", b"denied", b"masked", b"team", b"group", b"for alice", b"closed"),
             b"for alice/inherits",
         }
-        assert told.acls == len(found)
+        assert built.acls == len(found)
         assert verify(source, snapshot) == verify(source, snapshot, sample=100) == []
     times = os.stat(source / "closed")
     os.setxattr(source / "closed", ACCESS, acl(0o705, (NAMED_USER, BOB, 0), group=5))
@@ -273,8 +273,8 @@ def test_one_list_of_many_files_is_kept_once(tree: Tree, tmp_path: Path) -> None
     for number in range(300):
         (source / f"d/{number}").write_bytes(b"")
         (source / f"d/{number}").chmod(0o600 + number % 8)
-    told = build(source, tmp_path / "snapshot")
-    assert (told.acls, told.acl_values) == (301, 2)
+    built = build(source, tmp_path / "snapshot")
+    assert (built.acls, built.acl_values) == (301, 2)
 
 
 def test_the_slow_way_of_reading_lists_finds_the_same(
@@ -301,9 +301,9 @@ def test_a_source_without_lists_is_asked_once_for_all_its_entries(
     # Here the kernel keeps no attributes: each look is a call that is counted.
     with SlowSource(source, tmp_path / "without", attribute_s=0) as slow:
         before = slow.counters()["getattr"]
-        told = build(slow.path, tmp_path / "snapshot")
+        built = build(slow.path, tmp_path / "snapshot")
         looks = slow.counters()["getattr"] - before
-    assert told.acls == 0
+    assert built.acls == 0
     entries = 1 + 2 * directories
     assert looks < 3 * entries + 10
 
@@ -334,9 +334,9 @@ def make_older(file: Path) -> None:
     """Make a snapshot one of version 1, which has no lists."""
     with lmdb.open(str(file), subdir=False, lock=False) as environment:
         with environment.begin(write=True) as transaction:
-            told = json.loads(bytes(unseal(META, transaction.get(META), where="")))
-            del told["acls"], told["acl_values"], told["newest_ns"]
-            transaction.put(META, seal(META, json.dumps({**told, "version": 1}).encode()))
+            report = json.loads(bytes(unseal(META, transaction.get(META), where="")))
+            del report["acls"], report["acl_values"], report["newest_ns"]
+            transaction.put(META, seal(META, json.dumps({**report, "version": 1}).encode()))
             blocks = [(key, bytes(value)) for key, value in transaction.cursor()]
             for key, value in blocks:
                 if len(key) == len(INODES) + 4 and key.startswith(INODES):

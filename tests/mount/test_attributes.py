@@ -238,12 +238,14 @@ def test_the_mount_tells_its_size_and_how_long_names_may_be(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
     mounted = monarch.mount(tree({"a": 10_000, "b": 1, "c": b""}))
-    told = os.statvfs(mounted.path)
-    assert told.f_namemax == 255
-    assert told.f_files == 4
-    assert told.f_blocks * told.f_frsize == 12_288
-    assert (told.f_bfree, told.f_bavail, told.f_ffree) == (0, 0, 0)
-    assert told.f_flag & os.ST_RDONLY and told.f_flag & os.ST_NOSUID and told.f_flag & os.ST_NODEV
+    space = os.statvfs(mounted.path)
+    assert space.f_namemax == 255
+    assert space.f_files == 4
+    assert space.f_blocks * space.f_frsize == 12_288
+    assert (space.f_bfree, space.f_bavail, space.f_ffree) == (0, 0, 0)
+    assert (
+        space.f_flag & os.ST_RDONLY and space.f_flag & os.ST_NOSUID and space.f_flag & os.ST_NODEV
+    )
 
 
 def test_access_answers_as_at_the_source_but_for_writing(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.slowfs import SlowSource
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import RESTED_S, account, settled, wait_until
@@ -139,7 +139,7 @@ def test_without_opens_a_change_before_the_first_read_gives_the_new_bytes_whole(
     assert (mounted.path / "file").stat().st_size == len(expected)
 
 
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_a_change_before_the_first_open_gives_the_new_bytes_at_once(
     monarch: MonarchCommand, tree: Tree, size: int
@@ -238,7 +238,7 @@ def test_with_freshness_never_a_resident_file_stays_as_it_was_copied(
 
 @pytest.mark.fault("S4")
 @pytest.mark.promise(27, 28)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_with_a_ttl_a_change_is_noticed_while_mounted(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"file": SMALL})
     mounted = monarch.mount(source, options=["snapshot.freshness=ttl:1s"])
@@ -253,7 +253,7 @@ def test_with_a_ttl_a_change_is_noticed_while_mounted(monarch: MonarchCommand, t
 
 @pytest.mark.fault("S4")
 @pytest.mark.promise(5, 26)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_resident_file_that_changes_while_it_is_open_is_served_whole_until_it_is_closed(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -282,7 +282,7 @@ def test_a_resident_file_that_changes_while_it_is_open_is_served_whole_until_it_
 
 @pytest.mark.fault("S4")
 @pytest.mark.promise(1, 26)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_an_open_file_keeps_its_version_and_the_next_open_has_the_new_one(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -302,7 +302,7 @@ def test_an_open_file_keeps_its_version_and_the_next_open_has_the_new_one(
 
 
 @pytest.mark.fault("S6")
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_truncated_while_it_is_read_ends_early(monarch: MonarchCommand, tree: Tree) -> None:
     source = tree({"large": 40_000_000})
     old = (source / "large").read_bytes()
@@ -318,7 +318,7 @@ def test_a_file_truncated_while_it_is_read_ends_early(monarch: MonarchCommand, t
 
 @pytest.mark.fault("S5")
 @pytest.mark.promise(26)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_deleted_file_is_enoent_and_leaves_the_listing(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -360,7 +360,7 @@ def test_a_resident_file_deleted_at_the_source_is_enoent_after_the_next_mount(
 
 
 @pytest.mark.fault("S5")
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_deleted_while_it_is_open_can_be_read_to_its_end(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -380,7 +380,7 @@ def test_a_file_deleted_while_it_is_open_can_be_read_to_its_end(
 
 @pytest.mark.fault("S4")
 @pytest.mark.promise(1)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_rewritten_while_it_is_open_is_not_mixed_at_the_next_open(
     monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -398,7 +398,7 @@ def test_a_file_rewritten_while_it_is_open_is_not_mixed_at_the_next_open(
 
 @pytest.mark.fault("S4")
 @pytest.mark.promise(1, 2)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_rewritten_while_it_is_copied_is_not_mixed(
     monarch: MonarchCommand, tree: Tree
 ) -> None:

@@ -55,8 +55,8 @@ def run(
         monkeypatch.setattr("sys.argv", ["monarch", *map(str, arguments)])
         capsys.readouterr()
         code = main()
-        told = capsys.readouterr()
-        return Answer(code, told.out, told.err)
+        output = capsys.readouterr()
+        return Answer(code, output.out, output.err)
 
     return call
 
@@ -70,16 +70,16 @@ class Desk:
 
     def ckpt(self, verb: str, *arguments: str, code: int = 0) -> Any:
         """The answer in JSON."""
-        told = self.run("ckpt", verb, self.mounted.path, *arguments, "--json")
-        assert told.code == code, told
-        return json.loads(told.out)
+        report = self.run("ckpt", verb, self.mounted.path, *arguments, "--json")
+        assert report.code == code, report
+        return json.loads(report.out)
 
     def files(self, *arguments: str) -> dict[str, dict[str, Any]]:
         return {row["path"]: row for row in self.ckpt("ls", *arguments)["files"]}
 
     def status(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(self.run("status", self.mounted.path, "--json").out)
-        return told
+        report: dict[str, Any] = json.loads(self.run("status", self.mounted.path, "--json").out)
+        return report
 
     def alarm(self) -> list[str]:
         return [problem["kind"] for problem in self.status()["health"]["problems"]]
@@ -119,11 +119,11 @@ def test_wait_comes_back_when_what_was_closed_is_at_the_source(absorb: Absorb, t
     desk = absorb(source)
     for number in range(20):
         (desk.mounted.path / f"ckpt/{number}").write_bytes(contents(str(number), 100_000))
-    told = desk.ckpt("wait")
+    report = desk.ckpt("wait")
     assert {n: (source / f"ckpt/{n}").read_bytes() for n in range(20)} == {
         n: contents(str(n), 100_000) for n in range(20)
     }
-    assert (told["drained"], told["files"], told["trouble"]) == (True, 0, "")
+    assert (report["drained"], report["files"], report["trouble"]) == (True, 0, "")
     listed = desk.files()
     assert {row["durable"] for row in listed.values()} == {"source"}
     assert listed.keys() == {f"ckpt/{n}" for n in range(20)}
@@ -180,25 +180,25 @@ def test_checkpoints_are_listed_verified_and_thinned_out_by_their_manifest(
     assert listed["ckpt/notes"]["complete"] is None
     desk.ckpt("wait")
 
-    told = desk.ckpt("verify")
-    assert {row["verdict"] for row in told["files"]} == {"same"} and len(told["files"]) == 5
+    report = desk.ckpt("verify")
+    assert {row["verdict"] for row in report["files"]} == {"same"} and len(report["files"]) == 5
     # Another program changes one at the source, and removes one.
     with (source / names[1]).open("r+b") as file:
         file.seek(5000)
         file.write(b"?")
     (source / "ckpt/notes").unlink()
-    told = desk.ckpt("verify", code=1)
-    wrong = {r["path"]: r["verdict"] for r in told["files"] if r["verdict"] != "same"}
+    report = desk.ckpt("verify", code=1)
+    wrong = {r["path"]: r["verdict"] for r in report["files"] if r["verdict"] != "same"}
     assert wrong == {names[1]: "different", "ckpt/notes": "missing"}
 
     # The newest in the mount is not what was saved: it is none of those that count.
     with (at / names[3]).open("r+b") as file:
         file.seek(5000)
         file.write(b"?")
-    told = desk.ckpt("verify", "ckpt/run", code=1)
-    assert {r["path"]: r["verdict"] for r in told["files"]}[names[3]] == "damaged"
-    told = desk.ckpt("gc", "--keep-last", "1", "--durable", "local", "--dry-run")
-    assert [row["path"] for row in told["files"]] == names[:2] and not told["removed"]
+    report = desk.ckpt("verify", "ckpt/run", code=1)
+    assert {r["path"]: r["verdict"] for r in report["files"]}[names[3]] == "damaged"
+    report = desk.ckpt("gc", "--keep-last", "1", "--durable", "local", "--dry-run")
+    assert [row["path"] for row in report["files"]] == names[:2] and not report["removed"]
     assert len(list((at / "ckpt/run").glob("*.ckpt"))) == 4
     desk.mounted.cli.expects_log("was changed there by others, and stays")
     desk.ckpt("gc", "--keep-last", "1", "--durable", "local")
@@ -213,9 +213,9 @@ def test_a_source_that_refuses_is_reported_everywhere_and_nothing_is_given_up(
 ) -> None:
     desk, slow = refusing
     at = desk.mounted.path
-    told = desk.ckpt("wait", "--timeout", "500ms", code=13)
-    assert (told["drained"], told["files"], told["bytes"]) == (False, 1, 3000)
-    assert "(ENOSPC)" in told["trouble"]
+    report = desk.ckpt("wait", "--timeout", "500ms", code=13)
+    assert (report["drained"], report["files"], report["bytes"]) == (False, 1, 3000)
+    assert "(ENOSPC)" in report["trouble"]
     line = desk.run("ckpt", "wait", at, "--timeout", "10ms").err.splitlines()[-1]
     assert "1 file, 2.93 KiB, the oldest written " in line and "(ENOSPC)" in line
     status = desk.status()
@@ -306,9 +306,9 @@ def test_umount_drains_first_and_what_is_written_meanwhile_as_well(
     ending = start(monarch, "umount", str(at))
     wait_until(lambda: slow.counters()["fsync"] > 0, "nothing is drained")
     (at / "ckpt/second").write_bytes(contents("second", 200_000))
-    _, told = ending.communicate(timeout=30)
-    assert ending.returncode == 0, told
-    assert f"{at} is unmounted" in told and "stay in" not in told
+    _, output = ending.communicate(timeout=30)
+    assert ending.returncode == 0, output
+    assert f"{at} is unmounted" in output and "stay in" not in output
     assert (slow.root / "ckpt/first").read_bytes() == contents("first", 200_000)
     assert (slow.root / "ckpt/second").read_bytes() == contents("second", 200_000)
 
@@ -329,8 +329,8 @@ def test_umount_refuses_to_forget_what_is_not_drained_unless_it_is_abandoned(
     interrupted = start(desk.mounted.cli, "umount", str(at))
     wait_until(lambda: asks(interrupted.pid), "it does not ask its daemon")
     interrupted.send_signal(signal.SIGINT)
-    _, told = interrupted.communicate(timeout=30)
-    assert interrupted.returncode == 130 and "stays mounted and continues to drain" in told
+    _, output = interrupted.communicate(timeout=30)
+    assert interrupted.returncode == 130 and "stays mounted and continues to drain" in output
     assert (at / "ckpt/a").read_bytes() == contents("a", 3000)
 
     left = desk.run("umount", at, "--abandon").err.splitlines()
@@ -397,8 +397,8 @@ def test_a_file_that_a_power_cut_may_have_damaged_can_be_recovered_or_given_up(
     slow.rules()
     desk = Desk(run, monarch.mount(slow.path, tiers=tiers, options=options))
     assert desk.alarm() == ["written-lost"]
-    told = desk.ckpt("lost", code=1)
-    assert told["files"] == [kept["path"] for kept in told["kept"]] == ["ckpt/a", "ckpt/b"]
+    report = desk.ckpt("lost", code=1)
+    assert report["files"] == [kept["path"] for kept in report["kept"]] == ["ckpt/a", "ckpt/b"]
     assert desk.status()["writing"]["held"] >= 18 << 20
     assert not (desk.mounted.path / "ckpt/a").exists()
 
@@ -423,8 +423,8 @@ def test_umount_of_a_dead_mount_says_what_waits_for_the_next(
     desk, slow = refusing
     desk.ckpt("wait", "--timeout", "10ms", code=13)
     desk.mounted.kill()
-    told = desk.run("umount", desk.mounted.path)
-    assert "1 file, 2.93 KiB, not at the source yet, stays in " in told.err
+    report = desk.run("umount", desk.mounted.path)
+    assert "1 file, 2.93 KiB, not at the source yet, stays in " in report.err
     assert str(desk.mounted.path) not in mounts()
     slow.rules()
     absorb(slow.path).ckpt("wait", "--timeout", "30s")
@@ -543,11 +543,11 @@ def test_a_refused_change_is_set_aside_retried_and_given_up(absorb: Absorb, tree
     )
     desk.ckpt("set-aside", os.fspath(at / "y"), code=1)
     desk.ckpt("wait", "ckpt/weights", "--timeout", "30s")
-    told = desk.status()
+    report = desk.status()
     assert desk.alarm() == ["written-set-aside"]
-    assert "2 changes are set aside" in told["health"]["why"]
-    assert told["writing"]["aside"] == ["ckpt/x", "ckpt/y"]
-    assert told["writing"]["aside_operations"] >= 4
+    assert "2 changes are set aside" in report["health"]["why"]
+    assert report["writing"]["aside"] == ["ckpt/x", "ckpt/y"]
+    assert report["writing"]["aside_operations"] >= 4
     # The next mount knows it.
     desk.run("umount", desk.mounted.path, "--abandon")
     desk = absorb(source)

@@ -17,7 +17,7 @@ from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.mount.observe import accounts_agree, epoch, resident, settled
 
-NOT_TOLD_WITHOUT_OPENS = (
+NOT_COUNTED_WITHOUT_OPENS = (
     *("monarch_opens_total", "monarch_hit_ratio", "monarch_epoch", "monarch_open_files"),
     "monarch_open_seconds_count",
 )
@@ -47,7 +47,7 @@ def free_port() -> int:
         return port
 
 
-def told(mounted: Mounted) -> dict[str, Any]:
+def settled_status(mounted: Mounted) -> dict[str, Any]:
     settled(mounted)
     return mounted.status()
 
@@ -71,15 +71,15 @@ def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, sou
     left = len(content) - len(where)
     assert 0 < left < 40
     assert opens_seen == [40, left, left]
-    report = told(mounted)
-    untold = monarch.mode == "no_open"
+    report = settled_status(mounted)
+    is_not_counted = monarch.mode == "no_open"
     by_tier = {tier["name"]: tier for tier in report["tiers"]}
     for name, tier in by_tier.items():
         here = [file for file, place in where.items() if place == name]
         assert here != []
         assert tier["files"] == len(here)
         assert tier["used"] == sum(len(content[file]) for file in here)
-        assert tier["opens"] == (None if untold else 2 * len(here))
+        assert tier["opens"] == (None if is_not_counted else 2 * len(here))
         if monarch.mode == "passthrough":
             # Reads that the kernel answers itself are not reported.
             assert tier["bytes"] is tier["reads"] is None
@@ -89,7 +89,7 @@ def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, sou
         assert 2 * len(here) <= tier["reads"] <= 4 * len(here)
     outside = sum(len(content[file]) for file in content if file not in where)
     passthrough = monarch.mode == "passthrough"
-    assert report["opens"] == (None if untold else 120)
+    assert report["opens"] == (None if is_not_counted else 120)
     assert report["bytes"] == (None if passthrough else 3 * size)
     totals = report["source_totals"]
     assert totals["opens"] == totals["reader"]["opens"] == sum(opens_seen)
@@ -99,10 +99,10 @@ def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, sou
     hits = len(where)
     saved = 2 * (size - outside)
     assert report["saved"] == {
-        "opens": None if untold else 2 * hits,
+        "opens": None if is_not_counted else 2 * hits,
         "bytes": None if passthrough else saved,
     }
-    if untold:
+    if is_not_counted:
         assert report["epochs"] is report["hit_ratio"] is report["latency"]["open"] is None
     else:
         epochs = [(e["opens"], e["hits"]) for e in report["epochs"]]
@@ -120,7 +120,7 @@ def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, sou
     assert report["residency"]["fraction_files"] == hits / 40
     assert report["residency"]["fraction_bytes"] == (size - outside) / size
     assert report["residency"]["wanted"] == 0
-    assert report["handles"]["open_files"] == (None if untold else 0)
+    assert report["handles"]["open_files"] == (None if is_not_counted else 0)
     assert report["errors"] == {}
     assert report["health"]["state"] == "ok"
     accounts_agree(mounted)
@@ -145,7 +145,7 @@ def test_the_metrics_page_tells_what_status_tells(
         epoch(mounted, content)
         settled(mounted)
     monarch("evict", str(mounted.path), sorted(content)[-1])
-    report = told(mounted)
+    report = settled_status(mounted)
     samples = scraped(address)
 
     def page(name: str, *labels: str) -> float:
@@ -186,7 +186,7 @@ def test_the_metrics_page_tells_what_status_tells(
     assert page("promotions_running") == 0
     assert page("promotions_queued") == 0
     if monarch.mode == "no_open":
-        assert not [name for name, _ in samples if name in NOT_TOLD_WITHOUT_OPENS]
+        assert not [name for name, _ in samples if name in NOT_COUNTED_WITHOUT_OPENS]
     else:
         assert page("open_files") == 0
         assert page("epoch") == report["epochs"][-1]["number"] == 3

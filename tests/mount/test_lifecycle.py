@@ -116,9 +116,9 @@ def test_in_the_foreground_it_stays_logs_to_stderr_and_ends_on_sigterm_with_0(
     assert (mnt / "a").read_bytes() == b"content"
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    told = ended(process)
+    output = ended(process)
     assert process.returncode == 0
-    assert "ending on SIGTERM" in told and "Traceback" not in told
+    assert "ending on SIGTERM" in output and "Traceback" not in output
     assert_nothing_is_left(monarch)
     assert ended_cleanly(state)
 
@@ -153,9 +153,9 @@ def test_signals_ignored_by_nohup_end_nothing_and_sigterm_ends_the_daemon(
         process.send_signal(number)
     assert len(os.listdir(mnt)) == 400 and process.poll() is None
     process.send_signal(signal.SIGTERM)
-    told = ended(process)
+    output = ended(process)
     assert process.returncode == 0
-    assert "ending on SIGTERM" in told and "SIGHUP" not in told and "SIGINT" not in told
+    assert "ending on SIGTERM" in output and "SIGHUP" not in output and "SIGINT" not in output
     # A daemon does not run in the background of a shell: a signal to it is intended.
     made = registered(monarch, mnt, source, tmp_path / state)
     ended(start(monarch, "mount", str(source), str(mnt), *where, ignored=ignored))
@@ -215,16 +215,18 @@ def test_a_signal_while_the_snapshot_is_built_leaves_nothing_and_says_so(
         wait_until(lambda: stages(state) != [], "the build does not begin")
         began = time.monotonic()
         process.send_signal(number)
-        told = ended(process)
+        output = ended(process)
         assert time.monotonic() - began < 5
         assert process.returncode == 130
         assert processes("MONARCH_TEST_CASE", monarch.case) == {}
-        (line,) = [x for x in told.splitlines() if x.startswith("monarch: interrupted: nothing is")]
+        (line,) = [
+            x for x in output.splitlines() if x.startswith("monarch: interrupted: nothing is")
+        ]
         scanned = (
             r"; (the scan had read [\d,]+ entr(y|ies), which are not kept|nothing was scanned yet)"
         )
         assert re.search(scanned, line), line
-        assert "Traceback" not in told
+        assert "Traceback" not in output
     assert_nothing_is_left(monarch)
     assert not (state / "snapshot.lmdb").exists()
 
@@ -318,8 +320,8 @@ def test_umount_of_a_busy_mount_names_the_processes_and_does_nothing_unless_lazy
     made = monarch.mount(tree({"a": b"content"}))
     with (made.path / "a").open("rb") as file:
         done = monarch("umount", str(made.path), check=False)
-        told = one_line(done)
-        assert (done.returncode, f"in use by pid {os.getpid()}" in told) == (10, True), told
+        line = one_line(done)
+        assert (done.returncode, f"in use by pid {os.getpid()}" in line) == (10, True), line
         assert (made.path / "a").read_bytes() == b"content"
         lazy = monarch("umount", "--lazy", str(made.path))
         assert (lazy.returncode, f": pid {os.getpid()}" in lazy.stderr) == (0, True), lazy.stderr
@@ -354,9 +356,9 @@ def test_a_mount_has_the_name_that_links_lead_to_as_well(
         assert f"{source} is at {real}," in made.stderr
         try:
             assert str(real) in mounts()
-            told = [json.loads(monarch("status", str(one), "--json").stdout) for one in names]
-            assert {(each["pid"], each["mountpoint"]) for each in told} == {
-                (told[0]["pid"], str(real))
+            report = [json.loads(monarch("status", str(one), "--json").stdout) for one in names]
+            assert {(each["pid"], each["mountpoint"]) for each in report} == {
+                (report[0]["pid"], str(real))
             }
             for one in names:
                 monarch("warm", str(one / "d" / "a"), "--wait")

@@ -55,13 +55,13 @@ def refused(
     before = _looks(mountpoint)
     command = ("mount", str(source), str(mountpoint), *tier, *state, *arguments)
     done = not_mounted(monarch, mountpoint, *command)
-    told = one_line(done)
-    assert (done.returncode, words in told) == (code, True), told
+    line = one_line(done)
+    assert (done.returncode, words in line) == (code, True), line
     # An error without a message of its own.
-    assert "the daemon died" not in told
+    assert "the daemon died" not in line
     assert _looks(mountpoint) == before
     assert_nothing_is_left(monarch)
-    return told
+    return line
 
 
 def _looks(path: Path) -> object:
@@ -80,8 +80,8 @@ def test_a_missing_mount_point_is_reported_with_the_command_that_makes_it(
     monarch: MonarchCommand, source: Path, tmp_path: Path
 ) -> None:
     missing = tmp_path / "missing"
-    told = refused(monarch, source, missing, code=3, words="does not exist")
-    assert f"run: mkdir -p {missing}" in told
+    line = refused(monarch, source, missing, code=3, words="does not exist")
+    assert f"run: mkdir -p {missing}" in line
     assert not (tmp_path / "state").exists()
 
 
@@ -156,8 +156,8 @@ def test_a_link_is_a_mount_point_where_it_leads(
 
 @pytest.mark.fault("M1")
 def test_a_missing_source_is_reported(monarch: MonarchCommand, tmp_path: Path, mnt: Path) -> None:
-    told = refused(monarch, tmp_path / "no", mnt, code=4, words="No such file or directory")
-    assert "check the path" in told
+    line = refused(monarch, tmp_path / "no", mnt, code=4, words="No such file or directory")
+    assert "check the path" in line
 
 
 @pytest.mark.fault("M1")
@@ -249,9 +249,9 @@ def test_the_error_for_a_state_directory_in_use_names_the_daemon(
     (tmp_path / "second").mkdir()
     second = ["mount", str(made.source), str(tmp_path / "second")]
     done = monarch(*second, "--state", str(made.state), "--tier", f"{tmp_path}/t:1MiB", check=False)
-    told = one_line(done)
-    assert (done.returncode, f"in use by pid {made.pid} ({made.path})" in told) == (7, True), told
-    assert "or give this mount another directory with --state DIR" in told
+    line = one_line(done)
+    assert (done.returncode, f"in use by pid {made.pid} ({made.path})" in line) == (7, True), line
+    assert "or give this mount another directory with --state DIR" in line
     assert_nothing_is_left(monarch, made)
 
 
@@ -262,12 +262,12 @@ def test_settings_of_a_running_mount_stay_and_the_message_says_how_to_change_the
     made = monarch.mount(tree({"a": 3}))
     where = ["mount", str(made.source), str(made.path), "--tier", f"{monarch.directory}/t:2MiB"]
     again = monarch(*where, check=False)
-    told = one_line(again)
+    line = one_line(again)
     way = f"to mount with other settings, run first: monarch umount {made.path}; the tiers keep"
-    assert (again.returncode, way in told) == (3, True), told
+    assert (again.returncode, way in line) == (3, True), line
     remount = monarch(*where, "-o", "remount,limits.copy_workers=8", check=False)
-    told = one_line(remount)
-    assert (remount.returncode, "a running mount keeps its settings: `monarch umount`" in told) == (
+    line = one_line(remount)
+    assert (remount.returncode, "a running mount keeps its settings: `monarch umount`" in line) == (
         *(2, True),
     )
     assert_nothing_is_left(monarch, made)
@@ -293,10 +293,10 @@ def test_an_empty_path_is_a_mistake_in_every_verb(
     ]
     for command in commands:
         done = monarch(*command, check=False)
-        told = one_line(done)
+        line = one_line(done)
         assert (
             done.returncode,
-            "the path is empty; check for a variable that is not set" in told,
+            "the path is empty; check for a variable that is not set" in line,
         ) == (2, True)
     assert "--tier: the path is empty" in one_line(monarch(*commands[2], check=False))
     assert_nothing_is_left(monarch)
@@ -394,10 +394,10 @@ def test_allow_other_needs_the_administrator_s_word_in_fuse_conf(monarch: Monarc
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         mount = ["mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB"]
         done = user(*mount, "-o", "allow_other")
-        told = one_line(done)
+        line = one_line(done)
         assert done.returncode == 8
-        assert told.startswith(f"cannot mount at '{mnt}': fusermount3: option allow_other"), told
-        assert "user_allow_other" in told
+        assert line.startswith(f"cannot mount at '{mnt}': fusermount3: option allow_other"), line
+        assert "user_allow_other" in line
         assert str(mnt) not in user.mounts()
 
 
@@ -421,8 +421,8 @@ def test_a_state_directory_without_room_is_the_error_of_the_mount(
     monarch: MonarchCommand, tree: Tree, mnt: Path, full: Path
 ) -> None:
     source = tree({f"d/{number}": 1 for number in range(500)})
-    told = refused(monarch, source, mnt, "--state", str(full / "s"), code=5, words="snapshot")
-    assert "No space left" in told or "room" in told
+    line = refused(monarch, source, mnt, "--state", str(full / "s"), code=5, words="snapshot")
+    assert "No space left" in line or "room" in line
 
 
 @needs_root
@@ -440,7 +440,7 @@ def test_a_metrics_port_in_use_is_the_error_of_the_mount(
         port = other.getsockname()[1]
         registered(monarch, mnt, tree({"a": 1}), monarch.directory / "state")
         monarch.expects_log(r"cannot serve metrics at")
-        told = refused(
+        line = refused(
             monarch,
             monarch.directory / "source",
             mnt,
@@ -448,7 +448,7 @@ def test_a_metrics_port_in_use_is_the_error_of_the_mount(
             code=2,
             words=f"cannot serve metrics at 127.0.0.1:{port}: Address already in use",
         )
-    assert "give each mount a metrics.address of its own" in told
+    assert "give each mount a metrics.address of its own" in line
 
 
 def test_a_log_file_that_cannot_be_written_is_the_error_of_the_mount(
@@ -485,10 +485,10 @@ def test_a_source_that_the_user_may_not_read_is_reported_with_the_remedy(
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         os.chown(source, 0, 0)
         done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")
-        told = one_line(done)
-        assert (done.returncode, "Permission denied" in told) == (4, True)
-        assert "mount as a user who may read it (this one is uid 65534)" in told
-        assert "file system is mounted" not in told
+        line = one_line(done)
+        assert (done.returncode, "Permission denied" in line) == (4, True)
+        assert "mount as a user who may read it (this one is uid 65534)" in line
+        assert "file system is mounted" not in line
 
 
 # -- capabilities ------------------------------------------------------------------------------

@@ -92,10 +92,10 @@ def test_a_name_alone_is_looked_up_where_configurations_are(
             assert (made.path / "a").read_text() == "one"
         finally:
             daemon.terminate()
-            _, told = daemon.communicate(timeout=60)
+            _, output = daemon.communicate(timeout=60)
     assert daemon.returncode == 0
-    assert b" info " in told and b"is at" in told
-    assert "\u2501".encode() not in told
+    assert b" info " in output and b"is at" in output
+    assert "\u2501".encode() not in output
     unknown = monarch("mount", "tow", check=False)
     assert (unknown.returncode, f"no mount 'tow' in {usual}" in one_line(unknown)) == (2, True)
     with_path = monarch("mount", "./one", check=False)

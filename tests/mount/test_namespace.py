@@ -18,10 +18,10 @@ from tests.equipment import slowfs
 from tests.mount.compare import (
     Entry,
     assert_equal_trees,
+    attributes_of,
     content,
     getdents,
     opened,
-    told,
     wait_for_copies,
 )
 from tests.mount.observe import account
@@ -279,5 +279,5 @@ def ask_everything(mount: Path, names: list[str]) -> None:
         for _ in range(100):
             os.readlink("link", dir_fd=fd)
             assert not os.access("missing", os.F_OK, dir_fd=fd)
-        told(b".", beneath=fd)
+        attributes_of(b".", beneath=fd)
     os.statvfs(mount)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Tree, own_directory
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Tree, own_directory
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, copies, wait_until
 
@@ -45,9 +45,9 @@ def as_another_user(directory: Path, attempts: Attempts, *, uid: int = NOBODY) -
     os.close(into)
     os.close(here)
     with open(out, "rb") as answers:
-        told = answers.read()
+        raw = answers.read()
     assert os.waitpid(child, 0)[1] == 0
-    outcomes: dict[str, str] = json.loads(told)
+    outcomes: dict[str, str] = json.loads(raw)
     return outcomes
 
 
@@ -119,7 +119,7 @@ def test_with_allow_other_the_modes_of_the_source_decide(
 
 @pytest.mark.fault("S4", "Security")
 @pytest.mark.promise(26)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_closed_at_the_source_is_closed_at_its_first_open(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:

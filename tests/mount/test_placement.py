@@ -15,7 +15,7 @@ import pytest
 
 from monarch.placement.policy import assign
 from monarch.posix.buckets import BUCKETS, bucket
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
@@ -140,9 +140,9 @@ def test_least_recently_used_keeps_its_capacity_and_hits_less_than_a_fixed_share
             for name in shuffled(content, seed):
                 epoch(mounted, content, [name])
                 settled(mounted)
-        told = account(mounted)
-        hits[policy] = 4 * len(content) - told["source_totals"]["reader"]["opens"]
-        assert told["tiers"][0]["used"] == 200_000
+        report = account(mounted)
+        hits[policy] = 4 * len(content) - report["source_totals"]["reader"]["opens"]
+        assert report["tiers"][0]["used"] == 200_000
         accounts_agree(mounted)
     # Three epochs in which half of the files can be resident.
     assert hits["first_come"] == 3 * 20
@@ -309,7 +309,7 @@ def test_no_tier_holds_a_byte_too_much_while_four_readers_run(
     accounts_agree(mounted)
 
 
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_tier_may_be_a_directory_in_memory(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:

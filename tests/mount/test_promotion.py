@@ -19,7 +19,7 @@ import xxhash
 
 from monarch.control.client import call
 from monarch.units import MiB
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
@@ -84,16 +84,16 @@ def test_the_first_epoch_reads_every_file_once_and_later_ones_nothing(
     assert first["open"] == 40
     assert first["read"] == 40
     assert first["read_bytes"] == total
-    told = settled(mounted)
-    assert told["source_totals"]["opens"] == 40
-    assert told["source_totals"]["bytes"] == total
-    assert told["source_totals"]["copy"] == {"opens": 0, "reads": 0, "bytes": 0}
+    report = settled(mounted)
+    assert report["source_totals"]["opens"] == 40
+    assert report["source_totals"]["bytes"] == total
+    assert report["source_totals"]["copy"] == {"opens": 0, "reads": 0, "bytes": 0}
     calls()
     for _ in range(2):
         epoch(mounted, content, sorted(content, reverse=True))
     later = calls()
     assert not later["open"] and not later["read"] and not later["read_bytes"]
-    assert settled(mounted)["source_totals"] == told["source_totals"]
+    assert settled(mounted)["source_totals"] == report["source_totals"]
 
 
 def test_a_copy_has_the_bytes_of_its_file(
@@ -183,21 +183,21 @@ def test_a_large_file_is_read_from_the_source_while_its_copy_follows(
     slow.rules("lat read 10")
     calls()
     assert read_through(mounted.path / "large") == contents("large", size)
-    told = settled(mounted)
+    report = settled(mounted)
     # The copy shares the reader's descriptor.
     assert calls()["open"] == 1
-    totals = told["source_totals"]
+    totals = report["source_totals"]
     assert totals["opens"] == totals["reader"]["opens"] == 1
     assert totals["reader"]["bytes"] == size
     assert totals["copy"]["bytes"] == size
     assert totals["bytes"] == 2 * size
-    assert told["copies"]["bytes"] == size
+    assert report["copies"]["bytes"] == size
     assert mounted.xattr("large") == "fast"
     calls()
     assert read_through(mounted.path / "large") == contents("large", size)
     assert not calls()["open"]
-    told_bytes = None if monarch.mode == "passthrough" else size
-    assert settled(mounted)["tiers"][0]["bytes"] == told_bytes
+    shown_bytes = None if monarch.mode == "passthrough" else size
+    assert settled(mounted)["tiers"][0]["bytes"] == shown_bytes
 
 
 @pytest.mark.finding("C4")
@@ -242,8 +242,8 @@ def test_a_copy_continues_when_its_reader_closes_early(
     calls()
     with (mounted.path / "large").open("rb", buffering=0) as file:
         assert file.read(10) == contents("large", size)[:10]
-    told = account(mounted)
-    assert not told["handles"]["open_files"] or told["residency"]["wanted"] == 1
+    report = account(mounted)
+    assert not report["handles"]["open_files"] or report["residency"]["wanted"] == 1
     settled(mounted)
     assert calls()["open"] == 1
     assert copy_of(mounted, "large").read_bytes() == contents("large", size)
@@ -266,7 +266,7 @@ def test_a_large_file_opened_again_during_its_copy_shares_the_open_file(
 
 
 @pytest.mark.promise(6)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_reader_that_holds_a_file_open_across_its_promotion_reads_right_bytes(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -301,7 +301,7 @@ def test_the_attributes_of_a_file_tell_where_it_is_at_each_stage(
     path = monarch.mount(slow.path, options=[SMALL_INLINE]).path / "large"
     (mounted,) = monarch.mounted
 
-    def told() -> dict[str, str]:
+    def shown_attributes() -> dict[str, str]:
         values = {}
         for name in ("tier", "state", "digest"):
             # Where there is none it is ENODATA, for which listing tools look out.
@@ -309,17 +309,17 @@ def test_the_attributes_of_a_file_tell_where_it_is_at_each_stage(
                 values[name] = os.getxattr(path, f"user.monarch.{name}").decode()
         return values
 
-    assert told() == {"tier": "source", "state": "source"}
+    assert shown_attributes() == {"tier": "source", "state": "source"}
     slow.rules("hang read large")
     with asked_for(mounted, "large"):
         wanted = {"tier": "source", "state": "wanted"}
-        wait_until(lambda: told() == wanted, "its copy is under way")
+        wait_until(lambda: shown_attributes() == wanted, "its copy is under way")
         slow.rules()
         settled(mounted)
     here = {"tier": "fast", "state": "resident", "digest": digest(contents("large", size))}
-    assert told() == here
+    assert shown_attributes() == here
     monarch("evict", str(mounted.path), "large")
-    assert told() == {"tier": "source", "state": "source"}
+    assert shown_attributes() == {"tier": "source", "state": "source"}
 
 
 # -- warm and evict --------------------------------------------------------------------------------
@@ -367,10 +367,10 @@ def test_warm_of_listed_paths_leaves_the_rest_at_the_source(
     asked = {name for name in content if name.startswith("class1/")} | {"class2/002.jpg"}
     listed = tmp_path / "listed"
     listed.write_bytes(os.fsencode(f"class1\n{mounted.path}/class2/002.jpg\n"))
-    told = json.loads(
+    report = json.loads(
         monarch("warm", str(mounted.path), "--files-from", str(listed), "--json").stdout
     )
-    assert told["files"] == len(asked)
+    assert report["files"] == len(asked)
     settled(mounted)
     assert set(resident(mounted, content)) == asked
 
@@ -417,8 +417,8 @@ def test_warming_more_than_fits_says_so_and_fills_the_tier(
     mounted = monarch.mount(source, tiers={"fast": "125000"})
     done = monarch("warm", str(mounted.path), "--wait", "--json", check=False)
     assert done.returncode == 1
-    told = {"files": 20, "bytes": 200_000, "refused": 8, "cancelled": False}
-    assert json.loads(done.stdout) == told
+    report = {"files": 20, "bytes": 200_000, "refused": 8, "cancelled": False}
+    assert json.loads(done.stdout) == report
     assert len(resident(mounted, content)) == 12
     accounts_agree(mounted)
 
@@ -453,9 +453,9 @@ def test_a_file_evicted_while_it_is_warmed_stays_out(
     options = ["limits.copy_workers=1,limits.inline_max=4096"]
     mounted = monarch.mount(slow.path, options=options)
     slow.rules("hang * .*")
-    told: list[dict[str, Any]] = []
+    report: list[dict[str, Any]] = []
     arguments = (mounted.state / "control.sock", "warm", {"wait": True})
-    asking = threading.Thread(target=lambda: told.append(call(*arguments, timeout=None)))
+    asking = threading.Thread(target=lambda: report.append(call(*arguments, timeout=None)))
     asking.start()
     wait_until(lambda: slow.counters()["hanging"] > 0, "a copy is under way")
     under_way = account(mounted)["copies"]
@@ -466,7 +466,7 @@ def test_a_file_evicted_while_it_is_warmed_stays_out(
     slow.rules()
     asking.join()
     kept = {name for name in content if name.startswith("b/")}
-    assert told == [{"files": 8, "bytes": 8 * 9000, "refused": 0, "cancelled": False}]
+    assert report == [{"files": 8, "bytes": 8 * 9000, "refused": 0, "cancelled": False}]
     settled(mounted)
     assert set(resident(mounted, content)) == kept
     accounts_agree(mounted)
@@ -489,9 +489,9 @@ def test_a_file_evicted_and_warmed_again_while_it_is_copied_stays(
     wait_until(lambda: slow.counters()["hanging"] >= 1, "the source hangs")
     monarch("evict", str(mounted.path))
     assert account(mounted)["residency"]["wanted"] == 0
-    told: list[dict[str, Any]] = []
+    report: list[dict[str, Any]] = []
     arguments = (mounted.state / "control.sock", "warm", {"paths": ["warmed"], "wait": True})
-    asking = threading.Thread(target=lambda: told.append(call(*arguments, timeout=None)))
+    asking = threading.Thread(target=lambda: report.append(call(*arguments, timeout=None)))
     asking.start()
     reading = threading.Thread(target=read_through, args=[mounted.path / "read"])
     reading.start()
@@ -500,13 +500,13 @@ def test_a_file_evicted_and_warmed_again_while_it_is_copied_stays(
     asking.join()
     reading.join()
     settled(mounted)
-    assert told == [{"files": 1, "bytes": 9000, "refused": 0, "cancelled": False}]
+    assert report == [{"files": 1, "bytes": 9000, "refused": 0, "cancelled": False}]
     assert set(resident(mounted, content)) == {"warmed", "read"}
     accounts_agree(mounted)
 
 
 @pytest.mark.promise(112)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_evicted_while_its_open_waits_for_the_source_stays_out(
     slow: SlowSource, monarch: MonarchCommand, tree: Tree
 ) -> None:
@@ -537,9 +537,9 @@ def test_copies_that_are_evicted_before_their_turn_are_not_read(
     slow.rules("hang * .*")
     # A path named twice, once as a part of the other, counts once.
     monarch("warm", str(mounted.path), "a", "a/0", "a/0")
-    told: list[dict[str, Any]] = []
+    report: list[dict[str, Any]] = []
     arguments = (mounted.state / "control.sock", "warm", {"paths": ["b", "b/0"], "wait": True})
-    asking = threading.Thread(target=lambda: told.append(call(*arguments, timeout=None)))
+    asking = threading.Thread(target=lambda: report.append(call(*arguments, timeout=None)))
     asking.start()
     wait_until(lambda: account(mounted)["copies"]["queued"] == 4, "a copy is under way")
     wait_until(lambda: len(account(mounted)["warming"]) == 2, "both are under way")
@@ -548,7 +548,7 @@ def test_copies_that_are_evicted_before_their_turn_are_not_read(
     monarch("evict", str(mounted.path))
     # No process waits for the source because of an unwanted file.
     asking.join()
-    assert told == [{"files": 0, "bytes": 0, "refused": 0, "cancelled": False}]
+    assert report == [{"files": 0, "bytes": 0, "refused": 0, "cancelled": False}]
     assert account(mounted)["warming"] == []
     slow.rules()
     settled(mounted)
@@ -558,7 +558,7 @@ def test_copies_that_are_evicted_before_their_turn_are_not_read(
 
 
 @pytest.mark.promise(5, 41)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_a_file_evicted_while_it_is_open_and_mapped_is_read_to_its_end(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:

@@ -24,7 +24,7 @@ def drained(mounted: Mounted) -> None:
     mounted.cli("ckpt", "wait", str(mounted.path), "--timeout", "60s")
 
 
-def told_behind(mounted: Mounted) -> list[str]:
+def reported_undrained(mounted: Mounted) -> list[str]:
     problems = account(mounted)["health"]["problems"]
     return [problem["what"] for problem in problems if problem["kind"] == "snapshot-behind"]
 
@@ -144,7 +144,7 @@ def test_a_directory_renamed_before_the_kill_is_shown_and_drained(
     }
     drained(again)
     assert (closable / "run/step-100/COMMIT").read_bytes() == b"done"
-    behind = told_behind(again)
+    behind = reported_undrained(again)
     assert ["the source now has all changes" in what for what in behind] == [True] * len(more)
     assert not (closable / "run/tmp-100").exists()
     again.umount()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import OPENS_ARE_TOLD, MonarchCommand, Mounted, Tree, contents
+from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.mount.command import not_mounted
 from tests.mount.observe import (
@@ -49,12 +49,12 @@ def nothing_is_asked_or_copied_again(
     with OpenCounter(source) as counter:
         assert set(resident(mounted, content)) == set(content)
         epoch(mounted, content)
-        told = settled(mounted)
+        report = settled(mounted)
         assert counter.count() == 0
-    assert told["copies"]["done"] == 0
-    assert told["source_totals"]["opens"] == 0
-    if told["mode"]["open"] == "open":
-        assert told["epochs"][-1]["hits"] == len(content)
+    assert report["copies"]["done"] == 0
+    assert report["source_totals"]["opens"] == 0
+    if report["mode"]["open"] == "open":
+        assert report["epochs"][-1]["hits"] == len(content)
     accounts_agree(mounted)
 
 
@@ -161,8 +161,8 @@ def test_a_tier_made_smaller_keeps_what_still_fits(
     mounted = filled(monarch, source, content, {"fast": "10MB"})
     mounted.umount()
     again = monarch.mount(source, tiers={"fast": "300000"})
-    told = account(again)["tiers"][0]
-    assert 0 < told["used"] <= told["capacity"] == 300_000
+    report = account(again)["tiers"][0]
+    assert 0 < report["used"] <= report["capacity"] == 300_000
     accounts_agree(again)
     kept = set(resident(again, content))
     with OpenCounter(source) as counter:
@@ -171,7 +171,7 @@ def test_a_tier_made_smaller_keeps_what_still_fits(
     accounts_agree(again)
 
 
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 @pytest.mark.parametrize(("before", "after"), [(50_000, 900), (900, 50_000), (900, 900)])
 def test_a_copy_of_a_version_that_the_snapshot_does_not_know_is_not_believed(
     monarch: MonarchCommand, tree: Tree, source: Path, before: int, after: int

@@ -139,9 +139,9 @@ def test_copies_of_a_source_that_is_not_mounted_are_shown_and_dropped(
     (generation,) = (tier / "monarch" / readable_name(first.state)).glob("copies-*")
     strange = generation / "notes"
     strange.write_text("mine")
-    told = monarch("evict", "--tier", str(tier), "--all").stdout
-    assert sum("dropped" in line for line in told.splitlines()) == 1
-    assert f"in use by pid {second.pid}" in told
+    output = monarch("evict", "--tier", str(tier), "--all").stdout
+    assert sum("dropped" in line for line in output.splitlines()) == 1
+    assert f"in use by pid {second.pid}" in output
     assert set(resident(second, others)) == set(others)
     assert strange.read_text() == "mine"
     strange.unlink()
@@ -195,19 +195,19 @@ def test_copies_that_the_state_directory_does_not_know_are_reported_before_their
     mounted.umount()
     state = ["--state", str(mounted.state)]
 
-    def told(tier: Path) -> str:
+    def mount_output(tier: Path) -> str:
         where = [str(source), str(mounted.path), "--tier", f"{tier}:1GiB", *state]
         done = monarch("mount", *where)
         monarch("umount", str(mounted.path))
         return done.stderr
 
     tier = mounted.tiers["fast"]
-    assert "copies of an earlier mount" not in told(tier)
+    assert "copies of an earlier mount" not in mount_output(tier)
     # Mounted once with another tier, its records know those of the first no more.
-    assert "copies of an earlier mount" not in told(monarch.directory / "another")
+    assert "copies of an earlier mount" not in mount_output(monarch.directory / "another")
     lost = "8 copies of an earlier mount will be removed and made anew: the state directory "
-    assert f"{lost}{state[1]}" in told(tier)
-    assert "copies of an earlier mount" not in told(tier)
+    assert f"{lost}{state[1]}" in mount_output(tier)
+    assert "copies of an earlier mount" not in mount_output(tier)
 
 
 @pytest.mark.finding("B18", "B24", "F4", "F6")
@@ -223,9 +223,9 @@ def test_the_mount_says_its_mode_what_fits_and_what_cannot_be(
 
     def mounted(tier: str, *options: str) -> list[str]:
         state = ["--state", str(monarch.directory / "state")]
-        told = monarch("mount", str(source), str(mnt), "--tier", tier, *state, *options).stderr
+        output = monarch("mount", str(source), str(mnt), "--tier", tier, *state, *options).stderr
         monarch("umount", str(mnt))
-        return [line for line in told.splitlines() if line.startswith("monarch: ")]
+        return [line for line in output.splitlines() if line.startswith("monarch: ")]
 
     tier = monarch.directory / "tier"
     first, second = mounted(f"{tier}:900TiB", "-o", "datapath=relay,open=open")
@@ -267,13 +267,13 @@ def test_one_source_is_mounted_twice_without_naming_state_directories(
         monarch.mounted.append(mounted)
         return mounted, done.stderr
 
-    first, told = mount("a")
+    first, output = mount("a")
     assert first.state == root / readable_name(source)
-    assert "second mount" not in told
-    second, told = mount("b")
+    assert "second mount" not in output
+    second, output = mount("b")
     assert (
         f"a second mount of this source: its records, snapshot and log are in {second.state}"
-        in (told)
+        in (output)
     )
     assert second.state != first.state
     for mounted in (first, second):
@@ -293,8 +293,8 @@ def test_one_source_is_mounted_twice_without_naming_state_directories(
     mount("a", "-o", "write=absorb")
     monarch.expects_log("what is written for .* is in use by pid")
     done = monarch("mount", str(source), str(second.path), "--tier", tier, check=False)
-    told = one_line(done)
-    assert (done.returncode, "or give this mount another tier with --tier PATH" in told) == (
+    output = one_line(done)
+    assert (done.returncode, "or give this mount another tier with --tier PATH" in output) == (
         7,
         True,
     )

@@ -95,9 +95,9 @@ def test_a_given_snapshot_that_cannot_be_used_is_refused_and_kept(
     mnt.mkdir()
     where = ["--state", str(state), "--tier", f"{tmp_path}/tier:1MiB", "--snapshot", str(snapshot)]
     done = not_mounted(monarch, mnt, "mount", str(source), str(mnt), *where)
-    told = one_line(done)
-    assert (done.returncode, words in told, str(snapshot) in told) == (5, True, True), told
-    assert "the daemon died" not in told
+    line = one_line(done)
+    assert (done.returncode, words in line, str(snapshot) in line) == (5, True, True), line
+    assert "the daemon died" not in line
     assert_nothing_is_left(monarch)
     assert snapshot.read_bytes() == before
 

@@ -48,11 +48,11 @@ def test_an_error_of_the_source_goes_to_the_reader_of_that_file_only(
     for _ in range(2):
         assert error_of(mounted.path / "003.jpg") == number
         epoch(mounted, content, others)
-    told = settled(mounted)
+    report = settled(mounted)
     assert set(resident(mounted, content)) == set(others)
     # A kernel that only reads may ask for the same bytes once more.
-    assert list(told["errors"]) == [f"source-{errno.errorcode[number]}"]
-    assert sum(told["errors"].values()) == 2 or monarch.mode == "no_open"
+    assert list(report["errors"]) == [f"source-{errno.errorcode[number]}"]
+    assert sum(report["errors"].values()) == 2 or monarch.mode == "no_open"
     slow.rules()
     epoch(mounted, content)
     settled(mounted)

@@ -47,9 +47,9 @@ def _reads(mounted: Mounted, name: str, *, uid: int, groups: tuple[int, ...] = (
     os.close(into)
     os.close(beneath)
     with open(out, "rb") as answers:
-        told = answers.read()
+        raw = answers.read()
     os.waitpid(child, 0)
-    return told[1:].decode() if told[:1] == b"-" else told[1:]
+    return raw[1:].decode() if raw[:1] == b"-" else raw[1:]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import (
-    OPENS_ARE_TOLD,
+    OPENS_ARE_REPORTED,
     MonarchCommand,
     Mounted,
     Tree,
@@ -94,9 +94,9 @@ def test_reads_continue_when_another_program_has_filled_the_disk(
     fill(small_disk)
     for _ in range(3):
         epoch(mounted, content)
-    told = settled(mounted)
-    assert not told["tiers"][0]["in_service"]
-    assert "tier fast" in told["health"]["why"]
+    report = settled(mounted)
+    assert not report["tiers"][0]["in_service"]
+    assert "tier fast" in report["health"]["why"]
     assert len(warnings(mounted)) <= 3
     accounts_agree(mounted)
 
@@ -185,8 +185,8 @@ def test_a_tier_that_cannot_be_written_is_out_of_service_and_still_serves_its_co
         for _ in range(3):
             epoch(mounted, content)
         assert set(counter.paths()) == set(after)
-    told = settled(mounted)
-    assert not told["tiers"][0]["in_service"]
+    report = settled(mounted)
+    assert not report["tiers"][0]["in_service"]
     assert len(warnings(mounted)) <= 3
     accounts_agree(mounted)
 
@@ -206,8 +206,8 @@ def test_a_tier_removed_under_the_daemon_is_a_miss_and_the_end_is_clean(
     shutil.rmtree(mounted.tiers["fast"])
     for _ in range(2):
         epoch(mounted, content)
-    told = settled(mounted)
-    assert told["tiers"][0]["used"] == told["residency"]["files"] == 0
+    report = settled(mounted)
+    assert report["tiers"][0]["used"] == report["residency"]["files"] == 0
     assert len(warnings(mounted)) <= 4
     mounted.umount()
     assert "Traceback" not in mounted.log_text
@@ -292,7 +292,7 @@ def test_a_copy_cut_short_while_it_is_read_is_read_on_at_the_source(
 
 @pytest.mark.fault("T4")
 @pytest.mark.promise(3, 4)
-@pytest.mark.modes(*OPENS_ARE_TOLD)
+@pytest.mark.modes(*OPENS_ARE_REPORTED)
 def test_with_verify_open_a_flipped_bit_is_found_and_the_file_fetched_anew(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
@@ -452,9 +452,9 @@ def test_a_tier_that_the_kernel_does_not_pass_through_is_relayed_and_status_says
     for _ in range(2):
         epoch(mounted, content)
         settled(mounted)
-    told = account(mounted)
-    assert "ELOOP" in told["mode"]["why"]
-    assert told["tiers"][0]["opens"] == 5
+    report = account(mounted)
+    assert "ELOOP" in report["mode"]["why"]
+    assert report["tiers"][0]["opens"] == 5
     with (mounted.path / next(iter(content))).open("rb") as file:
         assert file.read()
         handles = account(mounted)["handles"]

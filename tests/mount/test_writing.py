@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import (
-    OPENS_ARE_TOLD,
+    OPENS_ARE_REPORTED,
     MonarchCommand,
     Mounted,
     Tree,
@@ -30,7 +30,7 @@ from tests.conftest import (
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import objects_in, open_objects, wait_until
 
-pytestmark = pytest.mark.modes(*OPENS_ARE_TOLD)
+pytestmark = pytest.mark.modes(*OPENS_ARE_REPORTED)
 
 _MB = 1 << 20
 

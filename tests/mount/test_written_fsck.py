@@ -29,17 +29,17 @@ def check(mounted: Mounted, *, repair: bool = False) -> dict[str, tuple[str, boo
     """What fsck finds: kind to the last part of the path, and whether it was mended."""
     socket = mounted.state / "control.sock"
     if socket.exists():
-        told = call(socket, "fsck", {"repair": repair}, timeout=60)
+        report = call(socket, "fsck", {"repair": repair}, timeout=60)
     else:
         registry = Registry(Path(mounted.cli.environment()["MONARCH_STATE_ROOT"]))
-        told = check_state(
+        report = check_state(
             mounted.state,
             registry=registry,
             digests=False,
             repair=repair,
             progress=lambda progress: None,
         ).to_dict()
-    return {f["kind"]: (f["path"].split("/")[-1], f["repaired"]) for f in told["findings"]}
+    return {f["kind"]: (f["path"].split("/")[-1], f["repaired"]) for f in report["findings"]}
 
 
 def settings(mounted: Mounted, source: Path, **changes: Any) -> MountSettings:
@@ -54,7 +54,7 @@ def settings(mounted: Mounted, source: Path, **changes: Any) -> MountSettings:
     return MountSettings(**{**known, **changes})
 
 
-def told(checks: list[Check], status: str) -> str:
+def messages_of(checks: list[Check], status: str) -> str:
     return "\n".join(f"{c.detail}; {c.advice}" for c in checks if c.status == status)
 
 
@@ -99,9 +99,11 @@ def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
 
     # What doctor says of the tier of this mount, and of another source's that is to have it.
     checks = list(check_writing(settings(mounted, slow.path), []))
-    assert "3 files, 8.79 KiB, written earlier, are not at the source yet" in told(checks, "warn")
+    assert "3 files, 8.79 KiB, written earlier, are not at the source yet" in messages_of(
+        checks, "warn"
+    )
     checks = list(check_writing(settings(mounted, monarch.directory), []))
-    assert f"written for {slow.path}, are not there yet" in told(checks, "warn")
+    assert f"written for {slow.path}, are not there yet" in messages_of(checks, "warn")
 
     # A line that was whole once: no object is removed that the line may have named.
     lines = journal.splitlines(keepends=True)
@@ -109,7 +111,7 @@ def test_fsck_holds_the_journal_against_the_objects_and_never_touches_a_record(
     (directory / "09/9").write_bytes(b"unknown")
     assert check(mounted, repair=True) == {"journal": (directory.name, False)}
     checks = list(check_writing(settings(mounted, slow.path), []))
-    assert "line 4: the record is damaged" in told(checks, "fail")
+    assert "line 4: the record is damaged" in messages_of(checks, "fail")
     (directory / "09/9").unlink()
     (directory / "journal").write_bytes(journal)
     slow.rules()
@@ -152,12 +154,12 @@ def test_doctor_shows_whether_written_files_can_be_drained_and_are_safe_meanwhil
     assert planned(absorb=()) == []
     memory = Path("/dev/shm")
     if os.path.ismount(memory):
-        warned = told(planned(tier=memory / "monarch-not-there"), "warn")
+        warned = messages_of(planned(tier=memory / "monarch-not-there"), "warn")
         assert "survives a crash of the daemon, not of the machine" in warned
     failed = planned(writeback={"tier": "none"})
-    assert "there is no tier 'none'; there are: fast" in told(failed, "fail")
+    assert "there is no tier 'none'; there are: fast" in messages_of(failed, "fail")
     short = planned(writeback={"reserve": "8000TiB"})
-    assert "reserved for writing" in told(short, "warn")
+    assert "reserved for writing" in messages_of(short, "warn")
 
 
 @needs_root
@@ -166,6 +168,6 @@ def test_doctor_sees_that_the_source_is_read_only(
 ) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(source)], check=True)
     try:
-        assert f"{source} is on a read-only file system" in told(planned(), "fail")
+        assert f"{source} is on a read-only file system" in messages_of(planned(), "fail")
     finally:
         subprocess.run(["umount", str(source)], check=True)

@@ -123,12 +123,12 @@ def test_every_kind_of_entry(source: Path, taken: Taken, workers: str) -> None:
     os.utime(source / "modes", ns=(1, -1_000_000_007))
     snapshot = taken(source)
     assert_same(snapshot, source)
-    told = snapshot.info()
-    assert told.others == 2
-    assert told.symlinks == 4
-    assert told.largest == 1 << 40
-    assert told.unreadable == 0
-    assert told.files + told.directories + told.symlinks + told.others == told.entries
+    info = snapshot.info()
+    assert info.others == 2
+    assert info.symlinks == 4
+    assert info.largest == 1 << 40
+    assert info.unreadable == 0
+    assert info.files + info.directories + info.symlinks + info.others == info.entries
 
 
 def test_an_empty_source(source: Path, taken: Taken) -> None:
@@ -224,8 +224,8 @@ def test_hard_links_are_one_file(source: Path, taken: Taken, workers: str) -> No
     assert_same(snapshot, source)
     inos = {snapshot.resolve(path) for path in (b"a", b"b/name", b"b/c/third")}
     assert inos == {snapshot.slot(ROOT_INO, b"a")}
-    told = snapshot.info()
-    assert (told.files, told.aliases, told.symlinks, told.bytes_total) == (1, 3, 2, 4)
+    info = snapshot.info()
+    assert (info.files, info.aliases, info.symlinks, info.bytes_total) == (1, 3, 2, 4)
     alias = snapshot.resolve(b"b/link")
     assert alias is not None and snapshot.readlink(alias) == b"target"
     assert [found.ino for _, found in snapshot.walk()] == [snapshot.resolve(b"a")] * 3
@@ -239,14 +239,14 @@ def test_the_totals(source: Path, taken: Taken) -> None:
         path.write_bytes(bytes(size))
         expected[bucket(path.stat().st_ino)] += size
     snapshot = taken(source)
-    told = snapshot.info()
-    assert told.bytes_total == snapshot.bytes_total == sum(sizes)
-    assert told.files == snapshot.files == len(sizes)
-    assert told.largest == 5000
-    assert told.sizes == ((0, 2), (1, 1), (2, 2), (3, 1), (10, 1), (11, 1), (13, 1))
+    info = snapshot.info()
+    assert info.bytes_total == snapshot.bytes_total == sum(sizes)
+    assert info.files == snapshot.files == len(sizes)
+    assert info.largest == 5000
+    assert info.sizes == ((0, 2), (1, 1), (2, 2), (3, 1), (10, 1), (11, 1), (13, 1))
     assert np.array_equal(snapshot.curve(), expected)
-    assert told.source == os.fsencode(source)
-    assert abs(told.created_ns - time.time_ns()) < 60e9
+    assert info.source == os.fsencode(source)
+    assert abs(info.created_ns - time.time_ns()) < 60e9
     total = sum(int(records["size"].sum()) for _, records in snapshot.records())
     assert total == sum(sizes) + snapshot.attributes(ROOT_INO).size
 
@@ -368,8 +368,8 @@ def test_unreadable_entries_are_shown_and_counted(locked: Path, file: Path, work
         assert hidden is not None and snapshot.attributes(hidden).is_file
         opened = snapshot.resolve(b"open")
         assert opened is not None and not snapshot.unreadable(opened)
-        told = snapshot.info()
-        assert set(told.unreadable_paths) == {"closed", "names only/below", "names only/file"}
+        info = snapshot.info()
+        assert set(info.unreadable_paths) == {"closed", "names only/below", "names only/file"}
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
@@ -627,9 +627,9 @@ def test_control_c_leaves_nothing(tmp_path: Path, file: Path) -> None:
 
 def test_progress_ends_with_all_entries(source: Path, file: Path) -> None:
     (source / "file").touch()
-    told: list[tuple[int, int | None, str]] = []
-    build(source, file, progress=lambda *report: told.append(report))
-    assert told[-1] == (2, 2, "entries")
+    seen: list[tuple[int, int | None, str]] = []
+    build(source, file, progress=lambda *report: seen.append(report))
+    assert seen[-1] == (2, 2, "entries")
 
 
 @pytest.fixture
@@ -648,9 +648,9 @@ def test_a_slow_source_is_asked_by_many_threads(
         (source / f"{name}").touch()
     slow.rules("lat getattr 5")
     started = time.monotonic()
-    told = build(slow.path, file, jobs=32)
+    built = build(slow.path, file, jobs=32)
     seconds = time.monotonic() - started
-    assert told.entries >= 1001
+    assert built.entries >= 1001
     # One after the other they would take five seconds.
     assert seconds < 2.5
 
@@ -666,12 +666,12 @@ def test_a_small_directory_is_listed_in_one_call_and_not_closed_by_the_main_thre
     closed: list[bool] = []
     close = os.close
 
-    def told(fd: int) -> None:
+    def counting_close(fd: int) -> None:
         if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{slow.path}/"):
             closed.append(threading.current_thread() is threading.main_thread())
         close(fd)
 
-    monkeypatch.setattr("monarch.namespace.scan.os.close", told)
+    monkeypatch.setattr("monarch.namespace.scan.os.close", counting_close)
     slow.rules("lat getattr 1", "lat readdir 1")
     before = slow.counters()
     build(slow.path, file)
@@ -689,8 +689,8 @@ def test_an_entry_whose_attributes_cannot_be_read(
     for name in ("good", "broken", "also good"):
         (source / name).touch()
     slow.rules(f"err getattr {errno.EIO} ^/broken$")
-    told = build(slow.path, file)
-    assert told.unreadable_paths == ("broken",)
+    built = build(slow.path, file)
+    assert built.unreadable_paths == ("broken",)
     with Snapshot.open(file) as snapshot:
         ino = snapshot.resolve(b"broken")
         assert ino is not None and snapshot.unreadable(ino)

@@ -31,10 +31,10 @@ def built(source: Path, file: Path) -> Path:
 
 
 def test_build_and_info(source: Path, built: Path) -> None:
-    told = json.loads(run("info", built, "--json").stdout)
-    assert (told["files"], told["directories"], told["bytes_total"]) == (1, 2, 5)
-    assert told["source"] == str(source)
-    assert told["snapshot_bytes"] == built.stat().st_size
+    report = json.loads(run("info", built, "--json").stdout)
+    assert (report["files"], report["directories"], report["bytes_total"]) == (1, 2, 5)
+    assert report["source"] == str(source)
+    assert report["snapshot_bytes"] == built.stat().st_size
     shown = run("info", built).stdout
     assert f"source          {source}" in shown
     assert run("build", source, "-o", built).stdout.startswith(f"{built}: 1 file, 2 directories")
@@ -64,9 +64,9 @@ def test_verify_and_diff_answer_with_their_exit_code(
 
 def test_refresh(source: Path, built: Path) -> None:
     (source / "new").touch()
-    told = json.loads(run("refresh", source, built, "--quick", "--json").stdout)
-    assert (told["added"], told["removed"], told["changed"]) == (1, 0, 0)
-    assert told["info"]["files"] == 2
+    report = json.loads(run("refresh", source, built, "--quick", "--json").stdout)
+    assert (report["added"], report["removed"], report["changed"]) == (1, 0, 0)
+    assert report["info"]["files"] == 2
     assert "0 added, 0 removed, 0 changed" in run("refresh", source, built).stdout
     run("verify", source, built)
 

@@ -62,7 +62,7 @@ def mutate(source: Path) -> dict[bytes, str]:
     }
 
 
-def told(differences: list[Difference]) -> dict[bytes, str]:
+def described(differences: list[Difference]) -> dict[bytes, str]:
     found: dict[bytes, str] = {difference.path: difference.kind for difference in differences}
     assert len(found) == len(differences)
     return found
@@ -79,12 +79,12 @@ def test_each_change_is_found(filled: Path, taken: Taken, workers: str) -> None:
     before = taken(filled)
     expected = mutate(filled)
     found = verify(filled, before)
-    assert told(found) == expected
+    assert described(found) == expected
     assert [difference.path for difference in found] == sorted(expected)
     after = taken(filled)
-    assert told(list(diff(before, after))) == expected
+    assert described(list(diff(before, after))) == expected
     opposite = {"missing": "new", "new": "missing"}
-    assert told(list(diff(after, before))) == {
+    assert described(list(diff(after, before))) == {
         path: opposite.get(kind, kind) if path != b"c/file 5" else kind
         for path, kind in expected.items()
     }
@@ -106,7 +106,7 @@ def test_a_sample_of_everything_finds_all_but_what_is_beneath_the_new(
     snapshot = taken(filled)
     expected = mutate(filled)
     del expected[b"tree/of"], expected[b"tree/of/files"], expected[b"c/file 5/file"]
-    assert told(verify(filled, snapshot, sample=snapshot.entries)) == expected
+    assert described(verify(filled, snapshot, sample=snapshot.entries)) == expected
 
 
 def test_a_sample_looks_no_more_often_than_asked(

@@ -133,9 +133,9 @@ def test_a_copy_that_finds_no_room_says_how_much_it_needs_and_leaves_nothing(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TierError) as caught:
         own_copy(given, state)
-    told = str(caught.value)
-    assert str(given) in told and str(state) in told
-    assert "KiB there: No space left on device" in told, told
+    info = str(caught.value)
+    assert str(given) in info and str(state) in info
+    assert "KiB there: No space left on device" in info, info
     assert copies(state) == []
 
 
@@ -209,8 +209,8 @@ def test_a_foreign_snapshot_may_hold_any_numbers_in_its_tree(
 @pytest.mark.finding("D2")
 def test_a_foreign_snapshot_may_have_any_trailer(source: Path, given: Path, state: Path) -> None:
     with Snapshot.open(given) as snapshot:
-        told = snapshot.info()
-    fields = {"version": 2, **told.as_json()}
+        info = snapshot.info()
+    fields = {"version": 2, **info.as_json()}
     for change in (
         {"id": "x/../../../there"},
         {"id": 7},

@@ -42,7 +42,7 @@ DIR = stat.S_IFDIR | 0o755
 LINK = stat.S_IFLNK | 0o777
 
 
-class Told(set[Ino]):
+class Reported(set[Ino]):
     """The inodes that differ from the snapshot, as reported by a namespace."""
 
 
@@ -85,7 +85,7 @@ class Given(set[tuple[Ino, bytes]]):
 @dataclass(frozen=True, slots=True)
 class Shown:
     names: Namespace
-    told: Told
+    reported: Reported
 
     def ino(self, path: bytes) -> Ino:
         ino = self.names.resolve(path)
@@ -149,11 +149,11 @@ def over(
     taken: Taken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[[Path], Shown]:
     def over(source: Path) -> Shown:
-        told = Told()
+        reported = Reported()
         if request.param == "in memory":
-            return Shown(Namespace(taken(source), told.add), told)
+            return Shown(Namespace(taken(source), reported.add), reported)
         monkeypatch.setattr(overlay, "_KEPT", 0)
-        return Shown(PutAway(taken(source), told.add, spill=tmp_path / "names"), told)
+        return Shown(PutAway(taken(source), reported.add, spill=tmp_path / "names"), reported)
 
     return over
 
@@ -221,9 +221,9 @@ def test_removed_names_release_their_memory(shown: Shown) -> None:
     shown.rename(b"made-too", b"made-three")
     held = names.held_bytes
     for value in (b"short", b"v" * 60000, b"v" * 100):
-        told = names.more_for_xattr(shown.ino(b"made"), b"user.a", value)
+        reported = names.more_for_xattr(shown.ino(b"made"), b"user.a", value)
         names.set_xattr(shown.ino(b"made"), b"user.a", value, now_ns=NOW)
-        assert names.held_bytes == held + told and told != 0
+        assert names.held_bytes == held + reported and reported != 0
         held = names.held_bytes
     names.have_xattrs(names.copy_up(shown.ino(b"made-dir")), {b"user.b": b"w" * 500})
     names.set_xattr(shown.ino(b"made-dir"), b"user.b", None, now_ns=NOW)
@@ -290,7 +290,7 @@ def test_numbers_are_drawn_from_where_the_counter_is_set_and_never_come_again(
 ) -> None:
     start = Ino(WRITTEN_INO + 100)
     names = Namespace(taken(tree({})), lambda _: None, first_ino=start)
-    shown = Shown(names, Told())
+    shown = Shown(names, Reported())
     assert shown.make(b"a").ino == start
     # One that is made again, from before.
     assert shown.make(b"old", ino=Ino(WRITTEN_INO + 5)).ino == WRITTEN_INO + 5
@@ -448,7 +448,7 @@ def test_unlink_and_rmdir_know_what_they_are_for(shown: Shown) -> None:
         assert number(lambda n=name: names.unlink(ROOT_INO, n, now_ns=NOW)) == unlink, name
         assert number(lambda n=name: names.rmdir(ROOT_INO, n, now_ns=NOW)) == rmdir, name
     assert number(lambda: shown.rmdir(b"file")) == errno.ENOTDIR
-    assert shown.told == set(), "what is refused changes nothing"
+    assert shown.reported == set(), "what is refused changes nothing"
 
 
 def test_a_directory_of_the_snapshot_can_be_emptied_and_removed(shown: Shown) -> None:
@@ -481,7 +481,7 @@ def test_a_file_of_the_snapshot_is_taken_with_all_its_names(shown: Shown) -> Non
     assert node is names.copy_up(shown.ino(b"dir/hard"))
     assert set(node.names) == {(ROOT_INO, b"hard"), (shown.ino(b"dir"), b"hard")}
     assert set(names.visible_paths(node.ino)) == {b"hard", b"dir/hard"}
-    assert node.nlink == 2 and shown.told == {node.ino}
+    assert node.nlink == 2 and shown.reported == {node.ino}
 
 
 def test_a_file_lives_until_its_last_name_goes(shown: Shown) -> None:
@@ -527,7 +527,7 @@ def test_a_renamed_file_keeps_its_number_and_the_path_at_the_source(shown: Shown
     assert names.resolve(b"file") is None and shown.ino(b"dir/moved") == ino
     assert names.visible_path(ino) == b"dir/moved" and names.path(ino) == b"file"
     assert names.attributes(ino).parent == shown.ino(b"dir")
-    assert shown.told == {ino, ROOT_INO, shown.ino(b"dir")}
+    assert shown.reported == {ino, ROOT_INO, shown.ino(b"dir")}
     names.move(ino, b"dir/moved")
     assert names.path(ino) == b"dir/moved"
 
@@ -548,7 +548,7 @@ def test_a_rename_over_one_of_several_names_leaves_the_others(shown: Shown) -> N
 def test_renaming_one_name_of_a_file_to_another_does_nothing(shown: Shown) -> None:
     assert shown.rename(b"hard", b"dir/hard") is None
     assert shown.rename(b"dir", b"dir") is None
-    assert shown.ino(b"hard") == shown.ino(b"dir/hard") and shown.told == set()
+    assert shown.ino(b"hard") == shown.ino(b"dir/hard") and shown.reported == set()
 
 
 def test_a_directory_that_was_made_moves_with_all_that_is_in_it(shown: Shown) -> None:
@@ -614,7 +614,7 @@ def test_a_changed_file_keeps_its_inode_number_and_its_other_attributes(shown: S
     names.change(ino, mode=0o600, now_ns=NOW)
     now = names.attributes(ino)
     assert now == replace(before, mode=stat.S_IFREG | 0o600, ctime_ns=NOW, atime_ns=before.mtime_ns)
-    assert shown.told == {ino}
+    assert shown.reported == {ino}
     assert [a for _, n, a in names.list_from(ROOT_INO, 0) if n == b"file"] == [now]
     assert names.at_source(ino) == before
 
@@ -638,7 +638,7 @@ def test_entries_without_a_size_get_none(shown: Shown) -> None:
     assert number(lambda: names.change(link, size=0, now_ns=NOW)) == errno.EINVAL
     file = shown.ino(b"file")
     assert number(lambda: names.change(file, size=-1, now_ns=NOW)) == errno.EINVAL
-    assert shown.told == set()
+    assert shown.reported == set()
 
 
 def test_another_owner_takes_the_privileges_of_a_file(shown: Shown) -> None:
@@ -954,7 +954,7 @@ def test_a_new_file_is_at_the_source_once_that_is_recorded(shown: Shown) -> None
     assert (node.size, node.mtime_ns, node.source_ino) == (9, 4, 1234)
     names.forget(node.ino)
     assert names.resolve(b"dir/new") is None
-    assert not shown.told & {node.ino}, "the snapshot does not know that number"
+    assert not shown.reported & {node.ino}, "the snapshot does not know that number"
 
 
 # -- the same done to a real directory -------------------------------------------------------------
@@ -1424,11 +1424,11 @@ def test_every_sequence_of_changes_has_the_result_that_it_has_in_a_real_director
         *("make", "link", "unlink", "rmdir", "rename", "change", "set_xattr"),
     }
     for ino in map(Ino, range(1, snapshot.entries + 1)):
-        if ino not in shown.told:
+        if ino not in shown.reported:
             assert shown.names.attributes(ino) == snapshot.attributes(ino)
             assert [name for _, name, _ in shown.names.list_from(ino, 0)] == snapshot.names(ino)
 
-    again = Shown(Namespace(snapshot, lambda _: None), Told())
+    again = Shown(Namespace(snapshot, lambda _: None), Reported())
     for done in twin.done:
         do_again(again, *done)
     assert tree_of(again.names) == tree_of(shown.names)

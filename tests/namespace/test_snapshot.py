@@ -255,14 +255,14 @@ def test_the_newest_time_of_change_is_known_without_reading_the_records(
     """Which is what a mount asks for; an earlier Monarch has not recorded it."""
     with Snapshot.open(built) as snapshot:
         newest_ns = max(int(rows["ctime_ns"].max()) for _, rows in snapshot.records())
-        told = snapshot.info()
+        info = snapshot.info()
     passes = []
     records = Snapshot.records
     monkeypatch.setattr(Snapshot, "records", lambda self: passes.append(1) or records(self))
     with Snapshot.open(built) as snapshot:
         assert snapshot.newest_ns() == newest_ns
     assert not passes
-    fields = {"version": 2, **told.as_json()}
+    fields = {"version": 2, **info.as_json()}
     del fields["newest_ns"]
     with lmdb.open(str(built), subdir=False, lock=False) as environment:
         with environment.begin(write=True) as transaction:

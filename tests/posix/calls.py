@@ -186,9 +186,9 @@ class Child:
     def result(self) -> Any:
         """What the function returned; its failure is a failure of the test."""
         with os.fdopen(self._results, "rb") as results:
-            told = results.read()
+            raw = results.read()
         os.waitpid(self._pid, 0)
-        done, value = pickle.loads(told) if told else (False, "the process was killed")
+        done, value = pickle.loads(raw) if raw else (False, "the process was killed")
         if not done:
             pytest.fail(f"in another process: {value}")
         return value

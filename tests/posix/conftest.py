@@ -47,7 +47,7 @@ _REFUSALS_OF_PYTHON = {"fallocate": (errno.EOPNOTSUPP,)}
 _REFUSALS_OF_DISKS = {"direct": (errno.EINVAL,), "fallocate": (errno.EOPNOTSUPP,)}
 
 
-class RefusedAsToldError(Exception):
+class DocumentedRefusalError(Exception):
     """What the file system does without is refused with the errno that says so."""
 
 
@@ -55,7 +55,7 @@ class RefusedAsToldError(Exception):
 def pytest_pyfunc_call() -> Generator[None, object, object]:
     try:
         return (yield)
-    except RefusedAsToldError:
+    except DocumentedRefusalError:
         return True
 
 
@@ -69,8 +69,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def options(way: str) -> list[str]:
     """Options of ``monarch mount -o`` for a mount that every user may write."""
-    told = ["write=absorb", f"datapath={way}"]
-    return [*told, "allow_other"] if os.geteuid() == 0 else told
+    settings = ["write=absorb", f"datapath={way}"]
+    return [*settings, "allow_other"] if os.geteuid() == 0 else settings
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Place:
         except OSError as error:
             if error.errno not in allowed.get(what, ()):
                 raise
-            raise RefusedAsToldError from error
+            raise DocumentedRefusalError from error
 
     def next_directory(self, test: str) -> Path:
         name = f"{len(self.used):03}"
@@ -142,8 +142,8 @@ def drained_at_the_end(mounted: Mounted, named: Callable[[str], str] = str) -> I
     yield
     expected = tree(mounted.path, names_only=(MANY.encode(),))
     mounted.umount()
-    told = [named(difference) for difference in trees_differ(mounted.source, expected)]
-    assert not told, "the source is not what the mount was:\n" + "\n".join(told[:60])
+    differences = [named(difference) for difference in trees_differ(mounted.source, expected)]
+    assert not differences, "the source is not what the mount was:\n" + "\n".join(differences[:60])
 
 
 @pytest.fixture(scope="session")

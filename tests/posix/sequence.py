@@ -152,7 +152,7 @@ class World:
         fd = os.open(path, flags | os.O_NONBLOCK, mode)
         self._close(slot)
         self._open[slot] = fd
-        return self._told(os.fstat(fd))
+        return self._described(os.fstat(fd))
 
     def _close(self, slot: int) -> None:
         if (fd := self._open.pop(slot, None)) is not None:
@@ -197,10 +197,10 @@ class World:
         os.truncate(path, size)
 
     def _stat(self, path: str) -> object:
-        return self._told(os.stat(path))
+        return self._described(os.stat(path))
 
     def _lstat(self, path: str) -> object:
-        return self._told(os.lstat(path))
+        return self._described(os.lstat(path))
 
     def _access(self, path: str, how: int) -> bool:
         return os.access(path, how, effective_ids=True)
@@ -244,7 +244,7 @@ class World:
         os.ftruncate(self._slot(slot), size)
 
     def _fstat(self, slot: int) -> object:
-        return self._told(os.fstat(self._slot(slot)))
+        return self._described(os.fstat(self._slot(slot)))
 
     def _fchmod(self, slot: int, mode: int) -> None:
         os.fchmod(self._slot(slot), mode)
@@ -278,7 +278,7 @@ class World:
             done += count
         return done
 
-    def _told(self, status: os.stat_result) -> object:
+    def _described(self, status: os.stat_result) -> object:
         directory = stat.S_ISDIR(status.st_mode)
         changed = status.st_mtime_ns if status.st_mtime_ns < SET_BEFORE_NS else "now"
         return (
@@ -456,5 +456,5 @@ def _give_away(root: Path) -> None:
 
 def _story(seed: int, done: list[str], what: str) -> str:
     """What differs, and what was changed before it."""
-    told = "\n".join(done[-60:])
-    return f"seed {seed}: {what}\nwhat was done before:\n{told}"
+    calls_text = "\n".join(done[-60:])
+    return f"seed {seed}: {what}\nwhat was done before:\n{calls_text}"

@@ -321,8 +321,8 @@ def test_a_new_file_has_the_time_of_now(anyone: Place) -> None:
     os.symlink("x", "l")
     for made in ("f", "d", "l"):
         status = os.lstat(made)
-        for told in (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns):
-            assert begin <= told <= time.time_ns() + 1_000_000, made
+        for time_ns in (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns):
+            assert begin <= time_ns <= time.time_ns() + 1_000_000, made
 
 
 def test_blocks_and_block_size_are_reported(name: str) -> None:
@@ -466,11 +466,11 @@ def test_many_attributes_are_listed_whole(name: str) -> None:
 
 
 def test_the_file_system_tells_its_size_and_lengths(here: Place) -> None:
-    told = os.statvfs(".")
-    assert told.f_namemax == 255
-    assert told.f_bsize > 0 and told.f_frsize > 0
-    assert 0 < told.f_bavail <= told.f_bfree <= told.f_blocks
-    assert told.f_flag & os.ST_RDONLY == 0
+    space = os.statvfs(".")
+    assert space.f_namemax == 255
+    assert space.f_bsize > 0 and space.f_frsize > 0
+    assert 0 < space.f_bavail <= space.f_bfree <= space.f_blocks
+    assert space.f_flag & os.ST_RDONLY == 0
     assert os.pathconf(".", "PC_NAME_MAX") == 255
     with opened("old", os.O_RDONLY) as fd:
-        assert os.fstatvfs(fd).f_blocks == told.f_blocks
+        assert os.fstatvfs(fd).f_blocks == space.f_blocks

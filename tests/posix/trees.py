@@ -107,11 +107,17 @@ def _xattrs(fd: int) -> tuple[tuple[str, bytes], ...]:
 
 def differences(expected: Tree, found: Tree) -> list[str]:
     """Each path that differs and in what, sorted."""
-    told = [f"{os.fsdecode(path)!r} is missing" for path in expected.keys() - found.keys()]
-    told += [f"{os.fsdecode(path)!r} is there" for path in found.keys() - expected.keys()]
+    found_differences = [
+        f"{os.fsdecode(path)!r} is missing" for path in expected.keys() - found.keys()
+    ]
+    found_differences += [
+        f"{os.fsdecode(path)!r} is there" for path in found.keys() - expected.keys()
+    ]
     for path in expected.keys() & found.keys():
         wanted, here = asdict(expected[path]), asdict(found[path])
         for field, value in wanted.items():
             if here[field] != value:
-                told.append(f"{os.fsdecode(path)!r}: {field} {here[field]!r}, not {value!r}")
-    return sorted(told)
+                found_differences.append(
+                    f"{os.fsdecode(path)!r}: {field} {here[field]!r}, not {value!r}"
+                )
+    return sorted(found_differences)

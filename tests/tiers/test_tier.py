@@ -284,12 +284,12 @@ def test_an_entry_that_is_not_a_file_is_not_opened_and_blocks_no_thread(tier: Ti
 def test_a_tier_of_a_newer_monarch_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     Tier(1, "fast", tmp_path / "tier", owner=Owner("mount")).close()
     name = tmp_path / "tier/monarch/mount/tier.json"
-    told = json.dumps({**json.loads(name.read_text()), "version": 2, "more": 1})
-    name.write_text(told)
+    record = json.dumps({**json.loads(name.read_text()), "version": 2, "more": 1})
+    name.write_text(record)
     for _ in range(2):
         with pytest.raises(TierError, match="is of version 2, this Monarch knows 1"):
             Tier(1, "fast", tmp_path / "tier", owner=Owner("mount"))
-    assert name.read_text() == told
+    assert name.read_text() == record
 
 
 def test_a_tier_that_has_lost_its_name_gets_a_new_one(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def play(
     # A file that is drained in the middle of a round cannot be distinguished from the users' own
     # changes, and a drain that stands still changes nothing.
     if len(histories) > _TOGETHER:
-        told = (
+        summary = (
             f"judged {ground.judged} rounds, {ground.complete} drained, {ground.not_held} not held"
         )
-        tell(told)
-        assert ground.not_held < ground.judged / 4, told
-        assert ground.complete > ground.judged / 2, told
+        tell(summary)
+        assert ground.not_held < ground.judged / 4, summary
+        assert ground.complete > ground.judged / 2, summary
     return problems
 
 

@@ -35,8 +35,8 @@ class Step:
 
     def __str__(self) -> str:
         call = self.call
-        told = [oct(a) if isinstance(a, int) and a > 0 else repr(a) for a in call.arguments]
-        return f"{self.side:6} {call.user:4} {call.name}({', '.join(told)})"
+        words = [oct(a) if isinstance(a, int) and a > 0 else repr(a) for a in call.arguments]
+        return f"{self.side:6} {call.user:4} {call.name}({', '.join(words)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +325,8 @@ class Judge:
             if any(self._may(user, path, was, now, after) for user in self._users):
                 continue
             allowed = self._allowed.paths.get(path, {was})
-            told = ", ".join(sorted(map(str, allowed)))
-            found.append(f"{path}: was {was}, is {now}, could have been {told}")
+            words = ", ".join(sorted(map(str, allowed)))
+            found.append(f"{path}: was {was}, is {now}, could have been {words}")
         return [*found, *self._of_inodes(after)]
 
     def _of_inodes(self, after: Tree) -> Iterator[str]:

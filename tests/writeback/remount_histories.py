@@ -351,8 +351,8 @@ class Story:
                 continue
             if not is_owed and any(self.is_of_others(each) for each in (was, it) if each):
                 continue
-            told = f"{path!r} is {it} after {before.way} and {kind}, and was {was}"
-            assert (it and it.bare) == (was and was.bare), told
+            message = f"{path!r} is {it} after {before.way} and {kind}, and was {was}"
+            assert (it and it.bare) == (was and was.bare), message
 
     async def lived(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """One life of random steps, ended somehow."""
@@ -413,7 +413,7 @@ class Story:
                 await life.drained()
             now, there = life.shown(), tree_of(self.ground.source)
             trouble = life.write_back.drain.backlog().trouble
-            self._check_all_told(now, there, trouble)
+            self._check_losses_reported(now, there, trouble)
             theirs = self.numbers_of_others(now)
             for path in sorted(now.keys() | there.keys() | self.before.tree.keys()):
                 found = [tree[path] for tree in (now, there) if path in tree]
@@ -427,15 +427,15 @@ class Story:
                     _require_same(path, now, self.before.tree, "behind the drain and before it")
             await life.end(abandoned=trouble is not None)
         self.before = Ending(now, "clean", self.ground.owed() - self.taken)
-        told = self.ground.survey()
-        assert told is not None and not told.lost, told
+        report = self.ground.survey()
+        assert report is not None and not report.lost, report
         if trouble is None:
-            assert (told.operations, told.waiting) == (0, ()), told
+            assert (report.operations, report.waiting) == (0, ()), report
         async with self.ground.mount(refreshed=True) as life:
             assert bool(self.ground.put_off) == (trouble is not None)
             self.check_shown(life, "refresh")
 
-    def _check_all_told(self, now: Tree, there: Tree, trouble: str | None) -> None:
+    def _check_losses_reported(self, now: Tree, there: Tree, trouble: str | None) -> None:
         """Every byte that is shown is at the source, or waits for what the source refuses."""
         contents = _contents(there)
         for path, it in now.items():
@@ -541,9 +541,9 @@ def _is_beside(path: bytes) -> bool:
     return b".monarch-conflict-" in path
 
 
-def _require_same(path: bytes, one: Tree, other: Tree, told: str) -> None:
+def _require_same(path: bytes, one: Tree, other: Tree, message: str) -> None:
     a, b = one.get(path), other.get(path)
-    assert (a and a.bare) == (b and b.bare), f"{path!r}, {told}: {a} and {b}"
+    assert (a and a.bare) == (b and b.bare), f"{path!r}, {message}: {a} and {b}"
 
 
 def _contents(tree: Tree) -> set[bytes]:

@@ -268,7 +268,7 @@ class World:
         self._note(self.tree)
         self.states = States(self)
         self.drain: Drain | None = None
-        self.told: list[tuple[int, Op]] = []
+        self.recorded: list[tuple[int, Op]] = []
         self.wrong: list[str] = []
         # The user who does what follows.
         self.by: Credentials | None = None
@@ -346,7 +346,7 @@ class World:
     def record(self, op: Op) -> int:
         op = replace(op, strict=True, by=op.by or self.by)
         self.last_seq = self.journal.append(op)
-        self.told.append((self.last_seq, op))
+        self.recorded.append((self.last_seq, op))
         if self.drain is not None:
             self.drain.put(self.last_seq, op)
         return self.last_seq
@@ -693,8 +693,8 @@ class World:
     def check_all_is_there(self) -> None:
         there, here = described(read_tree(self.source)), described(self.tree)
         for path in there.keys() | here.keys():
-            told = f"{path!r}: {there.get(path)} at the source, {here.get(path)} here"
-            assert there.get(path) == here.get(path), told
+            message = f"{path!r}: {there.get(path)} at the source, {here.get(path)} here"
+            assert there.get(path) == here.get(path), message
         assert parts(self.source) == []
         assert self.wrong == [], self.wrong
 

@@ -60,10 +60,10 @@ async def test_a_file_appears_whole_with_its_mode_times_and_attributes(
         world.chmod(b"big", 0o4751)
         world.link(b"big", b"d/big")
         await drain.progress.wait(world.last_seq)
-        told = drain.backlog()
+        backlog = drain.backlog()
     world.check_all_is_there()
-    assert (told.ops, told.files, told.bytes, told.trouble) == (0, 0, 0, None)
-    assert (told.drained_files, told.drained_bytes) == (2, 5 * MiB + 12345)
+    assert (backlog.ops, backlog.files, backlog.bytes, backlog.trouble) == (0, 0, 0, None)
+    assert (backlog.drained_files, backlog.drained_bytes) == (2, 5 * MiB + 12345)
     number, identity = world.states.published_[0]
     assert (number, identity.size) == (1, 5 * MiB + 12345)
 
@@ -165,7 +165,7 @@ async def test_a_file_open_for_writing_waits_for_its_close(world: World, clock: 
     world.content(node, synced=True)
     world.store(node, b"ha")
     async with draining(world) as drain:
-        drain.put(*world.told[0])
+        drain.put(*world.recorded[0])
         drain.put(world.last_seq, Op(kind="content", path=b"a", paths=(b"a",), object=1, size=5))
         await drain.progress.wait(world.last_seq)
         assert (world.source / "a").read_bytes() == b"old a"
@@ -188,7 +188,7 @@ async def test_a_file_replaced_by_one_without_content_stays_and_is_published_und
     world.rename(b"a", b"e")
     world.store(node, b"three halves")
     async with draining(world) as drain:
-        for seq, op in world.told:
+        for seq, op in world.recorded:
             if seq > replaced and not drain.progress.is_done(replaced):
                 await drain.progress.wait(replaced)
                 assert (world.source / "a").read_bytes() == b"old a"
@@ -278,9 +278,9 @@ async def test_a_full_source_keeps_the_order_and_is_tried_until_there_is_room(
     world.mkdir(b"later")
     async with draining(world, world.kill(), root=small_disk) as drain:
         await until(lambda: drain.backlog().failures >= 5)
-        told = drain.backlog()
-        assert told.trouble is not None and "No space left on device (ENOSPC)" in told.trouble
-        assert (told.ops, told.files) == (3, 1)
+        backlog = drain.backlog()
+        assert backlog.trouble is not None and "No space left on device (ENOSPC)" in backlog.trouble
+        assert (backlog.ops, backlog.files) == (3, 1)
         assert sorted(os.listdir(small_disk))[-2:] == ["ckpt", "filler"]
         assert (small_disk / "ckpt").read_bytes() == b"old"
         (small_disk / "filler").unlink()

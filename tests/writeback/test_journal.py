@@ -179,8 +179,8 @@ def test_synced_records_that_are_missing_after_a_power_cut_are_damage(directory:
 def given_version(path: Path, version: int, *, torn: bytes = b"") -> None:
     first, _, others = path.read_bytes().partition(b"\n")
     record = {**json.loads(first[17:]), "monarch": version}
-    told = json.dumps(record, separators=(",", ":")).encode()
-    line = xxhash.xxh3_64_hexdigest(told).encode() + b" " + told + b"\n"
+    raw = json.dumps(record, separators=(",", ":")).encode()
+    line = xxhash.xxh3_64_hexdigest(raw).encode() + b" " + raw + b"\n"
     path.write_bytes(line + others + torn)
 
 

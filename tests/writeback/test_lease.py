@@ -122,10 +122,10 @@ def test_of_two_that_came_at_once_the_later_one_is_refused(
 ) -> None:
     elsewhere("one")
     take("aa")
-    told = json.loads(file_of(shared, "aa").read_bytes())
+    lease = json.loads(file_of(shared, "aa").read_bytes())
     elsewhere("two")
     # As if the other had begun later, and had not looked yet.
-    file_of(shared, "aa").write_text(json.dumps({**told, "since_ns": told["since_ns"] + 10**12}))
+    file_of(shared, "aa").write_text(json.dumps({**lease, "since_ns": lease["since_ns"] + 10**12}))
     assert [holder.token for holder in take("bb").others] == ["aa"]
 
 
@@ -199,13 +199,15 @@ def test_foreign_files_among_the_leases_do_no_harm(
     (place / "directory").mkdir()
     with (place / "large").open("wb") as file:
         file.truncate(1 << 40)
-    told = json.loads((place / "aa").read_bytes())
-    padded = json.dumps({**told, "node": "padded", "boot": "x"}) + " " * 100_000
+    lease = json.loads((place / "aa").read_bytes())
+    padded = json.dumps({**lease, "node": "padded", "boot": "x"}) + " " * 100_000
     (place / "padded").write_text(padded)
     for key in ("pid", "started", "since_ns", "namespace"):
-        (place / f"infinite-{key}").write_text(json.dumps({**told, key: math.inf, "boot": "x"}))
+        (place / f"infinite-{key}").write_text(json.dumps({**lease, key: math.inf, "boot": "x"}))
     (place / "evil").write_text(
-        json.dumps({**told, "node": "\x1b[2J\n", "boot": "x", "patterns": ["**", "\x1b" * 900] * 9})
+        json.dumps(
+            {**lease, "node": "\x1b[2J\n", "boot": "x", "patterns": ["**", "\x1b" * 900] * 9}
+        )
     )
     first.renew()
     assert [holder.node for holder in first.others] == ["?[2J?"]
@@ -228,17 +230,17 @@ def test_a_lease_that_others_removed_is_made_again_and_reported(
     secret = tmp_path / "secret"
     secret.write_text("secret")
     before = secret.stat().st_mtime_ns
-    told = json.loads(path.read_bytes())
+    lease = json.loads(path.read_bytes())
     path.unlink()
     if how == "directory removed":
         path.parent.rmdir()
     elif how == "link":
         path.symlink_to(secret)
     elif how == "another's":
-        path.write_text(json.dumps({**told, "pid": 1}))
+        path.write_text(json.dumps({**lease, "pid": 1}))
     first.renew()
     assert first.was_lost and first.trouble == ""
-    assert json.loads(path.read_bytes()) == told and not path.is_symlink()
+    assert json.loads(path.read_bytes()) == lease and not path.is_symlink()
     assert (secret.read_text(), secret.stat().st_mtime_ns) == ("secret", before)
 
 

@@ -71,9 +71,9 @@ async def test_many_small_files_take_few_hops_and_all_of_them_come(
     write_all(world, synced=synced)
     async with draining(world, world.kill()) as drain:
         await drain.progress.wait(world.last_seq)
-        told = drain.backlog()
+        backlog = drain.backlog()
     world.check_all_is_there()
-    assert (told.ops, told.drained_files, told.failures) == (0, COUNT, 0)
+    assert (backlog.ops, backlog.drained_files, backlog.failures) == (0, COUNT, 0)
     assert calls.made.count("hop") < COUNT / 2, "not several for each file"
     assert calls.made.count("sync") == COUNT, "each is on the disk before it gets its name"
 
@@ -137,8 +137,8 @@ async def test_a_lot_continues_without_contents_whose_object_is_gone_or_was_writ
     world.store(written, b"newer, and not recorded")
     async with draining(world, replay, catch_up=False) as drain:
         await drain.progress.settle()
-        told = drain.backlog()
-    assert told.lost == (b"new7",)
+        backlog = drain.backlog()
+    assert backlog.lost == (b"new7",)
     names = {path.name for path in world.source.glob("new*")}
     assert names == {f"new{number}" for number in range(COUNT)} - {"new7"}
     assert (world.source / "new9").read_bytes() == written.content

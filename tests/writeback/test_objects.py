@@ -90,15 +90,15 @@ def test_a_failed_sync_fails_until_the_object_is_written_anew(tmp_path: Path, di
 @pytest.mark.promise(154)
 def test_syncs_of_one_object_at_once_fail_together(tmp_path: Path, disk: Disk) -> None:
     objects = Objects(tmp_path)
-    told: list[int] = []
+    reported: list[int] = []
 
     def sync() -> None:
         try:
             objects.sync(1, fd)
         except OSError as error:
-            told.append(error.errno or 0)
+            reported.append(error.errno or 0)
         else:
-            told.append(0)
+            reported.append(0)
 
     with written(objects, 1, b"one") as fd:
         disk.fails = True
@@ -111,7 +111,7 @@ def test_syncs_of_one_object_at_once_fail_together(tmp_path: Path, disk: Disk) -
         disk.goes_on.set()
         first.join()
         second.join()
-    assert told == [errno.EIO, errno.EIO]
+    assert reported == [errno.EIO, errno.EIO]
 
 
 @pytest.mark.promise(154)

@@ -116,7 +116,7 @@ async def test_a_file_that_is_written_all_the_time_does_not_hold_up_others(
     world.store(busy, b"half")
     world.write(b"other", b"bytes", synced=True)
     async with draining(world) as drain:
-        for seq, op in world.told:
+        for seq, op in world.recorded:
             drain.put(seq, op)
         began = trio.current_time()
         await drain.progress.wait(world.last_seq)
@@ -203,10 +203,10 @@ async def test_appended_bytes_are_written_behind_those_at_the_source(
         world.append(taken, b" and more")
         world.end(taken)
         await drain.progress.wait(world.last_seq)
-        told = drain.backlog()
+        backlog = drain.backlog()
     assert (world.source / "log").stat().st_ino == there
     assert (world.source / "a").stat().st_ino == before
-    assert told.drained_bytes <= 1.1 * (len(node.content) + len(b" and more"))
+    assert backlog.drained_bytes <= 1.1 * (len(node.content) + len(b" and more"))
     world.check_all_is_there()
 
 

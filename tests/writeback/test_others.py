@@ -98,12 +98,12 @@ async def test_a_file_that_changed_at_the_source_is_kept(shared: World, clock: C
         (shared.source / "a").write_bytes(b"theirs")
         shared.write(b"a", b"ours")
         await drain.progress.wait(shared.last_seq)
-        told = drain.backlog()
+        backlog = drain.backlog()
     assert (shared.source / "a").read_bytes() == b"theirs"
     [kept] = shared.source.glob("a.monarch-conflict-*")
     assert kept.read_bytes() == b"ours"
-    assert told.conflicts == 1 and told.conflict is not None
-    assert os.fsencode(kept.name) == told.conflict.kept
+    assert backlog.conflicts == 1 and backlog.conflict is not None
+    assert os.fsencode(kept.name) == backlog.conflict.kept
 
 
 @pytest.mark.promise(79)
@@ -586,8 +586,8 @@ async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
         world.setxattr(b"new", b"user.small", b"x")
         world.content(world.tree[b"new"])
         await drain.progress.wait(world.last_seq)
-        told = {(b"new", b"user.large"): "Argument list too long (E2BIG)"}
-        assert drain.writer.log.dropped_xattrs == told
+        expected = {(b"new", b"user.large"): "Argument list too long (E2BIG)"}
+        assert drain.writer.log.dropped_xattrs == expected
         assert os.getxattr(world.source / "new", "user.small") == b"x"
         world.setxattr(b"new", b"user.large", None)
         world.content(world.tree[b"new"])
@@ -595,7 +595,7 @@ async def test_attributes_that_the_source_refuses_are_reported_until_it_has_all(
         assert not drain.writer.log.dropped_xattrs
         world.setxattr(b"new", b"user.large", b"x" * 101)
         await drain.progress.wait(world.last_seq)
-        assert drain.writer.log.dropped_xattrs == told
+        assert drain.writer.log.dropped_xattrs == expected
         world.unlink(b"new")
         await drain.progress.wait(world.last_seq)
         assert not drain.writer.log.dropped_xattrs

@@ -98,7 +98,7 @@ async def test_while_something_waits_the_names_are_those_of_its_snapshot(
     (ground.source / "others").write_bytes(b"x")
     given = tmp_path / "given.snapshot"
     build(ground.source, given, jobs=1)
-    for more, is_told in (
+    for more, is_reported in (
         ({}, False),
         ({"refreshed": True}, True),
         ({"snapshot": {"file": given}}, True),
@@ -107,7 +107,7 @@ async def test_while_something_waits_the_names_are_those_of_its_snapshot(
             assert life.names.snapshot.id == snapshot_id
             assert b"others" not in life.shown()
             assert life.shown()[b"e/new"].content == b"new"
-            assert ("mount again" in ground.put_off) is is_told
+            assert ("mount again" in ground.put_off) is is_reported
     async with ground.mount() as life:
         await life.drained()
         await life.end()
@@ -207,9 +207,9 @@ async def test_files_without_a_place_in_the_tree_after_a_remount_are_drained(
     async with ground.mount() as life:
         assert life.shown().keys() == tree_of(ground.source).keys()
         assert list(life.write_back.front.object_table.unshown.values()) == [b"e/kept"]
-        assert await told(life) == (["e/kept"], ["written-hidden"])
+        assert await hidden_files(life) == (["e/kept"], ["written-hidden"])
         await life.drained()
-        assert await told(life) == ([], [])
+        assert await hidden_files(life) == ([], [])
     there = tree_of(ground.source)
     assert there[b"e/kept"].content == b"kept"
     assert b"e/gone" not in there
@@ -407,7 +407,7 @@ async def test_a_conflict_of_a_renamed_file_with_newer_bytes_is_met_once(
     assert (ground.source / "a").read_bytes() == b"others' version"
 
 
-async def told(life: Life) -> tuple[list[str], list[str]]:
+async def hidden_files(life: Life) -> tuple[list[str], list[str]]:
     """What `monarch ckpt lost` and health report about files that are not shown."""
     loss_alarm = LossAlarm(life.ground.state)
     verb = WrittenVerbs(

@@ -41,7 +41,7 @@ class Writer(Walk):
         super().__init__(world, 1000 * seed + number)
         self.number = number
         # Paths of the conflicts that its drains have reported.
-        self.told: set[bytes] = set()
+        self.reported_conflicts: set[bytes] = set()
 
     def bytes(self) -> bytes:
         self._count += 1
@@ -126,9 +126,9 @@ def missing(world: World, drain: Drain, there: set[bytes]) -> list[str]:
 def torn_unheard(source: Path, walk: Writer, walks: list[Writer], drain: Drain) -> list[bytes]:
     """Directories that a writer has made, with files of its own in them, which are others at the
     source by now, though no conflict was reported to a writer and no other has made them."""
-    torn, theirs = [], set[bytes]().union(*(other.told for other in walks))
+    torn, theirs = [], set[bytes]().union(*(other.reported_conflicts for other in walks))
     for other in walks:
-        for _, op in other._world.told:
+        for _, op in other._world.recorded:
             if other is not walk and op.kind in ("mkdir", "rename"):
                 theirs.add(op.names()[-1])
     for path, node in walk._world.tree.items():
@@ -177,7 +177,9 @@ async def test_no_bytes_of_several_writers_are_lost_and_every_conflict_has_a_nam
             async with AsyncExitStack() as stack:
                 drains = await life(walks, stack, chance, steps=25, is_last=turn == 3)
                 for walk, drain in zip(walks, drains, strict=True):
-                    walk.told |= {conflict.path for conflict in drain.writer.log.conflicts}
+                    walk.reported_conflicts |= {
+                        conflict.path for conflict in drain.writer.log.conflicts
+                    }
                 if turn < 3:
                     continue
                 there = {node.content for node in read_tree(directory / "source").values()}
@@ -367,9 +369,9 @@ async def test_files_that_others_wrote_meanwhile_are_neither_removed_nor_renamed
     replay = world.kill()
     async with draining(world, replay) as drain:
         await drain.progress.settle()
-        told = [conflict.path for conflict in drain.writer.log.conflicts]
+        conflicts = [conflict.path for conflict in drain.writer.log.conflicts]
     assert (world.source / "a").read_bytes() == b"theirs"
-    assert set(told) == {b"a"}
+    assert set(conflicts) == {b"a"}
     ours = {"append rename": b"old a and more", "replace": b"new"}.get(change)
     found = [path.read_bytes() for path in world.source.iterdir() if path.is_file()]
     assert ours is None or ours in found

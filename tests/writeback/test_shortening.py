@@ -158,9 +158,9 @@ def test_a_file_made_and_removed_without_an_object_is_left_out_if_it_left_no_tra
 @pytest.mark.promise(139)
 def test_of_the_contents_of_a_file_the_last_published_and_the_last_left_out_stay() -> None:
     made = Op(kind="create", path=b"a", object=1)
-    for told, left in (("nnp", [4]), ("pnn", [2, 4]), ("pnpnp", [6]), ("pnnpn", [5, 6])):
-        ops = [(1, made), *((seq, content(b"a", 1)) for seq, _ in enumerate(told, 2))]
-        done = {seq: ID if each == "p" else None for seq, each in enumerate("n" + told, 1)}
+    for expected, left in (("nnp", [4]), ("pnn", [2, 4]), ("pnpnp", [6]), ("pnnpn", [5, 6])):
+        ops = [(1, made), *((seq, content(b"a", 1)) for seq, _ in enumerate(expected, 2))]
+        done = {seq: ID if each == "p" else None for seq, each in enumerate("n" + expected, 1)}
         assert [seq for seq, _ in shortened(ops, done)] == [1, *left]
     # What the one that is missing has changed is not taken for what the source has.
     changed = [replace(content(b"a", 1), intact=intact) for intact in (0, 2, 5)]

@@ -75,8 +75,8 @@ def is_of(found: dict[str, torch.Tensor], step: int) -> bool:
     return bool((found["w"] == step).all()) and int(found["n"]) == step
 
 
-def last(told: list[str]) -> int:
-    return max(map(int, told), default=0)
+def last(acknowledged: list[str]) -> int:
+    return max(map(int, acknowledged), default=0)
 
 
 # A file that is written aside and renamed, ``last.ckpt`` a link to it, the oldest removed.
@@ -99,11 +99,15 @@ def lightning(directory: Path, ack: Ack, begun: int) -> None:
         ack(step)
 
 
-def check_lightning(directory: Path, told: list[str]) -> None:
-    for name in {"last.ckpt", f"step={last(told)}.ckpt"}:
-        if told:
+def check_lightning(directory: Path, acknowledged: list[str]) -> None:
+    for name in {"last.ckpt", f"step={last(acknowledged)}.ckpt"}:
+        if acknowledged:
             found = torch.load(directory / name)
-            assert found["global_step"] >= last(told), (name, found["global_step"], last(told))
+            assert found["global_step"] >= last(acknowledged), (
+                name,
+                found["global_step"],
+                last(acknowledged),
+            )
             assert is_of(found["state_dict"], found["global_step"])
 
 
@@ -131,12 +135,12 @@ def huggingface(directory: Path, ack: Ack, begun: int) -> None:
         ack(step)
 
 
-def check_huggingface(directory: Path, told: list[str]) -> None:
-    if not told:
+def check_huggingface(directory: Path, acknowledged: list[str]) -> None:
+    if not acknowledged:
         return
     final = directory / (directory / "latest").read_text()
     step = int(final.name.rpartition("-")[2])
-    assert step >= last(told), (step, last(told))
+    assert step >= last(acknowledged), (step, last(acknowledged))
     assert is_of(load_file(final / "model.safetensors"), step)
     assert torch.load(final / "optimizer.pt") == {"step": step}
     assert json.loads((final / "trainer_state.json").read_text()) == {"global_step": step}
@@ -184,12 +188,12 @@ def _rank(directory: Path, ack: Ack, begun: int, rank: int, meeting: Path) -> No
             ack(step)
 
 
-def check_distributed(directory: Path, told: list[str]) -> None:
-    if not told:
+def check_distributed(directory: Path, acknowledged: list[str]) -> None:
+    if not acknowledged:
         return
     newest = int((directory / "latest").read_text().removeprefix("step-"))
-    assert newest >= last(told), (newest, last(told))
-    for step in {newest, last(told)}:
+    assert newest >= last(acknowledged), (newest, last(acknowledged))
+    for step in {newest, last(acknowledged)}:
         found = {"model": torch.nn.Linear(50, 70).state_dict()}
         dcp.load(found, checkpoint_id=directory / f"step-{step}", no_dist=True)
         assert all(bool((each == step).all()) for each in found["model"].values()), step
@@ -209,14 +213,14 @@ def database_wal(directory: Path, ack: Ack, begun: int) -> None:
     database(directory, ack, begun, "WAL")
 
 
-def check_database(directory: Path, told: list[str]) -> None:
-    if not told:
+def check_database(directory: Path, acknowledged: list[str]) -> None:
+    if not acknowledged:
         return
     connection = sqlite3.connect(directory / "runs.db")
     assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     rows = connection.execute("SELECT step, output FROM runs ORDER BY step").fetchall()
     connection.close()
-    assert len(rows) >= last(told), (len(rows), last(told))
+    assert len(rows) >= last(acknowledged), (len(rows), last(acknowledged))
     assert rows == [(n, b"x" * n * 7) for n in range(1, len(rows) + 1)]
 
 
@@ -239,7 +243,7 @@ def git(directory: Path, ack: Ack, begun: int) -> None:
 _GIT = ("-c", "user.name=n", "-c", "user.email=e", "-c", "gc.auto=0", "-c", "safe.directory=*")
 
 
-def check_git(directory: Path, told: list[str]) -> None:
+def check_git(directory: Path, acknowledged: list[str]) -> None:
     def run(*arguments: str) -> str:
         done = subprocess.run(
             ["git", *_GIT, *arguments], cwd=directory, capture_output=True, text=True
@@ -247,11 +251,14 @@ def check_git(directory: Path, told: list[str]) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    if told:
+    if acknowledged:
         run("fsck", "--full")
         log = run("log", "--format=%s").split("\n")
-        assert {f"step {n}" for n in range(1, last(told) + 1)} <= set(log), (log[:3], last(told))
-        assert run("show", f"HEAD:file-{last(told) % 5}")
+        assert {f"step {n}" for n in range(1, last(acknowledged) + 1)} <= set(log), (
+            log[:3],
+            last(acknowledged),
+        )
+        assert run("show", f"HEAD:file-{last(acknowledged) % 5}")
 
 
 def hdf5(directory: Path, ack: Ack, begun: int) -> None:
@@ -267,9 +274,9 @@ def hdf5(directory: Path, ack: Ack, begun: int) -> None:
             ack(f"{life} {step}")
 
 
-def check_hdf5(directory: Path, told: list[str]) -> None:
+def check_hdf5(directory: Path, acknowledged: list[str]) -> None:
     most: dict[str, int] = {}
-    for line in told:
+    for line in acknowledged:
         life, step = line.split()
         most[life] = int(step)
     for life, steps in most.items():
@@ -288,7 +295,7 @@ def tensorboard(directory: Path, ack: Ack, begun: int) -> None:
         ack(step)
 
 
-def check_tensorboard(directory: Path, told: list[str]) -> None:
+def check_tensorboard(directory: Path, acknowledged: list[str]) -> None:
     steps = set()
     for path in directory.glob("events*"):
         for record in RawEventFileLoader(str(path)).Load():
@@ -296,7 +303,7 @@ def check_tensorboard(directory: Path, told: list[str]) -> None:
             for value in event.summary.value:
                 assert value.simple_value == event.step
                 steps.add(event.step)
-    assert set(map(int, told)) <= steps, set(map(int, told)) - steps
+    assert set(map(int, acknowledged)) <= steps, set(map(int, acknowledged)) - steps
 
 
 WORK: dict[str, tuple[Callable[[Path, Ack, int], None], Callable[[Path, list[str]], None]]] = {
@@ -320,9 +327,9 @@ def work(program: str, directory: str, acks: str) -> int:
         return pid
     try:
         os.setpgid(0, 0)
-        told = Path(acks).read_text().split("\n")[:-1]
+        acknowledged = Path(acks).read_text().split("\n")[:-1]
         file = os.open(acks, os.O_WRONLY | os.O_APPEND)
-        begun = last(told) if " " not in "".join(told) else 0
+        begun = last(acknowledged) if " " not in "".join(acknowledged) else 0
         Path(directory).mkdir(exist_ok=True)
         WORK[program][0](Path(directory), lambda what: _tell(file, what), begun)
     except BaseException:
@@ -343,8 +350,8 @@ def check(program: str, directory: str, acks: str) -> str:
     if not pid:
         answer = ""
         try:
-            told = Path(acks).read_text().split("\n")[:-1]
-            WORK[program][1](Path(directory), told)
+            acknowledged = Path(acks).read_text().split("\n")[:-1]
+            WORK[program][1](Path(directory), acknowledged)
         except BaseException:
             answer = traceback.format_exc()
         finally:
@@ -368,16 +375,16 @@ def main() -> None:
         order: dict[str, Any] = json.loads(line)
         do = order.pop("do")
         if do == "work":
-            told: object = work(**order)
-            running.append(told)
+            acknowledged: object = work(**order)
+            running.append(acknowledged)
         elif do == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(order["group"], signal.SIGKILL)
             os.waitpid(order["group"], 0)
-            told = ""
+            acknowledged = ""
         else:
-            told = check(**order)
-        answers.write(json.dumps(told) + "\n")
+            acknowledged = check(**order)
+        answers.write(json.dumps(acknowledged) + "\n")
         answers.flush()
     os._exit(0)
 
