@@ -124,14 +124,14 @@ def test_without_a_subject_the_datapath_is_measured(arguments: list[str]) -> Non
 # -- the datapath ----------------------------------------------------------------------------------
 
 
-def result(line: str, who: str, ratios: Sequence[float]) -> Any:
-    row = Row(line, float, "files/s", float, "native", None, True, who=who)
+def result(line: str, contender: str, ratios: Sequence[float]) -> Any:
+    row = Row(line, float, "files/s", float, "native", None, True, contender=contender)
     return Result(row, [100 * ratio for ratio in ratios], [100.0 for _ in ratios])
 
 
 def verdicts(results: Sequence[Any], *fillers: str) -> dict[str, str]:
     found = datapath.derived(results, fillers=fillers)
-    return {f"{each.row.name}: {each.row.who}": each.verdict for each in found}
+    return {f"{each.row.name}: {each.row.contender}": each.verdict for each in found}
 
 
 def test_the_best_mode_has_the_bars_and_auto_must_be_near_it() -> None:
@@ -189,10 +189,10 @@ def tiny(tmp_path: Path) -> list[str]:
     if reason := slowfs.unavailable():
         pytest.skip(reason)
     sizes = ["--files", "40", "--size-mb", "4", "--entries", "1000", "--rounds", "1"]
-    who = ["--modes", "python", "--peers", "none"]
+    contenders = ["--modes", "python", "--peers", "none"]
     where = ["--directory", str(tmp_path), "--json", str(tmp_path / "report.json")]
     command = [sys.executable, BENCH, "--quick", "--no-drop"]
-    return [*command, *sizes, *who, *where]
+    return [*command, *sizes, *contenders, *where]
 
 
 def test_a_run_reports_every_number_and_leaves_nothing_behind(
@@ -203,8 +203,8 @@ def test_a_run_reports_every_number_and_leaves_nothing_behind(
     report = json.loads((tmp_path / "report.json").read_text())
     rows = {(row["name"], row["who"]): row for row in report["rows"]}
     for line in ("files warm, 4 readers", "large file warm", "list and stat, again"):
-        for who in ("python", "pyfuse3"):
-            assert rows[line, who]["median"] > 0 and rows[line, who]["ratio"] > 0
+        for contender in ("python", "pyfuse3"):
+            assert rows[line, contender]["median"] > 0 and rows[line, contender]["ratio"] > 0
     assert rows["epoch 1, slow source, 4 readers", "cp -r, native"]["median"] > 0
     assert not any("dropped" in line for line, _ in rows)
     assert report["conditions"]["notes"] == ["--no-drop: the rows that need it are left out"]
@@ -233,8 +233,8 @@ def test_a_run_that_is_ended_unmounts_everything(
 def test_a_job_must_wait_five_times_less_for_monarch_than_for_the_slow_source() -> None:
     def said(slow: float, ours: float) -> str:
         rows = [
-            Result(write.SAVE.row(who, "auto"), [seconds] * 3, [1.0] * 3)
-            for who, seconds in (("slow source", slow), ("auto", ours))
+            Result(write.SAVE.row(contender, "auto"), [seconds] * 3, [1.0] * 3)
+            for contender, seconds in (("slow source", slow), ("auto", ours))
         ]
         assert rows[0].verdict == ""
         (waits,) = write.derived(rows, "auto")
@@ -266,9 +266,9 @@ def test_writing_is_measured_on_every_side_until_it_is_at_the_source(tmp_path: P
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     rows = {(row["name"], row["who"]): row for row in report["rows"]}
-    for who in ("slow source", "python"):
+    for contender in ("slow source", "python"):
         for name in ("checkpoint: 1 MiB writes and fsync", "fsync of 4 KiB: 99 of 100"):
-            assert rows[name, who]["median"] > 0 and rows[name, who]["ratio"] > 0
+            assert rows[name, contender]["median"] > 0 and rows[name, contender]["ratio"] > 0
     for name in ("names: create, write 10 KB, close", "trees: tar x", "trees: git clone", "drain"):
         assert rows[name, "python"]["median"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

@@ -6,11 +6,12 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from scripts.benchmark.options import SUBJECTS
 from scripts.tools.launch import ROOT
 from tests.equipment.imports import cycles, imports_of, resolved, sources_of
 
@@ -141,10 +142,9 @@ def test_launchers_are_thin_and_nothing_else_lies_beside_them() -> None:
         assert lines <= MOST_LINES_OF_A_LAUNCHER, name
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "demo"])
+@pytest.mark.parametrize("name", LAUNCHERS)
 @pytest.mark.parametrize("through", ["path", "link"])
 def test_a_launcher_works_from_everywhere(tmp_path: Path, name: str, through: str) -> None:
-    """The demo is left out: it installs what is missing before it reads its arguments."""
     path = SCRIPTS / name
     if through == "link":
         (tmp_path / "second").symlink_to(path)
@@ -162,7 +162,25 @@ def test_a_launcher_works_from_everywhere(tmp_path: Path, name: str, through: st
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: ")
+    assert done.stdout.startswith(f"usage: scripts/{name} ")
+    assert f"examples:\n  scripts/{name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "verbs"),
+    [
+        ("bench", SUBJECTS),
+        ("dataset", ["imagefolder", "tfrecord", "webdataset", "hdf5", "lmdb", "sqlite", "git"]),
+    ],
+)
+def test_each_subject_of_a_launcher_has_help_with_examples(name: str, verbs: Sequence[str]) -> None:
+    for verb in verbs:
+        done = subprocess.run(
+            [sys.executable, SCRIPTS / name, verb, "--help"], capture_output=True, text=True
+        )
+        assert done.stdout.startswith(f"usage: scripts/{name} {verb} "), done.stderr
+        examples = done.stdout.partition("examples:\n")[2].splitlines()
+        assert examples and all(f"scripts/{name}" in line for line in examples)
 
 
 @pytest.mark.parametrize(

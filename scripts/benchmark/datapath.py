@@ -208,8 +208,8 @@ class Bench:
         natives = [other.against[turn] for other in others if other and len(other.against) > turn]
         result.against.append(median(natives))
 
-    def _result(self, line: Line, who: str) -> Result[Lab]:
-        return self._results.setdefault((line.name, who), Result(line.row(who)))
+    def _result(self, line: Line, contender: str) -> Result[Lab]:
+        return self._results.setdefault((line.name, contender), Result(line.row(contender)))
 
 
 # -- what follows from the numbers -----------------------------------------------------------------
@@ -219,7 +219,7 @@ def derived(results: Sequence[Result[Lab]], *, fillers: Sequence[str]) -> list[R
     """The bars of the best mode, and of auto against it."""
     by_line: dict[str, dict[str, Result[Lab]]] = {}
     for result in results:
-        by_line.setdefault(result.row.name, {})[result.row.who] = result
+        by_line.setdefault(result.row.name, {})[result.row.contender] = result
     made: list[Result[Lab]] = []
     for line in (line for lines in LINES.values() for line in lines if line.function):
         found = by_line.get(line.name, {})
@@ -229,30 +229,41 @@ def derived(results: Sequence[Result[Lab]], *, fillers: Sequence[str]) -> list[R
         best = max(single, key=lambda result: median(result.ratios))
         auto = found.get(AUTO)
         if BEST in line.bars:
-            made.append(_judged(best, f"best: {best.row.who}", line.bars[BEST]))
+            made.append(_judged(best, f"best: {best.row.contender}", line.bars[BEST]))
         if auto is None and AUTO in line.bars:
-            made.append(_judged(best, f"best: {best.row.who}", line.bars[AUTO]))
+            made.append(_judged(best, f"best: {best.row.contender}", line.bars[AUTO]))
         if auto is not None:
             made.append(_compared(auto, best, AUTO_BAR))
         if line is FIRST:
             ours = auto or best
             native = median(ours.against)
             bar = min(EPOCH_1_RATIO, EPOCH_1_ENOUGH / native)
-            made.append(_judged(ours, f"{ours.row.who}, 2,500 files/s or half of native", bar))
+            made.append(
+                _judged(ours, f"{ours.row.contender}, 2,500 files/s or half of native", bar)
+            )
             made += [_compared(ours, found[name], 1.0) for name in fillers if name in found]
     return made
 
 
-def _judged(result: Result[Lab], who: str, bar: float) -> Result[Lab]:
+def _judged(result: Result[Lab], contender: str, bar: float) -> Result[Lab]:
     return Result(
-        replace(result.row, who=who, bar=bar, derived=True), result.values, result.against
+        replace(result.row, contender=contender, bar=bar, derived=True),
+        result.values,
+        result.against,
     )
 
 
 def _compared(ours: Result[Lab], theirs: Result[Lab], bar: float) -> Result[Lab]:
     """One contender's ratios to native against another's, round by round."""
-    who = f"{ours.row.who} against {theirs.row.who}"
-    row = replace(ours.row, who=who, unit="x", against_name=theirs.row.who, bar=bar, derived=True)
+    contender = f"{ours.row.contender} against {theirs.row.contender}"
+    row = replace(
+        ours.row,
+        contender=contender,
+        unit="x",
+        against_name=theirs.row.contender,
+        bar=bar,
+        derived=True,
+    )
     return Result(row, ours.ratios, theirs.ratios)
 
 

@@ -168,12 +168,12 @@ class Lab:
 
 
 def rows(mode: str, waiters: int) -> list[Row[Lab]]:
-    who = f"{mode}, {waiters:,} wait"
+    contender = f"{mode}, {waiters:,} wait"
 
     def against(name: str, unit: str, function: Callable[[Lab], float]) -> Row[Lab]:
         return Row(
             name=name,
-            who=who,
+            contender=contender,
             function=function,
             unit=unit,
             against=function,
@@ -186,8 +186,20 @@ def rows(mode: str, waiters: int) -> list[Row[Lab]]:
         against("files/s, 4 readers", "files/s", Lab.reads),
         against("names/s, 1 lister", "names/s", Lab.names),
         against("status/s", "status/s", Lab.status),
-        Row(name="more memory", who=who, function=Lab.memory, unit="MiB", bar=MEMORY_BAR_MIB),
-        Row(name="threads", who=who, function=Lab.threads, unit="threads", bar=THREADS_BAR),
+        Row(
+            name="more memory",
+            contender=contender,
+            function=Lab.memory,
+            unit="MiB",
+            bar=MEMORY_BAR_MIB,
+        ),
+        Row(
+            name="threads",
+            contender=contender,
+            function=Lab.threads,
+            unit="threads",
+            bar=THREADS_BAR,
+        ),
     ]
 
 

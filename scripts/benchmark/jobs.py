@@ -50,7 +50,7 @@ class Line:
     ratio_bar: float | None = None
     more_is_better: bool = False
 
-    def row(self, who: str, judged: str) -> Row[Any]:
+    def row(self, contender: str, judged: str) -> Row[Any]:
         function = self.function
         bar = self.ratio_bar if self.has_native else self.bar
         return Row(
@@ -59,7 +59,7 @@ class Line:
             self.unit,
             against=(lambda job: function(job, job.native)) if self.has_native else None,
             against_name="native" if self.has_native else "",
-            bar=bar if who == judged else None,
-            who=who,
+            bar=bar if contender == judged else None,
+            contender=contender,
             more_is_better=self.more_is_better,
         )

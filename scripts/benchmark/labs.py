@@ -213,12 +213,12 @@ class Line:
     drops: bool = False
     slices: int = 1
 
-    def row(self, who: str) -> Row[Lab]:
-        bar = self.bars.get(who)
+    def row(self, contender: str) -> Row[Lab]:
+        bar = self.bars.get(contender)
         function, own = self.function, self.own
         if function is None:
             assert own is not None
-            return Row(self.name, own, self.unit, bar=bar, who=who)
+            return Row(self.name, own, self.unit, bar=bar, contender=contender)
         return Row(
             self.name,
             lambda lab: function(lab, lab.mounted.path),
@@ -227,7 +227,7 @@ class Line:
             against_name="native",
             bar=bar,
             more_is_better=True,
-            who=who,
+            contender=contender,
             slices=self.slices,
         )
 

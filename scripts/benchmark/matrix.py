@@ -35,11 +35,11 @@ class Matrix:
     ) -> None:
         self.title = title
         self._subject, self._names, self._caption, self._log = subject, groups, caption, log
-        self.who = list(
-            dict.fromkeys(result.row.who for result in results if not result.row.derived)
+        self.contenders = list(
+            dict.fromkeys(result.row.contender for result in results if not result.row.derived)
         )
         self._cells = {
-            (result.row.name, result.row.who): result
+            (result.row.name, result.row.contender): result
             for result in results
             if not result.row.derived
         }
@@ -58,13 +58,13 @@ class Matrix:
         ]
         return number(median(values)) if values else ""
 
-    def ratio(self, line: str, who: str) -> float | None:
-        result = self._cells.get((line, who))
+    def ratio(self, line: str, contender: str) -> float | None:
+        result = self._cells.get((line, contender))
         return median(result.ratios) if result and result.ratios else None
 
-    def cell(self, line: str, who: str) -> tuple[str, str]:
+    def cell(self, line: str, contender: str) -> tuple[str, str]:
         """The text of a cell and its verdict."""
-        result = self._cells.get((line, who))
+        result = self._cells.get((line, contender))
         if result is None:
             return "", ""
         value = number(median(result.values))
@@ -77,12 +77,12 @@ class Matrix:
         made = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
         made.caption, made.caption_justify = self._caption, "left"
         made.add_column("what, unit", no_wrap=True)
-        for name in ("native", *self.who):
+        for name in ("native", *self.contenders):
             made.add_column(name, justify="right")
         for line in self.lines:
             cells = []
-            for who in self.who:
-                words, verdict = self.cell(line, who)
+            for contender in self.contenders:
+                words, verdict = self.cell(line, contender)
                 style = STYLES.get(verdict)
                 cells.append(f"[{style}]{words}[/]" if style else words)
             made.add_row(f"{line}, {self.unit(line)}", self.native(line), *cells)
@@ -90,9 +90,9 @@ class Matrix:
 
     def markdown(self) -> str:
         """The table of the ratios and that of the bars, for a document."""
-        rows = [["", "native", *self.who], ["---"] * (len(self.who) + 2)]
+        rows = [["", "native", *self.contenders], ["---"] * (len(self.contenders) + 2)]
         for line in self.lines:
-            cells = [self.cell(line, who)[0] for who in self.who]
+            cells = [self.cell(line, contender)[0] for contender in self.contenders]
             rows.append([f"{line}, {self.unit(line)}", self.native(line), *cells])
         bars = [["bar", "mode", "ratio or value", "bar", "verdict"], ["---"] * 5]
         for result in self.judged:
@@ -100,7 +100,7 @@ class Matrix:
             bars.append(
                 [
                     row.name,
-                    row.who,
+                    row.contender,
                     f"{median(result.judged):.3g} (CV {result.scatter:.0%})",
                     f"{'≥' if row.more_is_better else '≤'} {row.bar:.2f}",
                     result.verdict,
@@ -142,9 +142,9 @@ class Matrix:
         for axis in figure.axes:
             handles, labels = axis.get_legend_handles_labels()
             named |= dict(zip(labels, handles, strict=True))
-        ordered = [who for who in self.who if who in named]
+        ordered = [contender for contender in self.contenders if contender in named]
         figure.legend(
-            [named[who] for who in ordered],
+            [named[contender] for contender in ordered],
             ordered,
             fontsize=8,
             ncols=len(ordered),
@@ -157,7 +157,7 @@ class Matrix:
         """Lines that are compared with native, by their group."""
         groups: dict[str, list[str]] = {}
         for line in self.lines:
-            if any(self.ratio(line, who) is not None for who in self.who):
+            if any(self.ratio(line, contender) is not None for contender in self.contenders):
                 for name in self._names:
                     if line.startswith(name):
                         groups.setdefault(name, []).append(line)
@@ -166,13 +166,17 @@ class Matrix:
     def _draw(self, axis: Any, name: str, lines: Sequence[str]) -> None:
         from matplotlib import colormaps
 
-        shown = [who for who in self.who if any(self.ratio(line, who) for line in lines)]
+        shown = [
+            contender
+            for contender in self.contenders
+            if any(self.ratio(line, contender) for line in lines)
+        ]
         width = 0.85 / len(shown)
-        for place, who in enumerate(shown):
-            heights = [self.ratio(line, who) or 0.0 for line in lines]
+        for place, contender in enumerate(shown):
+            heights = [self.ratio(line, contender) or 0.0 for line in lines]
             positions = [index + (place + 0.5) * width - 0.425 for index in range(len(lines))]
-            colour = colormaps["tab10"](self.who.index(who) % 10)
-            bars = axis.bar(positions, heights, width * 0.92, label=who, color=colour)
+            colour = colormaps["tab10"](self.contenders.index(contender) % 10)
+            bars = axis.bar(positions, heights, width * 0.92, label=contender, color=colour)
             labels = [f"{height:.2f}" if height else "" for height in heights]
             axis.bar_label(bars, labels, fontsize=6, rotation=90, padding=2)
         axis.axhline(1.0, color="#808080", linewidth=0.8)

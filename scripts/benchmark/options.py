@@ -21,6 +21,8 @@ examples:
   scripts/bench snapshot --files 1000000
   scripts/bench write --quick --modes relay,auto
   scripts/bench write --only small --quick --rounds 1 --modes auto
+
+scripts/bench SUBJECT --help lists the options of a subject.
 """
 
 
@@ -36,8 +38,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bench",
-        description="Measures Monarch against the source, the tier and what one would pick instead."
+        prog="scripts/bench",
+        description="Measures Monarch, and compares it with the source, the tier and other systems."
         " Without a SUBJECT: datapath.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,44 +49,65 @@ def _parser() -> argparse.ArgumentParser:
     def subject(
         name: str, summary: str, files: int, quick_files: int, rounds: int, count: str = "--files"
     ) -> argparse.ArgumentParser:
-        added = subjects.add_parser(name, help=summary, description=summary)
-        added.add_argument(count, dest="files", type=int, help=f"how many ({files:,})")
-        added.add_argument("--rounds", type=int, help=f"how often each row is measured ({rounds})")
+        examples = [line for line in _EXAMPLES.splitlines() if f"scripts/bench {name}" in line]
+        if name == SUBJECTS[0]:
+            examples = _EXAMPLES.splitlines()[1:3]
+        added = subjects.add_parser(
+            name,
+            help=summary,
+            description=f"Measures {summary}.",
+            epilog="\n".join(["examples:", *examples]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.add_argument(
+            count, dest="files", type=int, help=f"number of {count.removeprefix('--')} ({files:,})"
+        )
+        added.add_argument("--rounds", type=int, help=f"measurements of each row ({rounds})")
         added.set_defaults(sizes=(files, quick_files), default_rounds=rounds)
         _common(added)
         return added
 
-    _datapath(subject("datapath", "reading, next to the tier itself and to others", 5000, 500, 3))
+    _datapath(
+        subject("datapath", "reads, compared with the tier and with other systems", 5000, 500, 3)
+    )
     _epochs(subject("epochs", "training epochs through a slow source", 600, 300, 5))
     _hang(subject("hang", "readers of copies while the source hangs", 2000, 500, 3))
     month = "a month of fsynced lines and checkpoints"
     _month(subject("month", month, 2_600_000, 20_000, 1, "--lines"))
-    _snapshot(subject("snapshot", "what the names of a large tree cost", 1_000_000, 50_000, 5))
+    _snapshot(subject("snapshot", "the cost of the names of a large tree", 1_000_000, 50_000, 5))
     _write(subject("write", "checkpoints and small files on a slow source", 2000, 200, 3))
     return parser
 
 
 def _common(subject: argparse.ArgumentParser) -> None:
-    subject.add_argument("--quick", action="store_true", help="smaller, in a few minutes")
-    subject.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
-    subject.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table")
+    subject.add_argument("--quick", action="store_true", help="less data: takes a few minutes")
+    subject.add_argument("--json", type=Path, metavar="FILE", help="write all values to this file")
+    subject.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the table into this file"
+    )
     subject.add_argument(
         "--directory",
         type=Path,
         default=Path(tempfile.gettempdir()),
-        help="where the data and the tier lie while it runs (%(default)s)",
+        help="directory for the data and the tier during the run (%(default)s)",
     )
 
 
 def _datapath(subject: argparse.ArgumentParser) -> None:
-    subject.add_argument("--size-mb", type=int, help="MB of the large file (2,000)")
-    subject.add_argument("--entries", type=int, help="names of the large tree (1,000,000)")
-    subject.add_argument("--modes", type=_names, help=f"{','.join(MODES)},auto (all)")
+    subject.add_argument("--size-mb", type=int, help="size of the large file in MB (2,000)")
     subject.add_argument(
-        "--peers", type=_names, help="rclone,mergerfs,juicefs (the installed ones), or none"
+        "--entries", type=int, help="number of names in the large tree (1,000,000)"
     )
     subject.add_argument(
-        "--no-drop", action="store_true", help="leave the page cache of this machine alone"
+        "--modes", type=_names, help=f"modes to measure: {','.join(MODES)},auto (all)"
+    )
+    subject.add_argument(
+        "--peers",
+        type=_names,
+        help="other systems: rclone,mergerfs,juicefs (the installed ones), or none",
+    )
+    subject.add_argument(
+        "--no-drop", action="store_true", help="do not drop the page cache of this machine"
     )
     _slow_reads(subject)
     _contenders(subject)
@@ -92,52 +115,74 @@ def _datapath(subject: argparse.ArgumentParser) -> None:
 
 def _epochs(subject: argparse.ArgumentParser) -> None:
     subject.add_argument(
-        "--tier", type=Path, metavar="DIR", help="where the tier lies, like /dev/shm (--directory)"
+        "--tier",
+        type=Path,
+        metavar="DIR",
+        help="directory of the tier, such as /dev/shm (--directory)",
     )
     _slow_reads(subject)
 
 
 def _hang(subject: argparse.ArgumentParser) -> None:
     subject.add_argument(
-        "--seconds", type=float, default=60.0, help="how long it hangs in each round (60)"
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="time in s for which the source hangs in each round (60)",
     )
     subject.add_argument(
         "--waiters",
         type=lambda text: [int(part) for part in text.split(",")],
         default=[600, 2000],
         metavar="N,...",
-        help="requests that wait for the source meanwhile (600,2000)",
+        help="numbers of requests that wait for the source meanwhile (600,2000)",
     )
     subject.add_argument(
-        "--modes", type=_names, default=list(MODES), help=f"{','.join(MODES)} (all)"
+        "--modes",
+        type=_names,
+        default=list(MODES),
+        help=f"modes to measure: {','.join(MODES)} (all)",
     )
 
 
 def _month(subject: argparse.ArgumentParser) -> None:
-    subject.add_argument("--checkpoints", type=int, help="how many (one for each 260 lines)")
     subject.add_argument(
-        "--latency", type=float, default=1.0, help="virtual s a call of the drain to the source (1)"
+        "--checkpoints", type=int, help="number of checkpoints (one for each 260 lines)"
+    )
+    subject.add_argument(
+        "--latency",
+        type=float,
+        default=1.0,
+        help="virtual latency of a call of the drain to the source, in s (1)",
     )
     subject.set_defaults(directory=Path("/dev/shm"))
 
 
 def _snapshot(subject: argparse.ArgumentParser) -> None:
     _latency(subject, 1)
-    subject.add_argument("--jobs", type=int, default=32, help="calls to the source at once (32)")
+    subject.add_argument(
+        "--jobs", type=int, default=32, help="number of concurrent calls to the source (32)"
+    )
 
 
 def _write(subject: argparse.ArgumentParser) -> None:
-    subject.add_argument("--size-mb", type=int, help="MB of a checkpoint (1,000)")
-    subject.add_argument("--modes", type=_names, help="python,relay,passthrough,auto (all)")
+    subject.add_argument("--size-mb", type=int, help="size of a checkpoint in MB (1,000)")
     subject.add_argument(
-        "--peers", type=_names, help="rclone,juicefs,passthrough_hp (the installed ones), or none"
+        "--modes", type=_names, help="modes to measure: python,relay,passthrough,auto (all)"
     )
     subject.add_argument(
-        "--only", choices=("slow", "small"), help="a slow source, or small files on a local one"
+        "--peers",
+        type=_names,
+        help="other systems: rclone,juicefs,passthrough_hp (the installed ones), or none",
+    )
+    subject.add_argument(
+        "--only",
+        choices=("slow", "small"),
+        help="only the rows of the slow source, or only those of small files on a local one",
     )
     _latency(subject, 0)
     subject.add_argument(
-        "--bandwidth", type=float, default=100.0, help="MB/s that the source takes (100)"
+        "--bandwidth", type=float, default=100.0, help="write bandwidth of the source in MB/s (100)"
     )
     _contenders(subject)
 
@@ -145,7 +190,7 @@ def _write(subject: argparse.ArgumentParser) -> None:
 def _slow_reads(subject: argparse.ArgumentParser) -> None:
     _latency(subject, 1)
     subject.add_argument(
-        "--bandwidth", type=float, default=50.0, help="MB/s of the slow source (50)"
+        "--bandwidth", type=float, default=50.0, help="bandwidth of the slow source in MB/s (50)"
     )
 
 
@@ -154,13 +199,15 @@ def _latency(subject: argparse.ArgumentParser, default_ms: int) -> None:
         "--latency",
         type=float,
         default=float(default_ms),
-        help=f"ms a call of the source ({default_ms})",
+        help=f"latency of a call to the source in ms ({default_ms})",
     )
 
 
 def _contenders(subject: argparse.ArgumentParser) -> None:
     subject.add_argument(
-        "--install-peers", action="store_true", help="install them: from Debian and from PyPI"
+        "--install-peers",
+        action="store_true",
+        help="install the other systems from Debian and PyPI",
     )
     subject.add_argument("--markdown", action="store_true", help="print tables for a document")
 

@@ -31,7 +31,7 @@ class Row(Generic[Lab]):
 
     ``against`` measures what it is compared with. ``bar`` is the largest ratio that is good, or the
     smallest one where ``more_is_better``; without ``against`` it is a bar for the value itself.
-    ``who`` is the contender, where a table has several. A ``derived`` row compares two contenders.
+    ``contender``: the measured system, where a table has several. A ``derived`` row compares two.
     A round takes ``slices`` short measurements of each side in turns, and the median of each side.
     """
 
@@ -42,7 +42,7 @@ class Row(Generic[Lab]):
     against_name: str = ""
     bar: float | None = None
     more_is_better: bool = False
-    who: str = ""
+    contender: str = ""
     derived: bool = False
     slices: int = 1
 

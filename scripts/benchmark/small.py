@@ -180,7 +180,7 @@ def derived(results: Sequence[Result[Lab]], judged: str) -> list[Result[Lab]]:
             result.values,
         )
         for result in results
-        if result.row.who == judged and result.row.name in bars
+        if result.row.contender == judged and result.row.name in bars
     ]
 
 

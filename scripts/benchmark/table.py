@@ -33,7 +33,7 @@ def table(title: str, results: Sequence[Result[Lab]]) -> Table:
         ratio = f"{statistics.median(result.ratios):.3g} ({result.scatter:.0%})" if compared else ""
         sign = "≥" if row.more_is_better else "≤"
         made.add_row(
-            f"{row.name}: {row.who}" if row.who else row.name,
+            f"{row.name}: {row.contender}" if row.contender else row.name,
             with_unit(statistics.median(result.values), row.unit),
             spread(result.values),
             row.against_name,
@@ -63,7 +63,7 @@ def report(subject: str, conditions: dict[str, object], results: Sequence[Result
         "rows": [
             {
                 "name": result.row.name,
-                "who": result.row.who,
+                "who": result.row.contender,
                 "derived": result.row.derived,
                 "unit": result.row.unit,
                 "values": result.values,

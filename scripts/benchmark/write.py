@@ -182,12 +182,12 @@ SHOWN["caption"] = (
 
 def derived(results: Sequence[Result[Lab]], judged: str) -> list[Result[Lab]]:
     """How many times longer the job waits for the slow source than for Monarch."""
-    found = {result.row.who: result for result in results if result.row.name == SAVE.name}
+    found = {result.row.contender: result for result in results if result.row.name == SAVE.name}
     if not {SLOW, judged} <= found.keys():
         return []
     row = replace(
         found[SLOW].row,
-        who=f"{SLOW} against {judged}",
+        contender=f"{SLOW} against {judged}",
         against_name=judged,
         bar=WAITS_BAR,
         more_is_better=True,

@@ -54,7 +54,7 @@ def _count(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dataset",
+        prog="scripts/dataset",
         description="Makes data sets of the kinds that training reads. "
         "The same arguments give the same bytes.",
         epilog=EXAMPLES,
@@ -65,21 +65,40 @@ def _parser() -> argparse.ArgumentParser:
     def kind(
         name: str, function: Callable[[argparse.Namespace], None], summary: str
     ) -> argparse.ArgumentParser:
-        added = kinds.add_parser(name, help=summary, description=summary)
-        added.add_argument("path", type=Path, help="where; must not exist or be empty")
-        added.add_argument("--seed", type=int, default=1, help="another seed, other bytes (1)")
+        examples = [line for line in EXAMPLES.splitlines() if f"scripts/dataset {name} " in line]
+        added = kinds.add_parser(
+            name,
+            help=summary,
+            description=f"Makes {summary}.",
+            epilog="\n".join(["examples:", *examples]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.add_argument(
+            "path", type=Path, help="path of the data set; must not exist, or be an empty directory"
+        )
+        added.add_argument(
+            "--seed", type=int, default=1, help="seed; each seed gives other bytes (1)"
+        )
         added.set_defaults(make=function)
         return added
 
-    def counted(added: argparse.ArgumentParser, name: str, default: int) -> None:
+    def counted(added: argparse.ArgumentParser, name: str, default: int, meaning: str = "") -> None:
         added.add_argument(
-            f"--{name}", type=_count, default=default, metavar="N", help=f"how many ({default:,})"
+            f"--{name}",
+            type=_count,
+            default=default,
+            metavar="N",
+            help=f"{meaning or f'number of {name}'} ({default:,})",
         )
 
     def images(added: argparse.ArgumentParser) -> None:
         counted(added, "classes", 10)
         added.add_argument(
-            "--mean", type=_size, default=110_000, metavar="SIZE", help="mean size (110KB)"
+            "--mean",
+            type=_size,
+            default=110_000,
+            metavar="SIZE",
+            help="mean size of an image (110KB)",
         )
 
     folder = kind("imagefolder", image_folder, "JPEGs in a directory per class, like ImageNet")
@@ -95,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     images(shards)
     array = kind("hdf5", hdf5, "one HDF5 file with chunked images and labels")
     counted(array, "samples", 2000)
-    counted(array, "side", 64)
+    counted(array, "side", 64, "side of an image in pixels")
     counted(array, "classes", 10)
     for name, function, summary in (
         ("lmdb", lmdb_records, "an LMDB directory of labelled JPEGs"),
@@ -105,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         counted(table, "records", 1000)
         images(table)
     counted(kind("git", git, "a small git repository with history"), "files", 300)
-    tree = kind("empty", empty, "many empty files, to measure what names cost")
+    tree = kind("empty", empty, "many empty files, to measure the cost of names")
     counted(tree, "files", 1_000_000)
     counted(tree, "directories", 1000)
     return parser
@@ -131,5 +150,5 @@ def _make(options: argparse.Namespace) -> None:
     except OSError as error:
         message = f"{error.filename or options.path}: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            message += "; ask for less or name another place"
+            message += "; make a smaller data set, or choose another path"
         raise DatasetError(message) from error

@@ -19,9 +19,9 @@ def git(options: argparse.Namespace) -> None:
     root = new_directory(options.path, needs=options.files * 20_000)
     environment = {
         **os.environ,
-        **{f"GIT_{who}_NAME": "Data Set" for who in ("AUTHOR", "COMMITTER")},
-        **{f"GIT_{who}_EMAIL": "data@set.invalid" for who in ("AUTHOR", "COMMITTER")},
-        **{f"GIT_{who}_DATE": f"{ARCHIVE_MTIME} +0000" for who in ("AUTHOR", "COMMITTER")},
+        **{f"GIT_{role}_NAME": "Data Set" for role in ("AUTHOR", "COMMITTER")},
+        **{f"GIT_{role}_EMAIL": "data@set.invalid" for role in ("AUTHOR", "COMMITTER")},
+        **{f"GIT_{role}_DATE": f"{ARCHIVE_MTIME} +0000" for role in ("AUTHOR", "COMMITTER")},
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_SYSTEM": os.devnull,
     }

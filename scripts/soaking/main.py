@@ -1,9 +1,9 @@
-"""Has mounts serve readers for a long time while faults are injected, and judges the result.
+"""Runs mounts and readers for a long time while faults are injected, and judges the result.
 
-Two mounts of one source are side by side. The first lives through the whole run, with faults that
-it has to survive. The second is unmounted or killed again and again, and mounted in another mode
+Two mounts of one source run side by side. The first one runs until the end, with faults that it
+must survive. The second is unmounted or killed again and again, and mounted in another mode
 each time. Processes read through both in all ways and compare each byte with the source. Meanwhile
-copies are evicted, brought in, deleted and damaged, the disk of a tier is full, and the source is
+copies are evicted, warmed, deleted and damaged, the disk of a tier is full, and the source is
 slow, fails and hangs. Memory, descriptors, threads, log and accounts of the daemons are sampled; at
 the end lines through the samples show whether any of them grows.
 
@@ -101,17 +101,36 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EXAMPLES,
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
-    parser.add_argument("--source", help="a directory to be read; nothing else may change it")
-    parser.add_argument("--files", type=int, default=1500, help="files made without --source")
-    parser.add_argument("--readers", type=int, default=2, help="processes a mount (default 2)")
-    parser.add_argument("--modes", default=",".join(MODES), help="in turn; the first is the steady")
-    parser.add_argument("--turn", type=float, default=20.0, help="seconds of a lifetime")
-    parser.add_argument("--sample", type=float, default=2.0, help="seconds between samples")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE", help="write all samples and verdicts there")
-    parser.add_argument("--plot", metavar="FILE", help="draw memory, descriptors and threads")
-    parser.add_argument("--directory", help="where all is made (default: the temporary directory)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="duration (5)")
+    parser.add_argument(
+        "--source",
+        help="directory to read (files made for the run); no other program may change it",
+    )
+    parser.add_argument(
+        "--files", type=int, default=1500, help="number of files made without --source (1500)"
+    )
+    parser.add_argument("--readers", type=int, default=2, help="reading processes per mount (2)")
+    parser.add_argument(
+        "--modes",
+        default=",".join(MODES),
+        help="modes, in turn; the steady mount has the first (%(default)s)",
+    )
+    parser.add_argument(
+        "--turn", type=float, default=20.0, help="lifetime of the other mount in s (20)"
+    )
+    parser.add_argument(
+        "--sample", type=float, default=2.0, help="interval between samples in s (2)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the faults and of the reads (1)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all samples and verdicts to this file"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory, descriptors and threads into this file"
+    )
+    parser.add_argument("--directory", help="directory of the run (the temporary directory)")
     options = parser.parse_args(arguments)
     if unknown := set(options.modes.split(",")) - set(MODES):
         parser.error(f"no such mode: {', '.join(sorted(unknown))}")

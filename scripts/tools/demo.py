@@ -240,8 +240,8 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
-    parser.add_argument("--files", type=int, default=300, help="how many images (300)")
+    parser = argparse.ArgumentParser(prog="scripts/demo", add_help=False)
+    parser.add_argument("--files", type=int, default=300, help="number of images (300)")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)

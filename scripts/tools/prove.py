@@ -1,6 +1,6 @@
-"""Removes the protections against faults one at a time and demands that their tests fail.
+"""Removes the protections against faults one at a time, and requires that their tests fail.
 
-Each is removed in a copy of the checkout; the checkout itself stays as it is.
+Each one is removed in a copy of the checkout; the checkout itself is not changed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n  scripts/prove\n  scripts/prove --rows T3,T4 tiers",
     )
-    parser.add_argument("areas", nargs="*", metavar="AREA", help="only these files of protections")
-    parser.add_argument("--rows", default="", help="only these rows of the table, by commas")
-    parser.add_argument("--workers", default="2", help="tests at the same time (default 2)")
+    parser.add_argument(
+        "areas", nargs="*", metavar="AREA", help="names of files in tests/faults/protections (all)"
+    )
+    parser.add_argument(
+        "--rows", default="", help="rows of docs/faults.md, separated by commas (all)"
+    )
+    parser.add_argument("--workers", default="2", help="concurrent tests (2)")
     options = parser.parse_args(arguments)
     rows = set(filter(None, options.rows.split(",")))
     chosen = [
@@ -49,21 +53,21 @@ def main(arguments: Sequence[str]) -> int:
         if (not options.areas or p.area in options.areas) and (not rows or rows & set(p.rows))
     ]
     console = Console()
-    green = []
+    unneeded = []
     for number, protection in enumerate(chosen, start=1):
         title = f"{number}/{len(chosen)} {','.join(protection.rows)}: {protection.what}"
         done = _run_without(protection, options.workers)
         if done is None:
-            console.print(f"[green]hangs, so it is needed[/]  {title}", highlight=False)
+            console.print(f"[green]its tests hang, so it is needed[/]  {title}", highlight=False)
             continue
         if done.returncode != 0 and _FAILED.search(done.stdout):
-            console.print(f"[green]red, as it must be[/]  {title}", highlight=False)
+            console.print(f"[green]its tests fail, as they must[/]  {title}", highlight=False)
             continue
-        green.append(title)
+        unneeded.append(title)
         console.print(f"[red]exit code {done.returncode}[/]  {title}", highlight=False)
         console.print(*done.stdout.splitlines()[-_TAIL_LINES:], sep="\n", markup=False)
-    console.print(f"{len(chosen) - len(green)} of {len(chosen)} protections are needed")
-    return 1 if green or not chosen else 0
+    console.print(f"{len(chosen) - len(unneeded)} of {len(chosen)} protections are needed")
+    return 1 if unneeded or not chosen else 0
 
 
 def _run_without(protection: Protection, workers: str) -> subprocess.CompletedProcess[str] | None:

@@ -9,11 +9,16 @@ usage: scripts/sanitize address|thread [PYTEST ARGUMENT...]
 
   address    memory errors and undefined behaviour
   thread     data races
-  --help     this text
+  --help     print this text
 
 Without arguments for pytest a short choice of tests runs, in the modes that the datapath serves.
-The extension is compiled in a copy of the checkout, which stays as it is; tests that compile or
-install Monarch themselves are not for this. MONARCH_VENV names another virtual environment.
+The extension is compiled in a copy of the checkout, so the checkout is not changed. Tests that
+compile or install Monarch themselves do not work here. MONARCH_VENV names a virtual environment in
+place of .venv of the checkout.
+
+examples:
+  scripts/sanitize address
+  scripts/sanitize thread tests/fuse/test_waiting.py -k killed
 USAGE
 }
 

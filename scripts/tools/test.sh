@@ -7,13 +7,20 @@ usage() {
     cat <<'USAGE'
 usage: scripts/test [--quick] [--no-install] [PYTEST ARGUMENT...]
 
-  --quick        without the training frameworks: they are not installed, their tests left out
-  --no-install   use the packages and the environment as they are
-  --help         this text
+  --quick        leave out the training frameworks and their tests
+  --no-install   install nothing
+  --help         print this text
 
-Anything else goes to pytest: scripts/test -k snapshot, scripts/test tests/test_equipment.py -x.
-Tests run several at a time; -n 0 runs one after another, as -s and --pdb need.
-MONARCH_VENV names another virtual environment than .venv of the checkout.
+All other arguments are passed to pytest. Several tests run at the same time; -n 0 runs one after
+another, as -s and --pdb need. MONARCH_VENV names a virtual environment in place of .venv of the
+checkout.
+
+examples:
+  scripts/test
+  scripts/test --quick
+  scripts/test -k snapshot
+  scripts/test --no-install tests/test_equipment.py -x
+  scripts/test --soak 600 -k fuzz
 USAGE
 }
 
