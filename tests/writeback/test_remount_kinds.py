@@ -1,4 +1,4 @@
-"""What one mount left behind, mounted again in every way: shown as it was, then at the source."""
+"""What one mount left behind, mounted again in every way: shown unchanged, then at the source."""
 
 from __future__ import annotations
 

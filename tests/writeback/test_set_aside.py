@@ -126,9 +126,9 @@ async def test_what_others_put_in_the_way_lets_a_checkpoint_behind_it_go_on(
     later = world.write(b"weights", b"2", synced=True)
     async with draining(world, world.kill()) as drain:
         await until(lambda: drain.progress.is_done(later))
-        told = drain.backlog()
+        backlog = drain.backlog()
         # The one is kept beside, the other is named as refused.
-        assert told.conflicts == 1 or "'d/x'" in (told.trouble or "")
+        assert backlog.conflicts == 1 or "'d/x'" in (backlog.trouble or "")
     assert (world.source / "weights").read_bytes() == b"2"
     assert (world.source / "x").is_dir() or (world.source / "d").is_symlink()
     assert not (world.source / "theirs/x").exists()
