@@ -29,8 +29,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("movement", ("transfer",)),
     ("write-back", ("writeback",)),
     ("file system", ("vfs",)),
-    ("door", ("fuse", "frameworks")),
-    ("names for trainers", ("order",)),
+    ("FUSE", ("fuse", "frameworks")),
+    ("interface for trainers", ("order",)),
     ("checks", ("checks",)),
     ("daemon", ("daemon",)),
     ("command line", ("cli", "__main__")),
@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 PLAIN = {"vocabulary", "command line"}
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
-# Modules beside the packages. Whatever else comes has a package to go to.
+# The most modules beside the packages: a new module belongs into a package.
 MOST_LOOSE = 6
 
 # The read path and the copy path meet in the residency table: vfs is handed what it needs of the
@@ -57,11 +57,11 @@ CONFINED = {
     "prometheus_client": ("telemetry.metric_families",),
 }
 
-# The extension may be missing, so one module for each thing that it does asks for it.
+# The extension may be missing, so one module for each of its tasks imports it.
 EXTENSION = "monarch.fuse._datapath"
 ITS_MODULES = ("monarch.fuse.datapath", "monarch.namespace.look")
 
-# Time is an argument here, and so is everything else that the machine could tell.
+# The time is an argument of these modules, and so is all other state of the machine.
 PURE = (
     "monarch.placement",
     "monarch.tiers.doubts",

@@ -329,6 +329,22 @@ def _methods() -> set[str]:
     }
 
 
+def _defines(source: str, name: str) -> bool:
+    """Whether a module of Python or C defines ``name``, which may be ``Class.method``."""
+    return all(
+        re.search(
+            rf"^ *(?:async )?(?:def|class) {part}\b|^\w[\w *]*\b{part}\(", source, re.MULTILINE
+        )
+        for part in name.split(".")
+    )
+
+
+def test_a_function_of_the_tour_in_another_module_is_found() -> None:
+    assert _defines("class A:\n    async def f(self): ...", "A.f")
+    assert _defines("static int opens_take(void)", "opens_take")
+    assert not _defines("class A: ...\nA().f()", "A.f")
+
+
 def test_each_function_of_the_tour_is_there() -> None:
     sources = [path.read_text() for path in (ROOT / "monarch").rglob("*.*") if _is_source(path)]
     defined = {
@@ -340,4 +356,7 @@ def test_each_function_of_the_tour_is_there() -> None:
     names = {part for word in words for part in word.split(".")}
     assert len(names) > 60
     assert names - defined == set()
+    pairs = re.findall(r"`([\w.]+)`\s+(?:\(|in\s+)`(monarch/[\w/]+\.(?:py|c))`", text_of("tour"))
+    assert len(pairs) > 30
+    assert [pair for pair in pairs if not _defines((ROOT / pair[1]).read_text(), pair[0])] == []
     assert {word for word in words if "." in word} - _methods() == set()
