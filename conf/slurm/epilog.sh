@@ -30,8 +30,8 @@ for entry in $MONARCH_MOUNTS; do
     monarch umount "$mountpoint" --timeout "$MONARCH_DRAIN" 9>&-
     code=$?
     if [ $code = 13 ]; then
-        # The next job on this node finds the mount as it is, and the daemon goes on draining.
-        log "$mountpoint stays mounted: what was written is not all at the source yet"
+        # The mount stays for the next job on this node, and the daemon continues the drain.
+        log "$mountpoint stays mounted: not all written files are at the source yet"
         status=1
     # A process that outlives its job may have files open: --lazy takes the mount away all the same.
     elif [ $code != 0 ] && ! monarch umount "$mountpoint" --lazy --timeout "$MONARCH_DRAIN" 9>&-; then

@@ -9,8 +9,8 @@
 #   MONARCH_CONFIG=/etc/monarch/monarch.yaml
 #   MONARCH_PATH=/opt/monarch/bin             where `monarch` is; Slurm gives a prolog no useful PATH
 #   MONARCH_EVICT=no                          yes: the epilog frees the tiers after the last job
-#   MONARCH_DRAIN=10m                         how long the epilog waits for what was written to be at the
-#                                             source; after that the mount stays, and goes on draining
+#   MONARCH_DRAIN=10m                         how long the epilog waits until all written files are at the
+#                                             source; after that the mount stays and drains them
 #   MONARCH_STRICT=no                         yes: a mount that fails drains the node and requeues the job
 #
 # The prolog runs as root under slurmd, so the daemon is in no step's control group: one that a step

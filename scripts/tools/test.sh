@@ -89,7 +89,7 @@ check "mypy" "$PYTHON" -m mypy --no-error-summary
 check "bash" bash -c 'for script; do bash -n "$script" || exit 1; done' bash "${bash_scripts[@]}" \
     scripts/tools/*.sh
 
-# The installation goes on where the extension does not compile, so it is compiled here, too.
+# The installation succeeds without the extension, so this step compiles it as well.
 compile_strictly() {
     local file include failed=''
     include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')

@@ -1,6 +1,6 @@
-/* A wall clock that is so many seconds from the true one as a test says. For LD_PRELOAD; the file
- * TEST_CLOCK holds the seconds, 8 bytes in the machine's order. Other clocks are the kernel's, and
- * so are the times that file systems tell. */
+/* A wall clock with an offset in seconds that a test sets. For LD_PRELOAD; the file TEST_CLOCK has
+ * the seconds, 8 bytes in the machine's order. Other clocks are the kernel's, and so are the times
+ * that file systems report. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>

@@ -1,8 +1,8 @@
 /* slowfs: test equipment. A loopback FUSE file system that behaves like a busy parallel file
  * system, or like a disk that is full or dying: latency per call, metadata slots, smooth bandwidth
- * caps, errors, hangs, wrong bytes, and counters that no one under test can bend. It keeps times to
- * the nanosecond, holes, and open files that were unlinked (read, but fstat is ESTALE), so it can
- * be a tier as well.
+ * caps, errors, hangs, wrong bytes, and counters that the tested code cannot change. It keeps times
+ * to the nanosecond, holes, and open files that were unlinked (read, but fstat is ESTALE), so it
+ * can be a tier as well.
  *
  *   gcc -O2 slowfs.c -o slowfs $(pkg-config --cflags --libs fuse3) -lm
  *   SLOW_ROOT=/backing SLOW_CTL=/path/ctl ./slowfs MOUNTPOINT -o max_threads=128
@@ -13,12 +13,12 @@
  *   slots N              metadata calls served at once
  *   read_MBps N          bandwidth of all readers       write_MBps N     of all writers together
  *   err OP ERRNO REGEX   fail calls, with 5 or with EIO
- *   hang OP REGEX        hang calls until the line is gone (a caller who is killed goes)
+ *   hang OP REGEX        hang calls until the line is gone (a killed caller ends)
  *   bad FROM REGEX       reads that reach beyond byte FROM fail with EIO
- *   cut AT REGEX         reads end at byte AT, whatever size getattr tells
- *   short OP REGEX       read or write half of what is asked for (of files opened since)
+ *   cut AT REGEX         reads end at byte AT, whatever size getattr reports
+ *   short OP REGEX       read or write half of the requested bytes (files opened since)
  *   flip OP REGEX        read or write the first byte of each call with its lowest bit wrong
- *   free BYTES           statfs tells so; so much can be written, then ENOSPC (none comes back)
+ *   free BYTES           statfs reports them; then writes fail with ENOSPC (none is freed)
  *
  * OP: getattr open read readdir create write unlink mkdir rmdir rename truncate fsync readlink
  * symlink statfs setattr flush (of a close; with SLOW_FLUSH set), or * for all but flush. REGEX has
@@ -239,7 +239,7 @@ static int gate(int op, const char *path, size_t bytes) {
         pthread_rwlock_unlock(&cl);
         if (act == 0 && !counted)
             __atomic_fetch_add(&hanging, 1, __ATOMIC_RELAXED);
-        /* as a hard mount of NFS: whoever hangs can be killed */
+        /* as a hard mount of NFS: a process that hangs can be killed */
         int over = act == 0 && fuse_interrupted();
         if (counted && (act != 0 || over))
             __atomic_fetch_sub(&hanging, 1, __ATOMIC_RELAXED);
@@ -542,7 +542,7 @@ static void *s_init(struct fuse_conn_info *c, struct fuse_config *k) {
     k->entry_timeout = k->attr_timeout = t ? atof(t) : 1.0;
     k->negative_timeout = 0;
     k->use_ino = 1;
-    k->nullpath_ok = 1; /* whoever has a file open is told by it, also when it is unlinked */
+    k->nullpath_ok = 1; /* calls on an open file name no path, also when it is unlinked */
     k->hard_remove = 1;
     pthread_t x;
     pthread_create(&x, 0, loader, 0);
