@@ -22,7 +22,7 @@ from monarch.tiers.records import Record, Records
 from monarch.types import Ino
 from tests.conftest import MonarchCommand, Mounted, Tree, contents, own_directory
 from tests.faults.test_scrub import decay
-from tests.mount.command import nobody
+from tests.mount.command import ordinary_user
 from tests.mount.observe import (
     account,
     accounts_agree,
@@ -460,7 +460,7 @@ def test_an_ordinary_user_checks_only_mounts_of_that_user(
     tree({"f": 1000})
     theirs = monarch.mount(source)
     theirs.umount()
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         own, mountpoint, tier = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("tier")
         state = user.mkdir("state")
         (own / "f").write_bytes(b"x" * 1000)

@@ -19,7 +19,7 @@ from tests.equipment.mounts import mount_table
 from tests.mount.command import needs_fuse, needs_root, not_mounted, one_line
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import copies
-from tests.mount.test_permissions import NOBODY, as_another_user
+from tests.mount.test_permissions import USER, as_another_user
 
 pytestmark = [needs_root, needs_fuse]
 
@@ -116,14 +116,14 @@ def test_set_id_bits_and_devices_of_the_source_have_no_effect(
         with (mounted.path / "id").open("rb") as program:
             done = subprocess.run(
                 [
-                    *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
+                    *("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"),
                     f"/proc/self/fd/{program.fileno()}",
                 ],
                 pass_fds=[program.fileno()],
                 capture_output=True,
                 text=True,
             )
-        assert done.stdout.startswith(f"uid={NOBODY}") and "euid=" not in done.stdout, done.stderr
+        assert done.stdout.startswith(f"uid={USER}") and "euid=" not in done.stdout, done.stderr
         wait_for_copies(mounted, 1)
     with pytest.raises(PermissionError):
         os.open(mounted.path / "null", os.O_RDONLY)
@@ -143,7 +143,7 @@ def scratch(tmp_path: Path) -> Path:
     return path
 
 
-def planted(link: Path, target: Path, *, uid: int = NOBODY) -> None:
+def planted(link: Path, target: Path, *, uid: int = USER) -> None:
     link.symlink_to(target)
     os.lchown(link, uid, uid)
 
@@ -216,10 +216,10 @@ def test_a_directory_that_another_user_has_made_in_our_place_is_refused(
     tier, state = scratch / "tier", scratch / "state"
     theirs = tier / "monarch" if what == "tier" else state
     theirs.mkdir(parents=True)
-    os.chown(theirs, NOBODY, NOBODY)
+    os.chown(theirs, USER, USER)
     command = ["mount", str(source), str(mnt), "--tier", f"{tier}:1MiB", "--state", str(state)]
     done = not_mounted(monarch, mnt, *command)
-    assert (done.returncode, f"belongs to uid {NOBODY}" in one_line(done)) == (6, True), done.stderr
+    assert (done.returncode, f"belongs to uid {USER}" in one_line(done)) == (6, True), done.stderr
     assert list(theirs.iterdir()) == []
 
 

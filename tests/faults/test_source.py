@@ -30,7 +30,7 @@ from tests.conftest import (
 from tests.equipment import disks, slowfs
 from tests.equipment.disks import Disk
 from tests.equipment.slowfs import SlowSource
-from tests.mount.command import needs_root, nobody
+from tests.mount.command import needs_root, ordinary_user
 from tests.mount.compare import assert_equal_trees
 from tests.mount.observe import (
     RESTED_S,
@@ -488,7 +488,7 @@ def test_directories_that_cannot_be_listed_at_the_source_are_closed_and_not_empt
 def test_an_ordinary_users_mount_shows_unreadable_files_and_serves_the_others(
     monarch: MonarchCommand,
 ) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.directory / "home/tier"
         (source / "open").write_bytes(b"for all")
         (source / "secret").write_bytes(b"root's own")

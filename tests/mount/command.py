@@ -27,7 +27,7 @@ needs_fuse = pytest.mark.skipif(
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 _ROOT = Path(__file__).parents[2]
-_NOBODY = 65534
+_UID = 65534
 
 
 def bytecode_cache() -> dict[str, str]:
@@ -128,7 +128,7 @@ def assert_nothing_is_left(monarch: MonarchCommand, *kept: Mounted) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Nobody:
+class OrdinaryUser:
     """An ordinary user with a directory and a mount namespace of its own.
 
     There ``/dev/fuse`` has the given mode and ``/etc/fuse.conf`` is empty, whatever this machine's
@@ -148,7 +148,7 @@ class Nobody:
         return subprocess.run(
             [
                 *("nsenter", f"--mount=/proc/{self.namespace}/ns/mnt", "setpriv"),
-                *(f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", *command),
+                *(f"--reuid={_UID}", f"--regid={_UID}", "--clear-groups", *command),
             ],
             env={
                 "PATH": os.environ["PATH"],
@@ -173,7 +173,7 @@ class Nobody:
     def mkdir(self, name: str) -> Path:
         path = self.directory / name
         path.mkdir(mode=0o700)
-        os.chown(path, _NOBODY, _NOBODY)
+        os.chown(path, _UID, _UID)
         return path
 
     def daemons(self) -> dict[int, str]:
@@ -181,7 +181,7 @@ class Nobody:
 
 
 @contextlib.contextmanager
-def nobody(case: str, *, device_mode: int = 0o666) -> Iterator[Nobody]:
+def ordinary_user(case: str, *, device_mode: int = 0o666) -> Iterator[OrdinaryUser]:
     """The ordinary user; skips where there cannot be one."""
     if os.geteuid() != 0:
         pytest.skip("only root becomes another user")
@@ -207,7 +207,7 @@ def nobody(case: str, *, device_mode: int = 0o666) -> Iterator[Nobody]:
         assert holder.stdout is not None
         if holder.stdout.readline() != "ready\n":
             pytest.skip("a mount namespace cannot be made here")
-        user = Nobody(directory, holder.pid, _python(), case)
+        user = OrdinaryUser(directory, holder.pid, _python(), case)
         user.mkdir("home")
         yield user
         wait_until(lambda: not user.daemons(), f"processes are left: {user.daemons()}")
@@ -227,7 +227,7 @@ def _python() -> str:
     for candidate in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
         tried = subprocess.run(
             [
-                *("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"),
+                *("setpriv", f"--reuid={_UID}", f"--regid={_UID}", "--clear-groups"),
                 # By a shell: setpriv still has the right to find what the user may not.
                 *("sh", "-c", 'exec "$0" -c "import pyfuse3, trio, click, monarch"', candidate),
             ],

@@ -46,11 +46,11 @@ def acl(mode: int, *named: tuple[int, int, int], group: int = 0, mask: int | Non
         mask = group
         for _, _, bits in named:
             mask |= bits
-    nobody = 2**32 - 1
+    no_id = 2**32 - 1
     users = [(kind, bits, number) for kind, number, bits in named if kind == NAMED_USER]
     groups = [(kind, bits, number) for kind, number, bits in named if kind == NAMED_GROUP]
-    entries = [(1, mode >> 6 & 7, nobody), *users, (4, group, nobody), *groups]
-    entries += [(16, mask, nobody), (32, mode & 7, nobody)]
+    entries = [(1, mode >> 6 & 7, no_id), *users, (4, group, no_id), *groups]
+    entries += [(16, mask, no_id), (32, mode & 7, no_id)]
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 

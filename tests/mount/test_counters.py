@@ -175,11 +175,11 @@ def test_the_metrics_page_tells_what_status_tells(
         bytes_came = page("promoted_bytes_total", name)
         assert page("evicted_bytes_total", name) == bytes_came - tier["used"]
     assert sum(page("evictions_total", tier["name"]) for tier in report["tiers"]) > 1
-    for who in ("reader", "copy"):
-        totals = report["source_totals"][who]
-        assert page("source_opens_total", who) == totals["opens"]
-        assert page("source_reads_total", who) == totals["reads"]
-        assert page("source_bytes_total", who) == totals["bytes"]
+    for cause in ("reader", "copy"):
+        totals = report["source_totals"][cause]
+        assert page("source_opens_total", cause) == totals["opens"]
+        assert page("source_reads_total", cause) == totals["reads"]
+        assert page("source_bytes_total", cause) == totals["bytes"]
     promotions = sum(page("promotions_total", tier["name"]) for tier in report["tiers"])
     assert promotions == report["copies"]["done"]
     assert page("wanted_files") == 0

@@ -18,9 +18,9 @@ from tests.mount.command import (
     assert_nothing_is_left,
     needs_fuse,
     needs_root,
-    nobody,
     not_mounted,
     one_line,
+    ordinary_user,
     registered,
 )
 
@@ -167,7 +167,7 @@ def test_a_file_is_no_source(monarch: MonarchCommand, tmp_path: Path, mnt: Path)
 
 
 def test_a_source_that_the_user_may_not_read_is_reported(monarch: MonarchCommand) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         os.chown(source, 0, 0)
         done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")
@@ -206,7 +206,7 @@ def test_a_file_is_no_tier(
 
 
 def test_a_tier_that_the_user_may_not_write_is_reported(monarch: MonarchCommand) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("tier")
         os.chown(tier, 0, 0)
         tier.chmod(0o755)
@@ -229,7 +229,7 @@ def test_a_tier_that_another_user_has_used_first_is_reported_with_that_user(
 
 
 def test_a_state_directory_that_the_user_may_not_write_is_reported(monarch: MonarchCommand) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt, state = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("state")
         state.chmod(0o555)
         mount = ["mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB"]
@@ -379,8 +379,8 @@ def test_every_mistake_of_the_command_line_is_reported_at_once(
 # -- the kernel --------------------------------------------------------------------------------
 
 
-def test_a_user_without_access_to_dev_fuse_learns_whom_to_ask(monarch: MonarchCommand) -> None:
-    with nobody(monarch.case, device_mode=0o600) as user:
+def test_a_user_without_access_to_dev_fuse_gets_the_remedy(monarch: MonarchCommand) -> None:
+    with ordinary_user(monarch.case, device_mode=0o600) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")
         assert (done.returncode, "/dev/fuse: Permission denied" in one_line(done)) == (8, True)
@@ -390,7 +390,7 @@ def test_a_user_without_access_to_dev_fuse_learns_whom_to_ask(monarch: MonarchCo
 
 
 def test_allow_other_needs_the_administrator_s_word_in_fuse_conf(monarch: MonarchCommand) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         mount = ["mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB"]
         done = user(*mount, "-o", "allow_other")
@@ -481,7 +481,7 @@ def _fill(directory: Path) -> None:
 def test_a_source_that_the_user_may_not_read_is_reported_with_the_remedy(
     monarch: MonarchCommand,
 ) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         os.chown(source, 0, 0)
         done = user("mount", str(source), str(mnt), "--tier", f"{user.directory}/home/t:1MiB")

@@ -17,7 +17,7 @@ from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Tree, own_directo
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, copies, wait_until
 
-NOBODY = 65534
+USER = 65534
 STATUS = "user.monarch.status"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become 
 Attempts = Mapping[str, Callable[[], object]]
 
 
-def as_another_user(directory: Path, attempts: Attempts, *, uid: int = NOBODY) -> dict[str, str]:
+def as_another_user(directory: Path, attempts: Attempts, *, uid: int = USER) -> dict[str, str]:
     """The result of each attempt, made by ``uid`` in ``directory``: "done" or the error's name."""
     directory.chmod(0o711)
     here = os.open(directory, os.O_PATH)
@@ -68,10 +68,10 @@ def reading(path: str) -> Callable[[], object]:
 
 
 def guarded(tree: Tree) -> Path:
-    source = tree({"mine": b"secret", "open": b"for all", "his": b"x", "closed/file": b"x"})
-    for name, mode in (("mine", 0o600), ("open", 0o644), ("closed", 0o700), ("his", 0o400)):
+    source = tree({"mine": b"secret", "open": b"for all", "theirs": b"x", "closed/file": b"x"})
+    for name, mode in (("mine", 0o600), ("open", 0o644), ("closed", 0o700), ("theirs", 0o400)):
         (source / name).chmod(mode)
-    os.chown(source / "his", NOBODY, NOBODY)
+    os.chown(source / "theirs", USER, USER)
     (source / "closed/file").chmod(0o644)
     (source / "entered").mkdir(0o711)
     (source / "entered/file").write_bytes(b"known by name")
@@ -87,7 +87,7 @@ def test_with_allow_other_the_modes_of_the_source_decide(
     attempts = {
         "mine": reading("mnt/mine"),
         "open": reading("mnt/open"),
-        "his": reading("mnt/his"),
+        "theirs": reading("mnt/theirs"),
         "list closed": lambda: os.listdir("mnt/closed"),
         "stat in closed": lambda: os.stat("mnt/closed/file"),
         "read in closed": reading("mnt/closed/file"),
@@ -100,7 +100,7 @@ def test_with_allow_other_the_modes_of_the_source_decide(
     expected = {
         "mine": "EACCES",
         "open": "done",
-        "his": "done",
+        "theirs": "done",
         "list closed": "EACCES",
         "stat in closed": "EACCES",
         "read in closed": "EACCES",
@@ -111,7 +111,7 @@ def test_with_allow_other_the_modes_of_the_source_decide(
         "write open": "EROFS",
     }
     assert as_another_user(tmp_path, attempts) == expected
-    for name in ("mine", "open", "his", "closed/file", "entered/file"):
+    for name in ("mine", "open", "theirs", "closed/file", "entered/file"):
         (mounted.path / name).read_bytes()  # by root: now there are copies and cached pages
     wait_for_copies(mounted, 5)
     assert as_another_user(tmp_path, attempts) == expected
@@ -123,19 +123,19 @@ def test_with_allow_other_the_modes_of_the_source_decide(
 def test_a_file_closed_at_the_source_is_closed_at_its_first_open(
     monarch: MonarchCommand, tree: Tree, tmp_path: Path
 ) -> None:
-    source = tree({"small": 1000, "large": 5_000_000, "his": 10})
+    source = tree({"small": 1000, "large": 5_000_000, "theirs": 10})
     mounted = monarch.mount(source, options=["allow_other"])
-    attempts = {name: reading(f"mnt/{name}") for name in ("small", "large", "his")}
+    attempts = {name: reading(f"mnt/{name}") for name in ("small", "large", "theirs")}
     for name in attempts:
         os.stat(mounted.path / name)
         (source / name).chmod(0o600)
-    os.chown(source / "his", NOBODY, NOBODY)
+    os.chown(source / "theirs", USER, USER)
     monarch.expects_log("changed at the source since the snapshot")
     for _ in range(2):
         assert as_another_user(tmp_path, attempts) == {
             "small": "EACCES",
             "large": "EACCES",
-            "his": "done",
+            "theirs": "done",
         }
     for name in attempts:
         assert (mounted.path / name).read_bytes() == (source / name).read_bytes()
@@ -210,7 +210,7 @@ def test_another_user_of_a_shared_mount_sees_its_numbers_and_no_names(
     assert as_another_user(tmp_path, attempts) == {"numbers": "done"}
     numbers = json.loads(os.getxattr(mounted.path, STATUS))
     assert (numbers["health"], numbers["pid"]) == ("ok", mounted.pid)
-    assert {"mine", "his", "closed"}.isdisjoint(json.dumps(numbers).split('"'))
+    assert {"mine", "theirs", "closed"}.isdisjoint(json.dumps(numbers).split('"'))
     # With another state root, as another user has it, the daemon is not in the list of mounts.
     elsewhere = {**monarch.environment(), "MONARCH_STATE_ROOT": str(tmp_path / "elsewhere")}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MonarchCommand, Mounted
-from tests.mount.command import needs_fuse, needs_root, nobody, not_mounted, one_line
+from tests.mount.command import needs_fuse, needs_root, not_mounted, one_line, ordinary_user
 from tests.mount.compare import wait_for_copies
 from tests.mount.observe import account, settled
 
@@ -173,7 +173,7 @@ def test_a_mount_that_cannot_act_as_its_callers_is_refused(
     done = not_mounted(monarch, mnt, *mount, "source_identity=caller,open=none")
     assert done.returncode == 2
     assert "caller and open: none exclude each other" in one_line(done)
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         done = user("mount", str(source), str(mnt), "-o", "source_identity=caller")
         assert done.returncode == 8, done.stderr

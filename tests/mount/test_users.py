@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MODES, MonarchCommand
-from tests.mount.command import needs_fuse, nobody
+from tests.mount.command import needs_fuse, ordinary_user
 
 pytestmark = needs_fuse
 
@@ -18,7 +18,7 @@ pytestmark = needs_fuse
 @pytest.mark.promise(23)
 @pytest.mark.modes("python", "relay", "no_open")
 def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchCommand) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.directory / "home/tier"
         (source / "a").write_bytes(b"content")
         (source / "secret").write_bytes(b"root's own")
@@ -49,7 +49,7 @@ def test_an_ordinary_user_mounts_reads_twice_and_unmounts(monarch: MonarchComman
 
 
 def test_fusermount3_ends_a_user_s_daemon_cleanly(monarch: MonarchCommand) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt = user.mkdir("source"), user.mkdir("mnt")
         mount = ["mount", str(source), str(mnt), "--tier", f"{user.directory}/home/tier:1MiB"]
         assert user(*mount).returncode == 0

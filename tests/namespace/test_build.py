@@ -307,7 +307,7 @@ def test_any_tree(tree: dict[bytes, object], threads: bool) -> None:
             assert_same(snapshot, root)
 
 
-def in_child_as_nobody(source: Path, file: Path) -> None:
+def build_in_child_as_user(source: Path, file: Path) -> None:
     """Builds without the privileges of root, which may read everything."""
     file.parent.chmod(0o777)
     for parent in source.parents:
@@ -345,7 +345,7 @@ def locked(source: Path) -> Iterator[Path]:
 def test_unreadable_entries_are_shown_and_counted(locked: Path, file: Path, workers: str) -> None:
     if os.getuid() != 0:
         (locked / "names only").chmod(0o400)
-    in_child_as_nobody(locked, file)
+    build_in_child_as_user(locked, file)
     with Snapshot.open(file) as snapshot:
         assert sorted(paths_of(snapshot)) == [
             b"",

@@ -31,7 +31,7 @@ pytestmark = [needs_root, needs_fuse]
 
 _SEEDS = 500
 # Findings at the source are logged; a machine under load may let the tier wait.
-_TOLD = (
+_LOGGED = (
     "writeback.source_[a-z]+: source: |the source refuses |(changed at|is gone from) the source"
     "|tier fast is |were not drained; they stay|the names are those of the last mount"
 )
@@ -46,7 +46,7 @@ MODES = ("relay", "passthrough")
 def test_users_do_to_each_other_only_what_they_could_do_without_the_mount(
     monarch: MonarchCommand, tmp_path: Path, mode: str
 ) -> None:
-    monarch.expects_log(_TOLD)
+    monarch.expects_log(_LOGGED)
     # Half of them in each mode.
     seeds = range(MODES.index(mode), _SEEDS, len(MODES))
     problems = play(monarch, tmp_path, [generated(seed) for seed in seeds])
@@ -64,7 +64,7 @@ def test_users_run_for_the_given_time(
         directory = tmp_path / str(seed)
         directory.mkdir()
         command = MonarchCommand(directory, monarch.case, mode)
-        command.expects_log(_TOLD)
+        command.expects_log(_LOGGED)
         try:
             problems = play(command, directory, [generated(seed + n) for n in range(200)])
         finally:
@@ -186,6 +186,6 @@ def on(user: int, name: str, *arguments: Any) -> Step:
 def test_takeovers_that_were_found_by_hand_do_not_succeed(
     monarch: MonarchCommand, tmp_path: Path
 ) -> None:
-    monarch.expects_log(_TOLD)
+    monarch.expects_log(_LOGGED)
     problems = play(monarch, tmp_path, directed())
     assert problems == [], "\n".join(problems)

@@ -113,7 +113,7 @@ async def test_a_file_that_the_source_cannot_have_lets_the_others_of_its_user_go
 @pytest.mark.finding("W11")
 @pytest.mark.promise(79, 146, 149)
 @pytest.mark.parametrize("theirs", ["a directory for a file", "a link for a directory"])
-async def test_what_others_put_in_the_way_lets_a_checkpoint_behind_it_go_on(
+async def test_a_file_of_others_in_the_way_does_not_block_a_later_checkpoint(
     world: World, clock: Clock, theirs: str
 ) -> None:
     if theirs == "a directory for a file":
