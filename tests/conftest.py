@@ -131,6 +131,12 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def require_root() -> None:
+    """Skips the test for an ordinary user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a disk")
+
+
 def require_fuse() -> None:
     """Skip the test, with the reason, where the machine cannot mount."""
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):

@@ -85,3 +85,28 @@ class CuttableDisk:
             # Writes completed, sectors written, requests in flight.
             if [before[n] for n in (4, 6)] == [after[n] for n in (4, 6)] and after[8] == "0":
                 return Disk(image, self._disk.kind)
+
+
+@contextmanager
+def in_memory(at: Path, size_mib: int) -> Iterator[Path]:
+    """A small file system in memory, mounted at ``at``. Only root may mount it."""
+    at.mkdir(parents=True)
+    options = f"size={size_mib}m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)], check=True)
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Use all space of a disk that is free; returns the file that takes it."""
+    filler = disk / "filler"
+    with filler.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+    return filler

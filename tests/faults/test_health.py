@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, contents
-from tests.equipment import slowfs
+from tests.conftest import MonarchCommand, Mounted, Tree, require_root
+from tests.equipment import disks, slowfs
 from tests.equipment.slowfs import SlowSource
 from tests.faults.limits import control_group
 from tests.mount.observe import (
@@ -27,6 +27,7 @@ from tests.mount.observe import (
     copy_of,
     ended,
     epoch,
+    files,
     flip_bit,
     read_through,
     settled,
@@ -35,10 +36,6 @@ from tests.mount.observe import (
 
 # What is the same in every mode is shown in the one without the datapath and in one with it.
 TWO = pytest.mark.modes("python", "relay")
-
-
-def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
-    return {f"{number:03d}.jpg": contents(str(number), size) for number in range(count)}
 
 
 def health(mounted: Mounted) -> dict[str, Any]:
@@ -81,14 +78,10 @@ def problem(mounted: Mounted, kind: str, *, state: str, after_ns: int) -> dict[s
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB of its own, for what the test says."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small file system")
-    path = tmp_path / "small"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    """A file system of 4 MiB."""
+    require_root()
+    with disks.in_memory(tmp_path / "small", 4) as path:
+        yield path
 
 
 @pytest.fixture
@@ -101,18 +94,6 @@ def disk(tmp_path: Path) -> Iterator[SlowSource]:
     backing.mkdir()
     with SlowSource(backing, tmp_path / "tiers" / "fast") as slowed:
         yield slowed
-
-
-def fill(disk: Path) -> Path:
-    filler = disk / "somebody-else's"
-    with filler.open("ab", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                continue
-    return filler
 
 
 def tier_on(disk: Path, monarch: MonarchCommand) -> None:
@@ -307,7 +288,7 @@ def test_a_tier_on_a_disk_that_others_filled_is_reported_and_accepts_copies_agai
     mounted = monarch.mount(
         tree(content), tiers={"fast": "1MB"}, options=["limits.tier_probe=500ms"]
     )
-    filler = fill(small_disk)
+    filler = disks.fill(small_disk)
     before_ns = time.time_ns()
     epoch(mounted, content)
     found = problem(mounted, "tier-full", state="degraded", after_ns=before_ns)
@@ -415,7 +396,7 @@ def test_a_log_that_cannot_be_written_is_reported_and_later_states_what_may_be_m
     mounted = monarch.mount(tree(content), options=[f"log.file={log}"])
     epoch(mounted, content)
     settled(mounted)
-    filler = fill(small_disk)
+    filler = disks.fill(small_disk)
     # The last page of the file itself has room, too.
     rest = -log.stat().st_size % os.sysconf("SC_PAGE_SIZE")
     with log.open("ab") as file:

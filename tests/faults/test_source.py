@@ -39,6 +39,7 @@ from tests.mount.observe import (
     asked_for,
     epoch,
     error_of,
+    files,
     forget_pages,
     read_through,
     resident,
@@ -48,10 +49,6 @@ from tests.mount.observe import (
 
 SMALL_INLINE = "limits.inline_max=64KiB"
 LARGE = 2_000_000
-
-
-def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
-    return {f"{number:03d}.jpg": contents(str(number), size) for number in range(count)}
 
 
 def calls(slow: SlowSource) -> dict[str, int]:

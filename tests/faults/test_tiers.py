@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import MonarchCommand, Mounted, Tree, contents, trouble
+from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment import slowfs
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
@@ -30,11 +30,13 @@ from tests.mount.observe import (
     accounts_agree,
     copies,
     epoch,
+    files,
     forget_pages,
     read_through,
     resident,
     settled,
     wait_until,
+    warnings,
 )
 
 MIB = 1 << 20
@@ -43,15 +45,6 @@ PROBED = ("limits.tier_probe=200ms", "limits.scrub_bandwidth=0")
 # And until it is seen to hang. Not where a disk is behind it that others may keep busy for longer.
 QUICK = (*PROBED, "limits.tier_timeout=1s")
 TIERS = {"fast": "100MB", "large": "100MB"}
-
-
-def files(count: int = 20, size: int = 20_000) -> dict[str, bytes]:
-    sizes = {f"{number:03d}.jpg": size + number for number in range(count)}
-    return {name: contents(name, size) for name, size in sizes.items()}
-
-
-def warnings(mounted: Mounted) -> list[str]:
-    return [line for line in mounted.log_text.splitlines() if trouble(line)]
 
 
 def tier(mounted: Mounted, name: str = "fast") -> dict[str, Any]:
@@ -213,7 +206,7 @@ def test_a_disk_without_room_costs_no_read_and_is_not_tried_all_the_time(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy to tier fast given up")
-    content = files(60, 2_000)
+    content = files(60, 2_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=PROBED)
     # Only copies: a probe that writes a few bytes succeeds each time.
@@ -246,7 +239,7 @@ def test_a_disk_without_room_costs_no_read_and_is_not_tried_all_the_time(
 def test_copies_leave_free_what_is_to_be_kept_free(
     ext4: Disk, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    content = files(50, MIB)
+    content = files(50, MIB, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=PROBED)
     epoch(mounted, content)
@@ -303,7 +296,7 @@ def test_a_file_that_stays_open_while_a_tier_is_full_is_copied_when_it_has_room_
 def test_the_log_names_the_calls_that_the_end_waits_for(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    content = files(1)
+    content = files(1, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB"})
     with ruled(slow_tier, "lat write 2500 /stage/[0-9]"):
@@ -323,7 +316,7 @@ def test_a_disk_that_became_read_only_serves_what_it_has_and_the_next_tier_takes
     ext4: Disk, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy to tier fast given up: .*|copy to tier fast given up, will")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers=TIERS, options=PROBED)
     before, after = sorted(content)[:8], sorted(content)[8:]
@@ -349,7 +342,7 @@ def test_a_disk_that_was_unmounted_is_released_and_its_copies_are_used_again_whe
     ext4: Disk, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     warmed(mounted, content)
@@ -373,7 +366,7 @@ def test_a_tier_that_was_removed_and_made_anew_is_filled_again(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service|dropped|given up")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     warmed(mounted, content)
@@ -399,7 +392,7 @@ def test_a_disk_that_answers_everything_with_an_error_is_a_miss_until_it_is_repa
     xfs: Disk, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service|dropped|given up")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers=TIERS, options=PROBED)
     before = sorted(content)[:8]
@@ -430,7 +423,7 @@ def test_a_copy_that_cannot_be_read_is_dropped_and_reported_once(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log(r"tier fast: copy of '00.\.jpg' dropped, and the source read .*EIO")
-    content = files(6)
+    content = files(6, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=PROBED)
     warmed(mounted, content)
@@ -488,7 +481,7 @@ def test_a_disk_that_cannot_be_read_any_more_takes_no_copies_until_it_can(
 ) -> None:
     monarch.expects_log("dropped")
     monarch.expects_log("tier fast is out of service: copies there cannot be read")
-    content = files(30, 2_000)
+    content = files(30, 2_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers=TIERS, options=PROBED)
     warmed(mounted, content)
@@ -536,7 +529,7 @@ def _hangs_at(
     call: str, slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service: no answer within 1 s")
-    content = {**files(60, 40_000), "large": contents("large", 3 * MIB)}
+    content = {**files(60, 40_000, step=1), "large": contents("large", 3 * MIB)}
     tree(content)
     options = [*QUICK, "limits.inline_max=64KiB", "limits.buffer_max=256KiB"]
     mounted = monarch.mount(source, tiers=TIERS, options=options)
@@ -562,7 +555,7 @@ def test_copies_in_a_tier_that_hangs_are_passed_by_and_used_again_when_it_answer
 ) -> None:
     monarch.expects_log("tier fast is out of service: no answer within 1 s; reads bypass it")
     # Too many to wait for each of them.
-    content = files(60, 2_000)
+    content = files(60, 2_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     warmed(mounted, content)
@@ -612,7 +605,7 @@ def test_a_tier_that_became_slower_than_any_source_is_left_alone(
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service: (no answer|opens and reads take)")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     first = dict(list(content.items())[:5])
@@ -639,7 +632,7 @@ def test_the_mount_ends_though_a_tier_hangs_and_the_next_one_believes_nothing_of
     slow_tier: SlowSource, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast is out of service|a tier hangs|dropped")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "10MB"}, options=QUICK)
     half = dict(list(content.items())[:10])

@@ -16,7 +16,7 @@ import pytest
 from monarch.control.client import call
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
-from tests.conftest import Mounted
+from tests.conftest import Mounted, contents, trouble
 from tests.equipment.waiting import wait_until
 
 PATIENCE_S = 20.0
@@ -85,6 +85,17 @@ def asked_for(mounted: Mounted, name: str) -> Iterator[None]:
         yield
     finally:
         reader.wait(PATIENCE_S)
+
+
+def warnings(mounted: Mounted) -> list[str]:
+    """The lines of the log that report a failure."""
+    return [line for line in mounted.log_text.splitlines() if trouble(line)]
+
+
+def files(count: int = 10, size: int = 10_000, *, step: int = 0) -> dict[str, bytes]:
+    """Contents by name; each file is ``step`` bytes larger than the one before it."""
+    names = [f"{number:03d}.jpg" for number in range(count)]
+    return {name: contents(name, size + step * number) for number, name in enumerate(names)}
 
 
 def epoch(mounted: Mounted, content: Mapping[str, bytes], order: Iterable[str] = ()) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
-from tests.mount.observe import accounts_agree, epoch, resident, settled
+from tests.mount.observe import accounts_agree, epoch, files, resident, settled
 
 NOT_COUNTED_WITHOUT_OPENS = (
     *("monarch_opens_total", "monarch_hit_ratio", "monarch_epoch", "monarch_open_files"),
@@ -23,10 +23,6 @@ NOT_COUNTED_WITHOUT_OPENS = (
 )
 
 Samples = dict[tuple[str, frozenset[str]], float]
-
-
-def files(count: int = 40, size: int = 10_000) -> dict[str, bytes]:
-    return {f"{number:03d}.jpg": contents(str(number), size + number) for number in range(count)}
 
 
 def scraped(address: str) -> Samples:
@@ -55,7 +51,7 @@ def settled_status(mounted: Mounted) -> dict[str, Any]:
 @pytest.mark.promise(42)
 @pytest.mark.finding("B4")
 def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, source: Path) -> None:
-    content = files()
+    content = files(40, 10_000, step=1)
     tree(content)
     size = sum(map(len, content.values()))
     mounted = monarch.mount(source, tiers={"fast": "205000", "large": "105000"})
@@ -129,7 +125,7 @@ def test_the_counters_are_what_was_done(monarch: MonarchCommand, tree: Tree, sou
 def test_the_metrics_page_tells_what_status_tells(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    content = files(30)
+    content = files(30, 10_000, step=1)
     tree(content)
     address = f"127.0.0.1:{free_port()}"
     mounted = monarch.mount(

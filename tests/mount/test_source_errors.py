@@ -20,6 +20,7 @@ from tests.mount.observe import (
     ended,
     epoch,
     error_of,
+    files,
     read_through,
     resident,
     settled,
@@ -27,10 +28,6 @@ from tests.mount.observe import (
 )
 
 SMALL_INLINE = "limits.inline_max=64KiB"
-
-
-def files(count: int = 10, size: int = 10_000) -> dict[str, bytes]:
-    return {f"{number:03d}.jpg": contents(str(number), size) for number in range(count)}
 
 
 @pytest.mark.fault("S2")

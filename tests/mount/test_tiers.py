@@ -16,12 +16,12 @@ import pytest
 from tests.conftest import (
     OPENS_ARE_REPORTED,
     MonarchCommand,
-    Mounted,
     Tree,
     contents,
     own_directory,
-    trouble,
+    require_root,
 )
+from tests.equipment import disks
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource
 from tests.mount.observe import (
@@ -32,11 +32,13 @@ from tests.mount.observe import (
     copies,
     copy_of,
     epoch,
+    files,
     flip_bit,
     read_through,
     resident,
     settled,
     wait_until,
+    warnings,
 )
 
 # Where a reader is to find a copy damaged before the scrub does.
@@ -45,37 +47,12 @@ NO_SCRUB = "limits.scrub_bandwidth=0"
 MIB = 1 << 20
 
 
-def files(count: int = 20, size: int = 20_000) -> dict[str, bytes]:
-    return {f"{number:03d}.jpg": contents(str(number), size + number) for number in range(count)}
-
-
-def warnings(mounted: Mounted) -> list[str]:
-    return [line for line in mounted.log_text.splitlines() if trouble(line)]
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB where the tier ``fast`` will be."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a small file system")
-    path = tmp_path / "tiers" / "fast"
-    path.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Another program takes all the space that is left."""
-    filler = disk / "somebody-else's"
-    with filler.open("ab", buffering=0) as file:
-        for size in (MIB, 4096, 1):
-            try:
-                while True:
-                    file.write(bytes(size))
-            except OSError:
-                continue
-    return filler
+    """A file system of 4 MiB at the path of the tier ``fast``."""
+    require_root()
+    with disks.in_memory(tmp_path / "tiers" / "fast", 4) as path:
+        yield path
 
 
 # -- full ------------------------------------------------------------------------------------------
@@ -88,10 +65,10 @@ def test_reads_continue_when_another_program_has_filled_the_disk(
     small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy to tier fast given up")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB"})
-    fill(small_disk)
+    disks.fill(small_disk)
     for _ in range(3):
         epoch(mounted, content)
     report = settled(mounted)
@@ -114,7 +91,7 @@ def test_a_copy_that_runs_out_of_space_half_way_leaves_nothing_behind(
     with asked_for(mounted, "large"):
         stages = own_directory(small_disk) / "stage"
         wait_until(lambda: list(stages.iterdir()) != [], "the copy has begun")
-        fill(small_disk)
+        disks.fill(small_disk)
         slow.rules()
         wait_until(lambda: not account(mounted)["tiers"][0]["in_service"], "the tier is out")
     assert read_through(mounted.path / "large") == large
@@ -131,10 +108,10 @@ def test_a_full_tier_takes_copies_again_when_there_is_room(
 ) -> None:
     # A copy notices it, or the probe of the tier before any copy does.
     monarch.expects_log("copy to tier fast given up|tier fast is out of service")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB"}, options=["limits.tier_probe=1s"])
-    filler = fill(small_disk)
+    filler = disks.fill(small_disk)
     epoch(mounted, content)
     assert not settled(mounted)["tiers"][0]["in_service"]
     filler.unlink()
@@ -152,10 +129,10 @@ def test_a_second_tier_takes_what_a_full_one_cannot(
     small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy to tier fast given up")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "100MB", "large": "100MB"})
-    fill(small_disk)
+    disks.fill(small_disk)
     epoch(mounted, content)
     settled(mounted)
     epoch(mounted, content)
@@ -173,7 +150,7 @@ def test_a_tier_that_cannot_be_written_is_out_of_service_and_still_serves_its_co
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("copy to tier fast given up")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source)
     before, after = sorted(content)[:5], sorted(content)[5:]
@@ -198,7 +175,7 @@ def test_a_tier_removed_under_the_daemon_is_a_miss_and_the_end_is_clean(
 ) -> None:
     monarch.expects_log("dropped")
     monarch.expects_log("given up")
-    content = files()
+    content = files(20, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source)
     epoch(mounted, content)
@@ -221,7 +198,7 @@ def test_a_tier_removed_under_the_daemon_is_a_miss_and_the_end_is_clean(
 def test_a_tier_on_a_read_only_file_system_is_refused_in_one_line(
     small_disk: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    content = files(3)
+    content = files(3, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, tiers={"fast": "1MB"})
     mounted.umount()
@@ -247,7 +224,7 @@ def test_a_copy_that_was_deleted_or_cut_short_is_a_miss(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("tier fast: copy of .* dropped")
-    content = files(8)
+    content = files(8, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source)
     epoch(mounted, content)
@@ -297,7 +274,7 @@ def test_with_verify_open_a_flipped_bit_is_found_and_the_file_fetched_anew(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("digest")
-    content = files(6)
+    content = files(6, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, options=["verify=open"])
     epoch(mounted, content)
@@ -321,7 +298,7 @@ def test_after_an_unclean_end_every_copy_is_verified_before_it_is_used(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("digest")
-    content = files(12)
+    content = files(12, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source, options=[NO_SCRUB])
     epoch(mounted, content)
@@ -345,7 +322,7 @@ def test_after_an_unclean_end_every_copy_is_verified_before_it_is_used(
 def test_files_without_a_record_are_removed_from_a_tier_at_start(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    content = files(5)
+    content = files(5, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source)
     epoch(mounted, content)
@@ -389,7 +366,7 @@ def test_a_daemon_without_a_free_descriptor_keeps_its_copies(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
     monarch.expects_log("Too many open files")
-    content = files(3)
+    content = files(3, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source)
     epoch(mounted, content)
@@ -410,7 +387,7 @@ def test_a_daemon_without_a_free_descriptor_keeps_its_copies(
 def test_an_emptied_tier_is_filled_again_by_readers(
     monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    content = files(600, 1000)
+    content = files(600, 1000, step=1)
     tree(content)
     mounted = monarch.mount(source, options=[NO_SCRUB])
     epoch(mounted, content)
@@ -446,7 +423,7 @@ def overlay(tmp_path: Path) -> Iterator[Path]:
 def test_a_tier_that_the_kernel_does_not_pass_through_is_relayed_and_status_says_so(
     overlay: Path, monarch: MonarchCommand, tree: Tree, source: Path
 ) -> None:
-    content = files(5)
+    content = files(5, 20_000, step=1)
     tree(content)
     mounted = monarch.mount(source)
     for _ in range(2):

@@ -18,6 +18,8 @@ import trio.testing
 from monarch.posix import failpoints
 from monarch.units import MiB
 from monarch.writeback.journal import Op
+from tests.conftest import require_root
+from tests.equipment import disks
 from tests.equipment.slowfs import SlowSource
 from tests.mount.command import nobody
 from tests.writeback.remounts import Ground
@@ -35,15 +37,9 @@ async def until(holds: Callable[[], bool], *, virtual_s: float = 300.0) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A source with 2 MiB of free space."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a disk")
-    path = tmp_path / "small"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], check=True)
-    try:
+    require_root()
+    with disks.in_memory(tmp_path / "small", 2) as path:
         yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
 
 
 # -- files and names at the source ---------------------------------------------------------------

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +21,8 @@ from monarch.posix.credentials import Credentials
 from monarch.types import Identity
 from monarch.writeback.journal import Journal, Op, Replay
 from monarch.writeback.objects import Objects
+from tests.conftest import require_root
+from tests.equipment import disks
 
 SOURCE = b"/data/\xff source"
 IDENTITY = Identity(5, 1_000_000_001, 2_000_000_002, 77)
@@ -238,15 +239,10 @@ def test_objects_without_a_journal_are_not_taken_for_leftovers(directory: Path) 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a disk")
-    path = tmp_path / "disk"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], check=True)
-    try:
+    """A file system of 8 MiB."""
+    require_root()
+    with disks.in_memory(tmp_path / "disk", 8) as path:
         yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
 
 
 def until_full(call: Callable[[], object]) -> int:
