@@ -21,7 +21,6 @@ from tests.equipment import disks
 from tests.equipment.disks import CuttableDisk, Disk
 from tests.equipment.slowfs import SlowSource
 from tests.equipment.syncs import Syncs
-from tests.faults.test_health import fill
 from tests.faults.test_machine import mount_by
 from tests.mount.command import needs_fuse, needs_root
 from tests.mount.conftest import slow
@@ -215,7 +214,7 @@ def test_a_file_that_was_recorded_before_the_tier_was_full_loses_no_byte(
     if is_drained:
         drained(mounted, "log")
     more = contents("more", 300_000)
-    filler = fill(small_tier.path)
+    filler = disks.fill(small_tier.path)
     with log.open("ab", buffering=0) as file:
         assert file.write(more[:-7]) == len(more) - 7
         os.fsync(file.fileno())

@@ -120,7 +120,7 @@ async def test_each_request_reaches_its_handler_and_its_answer_the_kernel(made: 
             await ask(made, Op.RENAME, 1, rename),
             await ask(made, Op.RENAME2, 1, rename2),
         ]
-    assert made.is_quiet(), "pyfuse3 has heard of none"
+    assert made.is_quiet(), "pyfuse3 has received none"
     assert fakes.calls == [
         ("lookup", NEW, b"name"),
         ("getattr", NEW),
@@ -143,28 +143,28 @@ async def test_each_request_reaches_its_handler_and_its_answer_the_kernel(made: 
         ("rename", 1, b"old", 8, b"new", 0, BY),
         ("rename", 1, b"old", 8, b"new", 1, BY),
     ]
-    assert all(told.error == 0 and told.body == b"" for told in without)
+    assert all(reply.error == 0 and reply.body == b"" for reply in without)
     now = attributes()
-    for told in (alone, changed):
-        valid_s, _, _ = wire.ATTR_OUT.unpack_from(told.body)
-        found = wire.parse_stat(told.body, wire.ATTR_OUT.size)
-        assert valid_s == 86400 and len(told.body) == wire.ATTR_OUT.size + wire.ATTR.size
+    for reply in (alone, changed):
+        valid_s, _, _ = wire.ATTR_OUT.unpack_from(reply.body)
+        found = wire.parse_stat(reply.body, wire.ATTR_OUT.size)
+        assert valid_s == 86400 and len(reply.body) == wire.ATTR_OUT.size + wire.ATTR.size
         assert (found.ino, found.mode, found.uid, found.gid) == (NEW, now.mode, 5, 6)
         assert (found.size, found.blocks, found.nlink, found.blksize) == (11, 8, 1, 4096)
         assert (found.mtime_ns, found.ctime_ns) == (TIME_NS, TIME_NS + 1)
-    for told in (entry, made_here):
-        nodeid, _, entry_s, attr_s, _, _ = wire.ENTRY.unpack_from(told.body)
+    for reply in (entry, made_here):
+        nodeid, _, entry_s, attr_s, _, _ = wire.ENTRY.unpack_from(reply.body)
         assert (nodeid, entry_s, attr_s) == (NEW, 86400, 86400)
-        assert len(told.body) == wire.ENTRY.size + wire.ATTR.size
+        assert len(reply.body) == wire.ENTRY.size + wire.ATTR.size
 
 
 async def test_a_missing_name_is_an_entry_without_a_number(made: Rig) -> None:
     fakes = Fakes()
     fakes.returns["lookup"] = 5
     async with serving(made, fakes):
-        told = await ask(made, Op.LOOKUP, NEW, b"name\0")
-    nodeid, _, entry_s, _, _, _ = wire.ENTRY.unpack_from(told.body)
-    assert (told.error, nodeid, entry_s) == (0, 0, 5)
+        reply = await ask(made, Op.LOOKUP, NEW, b"name\0")
+    nodeid, _, entry_s, _, _, _ = wire.ENTRY.unpack_from(reply.body)
+    assert (reply.error, nodeid, entry_s) == (0, 0, 5)
 
 
 async def test_a_file_that_is_created_is_open_and_served_from_its_object(
@@ -174,8 +174,8 @@ async def test_a_file_that_is_created_is_open_and_served_from_its_object(
     fd = os.open(tmp_path / "object", os.O_RDWR | os.O_CREAT)
     async with serving(made, fakes):
         assert made.datapath.bind_written(NEW, fd, tier=1, create=True)
-        told = await answer(made, made.send_create(b"new"))
-        handle, flags, _ = wire.OPEN_OUT.unpack_from(told.body, wire.ENTRY.size + wire.ATTR.size)
+        reply = await answer(made, made.send_create(b"new"))
+        handle, flags, _ = wire.OPEN_OUT.unpack_from(reply.body, wire.ENTRY.size + wire.ATTR.size)
         assert flags & (wire.FOPEN_DIRECT_IO | wire.FOPEN_KEEP_CACHE) and handle & wire.HANDLE_BOUND
         assert made.write(NEW, handle, 0, b"bytes").error == 0
         assert (await answer(made, made.send_release(NEW, handle))).error == 0
@@ -231,7 +231,7 @@ async def test_a_request_that_waits_delays_no_other(made: Rig) -> None:
         assert (await ask(made, Op.UNLINK, 1, b"c\0")).error == 0
 
 
-async def test_who_catches_up_waits_for_what_has_come_and_not_for_what_waits(made: Rig) -> None:
+async def test_catching_up_waits_for_received_requests_and_not_for_waiting_ones(made: Rig) -> None:
     fakes = Fakes()
     fakes.waits = {"rename"}
     async with serving(made, fakes) as direct:
@@ -314,7 +314,7 @@ async def test_a_caller_that_must_not_wait_is_answered_and_its_file_is_given_up(
         (Op.READLINK, b""),
     ],
 )
-async def test_what_is_unusual_goes_to_pyfuse3(made: Rig, opcode: Op, body: bytes) -> None:
+async def test_unusual_requests_go_to_pyfuse3(made: Rig, opcode: Op, body: bytes) -> None:
     fakes = Fakes()
     async with serving(made, fakes):
         unique = made.send(opcode, NEW, body)

@@ -220,7 +220,7 @@ def test_a_tier_that_the_user_may_not_write_is_reported(monarch: MonarchCommand)
 def test_a_tier_that_another_user_has_used_first_is_reported_with_that_user(
     monarch: MonarchCommand,
 ) -> None:
-    with nobody(monarch.case) as user:
+    with ordinary_user(monarch.case) as user:
         source, mnt, tier = user.mkdir("source"), user.mkdir("mnt"), user.mkdir("tier")
         (tier / "monarch").mkdir(mode=0o700)
         done = user("mount", str(source), str(mnt), "--tier", f"{tier}:1MiB")

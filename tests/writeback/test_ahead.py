@@ -117,7 +117,7 @@ async def test_no_content_is_staged_before_its_directory_or_its_attributes_are_t
     assert waiting.next() == [[free.seq]]
 
 
-async def test_a_new_file_brings_its_attributes_with_its_content() -> None:
+async def test_the_content_of_a_new_file_has_its_attributes() -> None:
     waiting = Waiting()
     waiting.put(b"a", 1, kind="create")
     waiting.put(b"a", 1, kind="attr")

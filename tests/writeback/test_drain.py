@@ -21,7 +21,7 @@ from monarch.writeback.journal import Op
 from tests.conftest import require_root
 from tests.equipment import disks
 from tests.equipment.slowfs import SlowSource
-from tests.mount.command import nobody
+from tests.mount.command import ordinary_user
 from tests.writeback.remounts import Ground
 from tests.writeback.rig import Killed, World, draining, is_killed, parts, read_tree
 
@@ -614,7 +614,7 @@ assert error is None and len(made) == 3, (made, error)
 def test_an_ordinary_users_files_keep_their_owner_and_one_warning_is_logged() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
-    with nobody(uuid.uuid4().hex) as user:
+    with ordinary_user(uuid.uuid4().hex) as user:
         source = user.mkdir("source")
         done = user.run(user.python, "-c", _AS_A_USER, str(source))
         assert done.returncode == 0, done.stderr

@@ -89,7 +89,7 @@ async def test_a_change_set_aside_is_never_marked_as_done_whatever_comes_later(
 @pytest.mark.finding("W11")
 @pytest.mark.promise(146)
 @pytest.mark.parametrize("error", [errno.ENAMETOOLONG, errno.EDQUOT, errno.EILSEQ, errno.EFBIG])
-async def test_a_file_that_the_source_cannot_have_lets_the_others_of_its_user_go_on(
+async def test_a_file_that_the_source_cannot_have_does_not_block_others_of_its_user(
     world: World, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     open_place = StagedContents.open_place

@@ -164,7 +164,7 @@ async def test_a_file_is_unpacked_with_four_records_and_without_a_hop(
 
 
 @pytest.mark.parametrize("what", ["mode", "owner", "set_id", "closed"])
-async def test_attributes_that_change_or_that_no_content_will_bring_are_recorded(
+async def test_attributes_that_change_or_that_no_content_contains_are_recorded(
     ground: Ground, what: str
 ) -> None:
     async with ground.mount(works=False) as life:
