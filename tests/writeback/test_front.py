@@ -413,7 +413,7 @@ async def test_a_file_whose_fsync_failed_is_written_anew_with_growing_pauses(
                 if front.objects.failures - 1 > len(tried_s):
                     tried_s.append(trio.current_time())
         # At 0, 1, 3, 7, 15 and 31 s, with half a second between two looks; later on a busy machine,
-        # where the clock of the test goes on while a thread works.
+        # where the clock of the test runs while a thread works.
         gaps_s = [later - earlier for earlier, later in itertools.pairwise(tried_s)]
         assert all(gap_s >= 0.4 * 2**turn for turn, gap_s in enumerate(gaps_s)), tried_s
         front.disk.error = 0
