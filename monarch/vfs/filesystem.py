@@ -72,8 +72,10 @@ class FileSystem:
         if self.writing is None:
             raise Refused(errno.EROFS)
         is_bound = self.bindings.get(ino) is not None
-        if (is_bound and not is_written) or self.bindings.is_read_by_kernel(ino):
-            # Its readers read a copy, or the source, and would not see the written bytes.
+        is_to_write = bool(flags & (os.O_ACCMODE | os.O_TRUNC))
+        if (is_bound and is_to_write) or self.bindings.is_read_by_kernel(ino):
+            # Its readers read a copy, or the source, and would not see the written bytes, even if
+            # its attributes were changed since they opened it.
             raise Refused(errno.ETXTBSY)
         await self.writing.operations.open(ino, flags, by)
         return not self.writing.files.is_outdated(ino)

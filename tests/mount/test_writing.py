@@ -589,6 +589,26 @@ def test_a_file_that_is_read_from_a_copy_is_not_written_under_its_readers(
     assert (at / "e/b.bin").read_bytes() == contents("d/b.bin", 5000)
 
 
+@pytest.mark.promise(74)
+def test_a_reader_of_a_file_whose_mode_was_changed_does_not_end_the_writing_of_it(
+    absorbing: Mounted,
+) -> None:
+    path = absorbing.path / "a.bin"
+    writer = None
+    with path.open("rb", buffering=0) as reader:
+        reader.read(1)
+        path.chmod(0o600)
+        # ETXTBSY where the reader would not see what is written.
+        with contextlib.suppress(OSError):
+            writer = path.open("r+b", buffering=0)
+    with writer or path.open("r+b", buffering=0) as file:
+        for _ in range(30):
+            # The release of the reader arrives between two of these writes.
+            file.write(b"new")
+            time.sleep(0.01)
+    assert path.read_bytes()[:90] == b"new" * 30
+
+
 @pytest.mark.promise(52)
 @pytest.mark.parametrize("size", [0, 1000])
 def test_a_file_whose_copy_is_under_way_can_be_written_and_removed(
