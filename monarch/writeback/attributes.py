@@ -74,9 +74,13 @@ class WrittenAttributes:
         if node is None or node.names:
             self._gate.require_node_covered(ino)
         if self._names.attributes(ino).is_file:
-            node = await self._copies.copy_up(ino, empty=size == 0, by=by)
+            node = await self._copies.copy_up(ino, empty=size == 0, by=by, keep=size is not None)
             if size is not None:
-                await self._files.truncate(node, size, by=by)
+                # It stays open meanwhile: else it could be drained, and be read from the source.
+                try:
+                    await self._files.truncate(node, size, by=by)
+                finally:
+                    self._files.release(ino)
             self._files.status(node)
         elif size is not None:
             raise Refused(errno.EINVAL)

@@ -5,6 +5,7 @@ The bytes are read once. If the tier has no room for them, they go to a staged f
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from monarch.errors import SourceChanged
+from monarch.errors import Refused, SourceChanged
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
 from monarch.posix.credentials import Credentials
@@ -74,19 +75,23 @@ class CopyUp:
     async def _copy_up(self, ino: Ino, *, empty: bool, keep: bool, by: Credentials) -> Node:
         self._gate.require_held(ino)
         await self._gate.require_room()
-        number, fd = await self._files.create()
-        staged = -1
+        number, fd, staged = await self._place_for(ino, by)
         try:
             try:
                 xattrs = await self._copy(ino, fd, empty=empty)
             except _NoRoomError:
+                if staged >= 0:
+                    raise
                 path = self._names.visible_path(ino)
                 staged = await self._source.stage(path, number, by=(by,), is_new=False)
                 xattrs = await self._copy(ino, staged, empty=empty)
             if staged < 0 and not empty:
                 await self._objects.run_sync(self._objects.on_disk.sync, number, fd)
-        except BaseException:
-            self._unlinked.abandon_object(number, fd, staged)
+        except BaseException as error:
+            beside = b"" if staged < 0 else self._names.visible_path(ino)
+            self._unlinked.abandon_object(number, *{fd, staged}, staged_beside=beside)
+            if isinstance(error, _NoRoomError):
+                raise Refused(errno.ENOSPC) from error
             raise
         path, was = self._names.visible_path(ino), known_at_source(self._names, ino)
         node = self._names.copy_up(ino)
@@ -117,6 +122,18 @@ class CopyUp:
             self._files.release(ino)
         return node
 
+    async def _place_for(self, ino: Ino, by: Credentials) -> tuple[int, int, int]:
+        """The number and the descriptor of a new object, and -1; or, if the tier has no room for
+        one, of a new staged file at the source, and its descriptor again."""
+        try:
+            return *await self._files.create(), -1
+        except Refused as error:
+            if error.errno not in FULL:
+                raise
+        path = self._names.visible_path(ino)
+        number, fd = await self._files.stage(path, by=by, is_new=False)
+        return number, fd, fd
+
     async def _copy(self, ino: Ino, fd: int, *, empty: bool) -> dict[bytes, bytes]:
         calls, names, attempts = self._source.calls, self._names, 0
         while True:
@@ -146,7 +163,7 @@ def known_at_source(names: Namespace, ino: Ino | None) -> Identity | None:
 
 
 class _NoRoomError(Exception):
-    """The tier is full."""
+    """The tier is full, or the source if the bytes go there."""
 
 
 def _copy_file(

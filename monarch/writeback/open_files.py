@@ -88,10 +88,11 @@ class WrittenFiles:
                 raise
         return await self._objects.create()
 
-    async def stage(self, path: bytes, *, by: Credentials) -> tuple[int, int]:
-        """The number and the descriptor of a new file that is staged at the source."""
+    async def stage(self, path: bytes, *, by: Credentials, is_new: bool) -> tuple[int, int]:
+        """The number and the descriptor of a file that is staged at the source; ``is_new``: for a
+        path without a file there."""
         number = await self._objects.spares.number()
-        return number, await self._source.stage(path, number, by=(by,), is_new=True)
+        return number, await self._source.stage(path, number, by=(by,), is_new=is_new)
 
     def opened(self, node: Node, fd: int, *, created: bool, by: Credentials | None) -> None:
         """Take over the descriptor of an object that is now open for its first user; ``by``: the

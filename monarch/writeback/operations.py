@@ -90,7 +90,7 @@ class WriteOperations:
             if error.errno not in FULL:
                 raise
             is_here = False
-            number, fd = await self._files.stage(path, by=by)
+            number, fd = await self._files.stage(path, by=by, is_new=True)
         try:
             # Directories above may have got other names meanwhile.
             path = self._names.path_of(parent, name)
@@ -104,7 +104,7 @@ class WriteOperations:
                 object=number,
             )
         except Refused:
-            self._unlinked.abandon_object(number, fd)
+            self._unlinked.abandon_object(number, fd, staged_beside=b"" if is_here else path)
             raise
         self._note_made("create", node, path, by)
         self._files.opened(node, fd, created=True, by=by)

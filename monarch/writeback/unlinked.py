@@ -112,13 +112,19 @@ class UnlinkedFiles:
     def remove_object(self, number: int) -> None:
         """Remove an object that no file has, and what is staged of it at the source."""
         if (path := self._object_table.states.staged_beside(number)) is not None:
-            self._objects.threads.start(self._staged.discard_part, path, number)
+            self._discard_staged(path, number)
         self._object_table.forget(number)
         self._recorder.remove_object(number)
 
-    def abandon_object(self, number: int, *fds: int) -> None:
-        """Give up an object that was created or staged for a file that was not made."""
+    def _discard_staged(self, path: bytes, number: int) -> None:
+        self._objects.threads.start(self._staged.discard_part, path, number)
+
+    def abandon_object(self, number: int, *fds: int, staged_beside: bytes = b"") -> None:
+        """Give up an object that was created for a file that was not made, or that was staged at
+        the source, beside a path."""
         for fd in fds:
             if fd >= 0:
                 self._objects.threads.start(os.close, fd)
+        if staged_beside:
+            self._discard_staged(staged_beside, number)
         self.remove_object(number)

@@ -121,6 +121,21 @@ def test_files_that_do_not_fit_into_the_tier_are_written_to_the_source(
 
 
 @pytest.mark.promise(71)
+def test_a_file_of_the_source_is_truncated_although_the_tier_is_full(
+    small_tier: CuttableDisk, monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree({"a": 500_000}), tiers={"fast": "12MiB"}, options=OPTIONS)
+    monarch.expects_log("goes to the source directly: the tier is full")
+    disks.fill(small_tier.path)
+    os.truncate(mounted.path / "a", 100)
+    expected = contents("a", 500_000)[:100]
+    assert (mounted.path / "a").read_bytes() == expected
+    drained(mounted, "a")
+    assert (mounted.source / "a").read_bytes() == expected
+    mounted.umount()
+
+
+@pytest.mark.promise(71)
 def test_there_is_no_room_only_when_the_source_has_none_either(
     small_tier: CuttableDisk, monarch: MonarchCommand, source: Path
 ) -> None:
@@ -135,6 +150,26 @@ def test_there_is_no_room_only_when_the_source_has_none_either(
         drained(mounted, "small")
         assert (source / "small").read_bytes() == b"there is room again"
         mounted.umount()
+
+
+@pytest.mark.promise(71)
+@pytest.mark.parametrize("left", [0, 200_000])
+def test_a_file_of_the_source_that_fits_nowhere_cannot_be_written(
+    small_tier: CuttableDisk, monarch: MonarchCommand, source: Path, left: int
+) -> None:
+    monarch.allows_log("No space left on device|has stopped|no space beyond keep_free")
+    with Disk(monarch.directory / "source disk", size=24 * _MB).mounted(source):
+        put(source / "a", contents("a", 5 * _MB))
+        mounted = monarch.mount(source, tiers={"fast": "12MiB"}, options=OPTIONS)
+        filler = disks.fill(small_tier.path)
+        os.truncate(filler, filler.stat().st_size - left)
+        disks.fill(source)
+        with pytest.raises(OSError) as raised:
+            (mounted.path / "a").open("ab")
+        assert raised.value.errno == errno.ENOSPC
+        assert (mounted.path / "a").read_bytes() == contents("a", 5 * _MB)
+        mounted.umount()
+        assert [path.name for path in source.glob(".monarch-*")] == [LEASES]
 
 
 @pytest.mark.promise(70)
