@@ -311,7 +311,7 @@ def test_a_state_directory_that_is_not_monarch_s_is_refused_and_stays_as_it_is(
     source, state = tree({"a": 1}), tmp_path / "shared"
     state.mkdir()
     for mode, held, words in (
-        (0o700, ["foreign"], 'holds "foreign", which is not Monarch\'s'),
+        (0o700, ["foreign"], "holds 'foreign', which is not Monarch's"),
         (0o1777, [], "is open to other users (mode 1777)"),
         (0o755, [], "run: chmod 700"),
     ):
