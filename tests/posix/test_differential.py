@@ -59,6 +59,9 @@ def _play(way: str, directory: Path, seeds: range, calls: int) -> None:
         if way != NATIVE:
             command = MonarchCommand(directory, uuid.uuid4().hex, way)
             stack.callback(command.close)
+            # A user may close a file after its directory was made read-only. The drain then has to
+            # try again.
+            command.allows_log("the source refuses content .* Permission denied")
             mounted = command.mount(source, tiers={"fast": "2GiB"}, options=options(way))
             played = mounted.path
             stack.enter_context(drained_at_the_end(mounted))
