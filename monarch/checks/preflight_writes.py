@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from monarch.checks.preflight import Check, bounded, nearest, room_of
-from monarch.config.defaults import kind_of
+from monarch.checks.preflight import Check, bounded, nearest, room_of, with_state_directory
+from monarch.config.defaults import kind_of, state_directory
 from monarch.config.settings import MountSettings, TierSettings
 from monarch.control import registry
 from monarch.control.registry import MountRecord
@@ -21,7 +21,7 @@ from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.text import counted, escape_text
 from monarch.tiers.ownership import PRIVATE
 from monarch.units import format_bytes
-from monarch.writeback.earlier import inspect
+from monarch.writeback.earlier import inspect, lost_changes
 from monarch.writeback.store import PREFIX, directory_of
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -38,6 +38,8 @@ def check_writing(mount: MountSettings, records: Sequence[MountRecord]) -> Itera
         yield from bounded(name, mount.source, lambda: _check_source(name, mount))
         tiers = mount.tiers[0].path if mount.tiers else mount.source
         yield from bounded(name, tiers, lambda: _check_tier(name, mount, mount_table()))
+    state = state_directory(with_state_directory(mount, records))
+    yield from bounded(name, state, lambda: _check_missing(name, mount, state))
     served = any(
         record.mountpoint == os.fspath(mount.mountpoint) and registry.alive(record)
         for record in records
@@ -47,6 +49,24 @@ def check_writing(mount: MountSettings, records: Sequence[MountRecord]) -> Itera
         for directory in _written_in(tier):
             look = partial(_check_undrained, name, mount, directory, served=served)
             yield from bounded(name, directory, look, patience_s=_READING_S)
+
+
+def _check_missing(name: str, mount: MountSettings, state: Path) -> Iterator[Check]:
+    """Reports changes of earlier mounts whose tier is missing."""
+    try:
+        lost = lost_changes(mount, state)
+    except TierError as error:
+        yield Check(name, "fail", error.args[0], error.hint)
+        return
+    if lost is not None:
+        what = counted(lost.operations, "change", "changes")
+        yield Check(
+            name,
+            "warn",
+            f"{what} not at the source were in memory in tier {lost.tier}: the machine has been"
+            " started since, and they are lost",
+            "the next mount names the files: `monarch ckpt lost`",
+        )
 
 
 def check_mappings(name: str, abilities: Abilities) -> Iterator[Check]:

@@ -1,8 +1,13 @@
-"""The state directory of a mount: private, locked while a daemon uses it, with a note."""
+"""The state directory of a mount: private, locked while a daemon uses it, with two notes.
+
+mount.json          the mount, written when it is made
+undrained.json      while a tier has changes that the source lacks: which journal has them
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -18,14 +23,18 @@ from monarch.errors import TierError
 from monarch.posix.private_directory import Lock, open_directory, replace_private
 from monarch.telemetry.report import Report
 
+log = logging.getLogger(__name__)
+
 NOTE = "mount.json"
+_UNDRAINED = "undrained.json"
 _NOTE_VERSION = 1
 # Files that may exist before the first mount writes its note: left by a failed mount, or a snapshot
 # that was built or copied there.
 _OURS = re.compile(
     r"lock|control\.sock|daemon\.log.*|.*\.lmdb.*|residency-.*|.*\.part|mount\.json|lost\.json"
+    r"|undrained\.json"
 )
-# A note has a few paths; a longer file is not a note.
+# The longest file that is taken for a note.
 _MAX_NOTE_BYTES = 256 * 1024
 
 
@@ -139,9 +148,61 @@ def read_note(state: Path) -> MountNote:
         ) from error
 
 
-def _read_known(state: Path) -> dict[str, Any]:
-    """The raw note. Raises OSError, ValueError, and TierError for a newer version."""
-    with open(state / NOTE, "rb") as file:
+@dataclass(frozen=True, slots=True)
+class UndrainedNote(Report):
+    """Describes the changes that a tier has and the source lacks, so that a mount finds out that
+    the tier, or its disk, is missing.
+
+    ``tier`` is the path of the tier, ``directory`` that of the journal, and ``journal`` the token
+    of the journal. ``in_memory``: the tier was a directory in memory in the start ``boot`` of the
+    machine. ``operations`` counts the changes, and the open files with bytes that the journal does
+    not have yet. ``bytes`` is the size of the contents among the changes. ``names`` are the paths
+    in the mount of the files concerned. Paths are text as in ``MountNote``.
+    """
+
+    version: int
+    tier: str
+    directory: str
+    journal: str
+    in_memory: bool
+    boot: str
+    operations: int
+    bytes: int
+    names: list[str]
+
+
+def undrained_file(state: Path) -> Path:
+    return state / _UNDRAINED
+
+
+def write_undrained(state: Path, note: UndrainedNote | None) -> None:
+    """Replaces the note of undrained changes; None removes it. Raises OSError."""
+    if note is None:
+        undrained_file(state).unlink(missing_ok=True)
+    else:
+        replace_private(undrained_file(state), json.dumps(note.to_dict()))
+
+
+def read_undrained(state: Path) -> UndrainedNote | None:
+    """The note of undrained changes, None if there are none. Raises TierError for a note of a newer
+    version."""
+    try:
+        return UndrainedNote.from_dict(_read_known(state, _UNDRAINED))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning(
+            "%s: %s cannot be read: %s; a missing tier would not be noticed",
+            _called(state),
+            _UNDRAINED,
+            error,
+        )
+        return None
+
+
+def _read_known(state: Path, name: str = NOTE) -> dict[str, Any]:
+    """A raw note. Raises OSError, ValueError, and TierError for a newer version."""
+    with open(state / name, "rb") as file:
         raw = json.loads(file.read(_MAX_NOTE_BYTES))
     if not isinstance(raw, dict):
         raise ValueError("it is not an object")

@@ -58,6 +58,7 @@ from monarch.vfs.read_side import ReadSide, build_read_side
 from monarch.writeback.front import Reading
 from monarch.writeback.setup import WriteBack, build_write_back
 from monarch.writeback.store import WriteStore, open_write_store
+from monarch.writeback.undrained import UndrainedNotes
 
 if TYPE_CHECKING:
     from monarch.telemetry.metrics_page import MetricsPage
@@ -183,6 +184,13 @@ def _write_back(
     )
 
 
+def _undrained_notes(state: Path, write_back: WriteBack | None) -> UndrainedNotes | None:
+    if write_back is None:
+        return None
+    table = write_back.front.object_table
+    return UndrainedNotes(state, write_back.place, write_back.drain, table)
+
+
 def _remarks(parts: Parts, tiers: Tiers, choice: Choice, store: WriteStore | None) -> list[str]:
     """The remarks for the user; they are also logged."""
     shown = remarks(
@@ -230,6 +238,7 @@ class Mount:
         self._started_ns = time.time_ns()
         self._page: MetricsPage | None = None
         self._supervisor = Supervisor(self.metrics.error)
+        self._undrained = _undrained_notes(self.parts.state, self.write_back)
         self._timed_out = 0
         self._answering = trio.CancelScope()
         # The steps that remain when the last task is cancelled.
@@ -290,6 +299,8 @@ class Mount:
             with ending.step("written"):
                 self.write_back.front.files.close()
                 await self.write_back.finish()
+                if self._undrained is not None:
+                    await self._undrained.finish()
 
     def _tasks(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """The background tasks by name; each runs until it returns or the mount ends."""
@@ -311,6 +322,8 @@ class Mount:
             tasks["watch"] = upkeep.watch.run
         if self.write_back is not None:
             tasks.update(self.write_back.tasks())
+        if self._undrained is not None:
+            tasks["undrained"] = self._undrained.run
         return tasks
 
     def _stop(self) -> None:

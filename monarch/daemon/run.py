@@ -19,10 +19,11 @@ from monarch.checks.preflight import check_apart, with_state_directory
 from monarch.config.defaults import default_tier, state_directory, state_root
 from monarch.config.settings import MountSettings
 from monarch.control.registry import Registry
-from monarch.control.state_directory import hold_state
+from monarch.control.state_directory import hold_state, write_undrained
 from monarch.daemon.mount import open_mount
 from monarch.daemon.snapshot_choice import log_gaps, snapshot_for
 from monarch.daemon.subsystems import Parts
+from monarch.daemon.write_status import LossAlarm
 from monarch.errors import MonarchError, TierError, sole_cause
 from monarch.fuse import mountpoint as mountpoints
 from monarch.fuse.datapath_mode import Abilities, check_possible
@@ -31,10 +32,11 @@ from monarch.posix import signals
 from monarch.posix.mounts import is_dead
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry import log as log_setup
+from monarch.text import counted
 from monarch.tiers.hierarchy import require_known
 from monarch.tiers.source import Source, close_result
 from monarch.types import Progress
-from monarch.units import KiB
+from monarch.units import KiB, format_bytes
 from monarch.writeback import lease
 from monarch.writeback.earlier import require_former_tiers_drained
 
@@ -111,7 +113,7 @@ def run(
             source = Source(os.fsencode(settings.source), lambda fd: threads.start(os.close, fd))
             cleanup.callback(source.close)
             require_known(settings.tiers, state)
-            require_former_tiers_drained(settings, state)
+            _require_written(settings, state)
             with signals.interruptible():
                 if settings.absorbs:
                     lease.prepare(source)
@@ -126,6 +128,31 @@ def run(
             log.error("%s", error)
             raise
         log.info("ended")
+
+
+def _require_written(settings: MountSettings, state: Path) -> None:
+    """Raises TierError if a tier with changes that the source lacks is missing. Reports those that
+    were in memory and are lost."""
+    lost = require_former_tiers_drained(settings, state)
+    if lost is None:
+        return
+    log.error(
+        "%s (%s) that the source lacks are lost: tier %r was in memory, and the machine has been"
+        " started since: %s%s",
+        counted(lost.operations, "change", "changes"),
+        format_bytes(lost.bytes),
+        lost.tier,
+        lost.names[0] if lost.names else "",
+        ", ..." if len(lost.names) > 1 else "",
+    )
+    LossAlarm(state).report(map(os.fsencode, lost.names))
+    try:
+        write_undrained(state, None)
+    except OSError as error:
+        raise TierError(
+            f"state directory {os.fspath(state)!r}: {error.strerror}",
+            hint="check its disk: `dmesg`",
+        ) from error
 
 
 def _allow_descriptors() -> None:

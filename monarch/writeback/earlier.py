@@ -15,13 +15,20 @@ from operator import itemgetter
 from pathlib import Path
 
 from monarch.config.settings import MountSettings
-from monarch.control.state_directory import read_note
+from monarch.control.state_directory import (
+    UndrainedNote,
+    read_note,
+    read_undrained,
+    undrained_file,
+)
 from monarch.errors import TierError
 from monarch.text import counted
+from monarch.tiers.ownership import PRIVATE
 from monarch.types import WRITTEN_INO
 from monarch.units import format_bytes
 from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.journal import Replay, read_replay
+from monarch.writeback.journal_found import boot_now, token_of
 from monarch.writeback.objects import Objects
 from monarch.writeback.op import Op
 from monarch.writeback.store import directory_of, snapshot_known
@@ -243,16 +250,18 @@ def _fault(objects: Objects, op: Op) -> str:
     return ""
 
 
-def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
-    """Refuses a mount without a tier of the last mount that has changes which the source lacks.
+def require_former_tiers_drained(settings: MountSettings, state: Path) -> UndrainedNote | None:
+    """Refuses a mount without a tier of the last mount that has changes which the source lacks: the
+    mount does not name the tier any more, or the journal of the tier is missing.
 
-    Must be called before the snapshot is chosen: the changes belong to the current snapshot. Raises
-    TierError.
+    Returns what ``lost_changes`` returns. Must be called before the snapshot is chosen: the changes
+    belong to the current snapshot. Raises TierError.
     """
+    lost, noted = lost_changes(settings, state), read_undrained(state)
     try:
         before = read_note(state).tiers
     except TierError:
-        return
+        return lost
     now = {os.path.realpath(tier.path) for tier in settings.tiers}
     for tier in before:
         directory = directory_of(Path(tier.path), settings.source)
@@ -261,8 +270,37 @@ def require_former_tiers_drained(settings: MountSettings, state: Path) -> None:
         found = inspect(directory)
         if found.operations:
             words = f"{counted(len(found.waiting), 'file', 'files')}, {format_bytes(found.bytes)},"
+            away = os.fspath(directory)
+            if noted is not None and noted.directory == away:
+                away += f" and {os.fspath(undrained_file(state))}"
             raise TierError(
                 f"tier {tier.path!r} is not used any more, but still has {words} not at the source",
-                hint="mount with it until they are drained, or give them up by removing"
-                f" {os.fspath(directory)}",
+                hint=f"mount with it until they are drained, or give them up by removing {away}",
             )
+    return lost
+
+
+def lost_changes(settings: MountSettings, state: Path) -> UndrainedNote | None:
+    """The note of changes that the source lacks and that were in the memory of an earlier start of
+    the machine; None if there are none.
+
+    Raises TierError if the journal with such changes is neither in its place nor in a tier of the
+    mount, and may still exist. Changes nothing.
+    """
+    note = read_undrained(state)
+    if note is None:
+        return None
+    directory = Path(note.directory)
+    named = [tier.path / PRIVATE / directory.name for tier in settings.tiers]
+    tokens = [token_of(place) for place in (directory, *named)]
+    if note.journal in tokens:
+        return None
+    if note.in_memory and note.boot != boot_now():
+        return note
+    raise TierError(
+        f"tier {note.tier!r} had {counted(note.operations, 'change', 'changes')}"
+        f" ({format_bytes(note.bytes)}) not at the source, but"
+        f" {'another' if tokens[0] else 'no'} journal is in {note.directory!r}",
+        hint="mount the disk of the tier there and try again, or give up these changes by removing"
+        f" {os.fspath(undrained_file(state))}",
+    )

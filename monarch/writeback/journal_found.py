@@ -13,6 +13,7 @@ from pathlib import Path
 from monarch.errors import TierError
 from monarch.text import counted
 from monarch.types import Identity
+from monarch.units import KiB
 from monarch.writeback.history import Numbered, names_of, shortened, without
 from monarch.writeback.journal_records import (
     VERSION,
@@ -31,6 +32,8 @@ from monarch.writeback.op import Op, from_record, raw
 log = logging.getLogger(__name__)
 
 NAME = "journal"
+# The first record has one path of up to 4 KiB, in which a byte may take six characters.
+_MOST_HEADER_BYTES = 64 * KiB
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -114,11 +117,29 @@ def read_replay(directory: Path) -> Replay:
         with open(path, "rb") as file:
             found = read_journal(file.fileno(), path, boot, keep=True)
     except OSError as error:
-        raise TierError(
-            f"journal {os.fspath(path)!r}: {error.strerror}", hint="check its disk: `dmesg`"
-        ) from error
+        raise _unreadable(path, error) from error
     found = found or Found(b"")
     return found.replay(found.lost_now(boot, directory))
+
+
+def token_of(directory: Path) -> str:
+    """The token of the journal of ``directory``; empty if there is none with records. Raises
+    TierError if the journal cannot be read."""
+    path = directory / NAME
+    try:
+        with open(path, "rb") as file:
+            record = decoded(file.readline(_MOST_HEADER_BYTES).rstrip(b"\n"))
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return "" if record is None else str(record.get("token", ""))
+
+
+def _unreadable(path: Path, error: OSError) -> TierError:
+    return TierError(
+        f"journal {os.fspath(path)!r}: {error.strerror}", hint="check its disk: `dmesg`"
+    )
 
 
 class Found:
