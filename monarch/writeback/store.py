@@ -30,7 +30,7 @@ from monarch.posix.private_directory import Lock, replace_private
 from monarch.tiers.ownership import PRIVATE
 from monarch.tiers.tier import Space, Tier
 from monarch.writeback.doubtful import Doubtful
-from monarch.writeback.journal import Journal, Replay
+from monarch.writeback.journal import Journal, Replay, read_replay
 from monarch.writeback.journal_file import Reserve
 from monarch.writeback.objects import Objects
 
@@ -82,7 +82,7 @@ def open_write_store(settings: MountSettings, tiers: Sequence[Tier]) -> WriteSto
     kept = [tier for tier in tiers if directory_of(tier.path, settings.source).exists()]
     if not kept and not settings.absorbs:
         return None
-    chosen = kept[0] if kept else _chosen(settings, tiers)
+    chosen = _with_changes(settings, kept) if kept else _chosen(settings, tiers)
     if kept and settings.absorbs and (wanted := _chosen(settings, tiers)) is not chosen:
         log.warning(
             "tier %s still has data of an earlier mount, so it continues to absorb instead of %s",
@@ -136,6 +136,29 @@ def _chosen(settings: MountSettings, tiers: Sequence[Tier]) -> Tier:
             return tier
     known = ", ".join(tier.name for tier in tiers)
     raise TierError(f"writeback.tier: there is no tier {name!r}", hint=f"there are: {known}")
+
+
+def _with_changes(settings: MountSettings, kept: Sequence[Tier]) -> Tier:
+    """Of tiers with written data the first with changes that the source lacks, else the first.
+    Raises TierError if a journal cannot be read."""
+    if len(kept) == 1:
+        return kept[0]
+    undrained = [tier for tier in kept if _has_undrained(directory_of(tier.path, settings.source))]
+    for tier in undrained[1:]:
+        log.warning(
+            "tier %s has changes that the source lacks, too: they are shown and drained by the next"
+            " mount, after those of tier %s",
+            tier.name,
+            undrained[0].name,
+        )
+    return next(iter(undrained), kept[0])
+
+
+def _has_undrained(directory: Path) -> bool:
+    if not (directory / "journal").exists():
+        return False
+    found = read_replay(directory)
+    return any(seq not in found.done and op.kind != "gone" for seq, op in found.ops)
 
 
 def snapshot_known(directory: Path) -> str:

@@ -227,3 +227,23 @@ def test_the_changes_of_a_lost_tier_are_named_by_a_mount_that_cannot_be_written(
     assert lost(again, "--acknowledge", code=0) == ["run/ckpt"]
     again.umount()
     assert "written-lost" not in problems(monarch.mount(slow.path, tiers=TIERS))
+
+
+@pytest.mark.promise(179)
+def test_an_earlier_tier_without_undrained_changes_does_not_hide_those_of_another(
+    slow: SlowSource, monarch: MonarchCommand, tree: Tree
+) -> None:
+    monarch.allows_log("the source has stopped|the source refuses|still has data of an earlier")
+    tree({"run/old": 10})
+    earlier = monarch.mount(slow.path, tiers={"earlier": "32MiB"}, options=OPTIONS)
+    (earlier.path / "run/first").write_bytes(b"first")
+    earlier.umount()
+    mounted = monarch.mount(slow.path, tiers=TIERS, options=OPTIONS)
+    slow.rules("err write EIO .*")
+    (mounted.path / "run/ckpt").write_bytes(b"only here")
+    mounted.cli("umount", "--abandon", str(mounted.path))
+    slow.rules()
+    again = monarch.mount(slow.path, tiers={"earlier": "32MiB", **TIERS}, options=OPTIONS)
+    assert names_in(again.path / "run") == ["ckpt", "first", "old"]
+    again.umount()
+    assert (slow.root / "run/ckpt").read_bytes() == b"only here"

@@ -21,6 +21,7 @@ from monarch.control.state_directory import (
     write_undrained,
 )
 from monarch.errors import TierError
+from monarch.tiers.tier import Tier
 from monarch.writeback import undrained
 from monarch.writeback.drain import Drain
 from monarch.writeback.earlier import lost_changes
@@ -28,7 +29,7 @@ from monarch.writeback.journal import Journal
 from monarch.writeback.journal_found import boot_now, token_of
 from monarch.writeback.object_table import ObjectTable
 from monarch.writeback.op import Kind, Op
-from monarch.writeback.store import WriteStore, directory_of
+from monarch.writeback.store import WriteStore, directory_of, open_write_store
 from monarch.writeback.undrained import UndrainedNotes
 
 
@@ -123,6 +124,27 @@ def test_changes_in_memory_are_lost_with_a_start_of_the_machine(
     write_undrained(tmp_path, replace(lost, in_memory=False))
     with pytest.raises(TierError):
         lost_changes(settings, tmp_path)
+
+
+@pytest.mark.promise(179)
+@pytest.mark.parametrize("undrained", ["first", "second", "first and second"])
+def test_of_two_tiers_with_journals_that_with_undrained_changes_absorbs(
+    settings: MountSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture, undrained: str
+) -> None:
+    tiers = []
+    for name in ("first", "second"):
+        journal_in(tmp_path / name, settings)
+        directory = directory_of(tmp_path / name, settings.source)
+        journal = Journal.open(directory, source=os.fsencode(settings.source))
+        seq = journal.append(change("mkdir", b"made"))
+        if name not in undrained:
+            journal.mark_done({seq: None})
+        journal.close()
+        tiers.append(SimpleNamespace(name=name, path=tmp_path / name, in_memory=False))
+    store = open_write_store(settings, [cast(Tier, tier) for tier in tiers])
+    assert store is not None and store.tier.name == undrained.split()[0]
+    store.close()
+    assert ("tier second has changes" in caplog.text) is ("and" in undrained)
 
 
 def test_an_unreadable_note_is_reported_and_a_newer_one_is_refused(
