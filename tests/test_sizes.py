@@ -31,8 +31,12 @@ FLAT = {
 
 TO_BE_SPLIT: Mapping[str, int] = {}
 
-# The 90th percentile of the files of monarch/.
-MOST_FILES_NOW = 483
+# Flat tables, which do not count for the 90th percentile of the files of monarch/.
+TABLES = {
+    "config/settings.py": "one field for each setting, with its meaning",
+    "telemetry/metric_families.py": "one entry for each metric",
+    "telemetry/report.py": "one field for each figure of the status",
+}
 
 Sizes = Mapping[str, int]
 
@@ -138,8 +142,12 @@ def test_nothing_is_larger_than_it_may_be() -> None:
 
 
 def test_most_files_are_short() -> None:
-    lines = sorted(path.read_text().count("\n") for path in (ROOT / "monarch").rglob("*.py"))
-    assert lines[len(lines) * 9 // 10] <= max(LINES_OF_MOST_FILES, MOST_FILES_NOW)
+    package = ROOT / "monarch"
+    tables = {package / table for table in TABLES}
+    files = set(package.rglob("*.py"))
+    assert tables <= files
+    lines = sorted(path.read_text().count("\n") for path in files - tables)
+    assert lines[len(lines) * 9 // 10] < LINES_OF_MOST_FILES
 
 
 _LONG = "class C:\n    def m(self):\n" + 80 * "        pass\n"

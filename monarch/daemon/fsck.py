@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +53,7 @@ from monarch.transfer.engine import Engine
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino
 from monarch.vfs.copies import Copies
-from monarch.writeback.earlier import Inspection, inspect
+from monarch.writeback.earlier import inspect
 from monarch.writeback.objects import object_path
 from monarch.writeback.setup import WriteBack
 
@@ -322,7 +322,7 @@ class _FsckRun:
             if found.unknown or any(waiting.fault for waiting in found.waiting):
                 await trio.sleep(_REST_S)
                 before, found = found, await self._of.threads.run(inspect, place.directory)
-                found = _in_both(before, found)
+                found = found.confirming(before)
         except TierError as error:
             path_text, what = os.fspath(place.directory), str(error.args[0])
             self._findings.add(JOURNAL, place.tier.name, path_text, what)
@@ -351,16 +351,6 @@ class _FsckRun:
                     f" {len(held.inos)} with {held.bytes} recorded"
                 )
                 self._findings.add("accounts", tier.name, os.fspath(tier.path), what)
-
-
-def _in_both(before: Inspection, after: Inspection) -> Inspection:
-    """The faults that are in both of two consecutive surveys."""
-    faults = {(w.object, w.fault) for w in before.waiting}
-    waiting = tuple(
-        w if (w.object, w.fault) in faults else replace(w, fault="") for w in after.waiting
-    )
-    unknown = tuple(number for number in after.unknown if number in before.unknown)
-    return replace(after, waiting=waiting, unknown=unknown)
 
 
 def _is_in_use(directory: int, root: int, generation: str) -> bool:

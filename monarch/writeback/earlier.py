@@ -191,6 +191,16 @@ class Inspection:
     def bytes(self) -> int:
         return sum(each.size for each in self.waiting)
 
+    def confirming(self, before: Inspection) -> Inspection:
+        """This inspection with the faults alone that an earlier one has found, too."""
+        faults = {(each.object, each.fault) for each in before.waiting}
+        waiting = tuple(
+            each if (each.object, each.fault) in faults else replace(each, fault="")
+            for each in self.waiting
+        )
+        unknown = tuple(number for number in self.unknown if number in before.unknown)
+        return replace(self, waiting=waiting, unknown=unknown)
+
 
 def inspect(directory: Path) -> Inspection:
     """Inspects a directory with a journal. Raises TierError if the journal cannot be read."""
