@@ -87,14 +87,16 @@ class CopyUp:
                 xattrs = await self._copy(ino, staged, empty=empty)
             if staged < 0 and not empty:
                 await self._objects.run_sync(self._objects.on_disk.sync, number, fd)
+            was = known_at_source(self._names, ino)
+            # The version that was copied: an open that is under way may find another one.
+            await self._files.wait_for_opening(ino)
         except BaseException as error:
             beside = b"" if staged < 0 else self._names.visible_path(ino)
             self._unlinked.abandon_object(number, *{fd, staged}, staged_beside=beside)
             if isinstance(error, _NoRoomError):
                 raise Refused(errno.ENOSPC) from error
             raise
-        path, was = self._names.visible_path(ino), known_at_source(self._names, ino)
-        node = self._names.copy_up(ino)
+        path, node = self._names.visible_path(ino), self._names.copy_up(ino)
         node.set_object(number)
         if not node.xattrs:
             self._names.have_xattrs(node, xattrs)
@@ -119,6 +121,9 @@ class CopyUp:
         if staged >= 0:
             await self._files.continue_at_source(node, staged)
         if not keep:
+            # Its readers may keep it open. The next mount finds what is not recorded.
+            with suppress(Refused):
+                self._recorder.record(node)
             self._files.release(ino)
         return node
 

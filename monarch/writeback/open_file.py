@@ -202,7 +202,8 @@ class OpenFile:
     counts the changes of its bytes that Python made; ``recorded`` is how many there were in all
     when its content was last recorded. A task that changes bytes in Python holds ``turn``.
     ``touched_from`` is the lowest offset that Python has changed since then. ``writers`` are the
-    users who have opened it for writing, the first one first.
+    users who have opened it for writing, the first one first. ``earlier_place`` is where its
+    readers read the bytes before it got an object; a read may still be using it.
     """
 
     node: Node
@@ -219,6 +220,7 @@ class OpenFile:
     recorded: int = 0
     seen: int = 0
     quiet_s: float = 0.0
+    earlier_place: FileBytes | None = None
 
     def __post_init__(self) -> None:
         self.ino, self.object = self.node.ino, self.node.object
@@ -248,6 +250,17 @@ class OpenFile:
     def is_changed(self) -> bool:
         """Whether its bytes were changed since its content was recorded."""
         return self.count() != self.recorded
+
+    def take_over(self, earlier: OpenFile) -> None:
+        """Count the users of an open file that is read at the source as users of this one."""
+        self.users += earlier.users
+        self.earlier_place = earlier.place
+
+    def close(self) -> None:
+        """Close the descriptors, after the last release."""
+        self.place.close()
+        if self.earlier_place is not None:
+            self.earlier_place.close()
 
 
 class OpenTable:
@@ -282,6 +295,11 @@ class OpenTable:
         while (file := self.files.get(ino)) is None and ino in self._opening:
             await self._opening[ino].wait()
         return file
+
+    async def wait_for_opening(self, ino: Ino) -> None:
+        """Wait until no task is opening a file."""
+        while (opening := self._opening.get(ino)) is not None:
+            await opening.wait()
 
     def is_open(self, ino: Ino) -> bool:
         """Whether Python has a file open, or is about to."""

@@ -95,10 +95,13 @@ class WrittenFiles:
         return number, await self._source.stage(path, number, by=(by,), is_new=is_new)
 
     def opened(self, node: Node, fd: int, *, created: bool, by: Credentials | None) -> None:
-        """Take over the descriptor of an object that is now open for its first user; ``by``: the
-        user who may write it."""
+        """Take over the descriptor of an object that is now open for one more user; ``by``: the
+        user who may write it. Processes that read the file at the source read the object from now
+        on. No task may be opening the file."""
         place = ObjectBytes(fd, node.object, self._objects)
         file = OpenFile(node, place, self._opens.fast)
+        if (earlier := self._opens.files.get(node.ino)) is not None:
+            file.take_over(earlier)
         if by is not None:
             self._recorder.may_write(file, by)
         self._opens.files[node.ino] = self._object_table.open[node.object] = file
@@ -128,6 +131,10 @@ class WrittenFiles:
         else:
             self._opened_at_source(node, await self._source.open(node.ino))
 
+    async def wait_for_opening(self, ino: Ino) -> None:
+        """Wait until no task is opening a file, as ``opened`` requires."""
+        await self._opens.wait_for_opening(ino)
+
     def _opened_at_source(self, node: Node, file: SourceFile) -> None:
         place = SourceBytes(file.fd, file, node.ino, self._names, self._source.calls)
         self._opens.files[node.ino] = OpenFile(node, place, NO_FAST_WRITES)
@@ -147,7 +154,7 @@ class WrittenFiles:
             self._recorder.keep_status(file)
             del self._object_table.open[file.object]
             self._opens.fast.release_written(ino)
-        place.close()
+        file.close()
         del self._opens.files[ino]
         if not node.names:
             self._unlinked.leave(node)

@@ -28,7 +28,7 @@ from tests.conftest import (
     names_in,
 )
 from tests.equipment.slowfs import SlowSource
-from tests.mount.observe import objects_in, open_objects, wait_until
+from tests.mount.observe import account, forget_pages, objects_in, open_objects, wait_until
 
 pytestmark = pytest.mark.modes(*OPENS_ARE_REPORTED)
 
@@ -607,6 +607,90 @@ def test_a_reader_of_a_file_whose_mode_was_changed_does_not_end_the_writing_of_i
             file.write(b"new")
             time.sleep(0.01)
     assert path.read_bytes()[:90] == b"new" * 30
+
+
+def _changes_by_path(at: Path) -> dict[str, Callable[[], object]]:
+    """Changes of drained files by their paths, by the names of the files."""
+    return {
+        "chmod": lambda: (at / "chmod").chmod(0o600),
+        "utime": lambda: os.utime(at / "utime", ns=(1_000_000_000, 2_000_000_123)),
+        "setxattr": lambda: os.setxattr(at / "setxattr", "user.note", b"a note"),
+        "truncate": lambda: os.truncate(at / "truncate", 100_000),
+        "link": lambda: os.link(at / "link", at / "linked"),
+        "rename": lambda: (at / "rename").rename(at / "renamed"),
+    }
+
+
+@pytest.mark.promise(74)
+def test_a_reader_of_a_released_file_reads_on_when_the_file_is_changed_by_its_path(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree({}), options=["write=absorb", "writeback.reserve=0"])
+    changes, size = _changes_by_path(mounted.path), {"truncate": 100_000}
+    for name in changes:
+        (mounted.path / name).write_bytes(contents(name, 300_000))
+    drained(mounted, *changes)
+    wait_until(lambda: not objects_in(mounted.tiers["fast"]), "they are kept")
+    for name, change in changes.items():
+        expected = contents(name, 300_000)[: size.get(name)]
+        with (mounted.path / name).open("rb") as second:
+            with (mounted.path / name).open("rb", buffering=0) as reader:
+                assert reader.read(1) == expected[:1]
+                change()
+                forget_pages(reader.fileno())
+                assert reader.read() == expected[1:], name
+            forget_pages(second.fileno())
+            assert second.read() == expected, name
+    # Nothing that would end their bytes at the source, or their descriptors, is left.
+    wait_until(lambda: not objects_in(mounted.tiers["fast"]), "they are kept again")
+    wait_until(lambda: not _kept_descriptors(mounted), "descriptors are kept")
+    handles = account(mounted)["handles"]
+    assert not any(handles.values()), handles
+    assert account(mounted)["health"]["problems"] == []
+    mounted.umount()
+    there = {name: (mounted.source / name).read_bytes() for name in names_in(mounted.source)}
+    shown = {name: contents(name, 300_000)[: size.get(name)] for name in changes}
+    shown |= {"linked": shown["link"], "renamed": shown.pop("rename")}
+    assert there == shown
+    assert (mounted.source / "chmod").stat().st_mode & 0o777 == 0o600
+    assert (mounted.source / "utime").stat().st_mtime_ns == 2_000_000_123
+    assert os.getxattr(mounted.source / "setxattr", "user.note") == b"a note"
+
+
+@pytest.mark.promise(74)
+def test_a_released_file_can_be_written_under_its_readers_once_its_mode_was_changed(
+    monarch: MonarchCommand, tree: Tree
+) -> None:
+    mounted = monarch.mount(tree({}), options=["write=absorb", "writeback.reserve=0"])
+    path, content = mounted.path / "f", contents("f", 300_000)
+    path.write_bytes(content)
+    drained(mounted, "f")
+    wait_until(lambda: not objects_in(mounted.tiers["fast"]), "it is kept")
+    with path.open("rb", buffering=0) as reader:
+        assert reader.read() == content
+        with pytest.raises(OSError) as raised:
+            path.open("r+b")
+        assert raised.value.errno == errno.ETXTBSY
+        path.chmod(0o600)
+        with path.open("r+b", buffering=0) as writer:
+            writer.write(b"new")
+            assert os.pread(reader.fileno(), 300_000, 0) == b"new" + content[3:]
+        forget_pages(reader.fileno())
+        assert os.pread(reader.fileno(), 300_000, 0) == b"new" + content[3:]
+    drained(mounted, "f")
+    assert (mounted.source / "f").read_bytes() == b"new" + content[3:]
+    assert account(mounted)["health"]["problems"] == []
+
+
+def _kept_descriptors(mounted: Mounted) -> list[str]:
+    """Descriptors of the daemon of files at the source, and of objects that were removed."""
+    held = []
+    for fd in Path(f"/proc/{mounted.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            held.append(os.readlink(fd))
+    assert any("/absorbed-" in path for path in held), "the journal"
+    removed = [path for path in held if "/absorbed-" in path and path.endswith(" (deleted)")]
+    return removed + [path for path in held if path.startswith(f"{mounted.source}/")]
 
 
 @pytest.mark.promise(52)

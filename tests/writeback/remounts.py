@@ -377,6 +377,8 @@ class Life:
     def let_go(self) -> None:
         """The descriptors of a killed daemon."""
         for file in self.front.opens.files.values():
+            if file.earlier_place is not None:
+                file.earlier_place.close()
             if isinstance(file.place, SourceBytes):
                 file.place.close()
                 continue
