@@ -318,14 +318,7 @@ async def test_a_damaged_file_of_names_is_a_problem_of_its_own_and_the_next_moun
         await at_rest(life)
         assert problems(life) == []
         kept = await life.open(b"kept")
-        # A file without a name is not in memory when it is to be forgotten.
-        await life.write(b"gone", b"soon")
-        gone = life.ino(b"gone")
-        life.unlink(b"gone")
-        for index in range(8):
-            life.names.node(life.ino(b"d/%d" % index))
-        await trio.sleep(0.6)
-        assert gone in life.front.unlinked._since and gone not in life.names._overlay._nodes
+        await unlinked_out_of_memory(life)
         damage(life, whole=whole)
         readable, refused = 0, 0
         for index in range(FILES):
@@ -350,6 +343,24 @@ async def test_a_damaged_file_of_names_is_a_problem_of_its_own_and_the_next_moun
         assert all(shown[b"d/%d" % index].content == b"%d" % index for index in range(FILES))
         await life.drained()
     assert (ground.source / "kept").read_bytes() == b"written"
+
+
+async def unlinked_out_of_memory(life: Life) -> None:
+    """Have a file without a name that is not in memory when it is to be forgotten.
+
+    The drain may hold its inode in memory for the second in which that file is kept.
+    """
+    for attempt in range(50):
+        name = b"gone %d" % attempt
+        await life.write(name, b"soon")
+        gone = life.ino(name)
+        life.unlink(name)
+        for index in range(8):
+            life.names.node(life.ino(b"d/%d" % index))
+        await trio.sleep(0.6)
+        if gone in life.front.unlinked._since and gone not in life.names._overlay._nodes:
+            return
+    pytest.fail("no file without a name leaves memory")
 
 
 def problems(life: Life) -> list[Problem]:
