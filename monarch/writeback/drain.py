@@ -145,11 +145,10 @@ class Drain:
     def put(self, seq: int, op: Op) -> None:
         """A change was appended to the journal. Never waits."""
         self._courtesy.note_change()
-        entry = Entry(seq, op, time.time_ns(), self._journal.file.written, was_tried=False)
-        if op.kind == "attr" and op.object and self.state.has_nothing_of(op):
-            entry.is_merged = self.queue.merge(op)
         self.state.foresee(op)
-        self.queue.append(entry)
+        self.queue.append(
+            Entry(seq, op, time.time_ns(), self._journal.file.written, was_tried=False)
+        )
         self._order.expect(seq, op)
         if len(self.queue) <= 2:
             self._wakeups.wake_all()
@@ -302,10 +301,6 @@ class Drain:
             op = entry.op
             if self.queue.is_behind(entry):
                 break
-            if entry.is_merged:
-                # Nothing is to be done at the source.
-                batch.append((entry, None))
-                continue
             if {op.object, op.over_object} & changed or {op.ino, op.over_ino} & changed_inos:
                 break
             if op.kind == "content" and (

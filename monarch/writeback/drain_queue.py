@@ -13,13 +13,11 @@ import errno
 import logging
 import math
 import os
-import stat
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 import trio
 
@@ -40,30 +38,7 @@ _ASIDE_S = 600.0
 # The errors of a source without symbolic links: it will never accept one.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
-# How many of the last changes are searched for the content of a file.
-_LOOKED_BACK = 32
-_SET_ID = stat.S_ISUID | stat.S_ISGID
-
 Paths = tuple[bytes, ...]
-
-
-def _brings(content: Op, attributes: Op) -> bool:
-    """Whether a content may bring a later change of attributes, by the same user and without rights
-    that the content would give to the bytes of others."""
-    return (
-        content.by == attributes.by
-        and not content.also
-        and not (content.through or content.same)
-        and (attributes.mtime_ns is None or attributes.same)
-        and not (attributes.mode or 0) & _SET_ID
-    )
-
-
-def _set_by(attributes: Op) -> dict[str, Any]:
-    """The attributes that a change sets, by name."""
-    names = ("mode", "uid", "gid", "atime_ns", "mtime_ns")
-    values = {name: getattr(attributes, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +53,6 @@ class Entry:
     ``published``: the source has these bytes already, with ``is_grown`` because they were appended
     in place. ``skipped``: its bytes are not brought. ``restaged`` counts how often it was staged
     again because the source has changed.
-
-    Of changes of attributes: ``is_merged`` says that the content before it brings them.
 
     Of changes that the source refuses: ``is_held`` says that other changes go first. ``refusal``
     and ``why`` are the reason as text, empty for a change that only depends on a refused one;
@@ -109,7 +82,6 @@ class Entry:
     refused_s: float = math.inf
     is_aside: bool = False
     is_grown: bool = False
-    is_merged: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -243,23 +215,6 @@ class DrainQueue:
         self._entries.append(entry)
         self.waiting_bytes += entry.op.size
         self.pending.add(entry.op)
-
-    def merge(self, op: Op) -> bool:
-        """Has a waiting content bring a change of attributes of the same file; returns whether it
-        will. The source must not have the file yet.
-
-        Programs set the times of a file after they have closed it. The object has these times now:
-        without them the content would not be in the recorded version.
-        """
-        for entry in islice(reversed(self._entries), _LOOKED_BACK):
-            if entry.op.object != op.object or entry.is_merged:
-                continue
-            is_idle = not (entry.was_tried or entry.is_staging or entry.is_ready or entry.is_moot)
-            if entry.op.kind != "content" or not is_idle or not _brings(entry.op, op):
-                return False
-            entry.op = replace(entry.op, **_set_by(op))
-            return True
-        return False
 
     def remove_front(self) -> None:
         """Removes the change at the front: it was made, or need not be made."""

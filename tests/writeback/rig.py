@@ -571,14 +571,7 @@ class World:
         if node.object:
             self._set_times(node.object, mtime_ns)
         return self.record(
-            Op(
-                kind="attr",
-                path=path,
-                ino=node.ino,
-                object=node.object,
-                mtime_ns=mtime_ns,
-                same=node.object != 0 and node.is_recorded,
-            )
+            Op(kind="attr", path=path, ino=node.ino, object=node.object, mtime_ns=mtime_ns)
         )
 
     def setxattr(self, path: bytes, name: bytes, value: bytes | None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any
 
 import pytest
 import trio
@@ -234,44 +233,3 @@ async def test_a_pause_ends_when_a_caller_comes(line: Line, clock: Clock) -> Non
         await trio.testing.wait_all_tasks_blocked()
         line.make()
     assert trio.current_time() == pytest.approx(1)
-
-
-def attributes(**changed: Any) -> Op:
-    fields = {"kind": "attr", "path": b"a", "object": 1, "by": Credentials(0, 0), "same": True}
-    return Op(**{**fields, "mode": 0o640, "mtime_ns": 7, **changed})
-
-
-async def test_a_waiting_content_brings_attributes_that_are_set_later() -> None:
-    line = Line()
-    content, other = line.put(b"a", kind="content", object=1), line.put(b"b")
-    assert line.queue.merge(attributes())
-    assert (content.op.mode, content.op.mtime_ns, content.op.path) == (0o640, 7, b"a")
-    assert line.queue.merge(attributes(mode=0o600, mtime_ns=None, same=False))
-    assert (content.op.mode, content.op.mtime_ns) == (0o600, 7)
-    assert other.op.mode is None
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"mode": 0o4755}, {"by": Credentials(5, 5)}, {"same": False}, {"object": 2}],
-    ids=["set_id", "another_user", "written_since", "another_file"],
-)
-async def test_a_content_does_not_bring_what_it_must_not(changed: dict[str, Any]) -> None:
-    line = Line()
-    content = line.put(b"a", kind="content", object=1)
-    assert not line.queue.merge(attributes(**changed))
-    assert content.op.mode is None
-
-
-@pytest.mark.parametrize("state", ["was_tried", "is_staging", "published", "skipped", "is_moot"])
-async def test_a_content_that_is_under_way_brings_nothing_more(state: str) -> None:
-    line = Line()
-    setattr(line.put(b"a", kind="content", object=1), state, True)
-    assert not line.queue.merge(attributes())
-
-
-async def test_nothing_is_brought_by_a_content_before_a_rename() -> None:
-    line = Line()
-    line.put(b"a", kind="content", object=1)
-    line.put(b"a", kind="rename", object=1)
-    assert not line.queue.merge(attributes())
