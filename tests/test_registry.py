@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import stat
@@ -13,6 +14,7 @@ import pytest
 
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.errors import NotMountedError, TierError
+from monarch.posix.mounts import is_dead
 
 
 def record(mountpoint: str, **changes: object) -> MountRecord:
@@ -172,3 +174,17 @@ def test_a_process_with_a_hostile_name_is_recognised(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "dead"),
+    [(errno.ENOTCONN, True), (errno.ECONNABORTED, True), (errno.EACCES, False)],
+)
+def test_a_mount_is_dead_whose_daemon_ends_before_or_during_the_question(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, dead: bool
+) -> None:
+    def statvfs(path: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert is_dead(tmp_path) is dead

@@ -43,5 +43,6 @@ def is_dead(mountpoint: Path | str, *, wait_s: float = 5.0) -> bool:
         # Not stat, which the kernel may answer from its cache.
         call_within(wait_s, os.statvfs, mountpoint)
     except (OSError, Unanswered) as error:
-        return error.errno == errno.ENOTCONN
+        # A request under way when the daemon ends is aborted; later ones find no connection.
+        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False
