@@ -42,7 +42,7 @@ from monarch.tiers.tier import Tier
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import NoDatapath, SourceLoad
 from monarch.types import WRITTEN_INO, Ino
-from monarch.writeback import commits, growth, stager
+from monarch.writeback import commits, front, growth, stager
 from monarch.writeback import setup as wiring
 from monarch.writeback.front import Reading
 from monarch.writeback.growth import Growth
@@ -400,6 +400,7 @@ def calls_made_at_once(latency_s: float) -> Iterator[None]:
     replaced: list[tuple[Any, str, type]] = [
         (wiring, "ThreadPool", AtOnce),
         (commits, "ThreadPool", AtOnce),
+        (front, "ThreadPool", AtOnce),
         (growth, "Growth", CountedGrowth),
         (stager, "Staging", CountedStaging),
     ]
