@@ -121,7 +121,8 @@ class CopyUp:
         if staged >= 0:
             await self._files.continue_at_source(node, staged)
         if not keep:
-            # Its readers may keep it open. The next mount finds what is not recorded.
+            # Processes that read the file may keep it open, so its content is recorded now. If
+            # that is refused, the next mount finds the content and records it.
             with suppress(Refused):
                 self._recorder.record(node)
             self._files.release(ino)
