@@ -22,8 +22,12 @@ from monarch.config.settings import MountSettings
 from monarch.control.registry import real_path
 from monarch.errors import ConfigError, FuseError, MonarchError, UsageError, error_of
 from monarch.posix import signals
+from monarch.posix.bounded_calls import wait_for_threads
 from monarch.text import escape_text
 from monarch.types import Progress
+
+# Threads of calls that ended are gone within milliseconds; one whose call hangs is not awaited.
+_THREADS_END_S = 1.0
 
 
 @click.command(
@@ -203,6 +207,7 @@ def _start(settings: MountSettings, serve: Serve, scanning: Scanning) -> list[st
     reading, writing = os.pipe2(os.O_CLOEXEC)
     sys.stdout.flush()
     sys.stderr.flush()
+    wait_for_threads(_THREADS_END_S)
     pid = os.fork()
     if pid == 0:
         os.close(reading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -75,6 +76,20 @@ def call_within(seconds: float, function: Callable[[Unpack[Args]], T], *args: Un
         return calls.call(function, *args)
     finally:
         calls.close()
+
+
+def wait_for_threads(seconds: float) -> bool:
+    """Waits at most ``seconds`` until this process has one thread; returns whether it has.
+
+    A process that is forked beside another thread, even one that is about to end, inherits the
+    locks that this thread holds. A thread whose call hangs does not end.
+    """
+    deadline = time.monotonic() + seconds
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _work(calls: queue.SimpleQueue[Callable[[], None] | None], turn: threading.Lock) -> None:
