@@ -26,7 +26,7 @@ from monarch.telemetry.report import (
     Traffic,
     WritingReport,
 )
-from monarch.units import GiB, MiB
+from monarch.text import GiB, MiB
 
 
 def a_problem(**changes: Any) -> Problem:

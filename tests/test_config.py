@@ -21,7 +21,7 @@ from monarch.config.settings import (
 )
 from monarch.errors import ConfigError, MonarchError
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.units import GiB, KiB, MiB
+from monarch.text import GiB, KiB, MiB
 
 REFERENCE = Path(__file__).parent.parent / "conf" / "monarch.yaml"
 

@@ -44,7 +44,7 @@ from monarch.control.registry import MountRecord, Registry, SeenMount, process_s
 from monarch.fuse.datapath_mode import Abilities
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.posix.private_directory import Lock
-from monarch.units import GiB
+from monarch.text import GiB
 from tests.conftest import MonarchCommand, Tree
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource

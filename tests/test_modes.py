@@ -17,7 +17,7 @@ from monarch.fuse import datapath
 from monarch.fuse.datapath_mode import Abilities, check_possible, choose
 from monarch.namespace.schema import SnapshotSummary
 from monarch.posix.cgroups import memory_bytes
-from monarch.units import GiB, KiB, MiB, TiB
+from monarch.text import GiB, KiB, MiB, TiB
 from tests.conftest import MonarchCommand, Tree, mounts
 
 ROOT = Path(__file__).parents[1]

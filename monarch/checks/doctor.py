@@ -29,8 +29,7 @@ from monarch.posix.cgroups import machine_memory, memory_groups, pids_groups
 from monarch.posix.mounts import MountedFileSystem, mount_table
 from monarch.telemetry.health import KINDS
 from monarch.telemetry.report import StatusReport
-from monarch.text import escape_text
-from monarch.units import MiB, format_bytes
+from monarch.text import MiB, escape_text, format_bytes
 
 _LEAST_DESCRIPTORS = 4096
 _LEAST_MEMORY = 512 * MiB

@@ -28,10 +28,10 @@ from monarch.fuse.datapath_mode import Abilities, check_possible, without_passth
 from monarch.namespace.snapshot import Snapshot
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
+from monarch.text import MiB, format_bytes
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import PRIVATE, other_sources, own_directory
 from monarch.tiers.records import require_known_versions
-from monarch.units import MiB, format_bytes
 
 CheckStatus = Literal["ok", "warn", "fail"]
 

@@ -18,9 +18,8 @@ from monarch.errors import TierError, Unanswered
 from monarch.fuse.datapath_mode import Abilities
 from monarch.posix.bounded_calls import PATIENCE_S, call_within
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.text import counted, escape_text
+from monarch.text import counted, escape_text, format_bytes
 from monarch.tiers.ownership import PRIVATE
-from monarch.units import format_bytes
 from monarch.writeback.earlier import inspect, lost_changes
 from monarch.writeback.store import PREFIX, directory_of
 

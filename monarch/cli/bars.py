@@ -16,8 +16,7 @@ from rich.progress import (
 from rich.progress import Progress as ProgressDisplay
 
 from monarch.cli.screen import shortened
-from monarch.text import escape_text
-from monarch.units import format_bytes
+from monarch.text import escape_text, format_bytes
 
 
 class Bar:

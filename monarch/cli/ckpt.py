@@ -35,8 +35,7 @@ from monarch.cli.output import age, duration, emit_json, progress_bar, remark, s
 from monarch.cli.undrained import conflicts, discard, lost, retry, set_aside
 from monarch.errors import NotDrainedError, UsageError
 from monarch.frameworks.store import prune
-from monarch.text import counted, escape_text
-from monarch.units import format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 _WRONG = 1
 _WRONG_VERDICTS = frozenset({"damaged", "different", "missing", "unreadable"})

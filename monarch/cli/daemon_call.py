@@ -20,8 +20,7 @@ from monarch.control.client import call
 from monarch.control.registry import MountRecord, Registry, real_path
 from monarch.errors import MonarchError, NotMountedError, UsageError
 from monarch.telemetry.report import DrainProgress, DrainReport, Report
-from monarch.text import counted, escape_text
-from monarch.units import format_bytes, parse_seconds
+from monarch.text import counted, escape_text, format_bytes, parse_seconds
 
 R = TypeVar("R", bound=Report)
 

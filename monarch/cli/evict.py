@@ -13,8 +13,7 @@ from monarch.cli.daemon_call import JSON, ask, mount_and_paths
 from monarch.cli.output import age, show
 from monarch.errors import LockedError, TierError, UsageError
 from monarch.telemetry.report import EvictReport
-from monarch.text import counted, escape_text
-from monarch.units import format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 
 @click.command(

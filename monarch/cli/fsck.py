@@ -18,8 +18,7 @@ from monarch.control.registry import MountRecord, Registry, alive, real_path
 from monarch.control.state_directory import NOTE, read_note
 from monarch.errors import LockedError, MonarchError, NotMountedError, UsageError
 from monarch.telemetry.report import Finding, FsckProgress, FsckReport
-from monarch.text import counted, escape_text
-from monarch.units import format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 _PROBLEMS = 1
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from monarch.text import counted, escape_text
+from monarch.text import counted, escape_text, format_bytes
 from monarch.types import Progress
-from monarch.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,8 +15,7 @@ from monarch.control.registry import MountRecord, Registry, SeenMount, real_path
 from monarch.errors import MonarchError, NotMountedError, Unanswered
 from monarch.posix.bounded_calls import call_within
 from monarch.telemetry.report import StatusReport
-from monarch.text import escape_text
-from monarch.units import format_bytes
+from monarch.text import escape_text, format_bytes
 
 # The attribute of the root of a mount that has its public figures.
 _ATTRIBUTE = "user.monarch.status"

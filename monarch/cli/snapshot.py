@@ -26,9 +26,8 @@ from monarch.namespace.schema import SnapshotSummary
 from monarch.namespace.snapshot import Snapshot
 from monarch.namespace.trailer import may_replace
 from monarch.posix.signals import interruptible
-from monarch.text import counted, escape_text
+from monarch.text import counted, escape_text, format_bytes
 from monarch.types import Progress
-from monarch.units import format_bytes
 
 _DIFFERENT = 1
 

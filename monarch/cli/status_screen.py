@@ -26,8 +26,7 @@ from monarch.telemetry.report import (
     WarmProgress,
     WritingReport,
 )
-from monarch.text import counted, escape_text
-from monarch.units import format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 WATCH_SECONDS = 2.0
 # In a file each mount has one line of any length, for `grep` and `awk`.

@@ -28,8 +28,7 @@ from monarch.errors import (
     TierError,
 )
 from monarch.fuse import mountpoint as mountpoints
-from monarch.text import counted, escape_text
-from monarch.units import format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 if TYPE_CHECKING:
     from monarch.writeback.earlier import Inspection

@@ -15,8 +15,7 @@ from monarch.cli.output import age, say, show
 from monarch.control.registry import MountRecord
 from monarch.errors import TierError, UsageError
 from monarch.telemetry.report import ConflictsReport, KeptReport, LostReport, RefusalsReport
-from monarch.text import counted, escape_text
-from monarch.units import MiB, format_bytes
+from monarch.text import MiB, counted, escape_text, format_bytes
 
 _WRONG = 1
 _COPY_BYTES = 8 * MiB

@@ -16,8 +16,7 @@ from monarch.cli.output import progress_bar, remark, show
 from monarch.control.messages import MAX_LINE_BYTES
 from monarch.errors import UsageError
 from monarch.telemetry.report import WarmCancelled, WarmProgress, WarmReport
-from monarch.text import counted, escape_text
-from monarch.units import format_bytes
+from monarch.text import counted, escape_text, format_bytes
 
 # The size of one request. JSON may use six characters for one byte of a name.
 _BATCH_BYTES = MAX_LINE_BYTES // 8

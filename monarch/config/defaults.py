@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from monarch.errors import ConfigError
 from monarch.posix.mounts import MountedFileSystem, mount_table
-from monarch.text import plain_name
-from monarch.units import MiB
+from monarch.text import MiB, plain_name
 
 if TYPE_CHECKING:
     from monarch.config.settings import MountSettings, TierSettings

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from monarch.errors import ConfigError
-from monarch.units import KiB, format_bytes
+from monarch.text import KiB, format_bytes
 
 # Limits of a configuration, which has a page or two. A larger file is a mistake or an attack:
 # PyYAML takes a second or two for 256 KiB, and aliases can expand to more values than memory holds.

@@ -23,8 +23,7 @@ from pydantic import (
 )
 
 from monarch.config.write_patterns import check_pattern
-from monarch.text import plain_name
-from monarch.units import GiB, MiB, format_bytes, parse_bytes, parse_seconds
+from monarch.text import GiB, MiB, format_bytes, parse_bytes, parse_seconds, plain_name
 
 # The share of the free space of a tier's file system that copies use if no capacity is given. The
 # other half is left for the files of the job.

@@ -28,11 +28,10 @@ from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.log import Logbook
 from monarch.telemetry.metrics import Metrics
 from monarch.telemetry.report import Requests
-from monarch.text import counted
+from monarch.text import GiB, counted, format_bytes
 from monarch.tiers.tier import Tier
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.tier_monitor import TierMonitor
-from monarch.units import GiB, format_bytes
 from monarch.writeback.drain import Drain
 
 # A damaged copy is reported for this long, so that it is seen the next morning.

@@ -10,10 +10,9 @@ from monarch.config.defaults import is_remote, kind_of, state_beside
 from monarch.config.settings import MountSettings
 from monarch.posix.mounts import mount_table
 from monarch.telemetry.report import Mode
-from monarch.text import counted
+from monarch.text import MiB, counted, format_bytes
 from monarch.tiers.ownership import other_mounts
 from monarch.tiers.tier import Space, Tier
-from monarch.units import MiB, format_bytes
 
 # A smaller capacity is probably a mistake.
 _LEAST_CAPACITY = 1 * MiB

@@ -32,11 +32,10 @@ from monarch.posix import signals
 from monarch.posix.mounts import is_dead
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry import log as log_setup
-from monarch.text import counted
+from monarch.text import KiB, counted, format_bytes
 from monarch.tiers.hierarchy import require_known
 from monarch.tiers.source import Source, close_result
 from monarch.types import Progress
-from monarch.units import KiB, format_bytes
 from monarch.writeback import lease
 from monarch.writeback.earlier import require_former_tiers_drained
 

@@ -20,12 +20,12 @@ import trio
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.report import ScrubReport
+from monarch.text import GiB, KiB
 from monarch.tiers.records import Record, Records
 from monarch.tiers.tier import Tier
 from monarch.tiers.verify import GOOD, MISSING, PIECE_BYTES, SEAL, Verdict, verify_copy
 from monarch.transfer.pace import TokenBucket
 from monarch.types import ROOT_INO, Ino
-from monarch.units import GiB, KiB
 from monarch.vfs.copies import Copies
 
 # The cost of a file besides its bytes: a hard disk reads this much in the time of a seek.

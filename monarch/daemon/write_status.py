@@ -13,8 +13,7 @@ from monarch.config.settings import MountSettings
 from monarch.posix.private_directory import replace_private
 from monarch.telemetry.health import Problem, Spell
 from monarch.telemetry.report import WritingReport
-from monarch.text import counted
-from monarch.units import format_bytes
+from monarch.text import counted, format_bytes
 from monarch.writeback.drain import Drain
 from monarch.writeback.front import WriteFront
 from monarch.writeback.lease import Lease

@@ -28,7 +28,7 @@ import xxhash
 from monarch.errors import CheckpointError
 from monarch.frameworks.format import TRAILER_BYTES, parse, parse_header, trailer
 from monarch.frameworks.owner import Owner
-from monarch.units import MiB
+from monarch.text import MiB
 
 MANIFEST = "manifest"
 _VERSION = 1

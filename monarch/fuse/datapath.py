@@ -21,11 +21,11 @@ from monarch.namespace.schema import CHILDREN, INODES, NAMES
 from monarch.namespace.snapshot import Snapshot
 from monarch.placement.residency import COPYING, DIFFERS, UNUSABLE, Residency
 from monarch.telemetry.metrics import BUCKETS_S
+from monarch.text import MiB
 from monarch.tiers.source import Source
 from monarch.tiers.tier import Tier
 from monarch.transfer.source_load import CallTotals, SourceTraffic
 from monarch.types import Attributes, Ino
-from monarch.units import MiB
 from monarch.vfs.interfaces import Served, Tally
 
 # The numbers of the tables in _names.h.

@@ -24,8 +24,7 @@ from monarch.namespace.schema import SnapshotSummary
 from monarch.posix.cgroups import memory_bytes
 from monarch.posix.credentials import can_act_as_others
 from monarch.telemetry.report import Mode, Requests
-from monarch.text import counted
-from monarch.units import MiB, format_bytes
+from monarch.text import MiB, counted, format_bytes
 
 # Below this mean file size an open costs more than the read that follows it.
 SMALL_FILE_BYTES = MiB

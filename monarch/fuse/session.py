@@ -28,9 +28,8 @@ from monarch.fuse.mountpoint import mount, mount_at, unmount
 from monarch.fuse.operations import Operations
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
-from monarch.text import errno_words
+from monarch.text import KiB, MiB, errno_words
 from monarch.types import Ino
-from monarch.units import KiB, MiB
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from monarch.namespace.trailer import append_trailer
 from monarch.posix import failpoints
 from monarch.posix.buckets import BUCKETS, buckets
 from monarch.posix.files import closing_fd, sync_path
+from monarch.text import MiB
 from monarch.types import Ino, Progress
-from monarch.units import MiB
 
 # Bytes that a transaction holds in memory before it is written.
 _TRANSACTION_BYTES = 32 * MiB

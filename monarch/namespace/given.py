@@ -16,7 +16,7 @@ from monarch.errors import SnapshotError, TierError
 from monarch.namespace.schema import META, decode_meta, unseal
 from monarch.namespace.trailer import opened, read_value
 from monarch.posix.files import closing_fd
-from monarch.units import MiB, format_bytes
+from monarch.text import MiB, format_bytes
 
 _PREFIX = "given-"
 _SUFFIX = ".lmdb"

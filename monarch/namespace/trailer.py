@@ -33,7 +33,7 @@ import xxhash
 
 from monarch.errors import SnapshotError
 from monarch.namespace.schema import damaged
-from monarch.units import MiB
+from monarch.text import MiB
 
 _MAGIC = b"MONARCHs"
 _FOOTER = struct.Struct("<4IQ8s")

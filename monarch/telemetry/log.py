@@ -21,8 +21,7 @@ from typing import Any, ClassVar, Literal, TextIO
 from monarch.config.settings import LogSettings
 from monarch.errors import Unanswered
 from monarch.posix.bounded_calls import BoundedCalls
-from monarch.text import escape_text
-from monarch.units import MiB
+from monarch.text import MiB, escape_text
 
 # Three files of this size hold weeks of normal operation and cannot fill a disk.
 _FILE_BYTES = 10 * MiB

@@ -19,8 +19,7 @@ from monarch.telemetry.log import Limiter
 from monarch.telemetry.metric_families import exposition
 from monarch.telemetry.metrics import Metrics
 from monarch.telemetry.report import StatusReport
-from monarch.text import errno_words
-from monarch.units import KiB
+from monarch.text import KiB, errno_words
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from monarch.posix import acl
 from monarch.posix.acl import Acls
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.openat2 import lstat_beneath, open_beneath
+from monarch.text import MiB
 from monarch.types import Identity, kept_ns
-from monarch.units import MiB
 
 log = logging.getLogger(__name__)
 

@@ -38,6 +38,7 @@ from monarch.posix import failpoints
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import kind_of_file_system
 from monarch.posix.private_directory import Lock
+from monarch.text import MiB
 from monarch.tiers.contents import (
     DIRECTORY,
     BrokenSeal,
@@ -51,7 +52,6 @@ from monarch.tiers.contents import (
 )
 from monarch.tiers.ownership import Owner, identify, open_own_directory
 from monarch.types import Identity, Ino
-from monarch.units import MiB
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import xxhash
 
+from monarch.text import MiB
 from monarch.tiers.contents import DIRECTORY, Contents, copy_name, ino_of, seal
 from monarch.tiers.records import Record, Records
 from monarch.types import Identity, Ino
-from monarch.units import MiB
 
 # Bytes read before other work may run.
 PIECE_BYTES = 1 * MiB

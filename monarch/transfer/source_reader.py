@@ -19,6 +19,7 @@ from monarch.errors import SourceChanged
 from monarch.posix import failpoints
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.metrics import Metrics
+from monarch.text import MiB
 from monarch.tiers.doubts import Doubts
 from monarch.tiers.source import (
     REACH_GAP,
@@ -32,7 +33,6 @@ from monarch.transfer.pace import Pace, TokenBucket
 from monarch.transfer.queue import Buffer, Flight
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import Attributes, Identity, Ino
-from monarch.units import MiB
 
 # Pieces of one file that are read at once while no reader waits for the source.
 _AHEAD = 8

@@ -27,11 +27,11 @@ from monarch.placement.ledger import Ledger
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
 from monarch.telemetry.metrics import Metrics
+from monarch.text import MiB
 from monarch.tiers.ownership import other_sources
 from monarch.tiers.tier import Tier
 from monarch.transfer.outages import Outage, Outages
 from monarch.transfer.source_load import CallTotals, DatapathView
-from monarch.units import MiB
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,9 @@ from monarch.control.state_directory import (
     undrained_file,
 )
 from monarch.errors import TierError
-from monarch.text import counted
+from monarch.text import counted, format_bytes
 from monarch.tiers.ownership import PRIVATE
 from monarch.types import WRITTEN_INO
-from monarch.units import format_bytes
 from monarch.writeback.history import Numbered, names_of
 from monarch.writeback.journal import Replay, read_replay
 from monarch.writeback.journal_found import boot_now, token_of

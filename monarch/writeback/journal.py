@@ -20,8 +20,8 @@ from pathlib import Path
 
 from monarch.errors import TierError
 from monarch.posix import failpoints
+from monarch.text import KiB, MiB
 from monarch.types import Identity
-from monarch.units import KiB, MiB
 from monarch.writeback.doubtful import Doubtful
 from monarch.writeback.history import Numbered
 from monarch.writeback.journal_file import JournalFile

@@ -16,8 +16,7 @@ from pathlib import Path
 from monarch.posix import failpoints
 from monarch.posix.files import sync_path
 from monarch.posix.private_directory import private_opener
-from monarch.text import errno_words
-from monarch.units import KiB, MiB
+from monarch.text import KiB, MiB, errno_words
 from monarch.writeback.journal_records import Record, decoded, encoded
 
 _STAGED = "journal.part"

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from monarch.errors import TierError
-from monarch.text import counted
+from monarch.text import KiB, counted
 from monarch.types import Identity
-from monarch.units import KiB
 from monarch.writeback.history import Numbered, names_of, shortened, without
 from monarch.writeback.journal_records import (
     VERSION,

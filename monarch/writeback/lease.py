@@ -36,9 +36,8 @@ from pathlib import Path
 from monarch.errors import LockedError
 from monarch.posix.files import closing_fd
 from monarch.posix.openat2 import open_beneath
-from monarch.text import errno_words
+from monarch.text import KiB, errno_words
 from monarch.tiers.source import Source
-from monarch.units import KiB
 from monarch.writeback.journal_found import boot_now
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import trio
 
 from monarch.posix.thread_pool import ThreadPool
+from monarch.text import MiB
 from monarch.transfer.pace import TokenBucket
 from monarch.types import Identity
-from monarch.units import MiB
 from monarch.writeback.drain_queue import DrainQueue
 from monarch.writeback.staging import Staging
 from monarch.writeback.wakeups import Wakeups

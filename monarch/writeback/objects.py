@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from monarch.posix.files import closing_fd, sync_path
-from monarch.units import MiB
+from monarch.text import MiB
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _BUCKET = re.compile(rb"[0-9a-f]{2}")

@@ -17,11 +17,10 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.files import closing_fd
 from monarch.posix.thread_pool import ThreadPool
-from monarch.text import counted
+from monarch.text import counted, format_bytes
 from monarch.transfer.source_calls import SourceCalls
 from monarch.transfer.source_load import SourceLoad
 from monarch.types import KernelCaches, file_now_ns
-from monarch.units import format_bytes
 from monarch.writeback.commits import Commits
 from monarch.writeback.drain import Drain
 from monarch.writeback.earlier import renumbered, unfinished

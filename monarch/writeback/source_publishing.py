@@ -16,9 +16,9 @@ from io import FileIO
 from monarch.posix import failpoints
 from monarch.posix.credentials import Credentials, acting_as
 from monarch.posix.files import closing_fd, rename_new, status_at
+from monarch.text import MiB
 from monarch.tiers.source import identity_of
 from monarch.types import Identity
-from monarch.units import MiB
 from monarch.writeback.expected import Expected, SourceLog
 from monarch.writeback.op import Op
 from monarch.writeback.source_attributes import ITSELF, SPECIAL_BITS, SourceAttributes, path_of

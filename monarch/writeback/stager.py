@@ -18,9 +18,8 @@ import trio
 
 from monarch.errors import Refused
 from monarch.posix.thread_pool import ThreadPool
-from monarch.text import errno_words
+from monarch.text import KiB, errno_words
 from monarch.types import Identity
-from monarch.units import KiB
 from monarch.writeback.content_order import ContentOrder
 from monarch.writeback.drain_queue import DrainQueue, Entry
 from monarch.writeback.mover import Courtesy, Mover, begin_all, close_all, open_all

@@ -17,9 +17,9 @@ import xxhash
 
 from monarch.posix import failpoints
 from monarch.posix.files import data_at
+from monarch.text import MiB
 from monarch.tiers.source import identity_now
 from monarch.types import Identity
-from monarch.units import MiB
 from monarch.writeback.objects import Objects
 
 _PIECE_BYTES = 1 * MiB

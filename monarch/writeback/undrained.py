@@ -18,8 +18,7 @@ import trio
 from monarch.control.state_directory import UndrainedNote, write_undrained
 from monarch.posix.thread_pool import ThreadPool
 from monarch.telemetry.log import Limiter
-from monarch.text import errno_words
-from monarch.units import KiB
+from monarch.text import KiB, errno_words
 from monarch.writeback.drain import Drain
 from monarch.writeback.journal_found import boot_now
 from monarch.writeback.object_table import ObjectTable

@@ -27,9 +27,9 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.mounts import mount_table
 from monarch.posix.thread_pool import ThreadPool
+from monarch.text import KiB
 from monarch.tiers.tier import Space
 from monarch.types import Ino
-from monarch.units import KiB
 from monarch.writeback.object_states import ObjectStates
 from monarch.writeback.recorder import Recorder
 from monarch.writeback.source_files import DrainedObjects

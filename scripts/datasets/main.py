@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from monarch.units import parse_bytes
+from monarch.text import parse_bytes
 from scripts.datasets.containers import hdf5, lmdb_records, sqlite, webdataset
 from scripts.datasets.images import SMALLEST_JPEG, image_folder
 from scripts.datasets.target import DatasetError

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from monarch.units import format_bytes
+from monarch.text import format_bytes
 
 # Data sets have no time of their own, so that the same arguments give the same bytes.
 ARCHIVE_MTIME = 1_600_000_000

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from monarch.errors import MonarchError
-from monarch.units import MiB
+from monarch.text import MiB
 from scripts.soaking.soaked_mount import SoakedMount, Window
 from tests.equipment.slowfs import SlowSource
 

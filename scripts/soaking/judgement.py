@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Sequence
 
-from monarch.units import MiB
+from monarch.text import MiB
 from scripts.soaking.soaked_mount import Lifetime, SoakedMount
 from scripts.soaking.verdict import Verdict, judge
 

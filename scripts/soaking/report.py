@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from monarch.units import MiB, format_bytes
+from monarch.text import MiB, format_bytes
 from scripts.soaking.soaked_mount import SoakedMount
 from scripts.soaking.verdict import Verdict
 

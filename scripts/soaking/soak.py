@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from monarch.units import MiB, format_bytes
+from monarch.text import MiB, format_bytes
 from scripts.soaking.faults import Faults
 from scripts.soaking.soaked_mount import SETTLE_S, SoakedMount, SoakError, Window
 from tests.equipment import slowfs

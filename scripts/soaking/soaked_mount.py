@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch.control.client import call
-from monarch.units import KiB
+from monarch.text import KiB
 from scripts.soaking.readers import Readers, Refused
 from scripts.tools.mount import MonarchFailed, monarch
 from tests.equipment.modes import MODES

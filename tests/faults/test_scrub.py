@@ -15,12 +15,12 @@ import trio
 from monarch.daemon.scrub import Scrub
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool
+from monarch.text import GiB, MiB
 from monarch.tiers.ownership import Owner
 from monarch.tiers.records import Record, Records
 from monarch.tiers.tier import Tier
 from monarch.tiers.verify import GOOD, verify_copy
 from monarch.types import Identity, Ino
-from monarch.units import GiB, MiB
 from tests.conftest import MonarchCommand, Mounted, Tree, contents
 from tests.equipment import slowfs
 from tests.equipment.slowfs import SlowSource

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from monarch.config.settings import LimitSettings
-from monarch.units import MiB
+from monarch.text import MiB
 from tests.conftest import MonarchCommand, Tree, contents
 from tests.equipment.processes import status_field
 from tests.equipment.slowfs import SlowSource

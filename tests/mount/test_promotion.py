@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from monarch.control.client import call
-from monarch.units import MiB
+from monarch.text import MiB
 from tests.conftest import OPENS_ARE_REPORTED, MonarchCommand, Mounted, Tree, contents
 from tests.equipment.inotify import OpenCounter
 from tests.equipment.slowfs import SlowSource

@@ -21,12 +21,12 @@ from monarch.config.settings import LimitSettings
 from monarch.errors import TierError
 from monarch.placement.ledger import Ledger
 from monarch.telemetry.metrics import Metrics
+from monarch.text import MiB
 from monarch.tiers.ownership import Owner
 from monarch.tiers.tier import Tier
 from monarch.transfer.source_load import CallTotals, NoDatapath
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Ino
-from monarch.units import MiB
 
 _INO = Ino(5)
 

@@ -16,7 +16,7 @@ import trio
 import trio.testing
 
 from monarch.posix import failpoints
-from monarch.units import MiB
+from monarch.text import MiB
 from monarch.writeback.journal import Op
 from tests.conftest import require_root
 from tests.equipment import disks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch.units import MiB
+from monarch.text import MiB
 from monarch.writeback.growth import Growth, OthersWroteError
 
 

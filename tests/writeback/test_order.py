@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from monarch.posix import failpoints
-from monarch.units import MiB
+from monarch.text import MiB
 from tests.equipment.slowfs import SlowSource
 from tests.writeback.rig import Killed, World, draining, read_tree
 

@@ -10,7 +10,7 @@ import pytest
 import trio.testing
 
 from monarch.posix.files import copy_data
-from monarch.units import GiB, MiB
+from monarch.text import GiB, MiB
 from monarch.writeback.growth import Growth
 from monarch.writeback.objects import Objects
 from monarch.writeback.staging import Staging

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarch.text import escape_text
-from monarch.units import GiB, KiB, MiB, PiB, TiB, format_bytes, parse_bytes, parse_seconds
+from monarch.text import (
+    GiB,
+    KiB,
+    MiB,
+    PiB,
+    TiB,
+    escape_text,
+    format_bytes,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
