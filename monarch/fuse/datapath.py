@@ -257,7 +257,7 @@ class Datapath:
         """Records that a name that was passed to ``name_given`` is free again."""
         self._native.name_taken(parent, name)
 
-    def tell_missing(self, directory: Ino, *, valid_s: int, for_s: float) -> None:
+    def serve_missing(self, directory: Ino, *, valid_s: int, for_s: float) -> None:
         """Lets the datapath answer for missing names of a directory for ``for_s`` seconds: names
         that are neither in the snapshot nor passed to ``name_given``. The kernel may cache each
         answer for ``valid_s`` seconds.
@@ -265,23 +265,12 @@ class Datapath:
         The datapath does so only while its table has a place for the directory. After 0 seconds
         Python is asked again.
         """
-        self._native.tell_missing(directory, valid_s, round(for_s * 1e9))
+        self._native.serve_missing(directory, valid_s, round(for_s * 1e9))
 
-    def tell_attributes(self, now: Attributes) -> None:
+    def serve_attributes(self, now: Attributes) -> None:
         """Lets the datapath answer for the attributes of a directory until ``forget_attributes``,
-        as long as its table has a place for the directory (``tell_missing``)."""
-        self._native.tell_attributes(
-            now.ino,
-            now.mode,
-            now.nlink,
-            now.uid,
-            now.gid,
-            now.size,
-            now.blocks,
-            now.mtime_ns if now.atime_ns is None else now.atime_ns,
-            now.mtime_ns,
-            now.ctime_ns,
-        )
+        as long as its table has a place for the directory (``serve_missing``)."""
+        self._native.serve_attributes(_numbers(now))
 
     def forget_attributes(self, ino: Ino) -> None:
         """Must be called before the attributes of an inode change: Python is asked from then on."""
@@ -367,15 +356,15 @@ class Datapath:
 
     def answer_attributes(self, unique: int, now: Attributes, *, valid_s: int) -> None:
         """Answers with the attributes of an inode alone."""
-        self._native.answer_attributes(unique, valid_s, *_numbers(now), _ATTRIBUTES_ALONE)
+        self._native.answer_attributes(unique, valid_s, _numbers(now), _ATTRIBUTES_ALONE)
 
     def answer_name(self, unique: int, now: Attributes, *, valid_s: int) -> None:
         """Answers with a name that leads to an inode with these attributes."""
-        self._native.answer_attributes(unique, valid_s, *_numbers(now), _NAME)
+        self._native.answer_attributes(unique, valid_s, _numbers(now), _NAME)
 
     def answer_created(self, unique: int, now: Attributes, *, valid_s: int, flags: int) -> None:
         """Answers a creation; ``flags`` of the open file as of linux/fuse.h (FOPEN_*)."""
-        self._native.answer_attributes(unique, valid_s, *_numbers(now), flags)
+        self._native.answer_attributes(unique, valid_s, _numbers(now), flags)
 
     # -- what it has served ----------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Handlers:
         valid_s = LOOK_S if is_looked_at else VALID_S
         if self._datapath is not None and (others is None or others.knows(parent)):
             # Asked again after a while, so that the directory stays one that is used.
-            self._datapath.tell_missing(parent, valid_s=valid_s, for_s=LOOK_S)
+            self._datapath.serve_missing(parent, valid_s=valid_s, for_s=LOOK_S)
         return valid_s
 
     async def getattr(self, ino: Ino) -> Attributes:
@@ -125,7 +125,7 @@ class Handlers:
     ) -> tuple[Attributes, bool]:
         """A new file that is open, and whether its writes may bypass the kernel's page cache."""
         made = await self.writing.operations.create(parent, name, mode=mode, by=by)
-        self._tell_attributes(parent)
+        self._serve_attributes(parent)
         return made, self.is_direct(flags, made.mode)
 
     def is_direct(self, flags: int, mode: int) -> bool:
@@ -159,31 +159,31 @@ class Handlers:
             made = await operations.make_file(parent, name, mode=mode, by=by)
         else:
             made = await operations.make(parent, name, mode=mode, by=by, rdev=rdev, target=target)
-        self._tell_attributes(parent)
+        self._serve_attributes(parent)
         return made
 
     async def link(self, ino: Ino, parent: Ino, name: bytes, by: Credentials) -> Attributes:
         linked = await self.writing.operations.link(ino, parent, name, by=by)
-        self._tell_attributes(parent)
+        self._serve_attributes(parent)
         return linked
 
     async def unlink(self, parent: Ino, name: bytes, by: Credentials) -> None:
         self.writing.operations.unlink(parent, name, by=by)
-        self._tell_attributes(parent)
+        self._serve_attributes(parent)
 
     async def rmdir(self, parent: Ino, name: bytes, by: Credentials) -> None:
         others, ino = self._filesystem.others, self.names.lookup(parent, name)
         if others is not None and ino is not None:
             await others.listed(ino)
         self.writing.operations.rmdir(parent, name, by=by)
-        self._tell_attributes(parent)
+        self._serve_attributes(parent)
 
     async def rename(
         self, parent: Ino, name: bytes, to_parent: Ino, to_name: bytes, flags: int, by: Credentials
     ) -> None:
         operations = self.writing.operations
         await operations.rename(parent, name, to_parent, to_name, flags, by=by)
-        self._tell_attributes(parent, to_parent)
+        self._serve_attributes(parent, to_parent)
 
     async def setattr(
         self,
@@ -211,11 +211,11 @@ class Handlers:
     async def release(self, ino: Ino) -> None:
         self._filesystem.release(ino)
 
-    def _tell_attributes(self, *directories: Ino) -> None:
+    def _serve_attributes(self, *directories: Ino) -> None:
         """The kernel asks for those of a directory after each name that was given or taken."""
         if self._datapath is None:
             return
         # What is not known now is asked for: the change itself is made.
         with suppress(MonarchError):
             for directory in directories:
-                self._datapath.tell_attributes(self.names.attributes(directory))
+                self._datapath.serve_attributes(self.names.attributes(directory))

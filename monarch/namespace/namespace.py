@@ -83,7 +83,7 @@ class Namespace(Tree):
         self._taken: Callable[[Ino, bytes], None] = _ignore
         self._directory_changed: Callable[[Ino], None] = _ignore
 
-    def tell_names(
+    def report_names(
         self,
         given: Callable[[Ino, bytes], None],
         taken: Callable[[Ino, bytes], None],

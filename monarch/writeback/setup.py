@@ -192,7 +192,7 @@ def build_write_back(
         if settings.absorbs:
             with closing_fd(os.open(place.directory, os.O_RDONLY | os.O_DIRECTORY)) as fd:
                 fast.set_objects(fd, tier=place.tier.number)
-        names.tell_names(fast.name_given, fast.name_taken, fast.forget_attributes)
+        names.report_names(fast.name_given, fast.name_taken, fast.forget_attributes)
     table = ObjectTable(names)
     reserve = WriteReserve(given.reserve, place.tier.number, ledger, table.states)
     drain = Drain(

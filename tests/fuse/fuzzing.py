@@ -193,7 +193,7 @@ class Fuzz:
                     Ino(dice.choice((1, WRITTEN_INO))),
                     dice.choice((0, 10, 2**32 - 1)),
                 )
-                made.datapath.tell_missing(parent, valid_s=valid_s, for_s=dice.choice((0, 10)))
+                made.datapath.serve_missing(parent, valid_s=valid_s, for_s=dice.choice((0, 10)))
                 call = dice.choice((made.datapath.name_given, made.datapath.name_taken))
                 call(parent, bytes(dice.randrange(300)))
                 made.datapath.forget_attributes(parent)

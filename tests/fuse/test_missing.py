@@ -51,7 +51,7 @@ def is_passed(made: Rig, parent: int, name: bytes) -> bool:
 def test_readers_tell_what_is_missing_only_where_python_lets_them(
     made: Rig, directory: Ino
 ) -> None:
-    tell = made.datapath.tell_missing
+    tell = made.datapath.serve_missing
     made.datapath.name_given(directory, b"given")
     assert is_passed(made, directory, b"none")
     tell(directory, valid_s=VALID_S, for_s=LONG_S)
@@ -67,18 +67,18 @@ def test_readers_tell_what_is_missing_only_where_python_lets_them(
 
 
 def test_the_kernel_is_given_the_time_for_which_a_name_is_missing(made: Rig) -> None:
-    made.datapath.tell_missing(MADE, valid_s=7, for_s=LONG_S)
+    made.datapath.serve_missing(MADE, valid_s=7, for_s=LONG_S)
     assert wire.ENTRY.unpack_from(made.lookup(MADE, b"none").body)[2:] == (7, 0, 0, 0)
 
 
 def test_missing_names_are_answered_only_for_a_limited_time(made: Rig) -> None:
-    made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=1e-9)
+    made.datapath.serve_missing(MADE, valid_s=VALID_S, for_s=1e-9)
     assert is_passed(made, MADE, b"none")
 
 
 def test_names_of_the_snapshot_in_a_changed_directory_are_pythons(made: Rig) -> None:
     made.residency.mark_differing(ROOT_INO)
-    made.datapath.tell_missing(ROOT_INO, valid_s=VALID_S, for_s=LONG_S)
+    made.datapath.serve_missing(ROOT_INO, valid_s=VALID_S, for_s=LONG_S)
     for name in (b"a", b"b", b"sub"):
         assert is_passed(made, ROOT_INO, name)
     assert not is_passed(made, ROOT_INO, b"aa")
@@ -89,7 +89,7 @@ def test_no_name_that_exists_is_ever_answered_as_missing(made: Rig) -> None:
     dice, path = random.Random(5), made.datapath
     there: Counter[bytes] = Counter()
     names = [b"%d" % n * dice.choice((1, 3, 17)) for n in range(3000)]
-    path.tell_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
+    path.serve_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
     for _ in range(30_000):
         name = dice.choice(names)
         if there[name] and dice.random() < 0.45:
@@ -120,11 +120,11 @@ def attributes_of(made: Rig, ino: Ino) -> wire.Stat | None:
 
 def test_attributes_of_a_directory_are_answered_until_they_change(made: Rig) -> None:
     now = Attributes(MADE, ROOT_INO, 0o41750, 3, 7, 8, 4096, -1, 2 * 10**9 + 5, 0, 8, 0, 17)
-    made.datapath.tell_attributes(now)
+    made.datapath.serve_attributes(now)
     assert attributes_of(made, MADE) is None
-    made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
+    made.datapath.serve_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
     assert attributes_of(made, MADE) is None
-    made.datapath.tell_attributes(now)
+    made.datapath.serve_attributes(now)
     answered = attributes_of(made, MADE)
     assert answered is not None
     assert (answered.ino, answered.mode, answered.nlink, answered.uid, answered.gid) == (
@@ -136,20 +136,20 @@ def test_attributes_of_a_directory_are_answered_until_they_change(made: Rig) -> 
     )
     assert (answered.size, answered.blocks, answered.blksize, answered.rdev) == (4096, 8, 4096, 0)
     assert (answered.atime_ns, answered.mtime_ns, answered.ctime_ns) == (17, -1, 2 * 10**9 + 5)
-    made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
+    made.datapath.serve_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
     assert attributes_of(made, MADE) == answered
     made.datapath.forget_attributes(MADE)
     assert attributes_of(made, MADE) is None
-    made.datapath.tell_attributes(now)
+    made.datapath.serve_attributes(now)
     assert attributes_of(made, MADE) == answered
-    made.datapath.tell_missing(MADE, valid_s=VALID_S, for_s=0)
+    made.datapath.serve_missing(MADE, valid_s=VALID_S, for_s=0)
     assert attributes_of(made, MADE) is None
 
 
 def test_of_more_directories_than_there_are_places_some_are_pythons(made: Rig) -> None:
     directories = [Ino(WRITTEN_INO + n) for n in range(3000)]
     for directory in directories:
-        made.datapath.tell_missing(directory, valid_s=VALID_S, for_s=LONG_S)
+        made.datapath.serve_missing(directory, valid_s=VALID_S, for_s=LONG_S)
         made.datapath.name_given(directory, b"given")
     answered = 0
     for directory in directories[::50]:
@@ -161,7 +161,7 @@ def test_of_more_directories_than_there_are_places_some_are_pythons(made: Rig) -
 def test_a_name_is_pythons_from_when_it_was_given(made: Rig) -> None:
     """Readers look while names come and go: what was given before the request is passed on."""
     path, done = made.datapath, threading.Event()
-    path.tell_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
+    path.serve_missing(MADE, valid_s=VALID_S, for_s=LONG_S)
     path.name_given(MADE, b"kept")
 
     def python() -> None:
@@ -177,7 +177,7 @@ def test_a_name_is_pythons_from_when_it_was_given(made: Rig) -> None:
                 path.name_given(MADE, b"%d-%d" % (number, n))
             for n in range(50):
                 path.name_taken(MADE, b"%d-%d" % (number, n))
-            path.tell_missing(Ino(MADE + number), valid_s=VALID_S, for_s=number % 3)
+            path.serve_missing(Ino(MADE + number), valid_s=VALID_S, for_s=number % 3)
 
     threads = [threading.Thread(target=work) for work in (python, changing)]
     for thread in threads:

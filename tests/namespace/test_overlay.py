@@ -53,7 +53,7 @@ class Given(set[tuple[Ino, bytes]]):
         self._names = names
         # Of directories, as they were when they were asked for.
         self._attributes: dict[Ino, Attributes] = {}
-        names.tell_names(self.give, self.take, lambda ino: self._attributes.pop(ino, None))
+        names.report_names(self.give, self.take, lambda ino: self._attributes.pop(ino, None))
 
     def compare_attributes(self) -> None:
         """An inode that was not reported as changed has not changed."""

@@ -271,7 +271,7 @@ static inline uint64_t now_ns(void) {
 void wake_python(struct datapath *dp);
 bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *content);
 bool next_event(struct datapath *dp, struct event *event);
-void tell(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content);
+void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content);
 struct tally *tally_of(struct thread *thread, uint8_t tier);
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin);
 void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin);

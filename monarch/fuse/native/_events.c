@@ -75,7 +75,7 @@ static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier) {
 
 /* Reports an event to Python. The event of an open waits for room. All others are never lost and do
  * not wait, since the thread of Python's answers and Python itself report them. */
-void tell(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content) {
+void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content) {
     bool is_stored = what < MAX_TIERS ? has_room(dp, ino, what) : put_event(dp, ino, what, content);
     struct overflow *more = is_stored ? NULL : malloc(sizeof *more);
     if (more) {

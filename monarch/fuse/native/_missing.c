@@ -138,8 +138,8 @@ void missing_close(struct missing *missing, uint64_t directory) {
     pthread_mutex_unlock(&missing->lock);
 }
 
-bool missing_tells(struct missing *missing, uint64_t parent, const char *name, size_t length,
-                   uint64_t now_ns, uint32_t *valid_s) {
+bool missing_is_certain(struct missing *missing, uint64_t parent, const char *name, size_t length,
+                        uint64_t now_ns, uint32_t *valid_s) {
     bool is_missing = false;
     struct hash hash = hash_of(parent, name, length);
     const struct missing_names *names = &missing->names[hash.shard];
@@ -153,7 +153,7 @@ bool missing_tells(struct missing *missing, uint64_t parent, const char *name, s
     return is_missing;
 }
 
-void missing_told(struct missing *missing, const struct attr *attr) {
+void missing_set_attributes(struct missing *missing, const struct attr *attr) {
     pthread_mutex_lock(&missing->lock);
     struct missing_directory *directory = directory_of(missing, attr->ino);
     if (directory)

@@ -48,11 +48,11 @@ void missing_open(struct missing *missing, uint64_t directory, uint32_t valid_s,
 void missing_close(struct missing *missing, uint64_t directory);
 /* Whether a name that is not in the snapshot is missing, and how long the kernel may remember
  * that. */
-bool missing_tells(struct missing *missing, uint64_t parent, const char *name, size_t length,
-                   uint64_t now_ns, uint32_t *valid_s);
+bool missing_is_certain(struct missing *missing, uint64_t parent, const char *name, size_t length,
+                        uint64_t now_ns, uint32_t *valid_s);
 
 /* Sets the attributes of a directory; ignored if the directory has no entry. */
-void missing_told(struct missing *missing, const struct attr *attr);
+void missing_set_attributes(struct missing *missing, const struct attr *attr);
 /* Removes the attributes of an inode: they have changed. */
 void missing_changed(struct missing *missing, uint64_t ino);
 bool missing_attributes(struct missing *missing, uint64_t ino, struct attr *attr);

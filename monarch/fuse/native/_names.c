@@ -167,7 +167,7 @@ static void fill_entry(struct entry_out *entry, uint64_t ino, const struct recor
     fill(&entry->attr, ino, record);
 }
 
-bool names_tells(const struct names *names, uint64_t ino) {
+bool names_is_current(const struct names *names, uint64_t ino) {
     return ino >= 1 && ino <= names->entries && !differs(names, ino);
 }
 

@@ -53,7 +53,7 @@ bool names_publish(struct names *names, unsigned table, size_t number, const uin
                    size_t size);
 
 /* Whether the inode is in the snapshot and does not differ from it. */
-bool names_tells(const struct names *names, uint64_t ino);
+bool names_is_current(const struct names *names, uint64_t ino);
 /* The version of a regular file; NAMES_NONE for any other entry. */
 enum names_answer names_version(const struct names *names, uint64_t ino, struct identity *identity);
 /* The version, and the path at the source, relative to its root; NAMES_ASK if the path is too

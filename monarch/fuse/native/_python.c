@@ -187,6 +187,17 @@ int to_tier(PyObject *given, void *number) { return to_number(given, 1, number);
 
 int to_place(PyObject *given, void *number) { return to_number(given, 0, number); }
 
+int to_attr(PyObject *given, void *attr) {
+    struct attr *to = attr;
+    long long atime_ns, mtime_ns, ctime_ns;
+    *to = (struct attr){0};
+    if (!PyArg_ParseTuple(given, "KIIIIIKKLLL", &to->ino, &to->mode, &to->nlink, &to->uid, &to->gid,
+                          &to->rdev, &to->size, &to->blocks, &atime_ns, &mtime_ns, &ctime_ns))
+        return 0;
+    names_times(to, atime_ns, mtime_ns, ctime_ns);
+    return 1;
+}
+
 static PyObject *datapath_add_tier(Datapath *self, PyObject *args) {
     int number, directory, seals;
     if (!PyArg_ParseTuple(args, "O&ip", to_tier, &number, &directory, &seals))
@@ -469,50 +480,24 @@ static PyObject *datapath_fileno(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     return PyLong_FromLong(self->dp->wake);
 }
 
+#define METHOD(name, how) {#name, (PyCFunction)datapath_##name, how, NULL}
+
 static PyMethodDef methods[] = {
-    {"add_tier", (PyCFunction)datapath_add_tier, METH_VARARGS, NULL},
-    {"move_tier", (PyCFunction)datapath_move_tier, METH_VARARGS, NULL},
-    {"shun", (PyCFunction)datapath_shun, METH_VARARGS, NULL},
-    {"set_source", (PyCFunction)datapath_set_source, METH_VARARGS, NULL},
-    {"set_objects", (PyCFunction)datapath_set_objects, METH_VARARGS, NULL},
-    {"know_object", (PyCFunction)datapath_know_object, METH_VARARGS, NULL},
-    {"forget_object", (PyCFunction)datapath_forget_object, METH_O, NULL},
-    {"name_given", (PyCFunction)datapath_name_given, METH_VARARGS, NULL},
-    {"name_taken", (PyCFunction)datapath_name_taken, METH_VARARGS, NULL},
-    {"tell_missing", (PyCFunction)datapath_tell_missing, METH_VARARGS, NULL},
-    {"tell_attributes", (PyCFunction)datapath_tell_attributes, METH_VARARGS, NULL},
-    {"forget_attributes", (PyCFunction)datapath_forget_attributes, METH_O, NULL},
-    {"take_over", (PyCFunction)datapath_take_over, METH_NOARGS, NULL},
-    {"requests", (PyCFunction)datapath_requests, METH_NOARGS, NULL},
-    {"requests_so_far", (PyCFunction)datapath_requests_so_far, METH_NOARGS, NULL},
-    {"answer_error", (PyCFunction)datapath_answer_error, METH_VARARGS, NULL},
-    {"answer_missing", (PyCFunction)datapath_answer_missing, METH_VARARGS, NULL},
-    {"answer_attributes", (PyCFunction)datapath_answer_attributes, METH_VARARGS, NULL},
-    {"taken", (PyCFunction)datapath_taken, METH_O, NULL},
-    {"publish", (PyCFunction)datapath_publish, METH_VARARGS, NULL},
+    OTHER_METHODS(METHOD),
+    METHOD(add_tier, METH_VARARGS),
+    METHOD(move_tier, METH_VARARGS),
+    METHOD(shun, METH_VARARGS),
+    METHOD(set_source, METH_VARARGS),
+    METHOD(publish, METH_VARARGS),
+    METHOD(register, METH_VARARGS),
+    METHOD(unregister, METH_VARARGS),
+    METHOD(events, METH_NOARGS),
+    METHOD(tallies, METH_VARARGS),
+    METHOD(source, METH_NOARGS),
+    METHOD(state, METH_NOARGS),
+    METHOD(fileno, METH_NOARGS),
+    METHOD(stop, METH_NOARGS),
     {"start", (PyCFunction)(void (*)(void))datapath_start, METH_VARARGS | METH_KEYWORDS, NULL},
-    {"register", (PyCFunction)datapath_register, METH_VARARGS, NULL},
-    {"unregister", (PyCFunction)datapath_unregister, METH_VARARGS, NULL},
-    {"bind", (PyCFunction)datapath_bind, METH_VARARGS, NULL},
-    {"bind_written", (PyCFunction)datapath_bind_written, METH_VARARGS, NULL},
-    {"release_written", (PyCFunction)datapath_release_written, METH_VARARGS, NULL},
-    {"unbind", (PyCFunction)datapath_unbind, METH_VARARGS, NULL},
-    {"rebind", (PyCFunction)datapath_rebind, METH_VARARGS, NULL},
-    {"written", (PyCFunction)datapath_written, METH_O, NULL},
-    {"lowest", (PyCFunction)datapath_lowest, METH_VARARGS, NULL},
-    {"is_open", (PyCFunction)datapath_is_open, METH_O, NULL},
-    {"is_passed", (PyCFunction)datapath_is_passed, METH_O, NULL},
-    {"outdate", (PyCFunction)datapath_outdate, METH_O, NULL},
-    {"answer", (PyCFunction)datapath_answer, METH_VARARGS, NULL},
-    {"store", (PyCFunction)datapath_store, METH_VARARGS, NULL},
-    {"events", (PyCFunction)datapath_events, METH_NOARGS, NULL},
-    {"tallies", (PyCFunction)datapath_tallies, METH_VARARGS, NULL},
-    {"source", (PyCFunction)datapath_source, METH_NOARGS, NULL},
-    {"reached", (PyCFunction)datapath_reached, METH_O, NULL},
-    {"was_given", (PyCFunction)datapath_was_given, METH_O, NULL},
-    {"state", (PyCFunction)datapath_state, METH_NOARGS, NULL},
-    {"fileno", (PyCFunction)datapath_fileno, METH_NOARGS, NULL},
-    {"stop", (PyCFunction)datapath_stop, METH_NOARGS, NULL},
     {0},
 };
 

@@ -20,40 +20,26 @@ PyObject *python_error(int error);
  * source. */
 int to_tier(PyObject *given, void *number);
 int to_place(PyObject *given, void *number);
+/* The same to a struct attr, from a tuple of inode, mode, links, user, group, device, size, blocks,
+ * and the times of access, modification and change in ns. */
+int to_attr(PyObject *given, void *attr);
 
-/* -- _python_files.c --------------------------------------------------------------------------- */
+/* -- _python_files.c, _python_direct.c --------------------------------------------------------- */
 
-PyObject *datapath_set_objects(Datapath *self, PyObject *args);
-PyObject *datapath_know_object(Datapath *self, PyObject *args);
-PyObject *datapath_forget_object(Datapath *self, PyObject *number);
-PyObject *datapath_name_given(Datapath *self, PyObject *args);
-PyObject *datapath_name_taken(Datapath *self, PyObject *args);
-PyObject *datapath_tell_missing(Datapath *self, PyObject *args);
-PyObject *datapath_tell_attributes(Datapath *self, PyObject *args);
-PyObject *datapath_forget_attributes(Datapath *self, PyObject *number);
-PyObject *datapath_bind(Datapath *self, PyObject *args);
-PyObject *datapath_bind_written(Datapath *self, PyObject *args);
-PyObject *datapath_unbind(Datapath *self, PyObject *args);
-PyObject *datapath_rebind(Datapath *self, PyObject *args);
-PyObject *datapath_release_written(Datapath *self, PyObject *args);
-PyObject *datapath_written(Datapath *self, PyObject *number);
-PyObject *datapath_lowest(Datapath *self, PyObject *args);
-PyObject *datapath_is_open(Datapath *self, PyObject *number);
-PyObject *datapath_is_passed(Datapath *self, PyObject *number);
-PyObject *datapath_outdate(Datapath *self, PyObject *number);
-PyObject *datapath_answer(Datapath *self, PyObject *args);
-PyObject *datapath_store(Datapath *self, PyObject *args);
-PyObject *datapath_taken(Datapath *self, PyObject *number);
-PyObject *datapath_reached(Datapath *self, PyObject *number);
-PyObject *datapath_was_given(Datapath *self, PyObject *number);
+/* Each method there, and how it takes its arguments. */
+#define OTHER_METHODS(X)                                                                           \
+    X(set_objects, METH_VARARGS), X(know_object, METH_VARARGS), X(forget_object, METH_O),          \
+        X(name_given, METH_VARARGS), X(name_taken, METH_VARARGS), X(serve_missing, METH_VARARGS),  \
+        X(serve_attributes, METH_O), X(forget_attributes, METH_O), X(bind, METH_VARARGS),          \
+        X(bind_written, METH_VARARGS), X(unbind, METH_VARARGS), X(rebind, METH_VARARGS),           \
+        X(release_written, METH_VARARGS), X(written, METH_O), X(lowest, METH_VARARGS),             \
+        X(is_open, METH_O), X(is_passed, METH_O), X(outdate, METH_O), X(answer, METH_VARARGS),     \
+        X(store, METH_VARARGS), X(taken, METH_O), X(reached, METH_O), X(was_given, METH_O),        \
+        X(take_over, METH_NOARGS), X(requests, METH_NOARGS), X(requests_so_far, METH_NOARGS),      \
+        X(answer_error, METH_VARARGS), X(answer_missing, METH_VARARGS),                            \
+        X(answer_attributes, METH_VARARGS)
 
-/* -- _python_direct.c -------------------------------------------------------------------------- */
-
-PyObject *datapath_take_over(Datapath *self, PyObject *ignored);
-PyObject *datapath_requests(Datapath *self, PyObject *ignored);
-PyObject *datapath_requests_so_far(Datapath *self, PyObject *ignored);
-PyObject *datapath_answer_error(Datapath *self, PyObject *args);
-PyObject *datapath_answer_missing(Datapath *self, PyObject *args);
-PyObject *datapath_answer_attributes(Datapath *self, PyObject *args);
+#define DECLARED(name, how) *datapath_##name(Datapath *self, PyObject *args)
+PyObject OTHER_METHODS(DECLARED);
 
 #endif

@@ -111,25 +111,11 @@ PyObject *datapath_answer_missing(Datapath *self, PyObject *args) {
 enum { ATTRIBUTES_ALONE = -2, NAME = -1 };
 
 PyObject *datapath_answer_attributes(Datapath *self, PyObject *args) {
-    unsigned long long unique, valid_s, ino, size, blocks;
-    unsigned mode, nlink, uid, gid, rdev;
-    long long atime_ns, mtime_ns, ctime_ns;
+    unsigned long long unique, valid_s;
+    struct attr attr;
     int what;
-    if (!PyArg_ParseTuple(args, "KKKIIIIIKKLLLi", &unique, &valid_s, &ino, &mode, &nlink, &uid,
-                          &gid, &rdev, &size, &blocks, &atime_ns, &mtime_ns, &ctime_ns, &what))
+    if (!PyArg_ParseTuple(args, "KKO&i", &unique, &valid_s, to_attr, &attr, &what))
         return NULL;
-    struct attr attr = {
-        .ino = ino,
-        .size = size,
-        .blocks = blocks,
-        .mode = mode,
-        .nlink = nlink,
-        .uid = uid,
-        .gid = gid,
-        .rdev = rdev,
-        .blksize = 4096,
-    };
-    names_times(&attr, atime_ns, mtime_ns, ctime_ns);
     if (what == ATTRIBUTES_ALONE) {
         struct {
             struct out_header header;
@@ -144,8 +130,8 @@ PyObject *datapath_answer_attributes(Datapath *self, PyObject *args) {
         struct open_out open;
     } reply = {
         .header = {sizeof reply, 0, unique},
-        .entry = {.nodeid = ino, .entry_valid = valid_s, .attr_valid = valid_s, .attr = attr},
-        .open = {.fh = ino, .open_flags = (uint32_t)what},
+        .entry = {.nodeid = attr.ino, .entry_valid = valid_s, .attr_valid = valid_s, .attr = attr},
+        .open = {.fh = attr.ino, .open_flags = (uint32_t)what},
     };
     if (what == NAME)
         reply.header.len -= sizeof reply.open;

@@ -49,7 +49,7 @@ PyObject *datapath_name_taken(Datapath *self, PyObject *args) {
     return report_name(self, args, missing_taken);
 }
 
-PyObject *datapath_tell_missing(Datapath *self, PyObject *args) {
+PyObject *datapath_serve_missing(Datapath *self, PyObject *args) {
     unsigned long long directory, for_ns;
     unsigned valid_s;
     if (!PyArg_ParseTuple(args, "KIK", &directory, &valid_s, &for_ns))
@@ -62,24 +62,11 @@ PyObject *datapath_tell_missing(Datapath *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyObject *datapath_tell_attributes(Datapath *self, PyObject *args) {
-    unsigned long long ino, size, blocks;
-    unsigned mode, nlink, uid, gid;
-    long long atime_ns, mtime_ns, ctime_ns;
-    if (!PyArg_ParseTuple(args, "KIIIIKKLLL", &ino, &mode, &nlink, &uid, &gid, &size, &blocks,
-                          &atime_ns, &mtime_ns, &ctime_ns))
+PyObject *datapath_serve_attributes(Datapath *self, PyObject *attributes) {
+    struct attr attr;
+    if (!to_attr(attributes, &attr))
         return NULL;
-    struct attr attr = {
-        .ino = ino,
-        .size = size,
-        .blocks = blocks,
-        .mode = mode,
-        .nlink = nlink,
-        .uid = uid,
-        .gid = gid,
-    };
-    names_times(&attr, atime_ns, mtime_ns, ctime_ns);
-    missing_told(&self->dp->missing, &attr);
+    missing_set_attributes(&self->dp->missing, &attr);
     Py_RETURN_NONE;
 }
 

@@ -126,12 +126,12 @@ bool reading_resume(struct thread *thread, const struct in_header *request,
         /* The fetched bytes stay until Python has taken the event and drops them: see
          * datapath_taken. */
         if (fresh)
-            tell(dp, ino, EVENT_FETCHED, content_retain(content));
+            report_event(dp, ino, EVENT_FETCHED, content_retain(content));
         else
             drop_open(dp, ino, false);
         mark_given(dp, ino);
         if (first && !fresh)
-            tell(dp, ino, 0, NULL);
+            report_event(dp, ino, 0, NULL);
         if (first)
             count_open(thread, 0, begin);
         give(thread, request, content, begin);

@@ -15,7 +15,7 @@ static void do_lookup(struct thread *thread, struct in_header *request, size_t s
     if (usual)
         known = names_lookup(&thread->dp->names, request->nodeid, name, length, &entry);
     if (known == NAMES_OTHERS &&
-        missing_tells(&thread->dp->missing, request->nodeid, name, length, begin, &valid_s)) {
+        missing_is_certain(&thread->dp->missing, request->nodeid, name, length, begin, &valid_s)) {
         entry = (struct entry_out){.entry_valid = valid_s};
         known = NAMES_NONE;
     }
@@ -129,7 +129,7 @@ static void do_getxattr(struct thread *thread, struct in_header *request, size_t
     const char *name = (const char *)(request + 1) + sizeof(struct getxattr_in);
     bool named = size > sizeof(struct getxattr_in);
     bool is_ours_only =
-        names_tells(&thread->dp->names, request->nodeid) &&
+        names_is_current(&thread->dp->names, request->nodeid) &&
         !(named && thread->dp->names.ask_xattrs && !strncmp(name, users, sizeof users - 1));
     bool inherited = named && strcmp(name, "system.posix_acl_default") == 0;
     if (named && strcmp(name, "security.selinux") == 0)
@@ -151,7 +151,7 @@ static void do_listxattr(struct thread *thread, struct in_header *request, size_
     uint32_t mode;
     if (size < sizeof *in)
         refuse(thread, request, EINVAL);
-    else if (!names_tells(names, request->nodeid) || names->ask_xattrs ||
+    else if (!names_is_current(names, request->nodeid) || names->ask_xattrs ||
              (names->acl_count && names_acls(names, request->nodeid, &acls, &mode) != NAMES_NONE))
         pass_on(thread, request);
     else
