@@ -283,7 +283,7 @@ class Readers:
             return
         # The events happened since the last call.
         since_ns, self._noted_ns = self._noted_ns, time.monotonic_ns()
-        for ino, what, content in self._fast.served():
+        for ino, what, content, _ in self._fast.served():
             if what == RELEASED:
                 self._old_version_released(ino)
             elif what == ABANDONED:

@@ -393,7 +393,7 @@ def test_python_is_notified_without_waiting_for_itself(made: Rig) -> None:
     assert time.monotonic() - began[1] < 5
     served = made.datapath.served()
     assert served[0][:2] == (ino, 0xFE)
-    assert served[-1] == (ino, 0xFF, None)
+    assert served[-1] == (ino, 0xFF, None, 0)
     assert len(served) == (1 << 16) + 1
     handle, _, _ = wire.OPEN_OUT.unpack(answer.body)
     made.ask_often((1 << 16) - 1, Op.RELEASE, resident, wire.RELEASE_IN.pack(handle, 0, 0, 0))
@@ -528,13 +528,13 @@ def test_events_that_python_missed_while_it_slept_wake_it(tree: Tree, tmp_path: 
         for _ in range(300):
             handle, _, _ = made.open(ino)
             made.datapath.outdate(ino)
-            seen = [what for _, what, _ in made.datapath.served() if what == RELEASED]
+            seen = [what for _, what, *_ in made.datapath.served() if what == RELEASED]
             unique = made.send_release(ino, handle)
             deadline = time.monotonic() + 10
             while not seen:
                 # As Python does: it looks when it is woken, and only then.
                 assert select.select([made.datapath.fileno()], [], [], 10)[0], "no event wakes it"
-                seen = [what for _, what, _ in made.datapath.served() if what == RELEASED]
+                seen = [what for _, what, *_ in made.datapath.served() if what == RELEASED]
                 assert time.monotonic() < deadline
             assert made.answer(unique).error == 0
 

@@ -90,7 +90,7 @@ async def test_the_events_of_the_datapath_are_counted_in_their_order(rigs: Rigs)
     copied, fetched, opened = rig.copy("small"), rig.ino("d/other"), rig.ino("large")
     await rig.open("large")
     content = memoryview(FILES["d/other"])
-    fast.events = [(copied, 1, None), (fetched, 0, content), (opened, ABANDONED, None)]
+    fast.events = [(copied, 1, None, 0), (fetched, 0, content, 0), (opened, ABANDONED, None, 0)]
     rig.filesystem.readers.catch_up()
     assert fast.kept == [fetched] and fetched in rig.engine.flights
     assert not rig.read_side.bindings.is_open(opened)
@@ -104,7 +104,7 @@ async def test_fetched_bytes_of_an_old_version_become_no_copy(rigs: Rigs) -> Non
     rig = rigs(fast=fast)
     ino = rig.ino("small")
     rig.residency.mark_changed(ino)
-    fast.events = [(ino, 0, memoryview(b"old"))]
+    fast.events = [(ino, 0, memoryview(b"old"), 0)]
     rig.filesystem.readers.catch_up()
     assert rig.engine.flights == {} and fast.kept == [ino]
 

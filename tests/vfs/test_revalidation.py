@@ -57,7 +57,7 @@ async def test_a_copy_that_the_datapath_has_open_is_kept_until_its_last_release(
     rig.write("small", b"new", in_place=True)
     await rig.read_side.revalidation.look_again(ino)
     assert rig.fast.outdated == [ino] and rig.residency.tier_of(ino) == 1
-    rig.fast.events.append((ino, 0xFF, None))
+    rig.fast.events.append((ino, 0xFF, None, 0))
     rig.filesystem.readers.catch_up()
     assert rig.residency.tier_of(ino) == 0
 

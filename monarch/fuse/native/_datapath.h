@@ -156,6 +156,7 @@ struct event {
     uint64_t turn; /* atomic: the position that may use this place next, see put_event */
     uint64_t what;
     struct content *content; /* the fetched bytes; the event counts as their user */
+    uint32_t pid;            /* the process that has opened the file; 0: unknown, or no open */
 };
 
 struct overflow {
@@ -269,9 +270,11 @@ static inline uint64_t now_ns(void) {
 /* -- _events.c --------------------------------------------------------------------------------- */
 
 void wake_python(struct datapath *dp);
-bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *content);
+bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
+               uint32_t pid);
 bool next_event(struct datapath *dp, struct event *event);
-void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content);
+void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
+                  uint32_t pid);
 struct tally *tally_of(struct thread *thread, uint8_t tier);
 void count_open(struct thread *thread, uint8_t tier, uint64_t begin);
 void count_read(struct thread *thread, uint8_t tier, size_t bytes, uint64_t begin);

@@ -17,7 +17,8 @@ void wake_python(struct datapath *dp) {
 }
 
 /* Stores an event; false if there is no room: then Python must see the open itself. */
-bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *content) {
+bool put_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
+               uint32_t pid) {
     uint64_t head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
     if (LOAD(dp->overflow))
         return false;
@@ -30,8 +31,9 @@ bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *
             head = __atomic_load_n(&dp->event_head, __ATOMIC_RELAXED);
         } else if (__atomic_compare_exchange_n(&dp->event_head, &head, head + 1, true,
                                                __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-            event->what = (uint64_t)tier << 56 | ino;
+            event->what = (uint64_t)what << 56 | ino;
             event->content = content;
+            event->pid = pid;
             STORE(event->turn, head + 1);
             return true;
         }
@@ -42,7 +44,7 @@ bool put_event(struct datapath *dp, uint64_t ino, uint8_t tier, struct content *
 bool next_event(struct datapath *dp, struct event *event) {
     struct event *place = &dp->events[dp->event_tail % EVENTS];
     if (LOAD(place->turn) == dp->event_tail + 1) {
-        *event = (struct event){0, place->what, place->content};
+        *event = *place;
         STORE(place->turn, dp->event_tail + EVENTS);
         dp->event_tail++;
         return true;
@@ -63,23 +65,25 @@ bool next_event(struct datapath *dp, struct event *event) {
 }
 
 /* Stores the event of an open; waits until Python has made room. */
-static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier) {
-    bool is_stored = put_event(dp, ino, tier, NULL);
+static bool has_room(struct datapath *dp, uint64_t ino, uint8_t tier, uint32_t pid) {
+    bool is_stored = put_event(dp, ino, tier, NULL, pid);
     for (int tries = 0; !is_stored && tries < 10000 && !LOAD(dp->stopping); tries++) {
         wake_python(dp);
         usleep(1000);
-        is_stored = put_event(dp, ino, tier, NULL);
+        is_stored = put_event(dp, ino, tier, NULL, pid);
     }
     return is_stored;
 }
 
 /* Reports an event to Python. The event of an open waits for room. All others are never lost and do
  * not wait, since the thread of Python's answers and Python itself report them. */
-void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content) {
-    bool is_stored = what < MAX_TIERS ? has_room(dp, ino, what) : put_event(dp, ino, what, content);
+void report_event(struct datapath *dp, uint64_t ino, uint8_t what, struct content *content,
+                  uint32_t pid) {
+    bool is_stored =
+        what < MAX_TIERS ? has_room(dp, ino, what, pid) : put_event(dp, ino, what, content, pid);
     struct overflow *more = is_stored ? NULL : malloc(sizeof *more);
     if (more) {
-        *more = (struct overflow){.event = {0, (uint64_t)what << 56 | ino, content}};
+        *more = (struct overflow){.event = {0, (uint64_t)what << 56 | ino, content, pid}};
         pthread_mutex_lock(&dp->overflow_lock);
         if (dp->overflow)
             *dp->overflow_end = more;

@@ -173,7 +173,7 @@ static bool settle_open(struct thread *thread, const struct in_header *request,
     }
     /* The bytes stay for further opens until Python has taken the event: see datapath_taken. */
     opens_hold(&dp->opens, entry);
-    report_event(dp, ino, EVENT_FETCHED, content);
+    report_event(dp, ino, EVENT_FETCHED, content, request->pid);
     return true;
 }
 
@@ -220,7 +220,7 @@ void opening_resume(struct thread *thread, struct in_header *request, struct ope
     }
     uint8_t tier = LOAD(entry->tier);
     if ((!fresh || kind != OPEN_CONTENT) && !is_made(dp, request->nodeid))
-        report_event(dp, request->nodeid, tier, NULL);
+        report_event(dp, request->nodeid, tier, NULL, request->pid);
     struct open_out out = opening_handle(entry, false, FOPEN_KEEP_CACHE);
     if (!is_made(dp, request->nodeid))
         count_open(thread, tier, begin);

@@ -390,8 +390,9 @@ static PyObject *datapath_events(Datapath *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *list = PyList_New(0);
     struct event event;
     while (list && next_event(dp, &event)) {
-        PyObject *item = Py_BuildValue("(KiN)", (unsigned long long)(event.what & INO_MASK),
-                                       (int)(event.what >> 56), view_of(self, event.content));
+        PyObject *item =
+            Py_BuildValue("(KiNI)", (unsigned long long)(event.what & INO_MASK),
+                          (int)(event.what >> 56), view_of(self, event.content), event.pid);
         content_release(event.content);
         if (!item || PyList_Append(list, item))
             Py_CLEAR(list);

@@ -51,7 +51,7 @@ static bool relay(struct thread *thread, struct in_header *request, int fd, uint
                        : read_source(thread, fd, thread->data, in->size, in->offset);
     if (got < 0 || (size_t)got < wanted)
         return false;
-    if (first && !put_event(thread->dp, request->nodeid, tier, NULL))
+    if (first && !put_event(thread->dp, request->nodeid, tier, NULL, request->pid))
         return false;
     if (entry && tier == 0) {
         /* A copy that follows the reader needs its position. Readahead of the kernel arrives out of
@@ -126,12 +126,12 @@ bool reading_resume(struct thread *thread, const struct in_header *request,
         /* The fetched bytes stay until Python has taken the event and drops them: see
          * datapath_taken. */
         if (fresh)
-            report_event(dp, ino, EVENT_FETCHED, content_retain(content));
+            report_event(dp, ino, EVENT_FETCHED, content_retain(content), request->pid);
         else
             drop_open(dp, ino, false);
         mark_given(dp, ino);
         if (first && !fresh)
-            report_event(dp, ino, 0, NULL);
+            report_event(dp, ino, 0, NULL, request->pid);
         if (first)
             count_open(thread, 0, begin);
         give(thread, request, content, begin);
