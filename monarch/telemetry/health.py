@@ -22,39 +22,19 @@ STATES: tuple[State, ...] = ("ok", "degraded", "failing")
 
 # Every kind of problem with the state that it causes, the gravest first. A list of problems is in
 # this order, and its first problem gives the reason.
+_FAILING = (
+    *("source-hangs", "source-errors", "requests-wait", "writes-refused"),
+    *("written-names", "names-unreadable"),
+)
+_DEGRADED = (
+    *("fsync-failed", "written-lost", "written-hidden", "drain-refused", "written-set-aside"),
+    *("drain-conflict", "attributes-dropped", "other-writer"),
+    *("lease-lost", "no-lease", "internal-error", "copies-damaged", "tier-out", "tier-full"),
+    *("detached", "tier-slow", "log-unwritable", "memory-scarce", "descriptors-scarce"),
+    *("source-closed", "files-changed", "snapshot-behind", "snapshot-stale", "copies-unverified"),
+)
 KINDS: Mapping[str, State] = MappingProxyType[str, State](
-    {
-        "source-hangs": "failing",
-        "source-errors": "failing",
-        "requests-wait": "failing",
-        "writes-refused": "failing",
-        "written-names": "failing",
-        "names-unreadable": "failing",
-        "fsync-failed": "degraded",
-        "written-lost": "degraded",
-        "written-hidden": "degraded",
-        "drain-refused": "degraded",
-        "written-set-aside": "degraded",
-        "drain-conflict": "degraded",
-        "attributes-dropped": "degraded",
-        "other-writer": "degraded",
-        "lease-lost": "degraded",
-        "no-lease": "degraded",
-        "internal-error": "degraded",
-        "copies-damaged": "degraded",
-        "tier-out": "degraded",
-        "tier-full": "degraded",
-        "detached": "degraded",
-        "tier-slow": "degraded",
-        "log-unwritable": "degraded",
-        "memory-scarce": "degraded",
-        "descriptors-scarce": "degraded",
-        "source-closed": "degraded",
-        "files-changed": "degraded",
-        "snapshot-behind": "degraded",
-        "snapshot-stale": "degraded",
-        "copies-unverified": "degraded",
-    }
+    {**dict.fromkeys(_FAILING, "failing"), **dict.fromkeys(_DEGRADED, "degraded")}
 )
 
 

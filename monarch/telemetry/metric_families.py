@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -34,40 +35,39 @@ Sample = tuple[tuple[str, ...], float | Histogram]
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
-    """The samples of a family, computed by ``of``, and the names of their labels."""
-
-    of: Callable[[Metrics, StatusReport], Iterable[Sample]]
-    labels: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. ``name`` is the full name that a query uses."""
+    """One metric. ``name`` is the full name that a query uses; ``of`` computes the samples, and
+    ``labels`` are the names of their labels."""
 
     name: str
     help: str
-    samples: Samples
-    is_histogram: bool = False
+    of: Callable[[Metrics, StatusReport], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
 
     @property
     def type(self) -> str:
-        if self.is_histogram:
+        if self.name in _HISTOGRAMS:
             return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
-def _by_tier(choose: Callable[[Metrics], Sequence[int]]) -> Samples:
+_HISTOGRAMS = frozenset({"monarch_open_seconds", "monarch_read_seconds"})
+
+# The functions below return a family that lacks its name.
+_Nameless = Callable[[str], Family]
+
+
+def _by_tier(help: str, choose: Callable[[Metrics], Sequence[int]]) -> _Nameless:
     """One sample per tier, without the source."""
 
     def of(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
         for name, value in list(zip(metrics.names, choose(metrics), strict=True))[1:]:
             yield (name,), value
 
-    return Samples(of, ("tier",))
+    return partial(Family, help=help, of=of, labels=("tier",))
 
 
-def _of_opens(choose: Callable[[Metrics], Sequence[int | Histogram]]) -> Samples:
+def _of_opens(help: str, choose: Callable[[Metrics], Sequence[int | Histogram]]) -> _Nameless:
     """One sample per tier and source; nothing where the kernel sends no opens."""
 
     def of(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
@@ -75,10 +75,10 @@ def _of_opens(choose: Callable[[Metrics], Sequence[int | Histogram]]) -> Samples
             for name, value in zip(metrics.names, choose(metrics), strict=True):
                 yield (name,), value
 
-    return Samples(of, ("tier",))
+    return partial(Family, help=help, of=of, labels=("tier",))
 
 
-def _of_reads(choose: Callable[[Metrics], Sequence[int | Histogram]]) -> Samples:
+def _of_reads(help: str, choose: Callable[[Metrics], Sequence[int | Histogram]]) -> _Nameless:
     """As ``_of_opens``; only the source in a mode in which the kernel reads copies itself."""
 
     def of(metrics: Metrics, status: StatusReport) -> Iterator[Sample]:
@@ -86,33 +86,33 @@ def _of_reads(choose: Callable[[Metrics], Sequence[int | Histogram]]) -> Samples
             if status.mode.counts_tier_reads or name == SOURCE:
                 yield (name,), value
 
-    return Samples(of, ("tier",))
+    return partial(Family, help=help, of=of, labels=("tier",))
 
 
-def _by_kind(choose: Callable[[Metrics], Mapping[str, int]]) -> Samples:
+def _by_kind(help: str, choose: Callable[[Metrics], Mapping[str, int]]) -> _Nameless:
     def of(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
         # dict() copies without running Python code: the event loop may add a kind meanwhile.
         for kind, count in dict(choose(metrics)).items():
             yield (kind,), count
 
-    return Samples(of, ("kind",))
+    return partial(Family, help=help, of=of, labels=("kind",))
 
 
-def _by_cause(choose: Callable[[Metrics], Sequence[int]]) -> Samples:
+def _by_cause(help: str, choose: Callable[[Metrics], Sequence[int]]) -> _Nameless:
     def of(metrics: Metrics, _: StatusReport) -> Iterator[Sample]:
         for cause, count in zip(("reader", "copy"), choose(metrics), strict=True):
             yield (cause,), count
 
-    return Samples(of, ("by",))
+    return partial(Family, help=help, of=of, labels=("by",))
 
 
-def _one(value: Callable[[StatusReport], float | None]) -> Samples:
+def _one(help: str, value: Callable[[StatusReport], float | None]) -> _Nameless:
     def of(_: Metrics, status: StatusReport) -> Iterator[Sample]:
         number = value(status)
         if number is not None:
             yield (), number
 
-    return Samples(of)
+    return partial(Family, help=help, of=of)
 
 
 def _tier_bytes(_: Metrics, status: StatusReport) -> Iterator[Sample]:
@@ -122,13 +122,16 @@ def _tier_bytes(_: Metrics, status: StatusReport) -> Iterator[Sample]:
         yield (tier.name, "capacity"), tier.capacity
 
 
-def _of_tiers(value: Callable[[TierReport], float]) -> Samples:
-    return Samples(lambda _, status: [((t.name,), value(t)) for t in status.tiers], ("tier",))
+def _of_tiers(help: str, value: Callable[[TierReport], float]) -> _Nameless:
+    def of(_: Metrics, status: StatusReport) -> Iterator[Sample]:
+        return (((tier.name,), value(tier)) for tier in status.tiers)
+
+    return partial(Family, help=help, of=of, labels=("tier",))
 
 
-def _of_writing(value: Callable[[WritingReport], float]) -> Samples:
+def _of_writing(help: str, value: Callable[[WritingReport], float]) -> _Nameless:
     """One sample; none if the mount does not take writes."""
-    return _one(lambda status: None if status.writing is None else value(status.writing))
+    return _one(help, lambda status: None if status.writing is None else value(status.writing))
 
 
 def _oldest_s(writing: WritingReport) -> float:
@@ -148,237 +151,178 @@ def _problems(_: Metrics, status: StatusReport) -> Iterator[Sample]:
 
 _NO_OPENS = "Missing with `open: none`: the kernel sends no opens."
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        "monarch_opens_total",
+_TABLE: Mapping[str, _Nameless] = {
+    "monarch_opens_total": _of_opens(
         f"Files opened through the mount, by the tier that served the open. {_NO_OPENS}",
-        _of_opens(lambda m: m.opens),
+        lambda m: m.opens,
     ),
-    Family(
-        "monarch_reads_total",
+    "monarch_reads_total": _of_reads(
         "Read requests that the daemon answered, by the tier that served them. Requests that the"
         " kernel answers from its page cache are not counted. With `datapath: passthrough` only"
         " the source's: the kernel reads the copies.",
-        _of_reads(lambda m: m.reads),
+        lambda m: m.reads,
     ),
-    Family(
-        "monarch_read_bytes_total",
+    "monarch_read_bytes_total": _of_reads(
         "Bytes that the daemon returned to readers, by the tier that served them. Bytes that the"
         " kernel returns from its page cache are not counted. With `datapath: passthrough` only"
         " the source's: the kernel reads the copies.",
-        _of_reads(lambda m: m.read_bytes),
+        lambda m: m.read_bytes,
     ),
-    Family(
-        "monarch_source_opens_total",
-        "Opens that reached the source, for a reader or for a copy.",
-        _by_cause(lambda m: m.source_opens),
+    "monarch_source_opens_total": _by_cause(
+        "Opens that reached the source, for a reader or for a copy.", lambda m: m.source_opens
     ),
-    Family(
-        "monarch_source_reads_total",
-        "Read calls that reached the source, for a reader or for a copy.",
-        _by_cause(lambda m: m.source_reads),
+    "monarch_source_reads_total": _by_cause(
+        "Read calls that reached the source, for a reader or for a copy.", lambda m: m.source_reads
     ),
-    Family(
-        "monarch_source_bytes_total",
-        "Bytes read from the source, for a reader or for a copy.",
-        _by_cause(lambda m: m.source_bytes),
+    "monarch_source_bytes_total": _by_cause(
+        "Bytes read from the source, for a reader or for a copy.", lambda m: m.source_bytes
     ),
-    Family(
-        "monarch_source_changes_total",
-        "Source files that were found to differ from their entry in the snapshot.",
-        Samples(lambda m, _: [((), m.changes)]),
+    "monarch_source_changes_total": partial(
+        Family,
+        help="Source files that were found to differ from their entry in the snapshot.",
+        of=lambda m, _: [((), m.changes)],
     ),
-    Family(
-        "monarch_promotions_total",
-        "Copies committed, by the tier that holds them.",
-        _by_tier(lambda m: m.promotions),
+    "monarch_promotions_total": _by_tier(
+        "Copies committed, by the tier that holds them.", lambda m: m.promotions
     ),
-    Family(
-        "monarch_promoted_bytes_total",
-        "Bytes of the copies committed, by the tier that holds them.",
-        _by_tier(lambda m: m.promoted_bytes),
+    "monarch_promoted_bytes_total": _by_tier(
+        "Bytes of the copies committed, by the tier that holds them.", lambda m: m.promoted_bytes
     ),
-    Family(
-        "monarch_promotion_failures_total",
-        "Copies that were given up, by the kind of error.",
-        _by_kind(lambda m: m.promotion_failures),
+    "monarch_promotion_failures_total": _by_kind(
+        "Copies that were given up, by the kind of error.", lambda m: m.promotion_failures
     ),
-    Family(
-        "monarch_evictions_total", "Copies removed from a tier.", _by_tier(lambda m: m.evictions)
+    "monarch_evictions_total": _by_tier("Copies removed from a tier.", lambda m: m.evictions),
+    "monarch_evicted_bytes_total": _by_tier(
+        "Bytes of the copies removed from a tier.", lambda m: m.evicted_bytes
     ),
-    Family(
-        "monarch_evicted_bytes_total",
-        "Bytes of the copies removed from a tier.",
-        _by_tier(lambda m: m.evicted_bytes),
-    ),
-    Family(
-        "monarch_errors_total",
+    "monarch_errors_total": _by_kind(
         f"Errors by kind; beyond {MAX_KINDS} kinds they count as {OTHER_KINDS!r}.",
-        _by_kind(lambda m: m.errors),
+        lambda m: m.errors,
     ),
-    Family(
-        "monarch_scrubbed_bytes_total",
+    "monarch_scrubbed_bytes_total": _one(
         "Bytes of copies that the scrub read and compared with their recorded digests.",
-        _one(lambda s: s.scrub.bytes),
+        lambda s: s.scrub.bytes,
     ),
-    Family(
-        "monarch_scrub_found_total",
-        "Copies that the scrub found damaged and removed.",
-        _one(lambda s: s.scrub.found),
+    "monarch_scrub_found_total": _one(
+        "Copies that the scrub found damaged and removed.", lambda s: s.scrub.found
     ),
-    Family(
-        "monarch_promotions_running",
-        "Copies from the source to a tier that are running now.",
-        _one(lambda s: s.copies.running),
+    "monarch_promotions_running": _one(
+        "Copies from the source to a tier that are running now.", lambda s: s.copies.running
     ),
-    Family(
-        "monarch_promotions_queued",
-        "Copies that wait for a worker.",
-        _one(lambda s: s.copies.queued),
-    ),
-    Family(
-        "monarch_wanted_files",
+    "monarch_promotions_queued": _one("Copies that wait for a worker.", lambda s: s.copies.queued),
+    "monarch_wanted_files": _one(
         "Files that were admitted to a tier and have no committed copy yet.",
-        _one(lambda s: s.residency.wanted),
+        lambda s: s.residency.wanted,
     ),
-    Family(
-        "monarch_resident_files",
-        "Files with a committed copy in the tier.",
-        _of_tiers(lambda t: t.files),
+    "monarch_resident_files": _of_tiers(
+        "Files with a committed copy in the tier.", lambda t: t.files
     ),
-    Family(
-        "monarch_resident_ratio",
+    "monarch_resident_ratio": _one(
         "Share of the snapshot's files that have a committed copy, 0 to 1.",
-        _one(lambda s: s.residency.fraction_files),
+        lambda s: s.residency.fraction_files,
     ),
-    Family(
-        "monarch_tier_bytes",
-        "Space of the tier: used by copies, reserved for copies under way, and its capacity.",
-        Samples(_tier_bytes, ("tier", "kind")),
+    "monarch_tier_bytes": partial(
+        Family,
+        help="Space of the tier: used by copies, reserved for copies under way, and its capacity.",
+        of=_tier_bytes,
+        labels=("tier", "kind"),
     ),
-    Family(
-        "monarch_tier_in_service",
+    "monarch_tier_in_service": _of_tiers(
         "1 while the tier stores and serves copies, 0 while it is out of service.",
-        _of_tiers(lambda t: t.in_service),
+        lambda t: t.in_service,
     ),
-    Family(
-        "monarch_writeback_backlog_files",
+    "monarch_writeback_backlog_files": _of_writing(
         "Files written through the mount that have not been written to the source yet.",
-        _of_writing(lambda w: w.files),
+        lambda w: w.files,
     ),
-    Family(
-        "monarch_writeback_backlog_bytes",
+    "monarch_writeback_backlog_bytes": _of_writing(
         "Bytes of the files written through the mount that are not yet at the source.",
-        _of_writing(lambda w: w.bytes),
+        lambda w: w.bytes,
     ),
-    Family(
-        "monarch_writeback_oldest_seconds",
+    "monarch_writeback_oldest_seconds": _of_writing(
         "Time that the oldest change has waited to be written to the source; 0 if none waits.",
-        _of_writing(_oldest_s),
+        _oldest_s,
     ),
-    Family(
-        "monarch_writeback_drained_files_total",
+    "monarch_writeback_drained_files_total": _of_writing(
         "Files written through the mount that were drained to the source.",
-        _of_writing(lambda w: w.drained_files),
+        lambda w: w.drained_files,
     ),
-    Family(
-        "monarch_writeback_drained_bytes_total",
+    "monarch_writeback_drained_bytes_total": _of_writing(
         "Bytes of the files written through the mount that were drained to the source.",
-        _of_writing(lambda w: w.drained_bytes),
+        lambda w: w.drained_bytes,
     ),
-    Family(
-        "monarch_writeback_errors_total",
-        "Attempts to drain a written file that the source refused.",
-        _of_writing(lambda w: w.errors),
+    "monarch_writeback_errors_total": _of_writing(
+        "Attempts to drain a written file that the source refused.", lambda w: w.errors
     ),
-    Family(
-        "monarch_writeback_held_bytes",
+    "monarch_writeback_held_bytes": _of_writing(
         "Bytes of the tier that written files occupy, including files that were drained and are"
         " kept there.",
-        _of_writing(lambda w: w.held),
+        lambda w: w.held,
     ),
-    Family(
-        "monarch_writeback_reserve_bytes",
-        "Bytes of the tier that are reserved for writing.",
-        _of_writing(lambda w: w.reserve),
+    "monarch_writeback_reserve_bytes": _of_writing(
+        "Bytes of the tier that are reserved for writing.", lambda w: w.reserve
     ),
-    Family(
-        "monarch_writeback_names",
+    "monarch_writeback_names": _of_writing(
         "File names created or changed through the mount since the snapshot; memory holds them.",
-        _of_writing(lambda w: w.names),
+        lambda w: w.names,
     ),
-    Family(
-        "monarch_writeback_names_max",
+    "monarch_writeback_names_max": _of_writing(
         "Limit of monarch_writeback_names; at the limit a new name fails with ENOSPC.",
-        _of_writing(lambda w: w.names_max),
+        lambda w: w.names_max,
     ),
-    Family(
-        "monarch_writeback_lost_files",
-        "Written files whose bytes are lost, until the loss is acknowledged.",
-        _of_writing(lambda w: len(w.lost)),
+    "monarch_writeback_lost_files": _of_writing(
+        "Written files whose bytes are lost, until the loss is acknowledged.", lambda w: len(w.lost)
     ),
-    Family(
-        "monarch_hit_ratio",
+    "monarch_hit_ratio": _one(
         f"Share of the current epoch's opens that a tier served, 0 to 1. {_NO_OPENS}",
-        _one(lambda s: s.epochs[-1].hit_ratio if s.epochs else None),
+        lambda s: s.epochs[-1].hit_ratio if s.epochs else None,
     ),
-    Family(
-        "monarch_epoch",
+    "monarch_epoch": _one(
         f"Number of the current epoch. {_NO_OPENS}",
-        _one(lambda s: s.epochs[-1].number if s.epochs else None),
+        lambda s: s.epochs[-1].number if s.epochs else None,
     ),
-    Family(
-        "monarch_open_files",
-        f"Files that are open for reading. {_NO_OPENS}",
-        _one(lambda s: s.handles.open_files),
+    "monarch_open_files": _one(
+        f"Files that are open for reading. {_NO_OPENS}", lambda s: s.handles.open_files
     ),
-    Family(
-        "monarch_requests_waiting",
-        "Kernel requests that wait for an answer of the daemon.",
-        _one(lambda s: s.requests.waiting),
+    "monarch_requests_waiting": _one(
+        "Kernel requests that wait for an answer of the daemon.", lambda s: s.requests.waiting
     ),
-    Family(
-        "monarch_oldest_request_seconds",
+    "monarch_oldest_request_seconds": _one(
         "Time that the oldest kernel request has waited for an answer.",
-        _one(lambda s: s.requests.oldest_s),
+        lambda s: s.requests.oldest_s,
     ),
-    Family(
-        "monarch_health",
-        "1 for the current state of the mount (`ok`, `degraded` or `failing`), 0 for the others.",
-        Samples(_health, ("state",)),
+    "monarch_health": partial(
+        Family,
+        help="1 for the current state of the mount (`ok`, `degraded` or `failing`), 0 for the"
+        " others.",
+        of=_health,
+        labels=("state",),
     ),
-    Family(
-        "monarch_health_problems",
-        "Problems that the mount has now, by kind (docs/operations.md).",
-        Samples(_problems, ("kind",)),
+    "monarch_health_problems": partial(
+        Family,
+        help="Problems that the mount has now, by kind (docs/operations.md).",
+        of=_problems,
+        labels=("kind",),
     ),
-    Family(
-        "monarch_snapshot_entries",
-        "Files, directories and links in the snapshot.",
-        _one(lambda s: s.snapshot.entries),
+    "monarch_snapshot_entries": _one(
+        "Files, directories and links in the snapshot.", lambda s: s.snapshot.entries
     ),
-    Family(
-        "monarch_snapshot_age_seconds",
-        "Seconds since the snapshot was made.",
-        _one(lambda s: s.snapshot.age_s),
+    "monarch_snapshot_age_seconds": _one(
+        "Seconds since the snapshot was made.", lambda s: s.snapshot.age_s
     ),
-    Family(
-        "monarch_memory_bytes", "Resident memory of the daemon.", _one(lambda s: s.memory.rss_bytes)
-    ),
-    Family(
-        "monarch_open_seconds",
+    "monarch_memory_bytes": _one("Resident memory of the daemon.", lambda s: s.memory.rss_bytes),
+    "monarch_open_seconds": _of_opens(
         f"Time that the daemon took to answer an open, by the tier that served it. {_NO_OPENS}",
-        _of_opens(lambda m: m.open_latency),
-        is_histogram=True,
+        lambda m: m.open_latency,
     ),
-    Family(
-        "monarch_read_seconds",
+    "monarch_read_seconds": _of_reads(
         "Time that the daemon took to answer a read request, by the tier that served it. With"
         " `datapath: passthrough` only the source's: the kernel reads the copies.",
-        _of_reads(lambda m: m.read_latency),
-        is_histogram=True,
+        lambda m: m.read_latency,
     ),
-)
+}
+
+FAMILIES = tuple(make(name) for name, make in _TABLE.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,10 +334,10 @@ class PrometheusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in FAMILIES:
-            samples = family.samples.of(self.metrics, self.status)
+            samples = family.of(self.metrics, self.status)
             about = family.name, family.help
-            if family.is_histogram:
-                histogram = HistogramMetricFamily(*about, labels=family.samples.labels)
+            if family.type == "histogram":
+                histogram = HistogramMetricFamily(*about, labels=family.labels)
                 for labels, value in samples:
                     assert isinstance(value, Histogram)
                     bounds = [*map(str, BUCKETS_S), "+Inf"]
@@ -402,7 +346,7 @@ class PrometheusCollector(Collector):
                 yield histogram
                 continue
             kind = CounterMetricFamily if family.type == "counter" else GaugeMetricFamily
-            metric = kind(*about, labels=family.samples.labels)
+            metric = kind(*about, labels=family.labels)
             for labels, value in samples:
                 assert not isinstance(value, Histogram)
                 metric.add_metric(labels, float(value))

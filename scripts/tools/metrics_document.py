@@ -22,7 +22,7 @@ def document() -> str:
         "|---|---|---|---|",
     ]
     for family in FAMILIES:
-        labels = ", ".join(f"`{label}`" for label in family.samples.labels)
+        labels = ", ".join(f"`{label}`" for label in family.labels)
         lines.append(f"| `{family.name}` | {family.type} | {labels} | {family.help} |")
     return "\n".join(lines) + "\n"
 
