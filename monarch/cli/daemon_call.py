@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,13 +30,14 @@ INTERRUPTED = 130
 # The daemon reports progress several times a second; after this silence it counts as hanging.
 SILENCE_S = 30.0
 
-MOUNT = click.argument(
-    "mountpoint",
-    metavar="MOUNT",
-    type=click.Path(path_type=Path),
-    shell_complete=complete.mount_points,
+_argument = partial(
+    click.argument, type=click.Path(path_type=Path), shell_complete=complete.mount_points
 )
+MOUNT = _argument("mountpoint", metavar="MOUNT")
+MAYBE_MOUNTPOINT = _argument("mountpoint", required=False)
+MOUNT_OR_STATE = _argument("place", metavar="MOUNT|STATE")
 PATH = click.argument("path", required=False, type=click.Path(), metavar="[PATH]")
+PATHS = click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from monarch.cli import complete
-from monarch.cli.daemon_call import JSON, ask, mount_and_paths
+from monarch.cli.daemon_call import JSON, MAYBE_MOUNTPOINT, PATHS, ask, mount_and_paths
 from monarch.cli.output import age, show
 from monarch.errors import LockedError, TierError, UsageError
 from monarch.telemetry.report import EvictReport
@@ -25,13 +24,8 @@ Examples:
   monarch evict --tier /local/me --source /pfs/old     remove those of a source that is not mounted
 """
 )
-@click.argument(
-    "mountpoint",
-    required=False,
-    type=click.Path(path_type=Path),
-    shell_complete=complete.mount_points,
-)
-@click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
+@MAYBE_MOUNTPOINT
+@PATHS
 @click.option("--tier", metavar="PATH", help="Show the copies in a tier, of all sources.")
 @click.option("--source", metavar="DIR", help="With --tier: remove the copies of this source.")
 @click.option(

@@ -10,8 +10,7 @@ import click
 from rich.text import Text
 
 from monarch.checks.fsck import check_state
-from monarch.cli import complete
-from monarch.cli.daemon_call import JSON, ask
+from monarch.cli.daemon_call import JSON, MOUNT_OR_STATE, ask
 from monarch.cli.output import emit_json, progress_bar, say, stdout
 from monarch.config.defaults import state_root
 from monarch.control.registry import MountRecord, Registry, alive, real_path
@@ -32,12 +31,7 @@ Examples:
   monarch fsck /mnt/data --json | jq .findings
 """
 )
-@click.argument(
-    "place",
-    metavar="MOUNT|STATE",
-    type=click.Path(path_type=Path),
-    shell_complete=complete.mount_points,
-)
+@MOUNT_OR_STATE
 @click.option("--digests", is_flag=True, help="Read every copy and compare it with its digest.")
 @click.option("--repair", is_flag=True, help="Repair what is wrong; without it nothing is changed.")
 @JSON

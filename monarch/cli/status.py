@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from monarch.cli import complete
+from monarch.cli.daemon_call import MAYBE_MOUNTPOINT
 from monarch.cli.output import emit_json, show
 from monarch.cli.overview import Line, overview, public_lines, public_status, report_of
 from monarch.config.defaults import state_root
@@ -30,12 +30,7 @@ Examples:
   monarch status --check
 """
 )
-@click.argument(
-    "mountpoint",
-    required=False,
-    type=click.Path(path_type=Path),
-    shell_complete=complete.mount_points,
-)
+@MAYBE_MOUNTPOINT
 @click.option(
     "--json",
     "as_json",

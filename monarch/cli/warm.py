@@ -11,7 +11,7 @@ from typing import IO, Any
 import click
 
 from monarch.cli import complete
-from monarch.cli.daemon_call import INTERRUPTED, JSON, ask, mount_and_paths, mount_of
+from monarch.cli.daemon_call import INTERRUPTED, JSON, PATHS, ask, mount_and_paths, mount_of
 from monarch.cli.output import progress_bar, remark, show
 from monarch.control.messages import MAX_LINE_BYTES
 from monarch.errors import UsageError
@@ -32,7 +32,7 @@ Examples:
 """
 )
 @click.argument("mountpoint", type=click.Path(path_type=Path), shell_complete=complete.mount_points)
-@click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
+@PATHS
 @click.option(
     "--files-from",
     type=click.File("rb"),
