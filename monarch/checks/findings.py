@@ -15,18 +15,8 @@ from types import MappingProxyType
 
 from monarch.errors import MonarchError
 from monarch.telemetry.report import Finding, FsckProgress, FsckReport
+from monarch.tiers import verify
 from monarch.tiers.contents import Contents
-from monarch.tiers.verify import (
-    DIGEST,
-    MISSING,
-    SEAL,
-    SIZE,
-    TIER,
-    TORN,
-    UNKNOWN,
-    UNREADABLE,
-    VERSION,
-)
 from monarch.writeback.earlier import Inspection
 from monarch.writeback.store import PREFIX as ABSORBED
 
@@ -50,15 +40,15 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        MISSING: Kind("a copy is recorded, but missing", "its record is cleared"),
-        SIZE: Kind("a copy has another size than was recorded", "it is removed"),
-        DIGEST: Kind("a copy has other bytes than were recorded", "it is removed"),
-        SEAL: Kind("a copy was touched, but its bytes are right", "it is sealed again"),
-        UNREADABLE: Kind("the disk fails to read a copy", "it is removed"),
-        VERSION: Kind("a copy is of another version than the snapshot's", "it is removed"),
-        TIER: Kind("a copy lies in another tier than was recorded", "it is removed"),
-        UNKNOWN: Kind("no record knows of a file in a tier", "it is removed"),
-        TORN: Kind("a record is damaged", "it is cleared, and its copy removed"),
+        verify.MISSING: Kind("a copy is recorded, but missing", "its record is cleared"),
+        verify.SIZE: Kind("a copy has another size than was recorded", "it is removed"),
+        verify.DIGEST: Kind("a copy has other bytes than were recorded", "it is removed"),
+        verify.SEAL: Kind("a copy was touched, but its bytes are right", "it is sealed again"),
+        verify.UNREADABLE: Kind("the disk fails to read a copy", "it is removed"),
+        verify.VERSION: Kind("a copy is of another version than the snapshot's", "it is removed"),
+        verify.TIER: Kind("a copy lies in another tier than was recorded", "it is removed"),
+        verify.UNKNOWN: Kind("no record knows of a file in a tier", "it is removed"),
+        verify.TORN: Kind("a record is damaged", "it is cleared, and its copy removed"),
         RECORD_LOST: Kind("the daemon uses a copy that is not recorded", "it is removed"),
         RECORD_UNUSED: Kind("a copy is recorded that the daemon does not use", "it is removed"),
         JOURNAL: Kind(
@@ -170,11 +160,11 @@ class Findings:
         )
 
 
-def check_doors(
-    findings: Findings, doors: Iterable[tuple[str, Path]], *, owner: int, repair: bool
+def check_private(
+    findings: Findings, directories: Iterable[tuple[str, Path]], *, owner: int, repair: bool
 ) -> None:
     """Checks that directories, each with a label, belong to ``owner`` and are closed to others."""
-    for where, path in doors:
+    for where, path in directories:
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -197,7 +187,7 @@ def _close(path: Path) -> None:
         os.close(fd)
 
 
-def doors_of_tier(name: str, own: Path) -> Iterator[tuple[str, Path]]:
+def private_in_tier(name: str, own: Path) -> Iterator[tuple[str, Path]]:
     """The directories of a tier that must be private; ``own`` holds the copies of the mount."""
     yield name, own.parent
     yield name, own

@@ -17,16 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from monarch.checks.findings import (
-    JOURNAL,
-    STATE,
-    WRITTEN_UNKNOWN,
-    Findings,
-    add_strangers,
-    add_written,
-    check_doors,
-    doors_of_tier,
-)
+from monarch.checks import findings
 from monarch.control.registry import Registry, alive
 from monarch.control.state_directory import MountNote, read_note
 from monarch.errors import LockedError, SnapshotError, TierError
@@ -40,7 +31,7 @@ from monarch.tiers.contents import Contents, keeps_seals, seal
 from monarch.tiers.hierarchy import owner_of
 from monarch.tiers.ownership import own_directory
 from monarch.tiers.records import Records, other_generations
-from monarch.tiers.verify import SEAL, TIER, UNKNOWN, Suspect, compare
+from monarch.tiers.verify import SEAL, UNKNOWN, UNRECORDED, Suspect, compare
 from monarch.types import Identity, Ino
 from monarch.writeback.earlier import inspect
 from monarch.writeback.objects import object_path
@@ -90,7 +81,7 @@ class _StateCheck:
     _held: ExitStack
 
     def __post_init__(self) -> None:
-        self._findings = Findings()
+        self._findings = findings.Findings()
         self._snapshot: Snapshot | None = None
 
     def run(self) -> FsckReport:
@@ -111,12 +102,12 @@ class _StateCheck:
             if (tier := self._tier(number, noted.name, Path(noted.path))) is not None
         ]
         self._check_registry(note)
-        doors = [(STATE, self._state)]
+        directories = [(findings.STATE, self._state)]
         for tier in tiers:
-            doors += doors_of_tier(tier.name, tier.own)
-        check_doors(self._findings, doors, owner=owner, repair=self._repair)
+            directories += findings.private_in_tier(tier.name, tier.own)
+        findings.check_private(self._findings, directories, owner=owner, repair=self._repair)
         for path in sorted(self._state.glob("*.part")):
-            self._mend("stage", STATE, path, _INTERRUPTED, path)
+            self._mend("stage", findings.STATE, path, _INTERRUPTED, path)
         self._check_snapshot(Path(note.snapshot))
         self._check_copies(tiers)
         for tier in tiers:
@@ -173,12 +164,12 @@ class _StateCheck:
             if record.state == os.fspath(self._state) and not alive(record):
                 what = f"its daemon, pid {record.pid}, is dead"
                 by = partial(self._registry.remove, record.mountpoint) if self._repair else None
-                self._findings.mend("registry", STATE, record.mountpoint, what, by=by)
+                self._findings.mend("registry", findings.STATE, record.mountpoint, what, by=by)
         mountpoint = Path(note.mountpoint)
         if mountpoints.mount_at(mountpoint) is not None and is_dead(mountpoint):
             by = partial(mountpoints.unmount, mountpoint, lazy=True) if self._repair else None
             what = "every access there fails with ENOTCONN"
-            self._findings.mend("mount-dead", STATE, note.mountpoint, what, by=by)
+            self._findings.mend("mount-dead", findings.STATE, note.mountpoint, what, by=by)
 
     def _check_snapshot(self, path: Path) -> None:
         """Checks the snapshot, and keeps a valid one to look up the versions of copies."""
@@ -194,7 +185,7 @@ class _StateCheck:
             damages = [str(error)]
         if damages:
             kind = "snapshot" if own else "snapshot-given"
-            self._mend(kind, STATE, path, damages[0], path)
+            self._mend(kind, findings.STATE, path, damages[0], path)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -206,7 +197,7 @@ class _StateCheck:
             records = Records.existing(self._state, generation, ids)
             if records is None:
                 what = "it is damaged, or not Monarch's"
-                self._mend("records-file", STATE, path, what, path)
+                self._mend("records-file", findings.STATE, path, what, path)
                 continue
             self._held.callback(records.leave)
             known[generation] = records
@@ -219,7 +210,7 @@ class _StateCheck:
     def _check_tier(self, tier: _OpenTier, place: int, known: Mapping[str, Records]) -> None:
         own = tier.own
         contents = Contents(tier.root)
-        add_strangers(self._findings, tier.name, own, contents.strangers())
+        findings.add_strangers(self._findings, tier.name, own, contents.strangers())
         for name in contents.stages():
             self._mend("stage", tier.name, own / name, _INTERRUPTED, own / name)
         for generation in contents.generations():
@@ -266,7 +257,7 @@ class _StateCheck:
                 os.utime(path, ns=(time.time_ns(), seal(suspect.ino, suspect.record.identity)))
                 return
             remove(path)
-            if suspect.ino is not None and suspect.kind not in (UNKNOWN, TIER):
+            if suspect.ino is not None and suspect.kind not in UNRECORDED:
                 records.clear(suspect.ino)
 
         path_text = os.fspath(path)
@@ -292,12 +283,14 @@ class _StateCheck:
             try:
                 found = inspect(directory)
             except TierError as error:
-                self._findings.add(JOURNAL, tier.name, os.fspath(directory), str(error.args[0]))
+                self._findings.add(
+                    findings.JOURNAL, tier.name, os.fspath(directory), str(error.args[0])
+                )
                 continue
-            add_written(self._findings, tier.name, found)
+            findings.add_written(self._findings, tier.name, found)
             for number in found.unknown:
                 path = object_path(directory, number)
-                self._mend(WRITTEN_UNKNOWN, tier.name, path, "no record needs it", path)
+                self._mend(findings.WRITTEN_UNKNOWN, tier.name, path, "no record needs it", path)
 
 
 def remove(path: Path) -> None:

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
+from rich import progress
 from rich.console import Console
 from rich.markup import escape as escape_markup
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as ProgressDisplay
 
 from monarch.cli.screen import shortened
 from monarch.text import escape_text, format_bytes
@@ -24,17 +15,17 @@ class Bar:
 
     def __init__(self, *, of_bytes: bool) -> None:
         console = Console(stderr=True, highlight=False)
-        rate = TextColumn("{task.fields[rate]}/s")
-        columns: tuple[ProgressColumn, ...] = (
-            (DownloadColumn(binary_units=True), rate, TimeRemainingColumn())
+        rate = progress.TextColumn("{task.fields[rate]}/s")
+        columns: tuple[progress.ProgressColumn, ...] = (
+            (progress.DownloadColumn(binary_units=True), rate, progress.TimeRemainingColumn())
             if of_bytes
-            else (TextColumn("{task.fields[amount]}"), rate, TimeElapsedColumn())
+            else (progress.TextColumn("{task.fields[amount]}"), rate, progress.TimeElapsedColumn())
         )
-        words = TextColumn("{task.description}")
-        self._display = ProgressDisplay(words, BarColumn(20), *columns, console=console)
+        words = progress.TextColumn("{task.description}")
+        self._display = progress.Progress(words, progress.BarColumn(20), *columns, console=console)
         self._width = max(20, console.width - 50)
         self._rate = format_bytes if of_bytes else "{:,.0f}".format
-        self._task: TaskID | None = None
+        self._task: progress.TaskID | None = None
 
     def __call__(self, done: int, total: int | None, words: str) -> None:
         description = escape_markup(shortened(escape_text(words), self._width))

@@ -12,25 +12,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from monarch.cli.checkpoints import (
-    Compared,
-    compare,
-    listed_in,
-    manifest_directories,
-    newest_of,
-    rows_of,
-    written_of,
-)
-from monarch.cli.daemon_call import (
-    INTERRUPTED,
-    JSON,
-    MOUNT,
-    PATH,
-    drain,
-    mount_and_path,
-    seconds,
-    waiting,
-)
+from monarch.cli import checkpoints, daemon_call
 from monarch.cli.output import age, duration, emit_json, progress_bar, remark, say, show, stdout
 from monarch.cli.undrained import conflicts, discard, lost, retry, set_aside
 from monarch.errors import NotDrainedError, UsageError
@@ -58,9 +40,9 @@ Examples:
   monarch ckpt ls /mnt/data --json | jq '.files[] | select(.durable != "source")'
 """
 )
-@MOUNT
-@PATH
-@JSON
+@daemon_call.MOUNT
+@daemon_call.PATH
+@daemon_call.JSON
 def ls(mountpoint: Path, path: str | None, as_json: bool) -> None:
     """Show the files written: size, durability, age, checksum, and whether each is complete.
 
@@ -68,8 +50,8 @@ def ls(mountpoint: Path, path: str | None, as_json: bool) -> None:
     files that this mount and earlier ones wrote. DURABLE is none (lost if the node crashes), local
     (on the disk of the node) or source.
     """
-    record, below = mount_and_path(mountpoint, path)
-    rows = rows_of(record, below)
+    record, below = daemon_call.mount_and_path(mountpoint, path)
+    rows = checkpoints.rows_of(record, below)
     if as_json or not rows:
         show({"mountpoint": record.mountpoint, "files": rows}, as_json, "nothing was written")
         return
@@ -94,19 +76,19 @@ Examples:
   monarch ckpt wait /mnt/data --newest --timeout 10m && echo safe
 """
 )
-@MOUNT
-@PATH
+@daemon_call.MOUNT
+@daemon_call.PATH
 @click.option("--newest", is_flag=True, help="Only the newest checkpoint, or file, of PATH.")
 @click.option("--all", "everything", is_flag=True, help="All files written so far (the default).")
 @click.option(
     "--timeout",
     "timeout_s",
-    callback=seconds,
+    callback=daemon_call.seconds,
     default=None,
     metavar="TIME",
     help="Give up after this time, with exit code 13. Default: no limit.",
 )
-@JSON
+@daemon_call.JSON
 def wait(
     mountpoint: Path,
     path: str | None,
@@ -121,19 +103,19 @@ def wait(
     """
     if newest and everything:
         raise UsageError("--newest and --all exclude each other", hint="leave one of them out")
-    record, below = mount_and_path(mountpoint, path)
+    record, below = daemon_call.mount_and_path(mountpoint, path)
     params = {"paths": [below]} if below else {}
     if newest:
-        params = {"paths": newest_of(record, below)}
+        params = {"paths": checkpoints.newest_of(record, below)}
     try:
-        report = drain(record, params, timeout_s=timeout_s, quiet=as_json)
+        report = daemon_call.drain(record, params, timeout_s=timeout_s, quiet=as_json)
     except KeyboardInterrupt:
         remark("draining continues; `monarch ckpt ls MOUNT` shows its progress")
-        return INTERRUPTED
+        return daemon_call.INTERRUPTED
     if not report.drained and not as_json:
         after = f"after {duration(timeout_s or 0.0)}, "
         hint = "draining continues; `monarch status MOUNT` shows what it waits for"
-        raise NotDrainedError(f"{after}{waiting(report)}", hint=hint)
+        raise NotDrainedError(f"{after}{daemon_call.waiting(report)}", hint=hint)
     show(report, as_json, "all files are at the source")
     return 0 if report.drained else NotDrainedError.exit_code
 
@@ -145,20 +127,20 @@ Examples:
   monarch ckpt verify /mnt/data ckpt --json | jq '.files[] | select(.verdict != "same")'
 """
 )
-@MOUNT
-@PATH
-@JSON
+@daemon_call.MOUNT
+@daemon_call.PATH
+@daemon_call.JSON
 def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
     """Compare the bytes of written files in the mount with those at the source.
 
     Checksums of a manifest are compared as well. A file that is not at the source yet is only read
     in the mount. The exit code is 1 if a file is damaged, different, missing or unreadable.
     """
-    record, below = mount_and_path(mountpoint, path)
-    rows = rows_of(record, below)
+    record, below = daemon_call.mount_and_path(mountpoint, path)
+    rows = checkpoints.rows_of(record, below)
     total = sum(row.bytes * (1 + (row.durable == "source")) for row in rows)
     done = 0
-    results: list[Compared] = []
+    results: list[checkpoints.Compared] = []
     with progress_bar(quiet=as_json, of_bytes=True) as advance:
 
         def progress(count: int) -> None:
@@ -167,7 +149,7 @@ def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
             advance(done, max(total, done), f"reading {row.path}")
 
         for row in rows:
-            result = compare(
+            result = checkpoints.compare(
                 row.path,
                 mount=Path(record.mountpoint),
                 source=Path(record.source),
@@ -186,7 +168,7 @@ def verify(mountpoint: Path, path: str | None, as_json: bool) -> int:
     return _WRONG if wrong else 0
 
 
-def _line(result: Compared) -> Text:
+def _line(result: checkpoints.Compared) -> Text:
     styles = {"same": "green", "waiting": "yellow"}
     why = f": {result.why}" if result.why else ""
     return Text.assemble(
@@ -195,7 +177,7 @@ def _line(result: Compared) -> Text:
     )
 
 
-def _summary(results: Sequence[Compared]) -> str:
+def _summary(results: Sequence[checkpoints.Compared]) -> str:
     counts = Counter(result.verdict for result in results)
     same, undrained = counts["same"], counts["waiting"]
     summary = f"{counted(same, 'file is', 'files are')} the same on both sides"
@@ -227,8 +209,8 @@ Examples:
   monarch ckpt gc /mnt/data ckpt --keep-last 2 --keep-every epoch
 """
 )
-@MOUNT
-@PATH
+@daemon_call.MOUNT
+@daemon_call.PATH
 @click.option(
     "--keep-last",
     type=click.IntRange(1, 1_000_000),
@@ -251,7 +233,7 @@ Examples:
     help="Remove nothing until one of the newest N is durable there.",
 )
 @click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
-@JSON
+@daemon_call.JSON
 def gc(
     mountpoint: Path,
     path: str | None,
@@ -267,11 +249,11 @@ def gc(
     checkpoint and all newer ones are kept. A running trainer removes old ones itself: its directory
     is refused (exit code 7).
     """
-    record, below = mount_and_path(mountpoint, path)
+    record, below = daemon_call.mount_and_path(mountpoint, path)
     removed = []
-    for directory in manifest_directories(below, written_of(record, below)):
+    for directory in checkpoints.manifest_directories(below, checkpoints.written_of(record, below)):
         # A directory without a manifest is skipped: prune would create one.
-        if not listed_in(record, directory):
+        if not checkpoints.listed_in(record, directory):
             continue
         pruned = prune(
             Path(record.mountpoint) / directory,

@@ -17,15 +17,8 @@ from monarch.cli.output import age, duration, stdout
 from monarch.cli.overview import Line, overview, report_of
 from monarch.cli.screen import Column, bar, fields, paragraph, table
 from monarch.control.registry import MountRecord, Registry
+from monarch.telemetry import report as reports
 from monarch.telemetry.health import Health, Problem, State
-from monarch.telemetry.report import (
-    EpochReport,
-    Quantiles,
-    StatusReport,
-    TierReport,
-    WarmProgress,
-    WritingReport,
-)
 from monarch.text import counted, escape_text, format_bytes
 
 WATCH_SECONDS = 2.0
@@ -104,9 +97,9 @@ class _Rates:
     """The activity of each mount since its last report, as text; empty for the first report."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, StatusReport]] = {}
+        self._seen: dict[str, tuple[float, reports.StatusReport]] = {}
 
-    def since_last_look(self, report: StatusReport) -> dict[str, str]:
+    def since_last_look(self, report: reports.StatusReport) -> dict[str, str]:
         """Rates by name: read by readers, read from the source, copied, flushed."""
         now = time.monotonic()
         then, before = self._seen.get(report.mountpoint, (now, report))
@@ -114,11 +107,11 @@ class _Rates:
         if before is report or before.pid != report.pid or now <= then:
             return {}
 
-        def rate(value: Callable[[StatusReport], int | None]) -> float | None:
+        def rate(value: Callable[[reports.StatusReport], int | None]) -> float | None:
             new, old = value(report), value(before)
             return None if new is None or old is None else (new - old) / (now - then)
 
-        def of_bytes(value: Callable[[StatusReport], int | None]) -> str:
+        def of_bytes(value: Callable[[reports.StatusReport], int | None]) -> str:
             number = rate(value)
             return "" if number is None else f"{format_bytes(number)}/s"
 
@@ -195,7 +188,7 @@ def _overview_lines(lines: Sequence[Line], width: int, rates: _Rates) -> list[Te
 
 
 def _detail_lines(
-    report: StatusReport, record: MountRecord, width: int, ascii_only: bool, rates: _Rates
+    report: reports.StatusReport, record: MountRecord, width: int, ascii_only: bool, rates: _Rates
 ) -> list[Text]:
     """The details of one mount, the most important first: a low window shows only the top."""
     up, copies, mode = age(report.started_ns), report.copies, report.mode
@@ -258,7 +251,7 @@ def _moment(ns: int) -> str:
     return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
 
 
-def _tiers(tiers: Sequence[TierReport], width: int, ascii_only: bool) -> list[Text]:
+def _tiers(tiers: Sequence[reports.TierReport], width: int, ascii_only: bool) -> list[Text]:
     columns = (
         Column("tier"),
         Column("path", shrinks=True, drop=3),
@@ -295,7 +288,7 @@ def _tiers(tiers: Sequence[TierReport], width: int, ascii_only: bool) -> list[Te
     return lines
 
 
-def _latency(report: StatusReport, width: int, ascii_only: bool) -> list[Text]:
+def _latency(report: reports.StatusReport, width: int, ascii_only: bool) -> list[Text]:
     names = ("open p50", "open p99", "read p50", "read p99")
     columns = (Column("latency"), *(Column(name, right=True) for name in names))
     opens = report.latency.open or {}
@@ -307,7 +300,7 @@ def _latency(report: StatusReport, width: int, ascii_only: bool) -> list[Text]:
     return table(columns, rows, width)
 
 
-def _quantiles(quantiles: Quantiles | None, bound: str) -> tuple[str, str]:
+def _quantiles(quantiles: reports.Quantiles | None, bound: str) -> tuple[str, str]:
     if quantiles is None or not quantiles.count:
         return "-", "-"
     return _latency_word(quantiles.p50_s, bound), _latency_word(quantiles.p99_s, bound)
@@ -321,7 +314,7 @@ def _latency_word(seconds: float | None, bound: str) -> str:
     return f"{bound} {seconds * 1e3:.0f} ms" if seconds < 1 else f"{bound} {seconds:.0f} s"
 
 
-def _epochs(epochs: Sequence[EpochReport], width: int) -> list[Text]:
+def _epochs(epochs: Sequence[reports.EpochReport], width: int) -> list[Text]:
     names = ("epoch", "opens", "hits", "hit ratio")
     rows = [
         (str(epoch.number), f"{epoch.opens:,}", f"{epoch.hits:,}", _percent(epoch.hit_ratio))
@@ -330,7 +323,7 @@ def _epochs(epochs: Sequence[EpochReport], width: int) -> list[Text]:
     return table([Column(name, right=True) for name in names], rows, width)
 
 
-def _snapshot(report: StatusReport) -> str:
+def _snapshot(report: reports.StatusReport) -> str:
     snapshot = report.snapshot
     stale = {True: "stale", False: "fresh", None: "not compared yet"}[snapshot.stale]
     return (
@@ -340,7 +333,7 @@ def _snapshot(report: StatusReport) -> str:
     )
 
 
-def _resident(report: StatusReport, ascii_only: bool) -> str:
+def _resident(report: reports.StatusReport, ascii_only: bool) -> str:
     residency, snapshot = report.residency, report.snapshot
     line = bar(residency.fraction_bytes, _BAR_CELLS, ascii_only=ascii_only)
     return (
@@ -350,7 +343,7 @@ def _resident(report: StatusReport, ascii_only: bool) -> str:
     )
 
 
-def _fits(report: StatusReport) -> Iterable[tuple[str, str]]:
+def _fits(report: reports.StatusReport) -> Iterable[tuple[str, str]]:
     """The share of the data set that fits into the tiers, if not all of it does."""
     reserve = report.writing.reserve if report.writing is not None else 0
     capacity = max(0, sum(tier.capacity for tier in report.tiers) - reserve)
@@ -363,7 +356,7 @@ def _fits(report: StatusReport) -> Iterable[tuple[str, str]]:
         )
 
 
-def _warming(work: WarmProgress) -> str:
+def _warming(work: reports.WarmProgress) -> str:
     return (
         f"{work.done:,} of {work.total:,} files, {format_bytes(work.bytes_done)} of"
         f" {format_bytes(work.bytes_total)}, {work.refused:,} did not fit or failed;"
@@ -371,7 +364,7 @@ def _warming(work: WarmProgress) -> str:
     )
 
 
-def _readers(report: StatusReport) -> str:
+def _readers(report: reports.StatusReport) -> str:
     if report.opens is None:
         words = "opens and hits not counted (the kernel serves them)"
     else:
@@ -385,7 +378,7 @@ def _readers(report: StatusReport) -> str:
     return f"{words}; {reads} answered by the daemon"
 
 
-def _saved(report: StatusReport) -> str:
+def _saved(report: reports.StatusReport) -> str:
     """The opens and reads that the source did not serve, if they are counted."""
     saved, files = report.saved, report.residency.files
     parts = []
@@ -400,7 +393,7 @@ def _saved(report: StatusReport) -> str:
     return f"{past}later reads of {resident} come from this node"
 
 
-def _source(report: StatusReport) -> str:
+def _source(report: reports.StatusReport) -> str:
     reader, copy = report.source_totals.reader, report.source_totals.copy
     return (
         f"{reader.opens:,} opens and {format_bytes(reader.bytes)} by readers,"
@@ -408,7 +401,7 @@ def _source(report: StatusReport) -> str:
     )
 
 
-def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
+def _writing(writing: reports.WritingReport | None) -> Iterable[tuple[str, str]]:
     """The written data that waits for the source, and that which was flushed, if any."""
     if writing is None:
         return
@@ -444,7 +437,7 @@ def _writing(writing: WritingReport | None) -> Iterable[tuple[str, str]]:
         yield "lost", f"{counted(len(writing.lost), 'file', 'files')}: {shown}{more}"
 
 
-def _copies(report: StatusReport) -> str:
+def _copies(report: reports.StatusReport) -> str:
     copies = report.copies
     if not copies.running and not copies.queued:
         return "idle"

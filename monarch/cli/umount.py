@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from monarch import errors
 from monarch.cli import complete
 from monarch.cli.daemon_call import INTERRUPTED, JSON, drain, seconds, waiting
 from monarch.cli.output import duration, emit_json, remark
@@ -19,14 +20,6 @@ from monarch.config.defaults import state_root
 from monarch.control.client import call
 from monarch.control.ending import STEPS, step_of
 from monarch.control.registry import MountRecord, Registry, alive, process_stat, real_path
-from monarch.errors import (
-    BusyError,
-    FuseError,
-    MonarchError,
-    NotDrainedError,
-    NotMountedError,
-    TierError,
-)
 from monarch.fuse import mountpoint as mountpoints
 from monarch.text import counted, escape_text, format_bytes
 
@@ -88,7 +81,7 @@ def umount(
     record = records.get(os.fspath(path))
     is_mounted = mountpoints.mount_at(path) is not None
     if not is_mounted and record is None:
-        raise NotMountedError(
+        raise errors.NotMountedError(
             f"{os.fspath(path)!r} is no Monarch mount", hint="`monarch status` lists the mounts"
         )
     users: list[int] = []
@@ -134,12 +127,12 @@ def _drain(record: MountRecord, timeout_s: float, *, quiet: bool) -> None:
     where = escape_text(record.mountpoint)
     try:
         report = drain(record, {}, timeout_s=timeout_s, quiet=quiet)
-    except MonarchError as error:
+    except errors.MonarchError as error:
         raise type(error)(
             str(error.args[0]), hint=f"`monarch umount --abandon {where}` does not wait for it"
         ) from error
     if not report.drained:
-        raise NotDrainedError(
+        raise errors.NotDrainedError(
             f"{where} stays mounted: after {duration(timeout_s)}, {waiting(report)}",
             hint=f"`monarch ckpt wait {where}` waits longer; with --abandon the files stay in"
             f" {escape_text(report.directory)} for the next mount",
@@ -150,7 +143,7 @@ def _last_look(record: MountRecord, timeout_s: float) -> None:
     """Lets the daemon drain for up to ``timeout_s`` after unmounting: a process may have written
     after the first draining."""
     # The daemon may have ended by now; if it hangs, the wait for its end reports that.
-    with suppress(MonarchError):
+    with suppress(errors.MonarchError):
         report = drain(record, {}, timeout_s=timeout_s, quiet=True, silence_s=_ANSWER_S)
         if not report.drained:
             call(Path(record.socket), "stop", {"abandon": True}, timeout=_ANSWER_S)
@@ -164,7 +157,7 @@ def _undrained(record: MountRecord | None) -> Inspection | None:
 
     try:
         found = inspect(Path(record.absorbs))
-    except (TierError, OSError):
+    except (errors.TierError, OSError):
         return None
     return found if found.operations else None
 
@@ -186,12 +179,12 @@ def _unmount(path: Path, record: MountRecord | None, *, lazy: bool) -> None:
     while True:
         try:
             mountpoints.unmount(path, lazy=lazy or (record is not None and not alive(record)))
-        except BusyError as error:
+        except errors.BusyError as error:
             pids = mountpoints.users_of(path)
             passing = record is not None and all(_parent(pid) in (None, record.pid) for pid in pids)
             if not passing or time.monotonic() > deadline:
                 where = escape_text(os.fspath(path))
-                raise BusyError(
+                raise errors.BusyError(
                     f"{error} by {_named(pids)}" if pids else str(error),
                     hint="end them first, or detach the mount now with"
                     f" `monarch umount --lazy {where}`",
@@ -233,7 +226,7 @@ def _wait_for_end(record: MountRecord) -> None:
             step, deadline = now, time.monotonic() + _DEADLINE_S
         elif time.monotonic() > deadline:
             waits = f": it has waited {_DEADLINE_S:.0f} s for {STEPS[step]}" if step else ""
-            raise FuseError(
+            raise errors.FuseError(
                 f"unmounted, but the daemon (pid {record.pid}) has not ended{waits}",
                 hint=f"no data is lost; wait longer, and see {record.log}",
             )

@@ -19,14 +19,7 @@ from pathlib import Path
 
 import trio
 
-from monarch.control.messages import (
-    MAX_LINE_BYTES,
-    MalformedError,
-    Message,
-    encode,
-    failure,
-    parse_request,
-)
+from monarch.control import messages
 from monarch.errors import BusyError, MonarchError, TierError, UsageError, sole_cause
 from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
@@ -37,8 +30,8 @@ if sys.version_info < (3, 11):
 log = logging.getLogger(__name__)
 
 # Sends one progress message to the client; waits while the client does not read.
-Send = Callable[[Message], Awaitable[None]]
-Verb = Callable[[Message, Send], Awaitable[Message]]
+Send = Callable[[messages.Message], Awaitable[None]]
+Verb = Callable[[messages.Message, Send], Awaitable[messages.Message]]
 
 # For terminals, a monitor and the ranks of a job; each may hold MAX_LINE_BYTES of memory.
 MAX_CONNECTIONS = 64
@@ -127,21 +120,23 @@ class Server:
             self._limiter.warning(
                 log, ("refused", uid), "refused user %d at the control socket %s", uid, self._path
             )
-            await self._send(stream, failure(MonarchError("only the mount's user may ask")))
+            await self._send(
+                stream, messages.failure(MonarchError("only the mount's user may ask"))
+            )
             return
         if self._connections > MAX_CONNECTIONS:
             what = f"{MAX_CONNECTIONS} clients are connected already"
-            await self._send(stream, failure(BusyError(what, hint="try again later")))
+            await self._send(stream, messages.failure(BusyError(what, hint="try again later")))
             return
         with trio.move_on_after(self._idle_seconds) as patience:
             try:
-                name, params = parse_request(await _request_line(stream))
-            except MalformedError as error:
-                await self._send(stream, failure(error))
+                name, params = messages.parse_request(await _request_line(stream))
+            except messages.MalformedError as error:
+                await self._send(stream, messages.failure(error))
                 return
         if patience.cancelled_caught:
             slow = MonarchError(f"no request came within {self._idle_seconds:g} seconds")
-            await self._send(stream, failure(slow))
+            await self._send(stream, messages.failure(slow))
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch_for_hang_up, stream, nursery.cancel_scope)
@@ -156,17 +151,17 @@ class Server:
             nursery.cancel_scope.cancel()
 
     async def _carry_out(
-        self, name: str, params: Message, stream: trio.SocketStream
-    ) -> Message | None:
+        self, name: str, params: messages.Message, stream: trio.SocketStream
+    ) -> messages.Message | None:
         """The last line for the client; None if the client has disconnected."""
         verb = self._verbs.get(name)
         if verb is None:
             known = ", ".join(sorted(self._verbs))
-            return failure(UsageError(f"no verb {name[:40]!r}", hint=f"known: {known}"))
+            return messages.failure(UsageError(f"no verb {name[:40]!r}", hint=f"known: {known}"))
 
         one_at_a_time = trio.Lock()
 
-        async def send(progress: Message) -> None:
+        async def send(progress: messages.Message) -> None:
             async with one_at_a_time:
                 await self._send(stream, {"progress": progress})
 
@@ -177,7 +172,7 @@ class Server:
                 return None
             cause = sole_cause(error)
             if isinstance(cause, MonarchError):
-                return failure(cause)
+                return messages.failure(cause)
             self._limiter.exception(
                 log,
                 name,
@@ -185,17 +180,21 @@ class Server:
                 " report it",
                 name,
             )
-            return failure(MonarchError(f"{name} failed: {cause!r:.500}", hint="see the log"))
+            return messages.failure(
+                MonarchError(f"{name} failed: {cause!r:.500}", hint="see the log")
+            )
 
-    async def _send(self, stream: trio.SocketStream, reply: Message) -> None:
+    async def _send(self, stream: trio.SocketStream, reply: messages.Message) -> None:
         """Raises BrokenResourceError if the client has disconnected or does not read in time."""
         try:
-            line = encode(reply)
-        except (MalformedError, TypeError, ValueError):
+            line = messages.encode(reply)
+        except (messages.MalformedError, TypeError, ValueError):
             self._limiter.exception(
                 log, "reply", "a control reply cannot be sent, the client gets an error instead"
             )
-            line = encode(failure(MonarchError("the answer cannot be sent", hint="see the log")))
+            line = messages.encode(
+                messages.failure(MonarchError("the answer cannot be sent", hint="see the log"))
+            )
         with trio.move_on_after(self._idle_seconds) as patience:
             await stream.send_all(line)
         if patience.cancelled_caught:
@@ -208,15 +207,15 @@ async def _request_line(stream: trio.SocketStream) -> bytes:
     while True:
         chunk = await stream.receive_some(64 * 1024)
         if not chunk:
-            raise MalformedError("the request ends before its newline")
+            raise messages.MalformedError("the request ends before its newline")
         received += chunk
         end = chunk.find(b"\n")
         if end == len(chunk) - 1:
             return bytes(received[:-1])
         if end >= 0:
-            raise MalformedError("a connection may have only one request")
-        if len(received) >= MAX_LINE_BYTES:
-            raise MalformedError(f"a request is at most {MAX_LINE_BYTES} bytes")
+            raise messages.MalformedError("a connection may have only one request")
+        if len(received) >= messages.MAX_LINE_BYTES:
+            raise messages.MalformedError(f"a request is at most {messages.MAX_LINE_BYTES} bytes")
 
 
 async def _watch_for_hang_up(stream: trio.SocketStream, scope: trio.CancelScope) -> None:

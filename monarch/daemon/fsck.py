@@ -16,18 +16,7 @@ from pathlib import Path
 
 import trio
 
-from monarch.checks.findings import (
-    JOURNAL,
-    RECORD_LOST,
-    RECORD_UNUSED,
-    STATE,
-    WRITTEN_UNKNOWN,
-    Findings,
-    add_strangers,
-    add_written,
-    check_doors,
-    doors_of_tier,
-)
+from monarch.checks import findings
 from monarch.checks.fsck import remove
 from monarch.errors import SnapshotError, TierError
 from monarch.namespace.namespace import Namespace
@@ -35,20 +24,10 @@ from monarch.placement.ledger import Ledger
 from monarch.placement.residency import Residency
 from monarch.posix.thread_pool import ThreadPool, batches
 from monarch.telemetry.report import FsckProgress, FsckReport
+from monarch.tiers import verify
 from monarch.tiers.contents import Contents, copy_name
 from monarch.tiers.hierarchy import Hierarchy
 from monarch.tiers.tier import Tier
-from monarch.tiers.verify import (
-    MISSING,
-    PIECE_BYTES,
-    SEAL,
-    TIER,
-    TORN,
-    UNKNOWN,
-    Step,
-    Suspect,
-    compare,
-)
 from monarch.transfer.engine import Engine
 from monarch.transfer.tier_monitor import TierMonitor
 from monarch.types import Identity, Ino
@@ -105,7 +84,7 @@ class _FsckRun:
     def __post_init__(self) -> None:
         self._records = self._of.hierarchy.records
         self._residency = self._of.residency
-        self._findings = Findings()
+        self._findings = findings.Findings()
         self._began_ns = time.time_ns()
         # The files that were reported: one fault that is found in two ways is one finding.
         self._reported: set[Ino] = set()
@@ -113,11 +92,17 @@ class _FsckRun:
     async def run(self) -> FsckReport:
         of = self._of
         tiers = of.hierarchy.tiers
-        doors = [(STATE, of.state)]
+        directories = [(findings.STATE, of.state)]
         for tier in tiers:
-            doors += await of.threads.run(list, doors_of_tier(tier.name, tier.own))
+            directories += await of.threads.run(list, findings.private_in_tier(tier.name, tier.own))
         await of.threads.run(
-            partial(check_doors, self._findings, doors, owner=os.geteuid(), repair=self._repair)
+            partial(
+                findings.check_private,
+                self._findings,
+                directories,
+                owner=os.geteuid(),
+                repair=self._repair,
+            )
         )
         await self._check_snapshot()
         for tier in tiers:
@@ -149,7 +134,7 @@ class _FsckRun:
             damage = str(error)
         if damage:
             what = f"{damage}; unmount, and repair it then"
-            self._findings.add("snapshot", STATE, os.fspath(served.file), what)
+            self._findings.add("snapshot", findings.STATE, os.fspath(served.file), what)
 
     async def _check_tier(self, tier: Tier) -> None:
         own = tier.own
@@ -177,7 +162,7 @@ class _FsckRun:
             self._findings.add("tier-gone", tier.name, os.fspath(own), what)
             return
         contents = Contents(root)
-        add_strangers(self._findings, tier.name, own, await run(contents.strangers))
+        findings.add_strangers(self._findings, tier.name, own, await run(contents.strangers))
         for path in await run(_older, contents, own, self._began_ns):
             number = path.name.removesuffix(".part")
             known = number.isdecimal() and int(number) <= self._residency.entries
@@ -187,8 +172,8 @@ class _FsckRun:
             if other != generation:
                 # The daemon removes at its start all contents that it does not adopt.
                 path = own / (Contents.PREFIX + other)
-                await self._remove(UNKNOWN, tier, path, "it belongs to no known snapshot")
-        steps = compare(
+                await self._remove(verify.UNKNOWN, tier, path, "it belongs to no known snapshot")
+        steps = verify.compare(
             root,
             generation,
             tier.number,
@@ -229,22 +214,22 @@ class _FsckRun:
         except IndexError:
             return Identity(-1, 0, 0, 0)
 
-    async def _holds(self, tier: Tier, suspect: Suspect) -> bool:
+    async def _holds(self, tier: Tier, suspect: verify.Suspect) -> bool:
         """Whether the suspect is still wrong, and was not a copy that just came or went."""
         ino = suspect.ino
-        if suspect.kind in (UNKNOWN, TIER) and not await self._stays(tier, suspect.path):
+        if suspect.kind in verify.UNRECORDED and not await self._stays(tier, suspect.path):
             return False
         if ino is None or ino > self._residency.entries:
             return True
         if self._residency.is_copying(ino):
             return False
         record = self._records.get(ino)
-        if suspect.kind in (UNKNOWN, TIER):
+        if suspect.kind in verify.UNRECORDED:
             return record is None or record.tier != tier.number
-        if suspect.kind == TORN:
+        if suspect.kind == verify.TORN:
             return self._records.is_torn(ino)
         here = self._is_resident(tier, ino) and record == suspect.record
-        if suspect.kind == MISSING:
+        if suspect.kind == verify.MISSING:
             return here and not await self._of.threads.run(tier.has, ino)
         return here
 
@@ -255,40 +240,40 @@ class _FsckRun:
             return await self._of.threads.run(_is_there, tier.directory, path)
         return False
 
-    def _better_known(self, tier: Tier, suspect: Suspect) -> Suspect:
+    def _better_known(self, tier: Tier, suspect: verify.Suspect) -> verify.Suspect:
         """The kind of a suspect without a record: the daemon may still serve that copy."""
-        if suspect.kind != UNKNOWN or not self._is_resident(tier, suspect.ino):
+        if suspect.kind != verify.UNKNOWN or not self._is_resident(tier, suspect.ino):
             return suspect
-        return Suspect(RECORD_LOST, suspect.path, _LOST, suspect.ino)
+        return verify.Suspect(findings.RECORD_LOST, suspect.path, _LOST, suspect.ino)
 
-    async def _note(self, tier: Tier, suspect: Suspect) -> None:
+    async def _note(self, tier: Tier, suspect: verify.Suspect) -> None:
         """Reports a confirmed suspect, and repairs it if asked to."""
         ino = suspect.ino
         if ino is not None:
             self._reported.add(ino)
         path = f"{Contents.PREFIX}{self._of.names.snapshot.id}/{suspect.path}"
         path_text = os.fspath(tier.own / path)
-        if ino is not None and suspect.kind != UNKNOWN and ino <= self._residency.entries:
+        if ino is not None and suspect.kind != verify.UNKNOWN and ino <= self._residency.entries:
             path_text = os.fsdecode(self._of.names.path(ino))
         by = partial(self._mend, tier, suspect)
         await self._add(suspect.kind, tier, path_text, suspect.what, by=by)
 
-    async def _mend(self, tier: Tier, suspect: Suspect) -> None:
+    async def _mend(self, tier: Tier, suspect: verify.Suspect) -> None:
         """Seals a copy, or removes it with its record; removes other files. Raises OSError."""
         of, ino, record = self._of, suspect.ino, suspect.record
-        if suspect.kind == SEAL and ino is not None and record is not None:
+        if suspect.kind == verify.SEAL and ino is not None and record is not None:
             await of.threads.run(tier.verify, ino, record.identity, record.digest)
-        elif suspect.kind == RECORD_UNUSED and ino is not None:
+        elif suspect.kind == findings.RECORD_UNUSED and ino is not None:
             self._records.clear(ino)
             await of.threads.run(tier.remove, ino)
-        elif self._is_resident(tier, ino) and ino is not None and suspect.kind != TIER:
+        elif self._is_resident(tier, ino) and ino is not None and suspect.kind != verify.TIER:
             failure = OSError(suspect.error, f"found by fsck: {suspect.what}")
             await of.copies.drop_damaged(ino, tier.number, failure)
         else:
             await of.threads.run(
                 partial(tier.remove_stranger, suspect.path, before_ns=self._began_ns)
             )
-            if suspect.kind == TORN and ino is not None:
+            if suspect.kind == verify.TORN and ino is not None:
                 self._records.clear(ino)
 
     def _is_resident(self, tier: Tier, ino: Ino | None) -> bool:
@@ -302,7 +287,9 @@ class _FsckRun:
                 record = self._records.get(ino)
                 lost = record is None or record.tier != tier.number
                 if lost and ino not in self._reported and self._is_resident(tier, ino):
-                    await self._note(tier, Suspect(RECORD_LOST, copy_name(ino), _LOST, ino))
+                    await self._note(
+                        tier, verify.Suspect(findings.RECORD_LOST, copy_name(ino), _LOST, ino)
+                    )
             await trio.sleep(0)
         recorded = self._of.hierarchy.held(tier).inos.tolist()
         for batch in batches(map(Ino, recorded), _STRIDE):
@@ -311,7 +298,9 @@ class _FsckRun:
                 unused = record is not None and record.tier == tier.number
                 if unused and not (self._residency.tier_of(ino) or self._residency.is_copying(ino)):
                     what = "it has a record, but the daemon does not serve it"
-                    await self._note(tier, Suspect(RECORD_UNUSED, copy_name(ino), what, ino))
+                    await self._note(
+                        tier, verify.Suspect(findings.RECORD_UNUSED, copy_name(ino), what, ino)
+                    )
             await trio.sleep(0)
 
     async def _check_written(self, write_back: WriteBack) -> None:
@@ -325,14 +314,14 @@ class _FsckRun:
                 found = found.confirming(before)
         except TierError as error:
             path_text, what = os.fspath(place.directory), str(error.args[0])
-            self._findings.add(JOURNAL, place.tier.name, path_text, what)
+            self._findings.add(findings.JOURNAL, place.tier.name, path_text, what)
             return
-        add_written(self._findings, place.tier.name, found)
+        findings.add_written(self._findings, place.tier.name, found)
         for number in found.unknown:
             # A newer object of this mount may not be recorded yet.
             if number < place.found.next_object:
                 path = object_path(place.directory, number)
-                await self._remove(WRITTEN_UNKNOWN, place.tier, path, "no record needs it")
+                await self._remove(findings.WRITTEN_UNKNOWN, place.tier, path, "no record needs it")
 
     async def _check_accounts(self, tiers: Sequence[Tier]) -> None:
         """Compares the ledger with the records, at a moment without running copies."""
@@ -379,14 +368,14 @@ def _is_there(directory: int, path: str) -> bool:
     return True
 
 
-def _turn(steps: Iterator[Step]) -> list[Step] | None:
+def _turn(steps: Iterator[verify.Step]) -> list[verify.Step] | None:
     """Advances until about one piece was read; None at the end. Waits for the disk."""
-    done: list[Step] = []
+    done: list[verify.Step] = []
     nbytes = 0
     for step in steps:
         done.append(step)
         nbytes += step.nbytes
-        if nbytes >= PIECE_BYTES or len(done) >= _STRIDE:
+        if nbytes >= verify.PIECE_BYTES or len(done) >= _STRIDE:
             break
     return done or None
 

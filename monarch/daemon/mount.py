@@ -28,18 +28,9 @@ from monarch.control import ending
 from monarch.control.registry import MountRecord, Registry, alive, process_started
 from monarch.control.server import Server
 from monarch.control.state_directory import write_note
+from monarch.daemon import subsystems
 from monarch.daemon.remarks import remarks
 from monarch.daemon.status import Status
-from monarch.daemon.subsystems import (
-    Parts,
-    Tiers,
-    Transfer,
-    Upkeep,
-    build_transfer,
-    build_upkeep,
-    open_datapath,
-    open_tiers,
-)
 from monarch.daemon.supervisor import Supervisor
 from monarch.daemon.sweep import Sweep
 from monarch.daemon.verbs import Verbs
@@ -74,10 +65,10 @@ _LAST_COPIES_S = 10.0
 _LAST_ANSWERS_S = 1.0
 
 
-def open_mount(parts: Parts) -> Mount:
+def open_mount(parts: subsystems.Parts) -> Mount:
     """Opens the tiers and builds all objects of a mount. Raises MonarchError."""
     settings = parts.settings
-    tiers = open_tiers(parts)
+    tiers = subsystems.open_tiers(parts)
     store = open_write_store(settings, tiers.hierarchy.tiers)
     names = Namespace(
         parts.snapshot,
@@ -95,10 +86,10 @@ def open_mount(parts: Parts) -> Mount:
     log.info("datapath %s, open %s: %s", choice.datapath, choice.open, choice.why)
     shown = _remarks(parts, tiers, choice, store)
     metrics = Metrics([tier.name for tier in tiers.hierarchy.tiers])
-    datapath = open_datapath(parts, tiers, choice, has_written=store is not None)
+    datapath = subsystems.open_datapath(parts, tiers, choice, has_written=store is not None)
     caches = MountCaches(settings.mountpoint, names.path, datapath)
     serving, sends_opens = Serving(choice, datapath), choice.open == "open"
-    transfer = build_transfer(parts, tiers, names, metrics, datapath)
+    transfer = subsystems.build_transfer(parts, tiers, names, metrics, datapath)
     read = build_read_side(
         names=names,
         source_calls=transfer.source_calls,
@@ -122,7 +113,7 @@ def open_mount(parts: Parts) -> Mount:
         loss_alarm.report(op.path for op in store.found.lost)
         write_back = _write_back(parts, store, tiers, names, datapath, caches, transfer, read)
     filesystem = FileSystem(read, tiers.epochs, write_back)
-    upkeep = build_upkeep(
+    upkeep = subsystems.build_upkeep(
         parts, tiers, names, metrics, transfer, read, write_back, sends_opens=sends_opens
     )
     status = Status(
@@ -155,13 +146,13 @@ def open_mount(parts: Parts) -> Mount:
 
 
 def _write_back(
-    parts: Parts,
+    parts: subsystems.Parts,
     store: WriteStore,
-    tiers: Tiers,
+    tiers: subsystems.Tiers,
     names: Namespace,
     datapath: Datapath | None,
     caches: MountCaches,
-    transfer: Transfer,
+    transfer: subsystems.Transfer,
     read: ReadSide,
 ) -> WriteBack:
     return build_write_back(
@@ -191,7 +182,9 @@ def _undrained_notes(state: Path, write_back: WriteBack | None) -> UndrainedNote
     return UndrainedNotes(state, write_back.place, write_back.drain, table)
 
 
-def _remarks(parts: Parts, tiers: Tiers, choice: Choice, store: WriteStore | None) -> list[str]:
+def _remarks(
+    parts: subsystems.Parts, tiers: subsystems.Tiers, choice: Choice, store: WriteStore | None
+) -> list[str]:
     """The remarks for the user; they are also logged."""
     shown = remarks(
         parts.settings,
@@ -212,15 +205,15 @@ class Mount:
     """All objects of one mount, connected; ``open_mount`` makes it. ``remarks`` are shown when it
     is ready."""
 
-    parts: Parts
-    tiers: Tiers
+    parts: subsystems.Parts
+    tiers: subsystems.Tiers
     metrics: Metrics
     datapath: Datapath | None
-    transfer: Transfer
+    transfer: subsystems.Transfer
     read: ReadSide
     filesystem: FileSystem
     write_back: WriteBack | None
-    upkeep: Upkeep
+    upkeep: subsystems.Upkeep
     status: Status
     session: Session
     written_verbs: WrittenVerbs

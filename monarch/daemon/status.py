@@ -13,33 +13,13 @@ from dataclasses import dataclass, replace
 import trio
 
 from monarch import __version__
-from monarch.daemon.health_checks import (
-    CopyCheck,
-    HealthChecks,
-    MountCheck,
-    ProcessCheck,
-    SnapshotCheck,
-    SourceCheck,
-)
+from monarch.daemon import health_checks
 from monarch.daemon.subsystems import Parts, Tiers, Transfer, Upkeep
 from monarch.daemon.write_status import LossAlarm, WriteStatus
 from monarch.fuse.datapath_mode import Serving
+from monarch.telemetry import report as reports
 from monarch.telemetry.health import Health, health_of
 from monarch.telemetry.metrics import Metrics
-from monarch.telemetry.report import (
-    Copies,
-    EpochReport,
-    Handles,
-    Memory,
-    Mode,
-    Saved,
-    SnapshotReport,
-    State,
-    StatusReport,
-    TierReport,
-    WarmProgress,
-)
-from monarch.telemetry.report import Residency as ResidencyReport
 from monarch.vfs.filesystem import FileSystem
 from monarch.writeback.setup import WriteBack
 
@@ -75,22 +55,24 @@ class Status:
         drain = write_back.drain if write_back is not None else None
         requests, log_path = self._serving.requests, parts.logbook.path
         self._writing = WriteStatus(settings, write_back, self._loss_alarm)
-        self._health_checks = HealthChecks(
+        self._health_checks = health_checks.HealthChecks(
             [
-                MountCheck(mountpoint),
-                SourceCheck(settings, calls, monitor, metrics, requests, log_path),
-                CopyCheck(monitor, self._tiers.residency, metrics, mountpoint),
-                ProcessCheck(parts.logbook),
-                SnapshotCheck(self._upkeep.watch, metrics, mountpoint, parts.put_off, drain),
+                health_checks.MountCheck(mountpoint),
+                health_checks.SourceCheck(settings, calls, monitor, metrics, requests, log_path),
+                health_checks.CopyCheck(monitor, self._tiers.residency, metrics, mountpoint),
+                health_checks.ProcessCheck(parts.logbook),
+                health_checks.SnapshotCheck(
+                    self._upkeep.watch, metrics, mountpoint, parts.put_off, drain
+                ),
                 self._writing,
             ]
         )
         # Kept open: a report is still possible when the process has no free descriptor.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._started_ns = time.time_ns()
-        self.state: State = "starting"
+        self.state: reports.State = "starting"
         self._summary, self._summed_s = b"", -_SUMMARY_S
-        self.warming: Callable[[], list[WarmProgress]] = list
+        self.warming: Callable[[], list[reports.WarmProgress]] = list
 
     def close(self) -> None:
         """No report is possible afterwards."""
@@ -137,18 +119,18 @@ class Status:
             self._summed_s, self._summary = now, json.dumps(figures).encode()
         return self._summary
 
-    def report(self) -> StatusReport:
+    def report(self) -> reports.StatusReport:
         self._filesystem.readers.catch_up_all()
         metrics = self._metrics
         mode = self._serving.mode()
         tiers, snapshot = self._tier_reports(mode), self._upkeep.watch.report()
         latency = metrics.latency()
         epochs = [
-            EpochReport(e.number, e.opens, e.hits, e.hits / e.opens if e.opens else None)
+            reports.EpochReport(e.number, e.opens, e.hits, e.hits / e.opens if e.opens else None)
             for e in self._tiers.epochs.epochs()
         ]
         open_files = self._filesystem.bindings.open_files
-        return StatusReport(
+        return reports.StatusReport(
             version=__version__,
             pid=os.getpid(),
             mountpoint=os.fspath(self._parts.settings.mountpoint),
@@ -161,7 +143,7 @@ class Status:
             tiers=tiers,
             source_totals=metrics.source_totals(),
             residency=self._residency_report(tiers, snapshot),
-            copies=Copies(
+            copies=reports.Copies(
                 queued=self._transfer.engine.queued,
                 running=self._transfer.engine.running,
                 done=sum(metrics.promotions),
@@ -173,14 +155,16 @@ class Status:
             reads=sum(metrics.reads) if mode.counts_tier_reads else None,
             bytes=sum(metrics.read_bytes) if mode.counts_tier_reads else None,
             hit_ratio=metrics.hit_ratio() if mode.counts_opens else None,
-            saved=Saved(
+            saved=reports.Saved(
                 opens=metrics.hits() if mode.counts_opens else None,
                 bytes=sum(metrics.read_bytes[1:]) if mode.counts_tier_reads else None,
             ),
             latency=latency if mode.counts_opens else replace(latency, open=None),
             errors=dict(metrics.errors),
-            memory=Memory(int(os.pread(self._statm, 256, 0).split()[1]) * resource.getpagesize()),
-            handles=Handles(
+            memory=reports.Memory(
+                int(os.pread(self._statm, 256, 0).split()[1]) * resource.getpagesize()
+            ),
+            handles=reports.Handles(
                 open_files if mode.counts_opens else None, self._filesystem.bindings.backing_ids
             ),
             requests=self._serving.requests(),
@@ -189,11 +173,11 @@ class Status:
             warming=self.warming(),
         )
 
-    def _tier_reports(self, mode: Mode) -> list[TierReport]:
+    def _tier_reports(self, mode: reports.Mode) -> list[reports.TierReport]:
         out = self._transfer.monitor.out_of_service()
         ledger, metrics = self._tiers.ledger, self._metrics
         return [
-            TierReport(
+            reports.TierReport(
                 name=tier.name,
                 path=os.fspath(tier.path),
                 capacity=ledger.capacity(number),
@@ -212,11 +196,11 @@ class Status:
         ]
 
     def _residency_report(
-        self, tiers: Sequence[TierReport], snapshot: SnapshotReport
-    ) -> ResidencyReport:
+        self, tiers: Sequence[reports.TierReport], snapshot: reports.SnapshotReport
+    ) -> reports.Residency:
         files = sum(tier.files for tier in tiers)
         size = sum(tier.used for tier in tiers)
-        return ResidencyReport(
+        return reports.Residency(
             files=files,
             bytes=size,
             wanted=self._tiers.residency.wanted,

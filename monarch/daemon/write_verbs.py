@@ -17,18 +17,7 @@ from monarch.daemon.write_status import LossAlarm
 from monarch.errors import NotDrainedError, UsageError
 from monarch.namespace.namespace import Namespace
 from monarch.namespace.overlay import Node
-from monarch.telemetry.report import (
-    ConflictReport,
-    ConflictsReport,
-    DrainProgress,
-    DrainReport,
-    KeptReport,
-    LostReport,
-    RefusalReport,
-    RefusalsReport,
-    WrittenFile,
-    WrittenFiles,
-)
+from monarch.telemetry import report as reports
 from monarch.writeback.doubtful import Kept
 from monarch.writeback.drain import Drain
 from monarch.writeback.progress import Progress
@@ -70,21 +59,21 @@ class WrittenVerbs:
     async def _written(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Sends every written file at and beneath ``path``, in parts; the answer is the last."""
         write_back, below = self.write_back, self._name(params.get("path", ""))
-        part: list[WrittenFile] = []
+        part: list[reports.WrittenFile] = []
         room = _PART_BYTES
         for count, (node, path) in enumerate(self._nodes(below)):
             assert write_back is not None
             durable = write_back.front.drained.durable(node).decode()
             write_back.front.files.status(node)
-            file = WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
+            file = reports.WrittenFile(os.fsdecode(path), node.size, durable, node.mtime_ns)
             part.append(file)
             room -= len(json.dumps(asdict(file)))
             if room <= 0:
-                await send(WrittenFiles(part).to_dict())
+                await send(reports.WrittenFiles(part).to_dict())
                 part, room = [], _PART_BYTES
             elif count % _STRIDE == 0:
                 await trio.sleep(0)
-        return WrittenFiles(part).to_dict()
+        return reports.WrittenFiles(part).to_dict()
 
     async def _drain(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """Waits until all data written so far, or that at and beneath ``paths``, is at the source.
@@ -94,7 +83,7 @@ class WrittenVerbs:
             raise UsageError("timeout must be a number of seconds")
         write_back = self.write_back
         if write_back is None:
-            return DrainReport(True, 0, 0, 0, "", "", []).to_dict()
+            return reports.DrainReport(True, 0, 0, 0, "", "", []).to_dict()
         paths = params.get("paths")
         if paths is not None and not isinstance(paths, list):
             raise UsageError("paths must be a list of texts")
@@ -110,7 +99,7 @@ class WrittenVerbs:
         drained = waited is not None and waited.is_done()
         backlog = write_back.drain.backlog()
         self.loss_alarm.report(backlog.lost)
-        return DrainReport(
+        return reports.DrainReport(
             drained=drained,
             files=backlog.files,
             bytes=backlog.bytes,
@@ -148,7 +137,7 @@ class WrittenVerbs:
     async def _lost(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The files whose bytes are lost; ``acknowledge`` ends the alarm. ``discard`` has the
         numbers of kept files that are removed."""
-        kept: list[KeptReport] = []
+        kept: list[reports.KeptReport] = []
         hidden: list[str] = []
         if (write_back := self.write_back) is not None:
             self.loss_alarm.report(write_back.drain.backlog().lost)
@@ -159,19 +148,19 @@ class WrittenVerbs:
         acknowledged = params.get("acknowledge") is True
         if acknowledged:
             self.loss_alarm.acknowledge()
-        return LostReport(names, acknowledged, kept, hidden).to_dict()
+        return reports.LostReport(names, acknowledged, kept, hidden).to_dict()
 
     async def _conflicts(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The conflicts with changes at the source; ``acknowledge`` ends the alarm."""
         log = None if self.write_back is None else self.write_back.drain.writer.log
         conflicts = [
-            ConflictReport(os.fsdecode(each.path), os.fsdecode(each.kept), each.why)
+            reports.ConflictReport(os.fsdecode(each.path), os.fsdecode(each.kept), each.why)
             for each in (() if log is None else log.conflicts)
         ]
         acknowledged = params.get("acknowledge") is True
         if acknowledged and log is not None:
             log.forget()
-        return ConflictsReport(conflicts, acknowledged).to_dict()
+        return reports.ConflictsReport(conflicts, acknowledged).to_dict()
 
     async def _list_refused(self, params: dict[str, Any], send: Send) -> dict[str, Any]:
         """The changes that the source refuses."""
@@ -209,15 +198,19 @@ class WrittenVerbs:
             raise UsageError("no file was written through this mount")
         return self.write_back, os.fsencode(path).strip(b"/")
 
-    def _refused(self, path: bytes = b"", *, removed: Sequence[bytes] = ()) -> RefusalsReport:
+    def _refused(
+        self, path: bytes = b"", *, removed: Sequence[bytes] = ()
+    ) -> reports.RefusalsReport:
         if self.write_back is None:
-            return RefusalsReport([], 0)
+            return reports.RefusalsReport([], 0)
         refused = [
-            RefusalReport(os.fsdecode(each.path), each.kind, each.why, each.tries, each.is_aside)
+            reports.RefusalReport(
+                os.fsdecode(each.path), each.kind, each.why, each.tries, each.is_aside
+            )
             for each in self.write_back.refusals.list(path)[:_NAMED]
         ]
         waiting = self.write_back.drain.backlog().ops
-        return RefusalsReport(refused, waiting, [*map(os.fsdecode, removed[:_NAMED])])
+        return reports.RefusalsReport(refused, waiting, [*map(os.fsdecode, removed[:_NAMED])])
 
     def _name(self, path: object) -> bytes:
         """An existing path, relative to the mount, as bytes. Raises UsageError."""
@@ -266,7 +259,7 @@ async def _report_progress(drain: Drain, send: Send) -> None:
         # The bytes of a file that is being moved count already.
         drained = now.drained_bytes + now.moving_bytes - begun.drained_bytes
         size = max(size, _done(begun.bytes, now.bytes, drained))
-        progress = DrainProgress(files, begun.files, size, begun.bytes, now.trouble or "")
+        progress = reports.DrainProgress(files, begun.files, size, begun.bytes, now.trouble or "")
         await send(progress.to_dict())
         await trio.sleep(_LOOK_S)
 
@@ -290,8 +283,8 @@ def _numbers(given: object) -> list[int]:
     return given
 
 
-def _kept(kept: Kept) -> KeptReport:
-    return KeptReport(
+def _kept(kept: Kept) -> reports.KeptReport:
+    return reports.KeptReport(
         number=kept.number,
         path=os.fsdecode(kept.path),
         size=kept.size,

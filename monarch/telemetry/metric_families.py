@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, core
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -332,12 +326,12 @@ class PrometheusCollector(Collector):
     metrics: Metrics
     status: StatusReport
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         for family in FAMILIES:
             samples = family.of(self.metrics, self.status)
             about = family.name, family.help
             if family.type == "histogram":
-                histogram = HistogramMetricFamily(*about, labels=family.labels)
+                histogram = core.HistogramMetricFamily(*about, labels=family.labels)
                 for labels, value in samples:
                     assert isinstance(value, Histogram)
                     bounds = [*map(str, BUCKETS_S), "+Inf"]
@@ -345,7 +339,7 @@ class PrometheusCollector(Collector):
                     histogram.add_metric(labels, buckets, sum_value=value.total_s)
                 yield histogram
                 continue
-            kind = CounterMetricFamily if family.type == "counter" else GaugeMetricFamily
+            kind = core.CounterMetricFamily if family.type == "counter" else core.GaugeMetricFamily
             metric = kind(*about, labels=family.labels)
             for labels, value in samples:
                 assert not isinstance(value, Histogram)

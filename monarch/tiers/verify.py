@@ -35,6 +35,8 @@ UNKNOWN = "copy-unknown"
 TIER = "copy-tier"
 VERSION = "copy-version"
 TORN = "record-torn"
+# The kinds of files that no record of this tier describes.
+UNRECORDED = (UNKNOWN, TIER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -490,7 +490,7 @@ def test_a_name_that_others_have_taken_is_neither_removed_nor_replaced(rig: Rig)
     assert [each.path for each in rig.log.conflicts] == [b"a", b"a", b"b", b"b"]
 
 
-# -- the door --------------------------------------------------------------------------------------
+# -- several steps in one call -------------------------------------------------------------------
 
 
 def test_steps_end_at_the_first_that_fails_and_those_before_it_are_made(rig: Rig) -> None:
