@@ -20,11 +20,7 @@ from monarch.telemetry.log import Limiter
 from monarch.text import errno_words
 from monarch.tiers.contents import ino_of
 from monarch.tiers.ownership import Owner, require_known_version
-from monarch.tiers.records import (
-    Records,
-    known_tiers,
-    other_generations,
-)
+from monarch.tiers.records import Records, known_tiers, other_generations
 from monarch.tiers.tier import Tier
 from monarch.types import Identity, Ino
 
