@@ -29,7 +29,7 @@ from monarch.telemetry.report import FsckProgress, FsckReport
 from monarch.text import counted
 from monarch.tiers.contents import Contents, keeps_seals, seal
 from monarch.tiers.hierarchy import owner_of
-from monarch.tiers.ownership import own_directory
+from monarch.tiers.ownership import PRIVATE, own_directory
 from monarch.tiers.records import Records, other_generations
 from monarch.tiers.verify import SEAL, UNKNOWN, UNRECORDED, Suspect, compare
 from monarch.types import Identity, Ino
@@ -61,7 +61,6 @@ def check_state(
 class _OpenTier:
     """A tier that this process has locked. ``root`` is a descriptor of ``own``."""
 
-    number: int
     name: str
     own: Path
     root: int
@@ -98,8 +97,8 @@ class _StateCheck:
             ) from error
         tiers = [
             tier
-            for number, noted in enumerate(note.tiers, start=1)
-            if (tier := self._tier(number, noted.name, Path(noted.path))) is not None
+            for noted in note.tiers
+            if (tier := self._tier(noted.name, Path(noted.path))) is not None
         ]
         self._check_registry(note)
         directories = [(findings.STATE, self._state)]
@@ -110,8 +109,8 @@ class _StateCheck:
             self._mend("stage", findings.STATE, path, _INTERRUPTED, path)
         self._check_snapshot(Path(note.snapshot))
         self._check_copies(tiers)
-        for tier in tiers:
-            self._check_written(tier)
+        for noted in note.tiers:
+            self._check_written(noted.name, Path(noted.path) / PRIVATE)
         return self._findings.report(
             state=os.fspath(self._state), mountpoint=note.mountpoint, served=False
         )
@@ -134,16 +133,17 @@ class _StateCheck:
 
         self._findings.mend(kind, where, os.fspath(path), what, by=by if self._repair else None)
 
-    def _tier(self, number: int, name: str, path: Path) -> _OpenTier | None:
-        """Opens and locks a tier; None if it cannot be used. Raises LockedError."""
+    def _tier(self, name: str, path: Path) -> _OpenTier | None:
+        """Opens and locks a tier; None if it is gone, or without copies. Raises LockedError."""
         own = own_directory(path, owner_of(self._state))
         try:
             root = self._opened(own)
             self._lock(root, f"tier {os.fspath(path)!r}")
         except OSError as error:
-            self._findings.add(
-                "tier-gone", name, os.fspath(own), error.strerror or "cannot be used"
-            )
+            # Where PATH/monarch is left, the tier's disk is there: the copies have been removed.
+            if not (isinstance(error, FileNotFoundError) and own.parent.is_dir()):
+                words = error.strerror or "cannot be used"
+                self._findings.add("tier-gone", name, os.fspath(own), words)
             return None
         identity = ""
         try:
@@ -157,7 +157,7 @@ class _StateCheck:
         except OSError:
             # It is not writable: no file there can have changed lately.
             seals = False
-        return _OpenTier(number, name, own, root, identity, seals)
+        return _OpenTier(name, own, root, identity, seals)
 
     def _check_registry(self, note: MountNote) -> None:
         for record in self._registry.all():
@@ -271,26 +271,26 @@ class _StateCheck:
 
     # -- written files -----------------------------------------------------------------------------
 
-    def _check_written(self, tier: _OpenTier) -> None:
-        for directory in sorted(tier.own.parent.glob(f"{ABSORBED}*")):
+    def _check_written(self, where: str, private: Path) -> None:
+        for directory in sorted(private.glob(f"{ABSORBED}*")):
             try:
                 self._lock(self._opened(directory), os.fspath(directory))
             except (OSError, LockedError):
                 # Files of another mount, which is served: the check of that mount covers them.
                 continue
             for path in sorted(directory.glob("*.part")):
-                self._mend("stage", tier.name, path, _INTERRUPTED, path)
+                self._mend("stage", where, path, _INTERRUPTED, path)
             try:
                 found = inspect(directory)
             except TierError as error:
                 self._findings.add(
-                    findings.JOURNAL, tier.name, os.fspath(directory), str(error.args[0])
+                    findings.JOURNAL, where, os.fspath(directory), str(error.args[0])
                 )
                 continue
-            findings.add_written(self._findings, tier.name, found)
+            findings.add_written(self._findings, where, found)
             for number in found.unknown:
                 path = object_path(directory, number)
-                self._mend(findings.WRITTEN_UNKNOWN, tier.name, path, "no record needs it", path)
+                self._mend(findings.WRITTEN_UNKNOWN, where, path, "no record needs it", path)
 
 
 def remove(path: Path) -> None:

@@ -361,6 +361,32 @@ def test_a_tier_that_is_not_there_keeps_its_records(
     assert account(mounted)["residency"]["files"] == len(content)
 
 
+@pytest.mark.modes("auto")
+def test_a_tier_whose_copies_were_removed_is_in_order(
+    monarch: MonarchCommand, tree: Tree, source: Path
+) -> None:
+    mounted, content = filled(monarch, tree, source)
+    mounted.umount()
+    tier = mounted.tiers["fast"]
+    monarch("evict", "--tier", str(tier), "--all")
+    assert fsck(monarch, mounted.state, "--repair", code=0)["findings"] == []
+    # What belongs to no copy is checked all the same.
+    written = tier / "monarch/absorbed-0"
+    written.mkdir(mode=0o700)
+    (written / "journal.part").write_bytes(b"half")
+    assert found(check(mounted)) == {("stage", "journal.part"), ("journal", "absorbed-0")}
+    shutil.rmtree(written)
+    # An unplugged disk leaves an empty directory.
+    shutil.rmtree(tier / "monarch")
+    assert {kind for kind, _ in found(check(mounted))} == {"tier-gone"}
+    mounted = monarch.mount(source, tiers=TIERS, options=ALONE)
+    epoch(mounted, content)
+    settled(mounted)
+    assert account(mounted)["residency"]["files"] == len(content)
+    mounted.umount()
+    assert check(mounted)["findings"] == []
+
+
 @pytest.mark.fault("T7")
 @pytest.mark.promise(53)
 @pytest.mark.modes("auto")
